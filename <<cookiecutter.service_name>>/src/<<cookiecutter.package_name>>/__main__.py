@@ -1,0 +1,5 @@
+"""`python -m <<cookiecutter.package_name>>` is the command `service`."""
+
+from .main import main
+
+main()

@@ -1,0 +1,42 @@
+"""The tables of the service, as SQLAlchemy maps them."""
+
+# <% if cookiecutter.worked_example == "yes" %>
+from datetime import datetime
+
+from sqlalchemy import DateTime, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pipeline import Aggregate
+
+# <% else %>
+from sqlalchemy.orm import DeclarativeBase
+
+# <% endif %>
+
+class Base(DeclarativeBase):
+    """Every table of the service derives from it, so that migrations see it."""
+
+
+# <% if cookiecutter.worked_example == "yes" %>
+class Parcel(Aggregate, Base):
+    """Where a parcel is."""
+
+    __tablename__ = "parcel"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    place: Mapped[str | None] = mapped_column(Text)
+    scans: Mapped[int]
+    last_scanned_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.scans = 0
+
+    def move_to(self, place: str, scanned_at: datetime) -> None:
+        """Note that the parcel was scanned at a place."""
+        self.place = place
+        self.last_scanned_at = scanned_at
+        self.scans += 1
+
+
+# <% endif %>

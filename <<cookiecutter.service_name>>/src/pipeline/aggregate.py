@@ -1,0 +1,97 @@
+"""Aggregates: rows that handlers change in order, fetched and locked for a whole batch at once."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, Self, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, declarative_mixin, mapped_column
+
+from .events import Event
+
+Key = tuple[Any, ...]
+"""A primary key, one value a column."""
+
+
+@declarative_mixin
+class Aggregate:
+    """Mixin for a mapped class that is loaded by `loads=`, and that events are published `of`.
+
+    `version` counts the events published of the row. The engine raises it in memory with every
+    `tx.publish(…, of=row)`, so that the events of one batch carry 7, 8, 9.
+    """
+
+    version: Mapped[int] = mapped_column(sa.BigInteger, default=0)
+
+    @classmethod
+    def by(cls, *fields: str) -> "Loads[Self]":
+        """Say which fields of the event hold the primary key, in the order of its columns."""
+        return Loads(cls, fields)
+
+
+A = TypeVar("A", bound=Aggregate)
+
+
+@dataclass(frozen=True)
+class Loads(Generic[A]):
+    """Which rows a handler is going to change, told before it runs."""
+
+    entity: type[A]
+    fields: tuple[str, ...]
+
+    def key_of(self, event: Event) -> Key:
+        """Return the primary key that the event names."""
+        return tuple(getattr(event, field) for field in self.fields)
+
+    def check(self, event: type[Event]) -> None:
+        """Raise `TypeError` if the event lacks a field or the key has another number of columns."""
+        columns = primary_key(self.entity)
+        known = event.model_fields
+        if len(columns) != len(self.fields) or not known.keys() >= set(self.fields):
+            raise TypeError(
+                f"{self.entity.__name__}.by(…) must name the fields of {event.__name__} that hold"
+                f" the primary key ({', '.join(columns)}). It names {', '.join(self.fields)};"
+                f" {event.__name__} has {', '.join(known)}."
+            )
+
+
+@cache
+def primary_key(entity: type[Aggregate]) -> tuple[str, ...]:
+    """Return the attributes of the primary key, in the order of its columns."""
+    mapper = sa.inspect(entity)
+    return tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
+
+
+def key_of(row: Aggregate) -> Key:
+    """Return the primary key of a row."""
+    return tuple(getattr(row, name) for name in primary_key(type(row)))
+
+
+async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) -> dict[Key, A]:
+    """Fetch the rows that exist and lock them until the transaction ends, in the key's order."""
+    columns = [getattr(entity, name) for name in primary_key(entity)]
+    # Arrays, not an IN list: the statement is the same for every number of keys.
+    wanted = sa.select(
+        *(
+            sa.func.unnest(sa.literal([key[place] for key in keys], ARRAY(column.type)))
+            for place, column in enumerate(columns)
+        )
+    )
+    statement = (
+        sa.select(entity)
+        .where(sa.tuple_(*columns).in_(wanted) if len(columns) > 1 else columns[0].in_(wanted))
+        .order_by(*columns)
+        .with_for_update()
+        .execution_options(populate_existing=True)
+    )
+    return {key_of(row): row for row in await session.scalars(statement)}
+
+
+def create(entity: type[A], key: Key) -> A:
+    """Make a new row of which only the primary key is known."""
+    row = entity(**dict(zip(primary_key(entity), key, strict=True)))
+    row.version = 0
+    return row

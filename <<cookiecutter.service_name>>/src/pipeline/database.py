@@ -1,0 +1,45 @@
+"""Connections: SQLAlchemy's pool, and asyncpg's own connection below it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import asyncpg
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from .settings import Settings
+
+_BESIDE_THE_LANES = 3
+"""Connections for the relay, for housekeeping and for reading a position."""
+
+
+def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
+    """Return a pool that is as large as the process needs, and no larger."""
+    return create_async_engine(
+        settings.database_url.get_secret_value(),
+        pool_size=settings.lanes + _BESIDE_THE_LANES,
+        max_overflow=0,
+        isolation_level="READ COMMITTED",
+        # Compiling a page of the outbox takes longer than reading it.
+        connect_args={"server_settings": {"application_name": name, "jit": "off"}},
+    )
+
+
+@asynccontextmanager
+async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connection]:
+    """Lend asyncpg's connection, on which every statement is a transaction of its own."""
+    async with engine.connect() as transactional:
+        connection = await transactional.execution_options(isolation_level="AUTOCOMMIT")
+        try:
+            yield await driver_of(connection)
+        except BaseException:
+            # Lost, cut off or cancelled in the middle: nobody else may get it.
+            await connection.invalidate()
+            raise
+
+
+async def driver_of(connection: AsyncConnection) -> asyncpg.Connection:
+    """Return asyncpg's own connection, for what SQLAlchemy has no words for."""
+    driver = (await connection.get_raw_connection()).driver_connection
+    if not isinstance(driver, asyncpg.Connection):
+        raise TypeError(f"the engine needs asyncpg, not {type(driver).__name__}")
+    return driver

@@ -1,0 +1,40 @@
+"""Events: Pydantic models with a type name and, where the service publishes them, a topic."""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Event(BaseModel):
+    """Base of everything the service consumes or publishes.
+
+    ```python
+    class ParcelMoved(Event, type="parcel.moved.v1", topic="parcel-events"):
+        parcel_id: str
+        place: str
+    ```
+
+    `type` is the CloudEvents type; it names a contract, so change it when a field changes its
+    meaning. `topic` is needed for events that are published.
+    """
+
+    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
+
+    event_type: ClassVar[str]
+    event_topic: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, *, type: str, topic: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not type:
+            raise TypeError(f'{cls.__name__} needs a type: class {cls.__name__}(Event, type="…")')
+        cls.event_type = type
+        cls.event_topic = topic
+
+
+class Tombstone(Event, type="tombstone"):
+    """A record without a value: the mark of a deletion on a compacted topic.
+
+    It reaches handlers that are registered for `Tombstone`; elsewhere it is skipped and counted.
+    """
+
+    key: str

@@ -1,0 +1,97 @@
+"""Handlers: which function takes which event of which topic, as which consumer."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .aggregate import Loads
+from .events import Event, Tombstone
+from .message import Plain
+from .transaction import Transaction
+
+E = TypeVar("E", bound=Event)
+Function = Callable[[E, Transaction], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Handler:
+    """One registration."""
+
+    event: type[Event]
+    topic: str
+    consumer: str
+    loads: Loads[Any] | None
+    function: Function[Any]
+
+
+class Handlers:
+    """The registry of a service's handlers."""
+
+    def __init__(self) -> None:
+        self._by_topic: dict[str, dict[str, tuple[Handler, ...]]] = {}
+        self._plain: dict[str, Plain] = {}
+
+    def on(
+        self,
+        event: type[E],
+        *,
+        topic: str,
+        consumer: str,
+        loads: Loads[Any] | None = None,
+    ) -> Callable[[Function[E]], Function[E]]:
+        """Register the decorated coroutine function for the events of a topic.
+
+        `consumer` is part of the identity under which the inbox remembers: keep it when you
+        rename the function. `loads` names the rows that the handler is going to change; they are
+        fetched and locked for the whole batch in one query.
+
+        Raises `TypeError` if the consumer already takes these events, or `loads` does not fit.
+        """
+        if loads is not None:
+            loads.check(event)
+
+        def register(function: Function[E]) -> Function[E]:
+            registered = self._by_topic.setdefault(topic, {})
+            others = registered.get(event.event_type, ())
+            for other in others:
+                if other.event is not event:
+                    raise TypeError(
+                        f"{other.event.__name__} and {event.__name__} both have the type"
+                        f" {event.event_type!r}"
+                    )
+                if other.consumer == consumer:
+                    raise TypeError(
+                        f"consumer {consumer!r} already takes {event.event_type!r} of topic"
+                        f" {topic!r}: give the second handler a name of its own"
+                    )
+            handler = Handler(event, topic, consumer, loads, function)
+            registered[event.event_type] = (*others, handler)
+            return function
+
+        return register
+
+    def plain(self, topic: str, how: Plain) -> None:
+        """Say how a topic without CloudEvents names its events.
+
+        Raises `TypeError` if it was said before.
+        """
+        if topic in self._plain:
+            raise TypeError(f"topic {topic!r} is described twice")
+        self._plain[topic] = how
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Topics that some handler takes events of."""
+        return frozenset(self._by_topic)
+
+    def of(self, topic: str, type: str) -> tuple[Handler, ...]:
+        """Return the handlers of an event type, in the order of their registration."""
+        return self._by_topic.get(topic, {}).get(type, ())
+
+    def plain_of(self, topic: str) -> Plain | None:
+        """Return what `plain` was told of the topic."""
+        return self._plain.get(topic)
+
+    def takes_tombstones(self, topic: str) -> bool:
+        """Whether records without a value go to a handler."""
+        return Tombstone.event_type in self._by_topic.get(topic, {})

@@ -1,0 +1,175 @@
+"""Liveness, readiness and metrics over HTTP, on a port and in a thread of their own.
+
+Not in the event loop, on purpose: the answer must come, and be honest, when the loop hangs.
+"""
+
+import errno
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+log = logging.getLogger(__name__)
+
+
+class Health:
+    """What the process says of itself; written by the event loop, read by the server's threads.
+
+    Readiness is the sum of its parts: "database", "relay", "partition scans/3". Liveness is the
+    event loop's heartbeat alone, so that an outage elsewhere never has the process restarted.
+    """
+
+    def __init__(self, *, stall_after: float) -> None:
+        """`stall_after`: seconds without a heartbeat after which the loop counts as hanging."""
+        self._stall_after = stall_after
+        self._lock = threading.Lock()
+        self._parts: dict[str, str | None] = {}
+        self._beat = time.monotonic()
+
+    def ready(self, part: str) -> None:
+        """Say that the part can do its work."""
+        with self._lock:
+            self._parts[part] = None
+
+    def not_ready(self, part: str, reason: str) -> None:
+        """Say that the part cannot do its work, and why."""
+        with self._lock:
+            self._parts[part] = reason
+
+    def forget(self, part: str) -> None:
+        """Say that the part is no longer ours, such as a partition that was revoked."""
+        with self._lock:
+            self._parts.pop(part, None)
+
+    def beat(self) -> None:
+        """Say that the event loop turns; about once a second."""
+        self._beat = time.monotonic()
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Return why the process is not ready, by part; empty when it is."""
+        with self._lock:
+            if not self._parts:
+                return {"process": "no part has reported yet"}
+            return {part: reason for part, reason in self._parts.items() if reason is not None}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every part can do its work, and there is one."""
+        return not self.reasons
+
+    @property
+    def seconds_since_beat(self) -> float:
+        """Return the age of the last heartbeat."""
+        return time.monotonic() - self._beat
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the last heartbeat is not older than `stall_after`."""
+        return self.seconds_since_beat <= self._stall_after
+
+
+class CannotListen(Exception):
+    """The health server did not get its address; the text says why and which setting to change."""
+
+
+class HealthServer:
+    """Serves `/health/live`, `/health/ready` and `/metrics` of one process."""
+
+    def __init__(self, health: Health, *, host: str, port: int) -> None:
+        """Port 0 picks a free one."""
+        self._health = health
+        self._host = host
+        self._port = port
+        self._server: _Server | None = None
+
+    def start(self) -> int:
+        """Serve from a daemon thread and return the port. Raises `CannotListen`."""
+        try:
+            self._server = _Server(self._host, self._port, self._health)
+        except OSError as error:
+            why = f"{error.strerror}; check PIPELINE_HEALTH_HOST and PIPELINE_HEALTH_PORT"
+            if error.errno == errno.EADDRINUSE:
+                why = "the port is in use; set PIPELINE_HEALTH_PORT to a free one, or to 0"
+            raise CannotListen(
+                f"cannot serve health and metrics on {self._host}, port {self._port}: {why}"
+            ) from error
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+        return self._server.server_port
+
+    def stop(self) -> None:
+        """Close the port, within a tenth of a second."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class _Server(ThreadingHTTPServer):
+    def __init__(self, host: str, port: int, health: Health) -> None:
+        self.health = health
+        self.scrape = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's asks the DNS for our name, which can take many seconds.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # those are clients that went away
+            log.exception("a request for health or metrics failed")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 5.0  # for clients that connect and say nothing
+    server_version = "pipeline"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        health = self.server.health
+        match self.path.partition("?")[0]:
+            case "/health/live":
+                alive, age = health.is_alive, health.seconds_since_beat
+                self._answer(_status(alive), alive=alive, seconds_since_beat=round(age, 3))
+            case "/health/ready":
+                reasons = health.reasons
+                self._answer(_status(not reasons), ready=not reasons, reasons=reasons)
+            case "/metrics":
+                with self.server.scrape:  # two at once would mix in OpenTelemetry's collector
+                    text = generate_latest()
+                self._send(HTTPStatus.OK, CONTENT_TYPE_PLAIN_0_0_4, text)
+            case _:
+                self._answer(
+                    HTTPStatus.NOT_FOUND, error="ask /health/live, /health/ready, /metrics"
+                )
+
+    do_HEAD = do_GET  # _send leaves the body out
+
+    def _answer(self, status: HTTPStatus, **body: object) -> None:
+        self._send(status, "application/json", json.dumps(body).encode())
+
+    def _send(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write no access log: probes come every few seconds."""
+
+
+def _status(good: bool) -> HTTPStatus:
+    return HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE

@@ -1,0 +1,248 @@
+"""The inbox: where a partition goes on, and which events have already taken effect.
+
+Everything here runs on the connection of a consume transaction, in the order of `docs/protocol.md`,
+but for `start_at`, `position` and `rotate`, which are transactions of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import asyncpg
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from .message import HASH_VERSION, Message
+
+GENERATION_LOCK = 0x1B0C5
+"""Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
+
+
+class PositionMoved(Exception):
+    """The position is not where the batch was fetched from: another owner, or a commit unseen."""
+
+
+class IdentityMismatch(Exception):
+    """An event came again with the same source and id, but with another payload."""
+
+    def __init__(self, message: Message, remembered: bytes) -> None:
+        super().__init__(
+            f"{message.type} {message.id!r} of {message.source!r} was applied with payload hash"
+            f" {remembered.hex()}, and now comes with {message.hash.hex()}:"
+            " its producer must give a changed event a new id"
+        )
+        self.offset = message.offset
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Whose position: one topic partition as one consumer group reads it."""
+
+    group: str
+    topic: str
+    partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generations:
+    """Which generation takes new markers, and the oldest that is still remembered."""
+
+    current: int
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """One message as one consumer will remember it."""
+
+    key: bytes
+    consumer: str
+    message: Message
+
+
+_BEGIN = sa.text("""
+SELECT set_config('idle_in_transaction_session_timeout', :transaction_timeout, true),
+       set_config('lock_timeout', :lock_timeout, true),
+       pg_advisory_xact_lock_shared(:lock)
+""")
+
+_BEGIN_WITH_TRANSACTION_TIMEOUT = sa.text("""
+SELECT set_config('idle_in_transaction_session_timeout', :transaction_timeout, true),
+       set_config('transaction_timeout', :transaction_timeout, true),
+       set_config('lock_timeout', :lock_timeout, true),
+       pg_advisory_xact_lock_shared(:lock)
+""")
+
+_MOVE_POSITION = """
+WITH moved AS (
+    UPDATE pipeline.position
+       SET next_offset = $5, moved_at = clock_timestamp()
+     WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
+    RETURNING 1
+)
+SELECT current, oldest, EXISTS (SELECT FROM moved) AS moved FROM pipeline.inbox_generation
+"""
+
+_FIND_IN_CLOSED_GENERATIONS = """
+SELECT key, hash, hash_version
+  FROM pipeline.inbox
+ WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
+"""
+
+_MARK = """
+INSERT INTO pipeline.inbox
+       (generation, key, hash, hash_version, consumer, source, id, type,
+        topic, partition, "offset", traceparent)
+SELECT $1, key, hash, $2, consumer, source, id, type, $3, $4, "offset", traceparent
+  FROM unnest($5::bytea[], $6::bytea[], $7::text[], $8::text[], $9::text[], $10::text[],
+              $11::bigint[], $12::text[])
+       AS new (key, hash, consumer, source, id, type, "offset", traceparent)
+    ON CONFLICT DO NOTHING
+RETURNING key
+"""
+
+_FIND_IN_CURRENT_GENERATION = """
+SELECT key, hash, hash_version FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)
+"""
+
+_POSITION = """
+SELECT next_offset FROM pipeline.position
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3
+"""
+
+_START_AT = """
+INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
+VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
+"""
+
+_LOCK_GENERATION = "SELECT set_config('lock_timeout', '100ms', true), pg_advisory_xact_lock($1)"
+
+_CLOSE_GENERATION = """
+UPDATE pipeline.inbox_generation
+   SET current = current + 1, opened_at = clock_timestamp()
+ WHERE current = $1 AND EXISTS (
+       SELECT FROM pg_inherits WHERE inhparent = 'pipeline.inbox'::regclass
+          AND inhrelid = to_regclass('pipeline.inbox_g' || ($1 + 1)))
+RETURNING current
+"""
+
+
+async def begin(
+    connection: AsyncConnection, *, transaction_timeout: float, lock_timeout: float
+) -> None:
+    """Bound the transaction and hold off rotation. Must be its first statement, alone.
+
+    The lock is granted after the statement's snapshot was taken, so what it guards is read by the
+    next one. Both times are in seconds.
+    """
+    # transaction_timeout came with PostgreSQL 17.
+    bounded = (connection.dialect.server_version_info or (0,)) >= (17,)
+    await connection.execute(
+        _BEGIN_WITH_TRANSACTION_TIMEOUT if bounded else _BEGIN,
+        {
+            "lock": GENERATION_LOCK,
+            "transaction_timeout": f"{round(transaction_timeout * 1000)}ms",
+            "lock_timeout": f"{round(lock_timeout * 1000)}ms",
+        },
+    )
+
+
+async def move_position(
+    connection: asyncpg.Connection, slot: Slot, *, fetched_from: int, next_offset: int
+) -> Generations:
+    """Move the position over the batch; raises `PositionMoved` if it is not where we think."""
+    row = await connection.fetchrow(
+        _MOVE_POSITION, slot.group, slot.topic, slot.partition, fetched_from, next_offset
+    )
+    if row is None or not row["moved"]:
+        raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
+    return Generations(row["current"], row["oldest"])
+
+
+async def mark(
+    connection: asyncpg.Connection,
+    slot: Slot,
+    generations: Generations,
+    markers: Sequence[Marker],
+) -> set[bytes]:
+    """Remember the messages; returns the keys of those that are new.
+
+    Raises `IdentityMismatch` for one that came before with another payload.
+    """
+    first: dict[bytes, Marker] = {}
+    for marker in markers:
+        if first.setdefault(marker.key, marker).message.hash != marker.message.hash:
+            raise IdentityMismatch(marker.message, first[marker.key].message.hash)
+    known: dict[bytes, bytes | None] = {}
+    if generations.oldest < generations.current:
+        known |= _hashes(
+            await connection.fetch(
+                _FIND_IN_CLOSED_GENERATIONS, generations.oldest, generations.current, list(first)
+            )
+        )
+    # Sorted, so that two batches with the same keys wait for each other and never in a circle.
+    new = sorted((marker for marker in first.values() if marker.key not in known), key=_by_key)
+    inserted = await _insert(connection, slot, generations.current, new) if new else set()
+    if raced := [marker.key for marker in new if marker.key not in inserted]:
+        known |= _hashes(
+            await connection.fetch(_FIND_IN_CURRENT_GENERATION, generations.current, raced)
+        )
+    for marker in markers:
+        remembered = known.get(marker.key)
+        if remembered is not None and remembered != marker.message.hash:
+            raise IdentityMismatch(marker.message, remembered)
+    return inserted
+
+
+async def _insert(
+    connection: asyncpg.Connection, slot: Slot, generation: int, markers: Sequence[Marker]
+) -> set[bytes]:
+    messages = [marker.message for marker in markers]
+    rows = await connection.fetch(
+        _MARK,
+        generation,
+        HASH_VERSION,
+        slot.topic,
+        slot.partition,
+        [marker.key for marker in markers],
+        [message.hash for message in messages],
+        [marker.consumer for marker in markers],
+        [message.source for message in messages],
+        [message.id for message in messages],
+        [message.type for message in messages],
+        [message.offset for message in messages],
+        [message.traceparent for message in messages],
+    )
+    return {row["key"] for row in rows}
+
+
+def _hashes(rows: Sequence[asyncpg.Record]) -> dict[bytes, bytes | None]:
+    # A hash of another version can't be compared: the id alone says that it is the same event.
+    return {
+        row["key"]: row["hash"] if row["hash_version"] == HASH_VERSION else None for row in rows
+    }
+
+
+def _by_key(marker: Marker) -> bytes:
+    return marker.key
+
+
+async def position(connection: asyncpg.Connection, slot: Slot) -> int | None:
+    """Return the offset that the partition goes on from, or None if it was never read."""
+    offset = await connection.fetchval(_POSITION, slot.group, slot.topic, slot.partition)
+    return None if offset is None else int(offset)
+
+
+async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
+    """Store where a partition begins; keeps the position if another process was first."""
+    await connection.execute(_START_AT, slot.group, slot.topic, slot.partition, offset)
+
+
+async def rotate(connection: asyncpg.Connection, *, current: int) -> bool:
+    """Close the current generation; returns False if it is not `current` or has no successor.
+
+    Waits for the consume transactions that run, and lets none begin meanwhile: so for 100 ms at
+    most, then `asyncpg.LockNotAvailableError` says that it should be tried again.
+    """
+    async with connection.transaction():
+        await connection.execute(_LOCK_GENERATION, GENERATION_LOCK)
+        return await connection.fetchval(_CLOSE_GENERATION, current) is not None

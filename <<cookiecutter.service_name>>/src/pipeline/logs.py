@@ -1,0 +1,139 @@
+"""Log lines of the whole process: JSON for machines, readable ones on a terminal.
+
+Fields are given by `extra={…}`. Give identities (topic, offset, message id), never payloads.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from opentelemetry import trace
+from pythonjsonlogger.core import RESERVED_ATTRS
+from pythonjsonlogger.json import JsonFormatter
+
+_HANDLER = "pipeline"
+_RESERVED = {*RESERVED_ATTRS, "taskName"}  # of a LogRecord; the last since Python 3.12
+_OURS = {"timestamp", "level", "logger", "message", "exception", "stack", "trace_id", "span_id"}
+_LEAST = {
+    "aiokafka": logging.WARNING,
+    "alembic": logging.WARNING,
+    "sqlalchemy": logging.WARNING,
+    "urllib3": logging.WARNING,
+    # These warn by quoting the headers of incoming messages, which are anybody's.
+    "opentelemetry.baggage": logging.ERROR,
+    "opentelemetry.trace": logging.ERROR,
+}
+
+
+def configure(*, level: str, json: bool | None) -> None:
+    """Send the process's log lines from `level` on to standard error.
+
+    `json=None` means JSON unless standard error is a terminal. Raises `ValueError` if there is no
+    such level.
+    """
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for name, least in _LEAST.items():
+        logging.getLogger(name).setLevel(max(least, root.level))
+    for former in [handler for handler in root.handlers if handler.name == _HANDLER]:
+        root.removeHandler(former)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.name = _HANDLER
+    as_json = not sys.stderr.isatty() if json is None else json
+    handler.setFormatter(_Json() if as_json else _Readable())
+    root.addHandler(handler)
+    # The standard one raises when a field is named like an attribute of LogRecord, and a handler
+    # must not fail for its log line. Loggers exist before this runs: a logger class is too late.
+    logging.Logger.makeRecord = _make_record  # type: ignore[method-assign]
+
+
+class _Json(JsonFormatter):
+    """One JSON object a line."""
+
+    def add_fields(
+        self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
+    ) -> None:
+        log_data["timestamp"] = _timestamp(record)
+        log_data["level"] = record.levelname
+        log_data["logger"] = record.name
+        log_data["message"] = record.getMessage()
+        log_data |= _fields(record)
+        for field, key in ("exception", "exc_info"), ("stack", "stack_info"):
+            if key in message_dict:
+                log_data[field] = message_dict[key]
+
+
+class _Readable(logging.Formatter):
+    """One line for people, and below it the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{_timestamp(record)} {record.levelname:<7} {record.name}"
+        fields = "".join(f" {name}={_text(value)}" for name, value in _fields(record).items())
+        lines = [f"{head}: {_printable(record.getMessage())}{fields}"]
+        if record.exc_info:
+            lines.append(self.formatException(record.exc_info))
+        if record.stack_info:
+            lines.append(record.stack_info)
+        return "\n".join(lines)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """Return what was given as `extra`, and the current span."""
+    fields = {
+        f"{name}_" if name in _OURS else name: _plain(value)
+        for name, value in vars(record).items()
+        if name not in _RESERVED
+    }
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        fields["trace_id"] = trace.format_trace_id(span.trace_id)
+        fields["span_id"] = trace.format_span_id(span.span_id)
+    return fields
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no NaN
+    return value
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    return f"{datetime.fromtimestamp(record.created, UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else repr(text)
+
+
+def _printable(text: str) -> str:
+    """Keep one line one line, whatever a message's id contains."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+_standard_make_record = logging.Logger.makeRecord
+
+
+def _make_record(
+    self: logging.Logger,
+    name: str,
+    level: int,
+    fn: str,
+    lno: int,
+    msg: object,
+    args: Any,
+    exc_info: Any,
+    func: str | None = None,
+    extra: Mapping[str, object] | None = None,
+    sinfo: str | None = None,
+) -> logging.LogRecord:
+    safe = {
+        f"{key}_" if key in _RESERVED or key in _OURS else key: value
+        for key, value in (extra or {}).items()
+    }
+    return _standard_make_record(self, name, level, fn, lno, msg, args, exc_info, func, safe, sinfo)

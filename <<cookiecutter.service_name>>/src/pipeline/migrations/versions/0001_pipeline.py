@@ -1,0 +1,132 @@
+"""The engine's tables.
+
+Revision ID: pipeline_0001
+Revises:
+"""
+
+from alembic import op
+
+revision = "pipeline_0001"
+down_revision = None
+branch_labels = ("pipeline",)
+depends_on = None
+
+
+def upgrade() -> None:
+    """Create the schema `pipeline`."""
+    op.execute("CREATE SCHEMA pipeline")
+
+    op.execute("""
+        CREATE TABLE pipeline.position (
+            consumer_group text NOT NULL,
+            topic          text NOT NULL,
+            partition      integer NOT NULL,
+            next_offset    bigint NOT NULL,
+            moved_at       timestamptz NOT NULL DEFAULT now(),
+            CONSTRAINT position_pkey PRIMARY KEY (consumer_group, topic, partition)
+        )""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.position IS
+        'The offset that each partition goes on from; moved by the consume transaction itself.'""")
+
+    op.execute("""
+        CREATE TABLE pipeline.inbox_generation (
+            singleton boolean PRIMARY KEY CHECK (singleton),
+            current   integer NOT NULL,
+            oldest    integer NOT NULL,
+            opened_at timestamptz NOT NULL
+        )""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.inbox_generation IS
+        'One row: which generation takes new markers, and the oldest still remembered.'""")
+    op.execute("INSERT INTO pipeline.inbox_generation VALUES (true, 1, 1, clock_timestamp())")
+
+    op.execute("""
+        CREATE TABLE pipeline.inbox (
+            generation   integer NOT NULL,
+            key          bytea NOT NULL,
+            hash         bytea NOT NULL,
+            hash_version smallint NOT NULL,
+            consumer     text NOT NULL,
+            source       text NOT NULL,
+            id           text NOT NULL,
+            type         text NOT NULL,
+            topic        text NOT NULL,
+            partition    integer NOT NULL,
+            "offset"     bigint NOT NULL,
+            traceparent  text,
+            xid          xid8 NOT NULL DEFAULT pg_current_xact_id(),
+            created_at   timestamptz NOT NULL DEFAULT now(),
+            CONSTRAINT inbox_pkey PRIMARY KEY (generation, key)
+        ) PARTITION BY LIST (generation)""")
+    op.execute("COMMENT ON TABLE pipeline.inbox IS 'A marker for every event that took effect.'")
+    op.execute("COMMENT ON COLUMN pipeline.inbox.key IS 'hash of (consumer, source, id)'")
+    op.execute("COMMENT ON COLUMN pipeline.inbox.hash IS 'hash of type and data'")
+
+    op.execute("""
+        CREATE TABLE pipeline.outbox (
+            id           bigint GENERATED ALWAYS AS IDENTITY,
+            xid          xid8 NOT NULL DEFAULT pg_current_xact_id(),
+            shard        smallint NOT NULL GENERATED ALWAYS AS (
+                             (get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % 64)::smallint
+                         ) STORED,
+            created_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+            topic        text NOT NULL,
+            key          bytea,
+            payload      bytea,
+            event_id     text NOT NULL,
+            source       text NOT NULL,
+            type         text NOT NULL,
+            subject      text,
+            sequence     bigint,
+            content_type text NOT NULL,
+            traceparent  text,
+            tracestate   text,
+            baggage      text
+        ) PARTITION BY RANGE (created_at)""")
+    op.execute("CREATE INDEX outbox_id_idx ON pipeline.outbox (id)")
+    op.execute("CREATE INDEX outbox_xid_idx ON pipeline.outbox (xid)")
+    op.execute("""
+        COMMENT ON TABLE pipeline.outbox IS
+        'Events of committed transactions; append-only, published by the relay.'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox.sequence IS
+        'version of the aggregate after this event'""")
+
+    op.execute("""
+        CREATE TABLE pipeline.outbox_cursor (
+            shard       smallint NOT NULL CONSTRAINT outbox_cursor_pkey PRIMARY KEY,
+            seen        pg_snapshot NOT NULL,
+            target      pg_snapshot,
+            last_id     bigint NOT NULL DEFAULT 0,
+            high_id     bigint NOT NULL DEFAULT 0,
+            token       bigint NOT NULL DEFAULT 0,
+            owner       text,
+            lease_until timestamptz
+        ) WITH (fillfactor = 50)""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.outbox_cursor IS
+        'How far each shard of the outbox is published, and which relay owns it.'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_cursor.seen IS
+        'all that is visible in it is published'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_cursor.target IS
+        'set while a window larger than a page is published'""")
+    op.execute("""
+        INSERT INTO pipeline.outbox_cursor (shard, seen)
+        SELECT shard, pg_current_snapshot() FROM generate_series(0, 63) AS shard""")
+
+    op.execute("""
+        CREATE TABLE pipeline.outbox_relay (
+            owner       text NOT NULL CONSTRAINT outbox_relay_pkey PRIMARY KEY,
+            lease_until timestamptz NOT NULL
+        )""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.outbox_relay IS
+        'The relays that are alive; they share the shards evenly.'""")
+
+
+def downgrade() -> None:
+    """Drop everything the engine remembers."""
+    op.execute("DROP SCHEMA pipeline CASCADE")

@@ -1,0 +1,119 @@
+"""The outbox: events staged in memory while handlers run, written by one COPY before the commit."""
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import asyncpg
+
+from . import telemetry
+from .events import Event
+from .schema import SCHEMA
+
+_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_HEADERS_AT_MOST = 700
+"""Bytes that names, separators and fixed values of the headers can take."""
+
+
+class Unpublishable(ValueError):
+    """An event that could never be sent. Nothing was staged; the handler sees this error."""
+
+
+class StagedEvent(NamedTuple):
+    """A row of the outbox. The database adds id, xid, shard and time."""
+
+    topic: str
+    key: bytes | None
+    payload: bytes
+    event_id: str
+    source: str
+    type: str
+    subject: str | None
+    sequence: int | None
+    content_type: str
+    traceparent: str | None
+    tracestate: str | None
+    baggage: str | None
+
+
+def event_id(consumer: str, source: str, id: str, payload_hash: bytes, ordinal: int) -> str:
+    """Return the id of the event that a message causes: the same in every execution.
+
+    `ordinal` counts the events that one handler stages for one message, from 0.
+    """
+    text = f"{len(consumer)}:{consumer}{len(source)}:{source}{len(id)}:{id}{ordinal}"
+    return blake2b(text.encode("utf-8", "surrogatepass") + payload_hash, digest_size=16).hexdigest()
+
+
+class Outbox:
+    """The events of one transaction, in the order in which they were staged."""
+
+    def __init__(self, source: str, max_event_bytes: int) -> None:
+        self._source = source
+        self._max_event_bytes = max_event_bytes
+        self._staged: list[StagedEvent] = []
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def stage(self, event: Event, *, id: str, key: str | None, sequence: int | None) -> None:
+        """Keep the event for the COPY.
+
+        Raises `Unpublishable` if its topic or key can't be sent or it is larger than allowed.
+        """
+        name = type(event).__name__
+        topic = event.event_topic
+        if topic is None or not _TOPIC.fullmatch(topic) or topic in (".", ".."):
+            raise Unpublishable(
+                f"{name} has {'no topic' if topic is None else f'the topic {topic!r}'};"
+                f' declare it as class {name}(Event, type="…", topic="…"), with 1 to 249 letters,'
+                " digits, dots, underscores and hyphens"
+            )
+        if key is not None and "\x00" in key:
+            raise Unpublishable(f"the key of {name} holds a NUL character: {key!r}")
+        try:
+            payload = event.model_dump_json().encode()
+            key_bytes = None if key is None else key.encode()
+        except UnicodeEncodeError as error:
+            raise Unpublishable(f"{name} is no valid UTF-8: {error}") from error
+        traceparent, tracestate, baggage = telemetry.creation_context()
+        size = len(payload) + _HEADERS_AT_MOST + 2 * len(key_bytes or b"")
+        size += len(tracestate or "") + len(baggage or "")
+        if size > self._max_event_bytes:
+            raise Unpublishable(
+                f"{name} takes {size:,} bytes and {self._max_event_bytes:,} are allowed:"
+                " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
+                " and the topic's max.message.bytes"
+            )
+        self._staged.append(
+            StagedEvent(
+                topic=topic,
+                key=key_bytes,
+                payload=payload,
+                event_id=id,
+                source=self._source,
+                type=event.event_type,
+                subject=key,
+                sequence=sequence,
+                content_type="application/json",
+                traceparent=traceparent,
+                tracestate=tracestate,
+                baggage=baggage,
+            )
+        )
+
+    async def write(self, connection: asyncpg.Connection) -> None:
+        """Copy the staged events into the transaction that is open on the connection."""
+        if self._staged:
+            await copy(connection, self._staged)
+
+
+async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
+    """Append rows to the outbox, in order, by COPY."""
+    # Without a transaction COPY would commit by itself, and events would outlive a rollback.
+    if not connection.is_in_transaction():
+        raise RuntimeError("outbox rows may only be written in a transaction that has begun")
+    await connection.copy_records_to_table(
+        "outbox", schema_name=SCHEMA, columns=StagedEvent._fields, records=events
+    )

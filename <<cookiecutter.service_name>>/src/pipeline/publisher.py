@@ -1,0 +1,151 @@
+"""The publisher: sends a page of outbox events to Kafka, in order, and waits for all of it."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+import asyncpg
+from aiokafka import AIOKafkaProducer
+from aiokafka.partitioner import murmur2
+from aiokafka.producer.message_accumulator import BatchBuilder
+
+from . import telemetry
+from .message import event_headers
+from .settings import Settings
+
+
+class LeaseExpired(Exception):
+    """The relay's time ran out before the send: another one may own the shards by now."""
+
+
+class Publisher:
+    """An idempotent producer that is thrown away after a failure.
+
+    A batch that expires in the client has used up a sequence number, and a later one might then
+    overtake it. A new producer starts with a clean slate.
+    """
+
+    def __init__(self, settings: Settings, client_id: str) -> None:
+        self._settings = settings
+        self._client_id = client_id
+        self._producer: AIOKafkaProducer | None = None
+        self._partitions: dict[str, list[int]] = {}
+
+    async def send(self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]) -> None:
+        """Send the events and return when all of them are acknowledged by all replicas in sync.
+
+        Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
+        time. After an error nothing is known about any of them: send them all again. `may_send`
+        is asked before every batch; `LeaseExpired` is raised when it says no.
+        """
+        producer = await self._started()
+        try:
+            by_partition = await self._by_partition(producer, events)
+            chains = [
+                self._send_chain(producer, topic, partition, chain, may_send)
+                for (topic, partition), chain in by_partition.items()
+            ]
+            # All of them end before the error is raised: none may go on behind our back.
+            outcomes = await asyncio.gather(*chains, return_exceptions=True)
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+        except BaseException:
+            await self.discard()
+            raise
+
+    async def discard(self) -> None:
+        """Close the producer; the next `send` starts another."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await producer.stop()
+
+    async def _started(self) -> AIOKafkaProducer:
+        if self._producer is None:
+            producer = AIOKafkaProducer(
+                bootstrap_servers=self._settings.kafka_bootstrap_servers,
+                client_id=self._client_id,
+                enable_idempotence=True,
+                acks="all",
+                max_batch_size=self._settings.max_event_bytes,
+                max_request_size=2 * self._settings.max_event_bytes,
+                metadata_max_age_ms=30_000,
+            )
+            try:
+                await producer.start()
+            except BaseException:
+                await producer.stop()
+                raise
+            self._producer = producer
+        return self._producer
+
+    async def _by_partition(
+        self, producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]
+    ) -> dict[tuple[str, int], list[asyncpg.Record]]:
+        chains: dict[tuple[str, int], list[asyncpg.Record]] = {}
+        counts = {
+            topic: len(await producer.partitions_for(topic))
+            for topic in {event["topic"] for event in events}
+        }
+        for event in events:
+            topic = event["topic"]
+            partition = partition_of(event["key"], event["id"], counts[topic])
+            chains.setdefault((topic, partition), []).append(event)
+        return chains
+
+    async def _send_chain(
+        self,
+        producer: AIOKafkaProducer,
+        topic: str,
+        partition: int,
+        events: Sequence[asyncpg.Record],
+        may_send: Callable[[], bool],
+    ) -> None:
+        with telemetry.send_spans(
+            topic, partition, len(events), (event["traceparent"] for event in events)
+        ):
+            for batch in _batches(producer, events):
+                if not may_send():
+                    raise LeaseExpired("the lease ended before all events were sent")
+                acknowledged = await producer.send_batch(batch, topic, partition=partition)
+                await acknowledged
+        telemetry.published(topic, len(events))
+
+
+def _batches(
+    producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]
+) -> Iterator[BatchBuilder]:
+    batch = producer.create_batch()
+    for event in events:
+        value = event["payload"]
+        headers = event_headers(
+            id=event["event_id"],
+            source=event["source"],
+            type=event["type"],
+            time=event["created_at"],
+            subject=event["subject"],
+            sequence=None if event["sequence"] is None else f"{event['sequence']:020}",
+            content_type=event["content_type"],
+            traceparent=event["traceparent"],
+            tracestate=event["tracestate"],
+            baggage=event["baggage"],
+        )
+        key = event["key"]
+        if batch.append(timestamp=None, key=key, value=value, headers=headers) is None:
+            yield batch
+            batch = producer.create_batch()
+            batch.append(timestamp=None, key=key, value=value, headers=headers)
+    yield batch
+
+
+def partition_of(key: bytes | None, id: int, partitions: int) -> int:
+    """Return the partition that every Kafka client's default partitioner chooses for the key.
+
+    Events without a key take turns.
+    """
+    return id % partitions if key is None else _partition_of_key(key, partitions)
+
+
+@lru_cache(maxsize=65_536)
+def _partition_of_key(key: bytes, partitions: int) -> int:
+    return int(murmur2(key) & 0x7FFFFFFF) % partitions

@@ -1,0 +1,353 @@
+"""The relay: publishes the outbox, shard by shard, from a snapshot that says what is published.
+
+A window is what is visible now and was not visible in `seen`: exact in whatever order
+transactions commit. How it is read, and why so, stands in `docs/protocol.md`.
+"""
+
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from time import monotonic
+from uuid import uuid4
+
+import asyncpg
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from . import telemetry
+from .database import autocommitting
+from .failures import is_infrastructure
+from .health import Health
+from .publisher import LeaseExpired, Publisher
+from .schema import SHARDS
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+Snapshot = tuple[int, int, tuple[int, ...]]
+"""A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
+
+_SCAN_AT_MOST = 50_000
+"""Ids that one PAGE looks through, so that one late row does not make it scan everything."""
+
+_COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
+       content_type, traceparent, tracestate, baggage"""
+
+# By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
+# the one it read with. A snapshot's xmax is the latest *completed* transaction + 1, so rows of
+# running ones may lie above it: the window is never bounded by an id.
+# `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
+# parallel plan, in which the first row might not come first.
+_FRESH = f"""
+SELECT pg_current_snapshot() AS target,
+       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
+       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic, NULL::bytea AS key,
+       NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type, NULL AS subject,
+       NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent, NULL AS tracestate,
+       NULL AS baggage
+UNION ALL (
+SELECT NULL, NULL, {_COLUMNS}
+  FROM (SELECT {_COLUMNS}
+          FROM pipeline.outbox
+         WHERE xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())
+           AND shard = ANY ($2)
+        UNION ALL
+        SELECT {_COLUMNS}
+          FROM pipeline.outbox
+         WHERE shard = ANY ($2)
+           AND xid = ANY (ARRAY(
+               SELECT running FROM pg_snapshot_xip($1) AS running
+                WHERE pg_visible_in_snapshot(running, pg_current_snapshot())))) AS unseen
+ ORDER BY id + 0
+ LIMIT $3)
+"""
+
+# Functions instead of comparisons of xid: the planner must take the index on id.
+_PAGE = f"""
+SELECT {_COLUMNS}
+  FROM pipeline.outbox
+ WHERE id > $3 AND id <= $4
+   AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
+   AND shard = ANY ($5)
+ ORDER BY id
+ LIMIT $6
+"""
+
+_ANNOUNCE = """
+INSERT INTO pipeline.outbox_relay (owner, lease_until)
+VALUES ($1, clock_timestamp() + make_interval(secs => $2))
+    ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
+"""
+
+_COUNT_RELAYS = """
+WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE lease_until < clock_timestamp())
+SELECT count(*) FROM pipeline.outbox_relay WHERE lease_until >= clock_timestamp()
+"""
+
+_CLAIM = """
+UPDATE pipeline.outbox_cursor
+   SET owner = $1, token = token + 1, lease_until = clock_timestamp() + make_interval(secs => $2)
+ WHERE shard IN (
+       SELECT shard FROM pipeline.outbox_cursor
+        WHERE lease_until IS NULL OR lease_until < clock_timestamp()
+           OR (owner = $1 AND shard <> ALL ($4))
+        ORDER BY shard LIMIT $3
+          FOR UPDATE SKIP LOCKED)
+RETURNING shard, token, seen, target, last_id, high_id
+"""
+
+_WRITE = """
+UPDATE pipeline.outbox_cursor AS cursor
+   SET seen = $3, target = $4, last_id = $5, high_id = $6,
+       lease_until = CASE WHEN $7 THEN clock_timestamp() + make_interval(secs => $8) END,
+       owner = CASE WHEN $7 THEN owner END
+  FROM unnest($1::smallint[], $2::bigint[]) AS mine (shard, token)
+ WHERE cursor.shard = mine.shard AND cursor.token = mine.token
+RETURNING cursor.shard
+"""
+
+_LEAVE = "DELETE FROM pipeline.outbox_relay WHERE owner = $1"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a shard is published. While `target` is set, a window is done up to `last_id`."""
+
+    seen: Snapshot
+    target: Snapshot | None
+    last_id: int
+    high_id: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """Events to send, and the progress that holds when all of them are acknowledged."""
+
+    events: Sequence[asyncpg.Record]
+    then: Progress
+
+
+async def fresh(
+    connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
+) -> Page:
+    """Read what has become visible since `seen`."""
+    head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1)
+    if len(events) <= limit:
+        return Page(events, replace(progress, seen=head["target"]))
+    events.pop()
+    return Page(
+        events,
+        Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"]),
+    )
+
+
+async def page(
+    connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
+) -> Page:
+    """Read on in a window that is larger than a page."""
+    upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
+    events = await connection.fetch(
+        _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit
+    )
+    if len(events) == limit:
+        return Page(events, replace(progress, last_id=events[-1]["id"]))
+    if upto < progress.high_id:
+        return Page(events, replace(progress, last_id=upto))
+    assert progress.target is not None
+    return Page(events, Progress(progress.target, None, 0, 0))
+
+
+class Relay:
+    """One relay process. Any number of them share the shards; each shard has one owner."""
+
+    def __init__(self, engine: AsyncEngine, *, name: str, settings: Settings, health: Health):
+        self._engine = engine
+        self._settings = settings
+        self._health = health
+        self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
+        self._publisher = Publisher(settings, client_id=f"{name}-relay")
+        self._progress: dict[int, Progress] = {}
+        self._tokens: dict[int, int] = {}
+        self._lease_ends = 0.0
+        self._renew_at = 0.0
+        self._write_at = 0.0
+        self._dirty: set[int] = set()
+        self._staged = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    def wake(self) -> None:
+        """Tell the relay that this process has staged events."""
+        self._staged.set()
+
+    def stop(self) -> None:
+        """Ask `run` to publish what is there, within the shutdown grace, and end."""
+        self._stopping.set()
+        self._staged.set()
+
+    async def run(self) -> None:
+        """Publish until `stop`."""
+        self._health.not_ready("relay", "has not started yet")
+        failures = 0
+        while True:
+            try:
+                await self._serve()
+                break
+            except LeaseExpired as error:
+                log.warning("relay: %s", error)
+            except Exception as error:
+                if not is_infrastructure(error):
+                    log.exception("relay: unexpected error, starting again")
+                elif failures == 0:
+                    log.warning("relay: %s: %s; trying again", type(error).__name__, error)
+                self._health.not_ready("relay", f"{type(error).__name__}: {error}")
+                failures += 1
+            else:
+                failures = 0
+            if self._stopping.is_set():
+                break
+            await self._pause(min(5.0, 0.1 * 2 ** min(failures, 6)))
+        await self._publisher.discard()
+
+    async def _serve(self) -> None:
+        """Hold leases and publish on one connection until `stop`, or until something fails."""
+        # What was in memory is not known to be still ours: begin with what the database says.
+        self._forget()
+        async with autocommitting(self._engine) as driver:
+            await self._publish_until_stopped(driver)
+            await self._release(driver)
+
+    async def _publish_until_stopped(self, driver: asyncpg.Connection) -> None:
+        settings = self._settings
+        pause = settings.relay_poll_min
+        drain_until = math.inf
+        while True:
+            if monotonic() >= self._renew_at:
+                await self._renew(driver)
+            self._staged.clear()
+            found = await self._step(driver)
+            if self._dirty and monotonic() >= self._write_at:
+                await self._write(driver, sorted(self._dirty))
+            if self._stopping.is_set():
+                drain_until = min(drain_until, monotonic() + settings.shutdown_grace)
+                if not found or monotonic() >= drain_until:
+                    return
+            elif found:
+                pause = settings.relay_poll_min
+            else:
+                if await self._pause(pause):
+                    pause = settings.relay_poll_min
+                else:
+                    pause = min(2 * pause, settings.relay_poll_max)
+
+    async def _pause(self, seconds: float) -> bool:
+        """Sleep, or wake up for `wake` and `stop`; says whether it was woken."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._staged.wait(), seconds)
+            return True
+        return False
+
+    async def _step(self, driver: asyncpg.Connection) -> bool:
+        """Publish the next page of every group of shards; says whether there was any event."""
+        groups: dict[Progress, list[int]] = {}
+        for shard, progress in self._progress.items():
+            groups.setdefault(progress, []).append(shard)
+        limit = self._settings.relay_page
+        paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
+        unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
+        pages = [(shards, await page(driver, one, shards, limit)) for one, shards in paged]
+        if len(unpaged) == 1:
+            pages += [(shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged]
+        elif unpaged:
+            # One snapshot for all of them, so that they are one group from now on.
+            async with driver.transaction(isolation="repeatable_read", readonly=True):
+                pages += [
+                    (shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged
+                ]
+        events = [event for _, one in pages for event in one.events]
+        _observe([one for _, one in pages])
+        if events:
+            await self._publisher.send(events, self._holds_lease)
+        for shards, one in pages:
+            for shard in shards:
+                self._progress[shard] = one.then
+            if one.events or one.then.target is not None:
+                self._dirty.update(shards)
+        return bool(events) or bool(paged)
+
+    def _holds_lease(self) -> bool:
+        return monotonic() < self._lease_ends
+
+    async def _renew(self, driver: asyncpg.Connection) -> None:
+        """Extend the leases, learn which are lost, and take or give to an even share."""
+        lease = self._settings.relay_lease
+        begun = monotonic()
+        await driver.execute(_ANNOUNCE, self._owner, lease)
+        alive = await driver.fetchval(_COUNT_RELAYS)
+        share = math.ceil(SHARDS / max(1, alive))
+        await self._write(driver, sorted(self._progress))
+        if len(self._progress) > share:
+            await self._write(driver, sorted(self._progress)[share:], keep=False)
+        elif len(self._progress) < share:
+            for row in await driver.fetch(
+                _CLAIM, self._owner, lease, share - len(self._progress), list(self._progress)
+            ):
+                self._tokens[row["shard"]] = row["token"]
+                self._progress[row["shard"]] = Progress(
+                    row["seen"], row["target"], row["last_id"], row["high_id"]
+                )
+        # From before the first statement: the database's clock started later, never earlier.
+        self._lease_ends = begun + lease
+        self._renew_at = begun + lease / 3
+        telemetry.relay_progress(len(self._progress))
+        self._health.ready("relay")
+
+    async def _write(
+        self, driver: asyncpg.Connection, shards: Sequence[int], *, keep: bool = True
+    ) -> None:
+        """Store the progress of shards and extend their leases, or give them back."""
+        groups: dict[Progress, list[int]] = {}
+        for shard in shards:
+            groups.setdefault(self._progress[shard], []).append(shard)
+        for progress, members in groups.items():
+            rows = await driver.fetch(
+                _WRITE,
+                members,
+                [self._tokens[shard] for shard in members],
+                progress.seen,
+                progress.target,
+                progress.last_id,
+                progress.high_id,
+                keep,
+                self._settings.relay_lease,
+            )
+            still_ours = {row["shard"] for row in rows}
+            for shard in members:
+                self._dirty.discard(shard)
+                if not keep or shard not in still_ours:
+                    del self._progress[shard], self._tokens[shard]
+            if lost := [shard for shard in members if shard not in still_ours]:
+                log.warning("relay: shards %s went to another relay", lost)
+        self._write_at = monotonic() + self._settings.relay_cursor_interval
+
+    async def _release(self, driver: asyncpg.Connection) -> None:
+        await self._write(driver, sorted(self._progress), keep=False)
+        await driver.execute(_LEAVE, self._owner)
+
+    def _forget(self) -> None:
+        self._progress.clear()
+        self._tokens.clear()
+        self._dirty.clear()
+        self._renew_at = 0.0
+
+
+def _observe(pages: Sequence[Page]) -> None:
+    """Tell how far the relay lags: events still to send, and the age of the oldest in seconds."""
+    events = [event for one in pages for event in one.events]
+    beyond = sum(one.then.high_id - one.then.last_id for one in pages)
+    oldest = min((event["created_at"] for event in events), default=None)
+    age = (datetime.now(UTC) - oldest).total_seconds() if oldest else 0.0
+    telemetry.observe_outbox(len(events) + beyond, max(0.0, age))

@@ -1,0 +1,166 @@
+"""The runtime: starts everything and stops it in order. The only module that knows everyone."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from enum import Flag, auto
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from . import logs, telemetry
+from .batch import Consume
+from .consumer import Consumer
+from .database import autocommitting, create_engine
+from .failures import patiently
+from .health import Health, HealthServer
+from .relay import Relay
+from .retention import keep_house
+from .service import Service
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+_BEAT = 1.0
+_STALL_AFTER = 10.0
+"""Seconds without a beat of the event loop after which the process counts as hanging."""
+
+
+class Part(Flag):
+    """What a process does."""
+
+    CONSUME = auto()
+    RELAY = auto()
+
+
+async def run(service: Service, settings: Settings, parts: Part) -> None:
+    """Run until SIGTERM or SIGINT, then finish what is begun within the shutdown grace.
+
+    Raises `NotMigrated`, `CannotListen`, and what a part failed with that nobody expected.
+    """
+    logs.configure(level=settings.log_level, json=settings.log_json)
+    health = Health(stall_after=_STALL_AFTER)
+    server = HealthServer(health, host=settings.health_host, port=settings.health_port)
+    port = server.start()
+    sdk = telemetry.configure(
+        service_name=service.name,
+        otlp_endpoint=settings.otlp_endpoint,
+        sample_ratio=settings.trace_sample_ratio,
+    )
+    log.info("%s starts; health and metrics on port %s", service.name, port)
+    engine = create_engine(settings, name=service.name)
+    stopping = _stopping_on_signals()
+    try:
+        async with _in_background(_beat(health)):
+            await _run_parts(service, settings, parts, engine, health, stopping)
+    finally:
+        await engine.dispose()
+        server.stop()
+        sdk.shutdown()
+        log.info("%s has stopped", service.name)
+
+
+async def _run_parts(
+    service: Service,
+    settings: Settings,
+    parts: Part,
+    engine: AsyncEngine,
+    health: Health,
+    stopping: asyncio.Event,
+) -> None:
+    # Nothing may meet a missing partition: the first round comes before everything else.
+    await _keep_house_once(engine, settings, health, stopping)
+    if stopping.is_set():
+        return
+    relay = Relay(engine, name=service.name, settings=settings, health=health)
+    consume = Consume(
+        engine, group=service.name, source=service.source, settings=settings, staged=relay.wake
+    )
+    consumer = Consumer(
+        engine,
+        consume,
+        handlers=service.handlers,
+        group=service.name,
+        settings=settings,
+        health=health,
+    )
+    # In this order they stop: the relay publishes what the consumer has committed last.
+    every: list[tuple[Part, Consumer | Relay]] = [(Part.CONSUME, consumer), (Part.RELAY, relay)]
+    chosen = [one for part, one in every if part in parts]
+    async with _in_background(_keep_house(engine, settings, health, stopping)) as housekeeping:
+        tasks = [asyncio.create_task(one.run()) for one in chosen]
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait({stop, housekeeping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        for one, task in zip(chosen, tasks, strict=True):
+            one.stop()
+            await asyncio.wait({task}, timeout=settings.shutdown_grace)
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+
+async def _keep_house(
+    engine: AsyncEngine, settings: Settings, health: Health, stopping: asyncio.Event
+) -> None:
+    while True:
+        await asyncio.sleep(settings.housekeeping_interval)
+        await _keep_house_once(engine, settings, health, stopping)
+
+
+async def _keep_house_once(
+    engine: AsyncEngine, settings: Settings, health: Health, stopping: asyncio.Event
+) -> None:
+    health.not_ready("housekeeping", "partitions are not checked yet")
+    try:
+        async for attempt in patiently(
+            "housekeeping",
+            unless=stopping.is_set,
+            away=lambda reason: health.not_ready("housekeeping", reason),
+        ):
+            with attempt:
+                async with autocommitting(engine) as connection:
+                    await keep_house(connection, settings)
+    except Exception:
+        if not stopping.is_set():
+            raise
+    else:
+        health.ready("housekeeping")
+
+
+async def _beat(health: Health) -> None:
+    while True:
+        health.beat()
+        await asyncio.sleep(_BEAT)
+
+
+def _stopping_on_signals() -> asyncio.Event:
+    """Return the event that the first signal sets; a second one ends the process at once.
+
+    That is safe: what is not in the database or in Kafka has not happened.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        log.info("%s: finishing what is begun", number.name)
+        stopping.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    return stopping
+
+
+@asynccontextmanager
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,140 @@
+"""The engine's tables, in the PostgreSQL schema `pipeline`.
+
+The migrations in `pipeline.migrations` create them; a test holds the two against each other.
+"""
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql as pg
+from sqlalchemy.types import UserDefinedType
+
+SCHEMA = "pipeline"
+SHARDS = 64
+"""Virtual shards of the outbox; fixed, because every row's shard is stored."""
+
+metadata = sa.MetaData(schema=SCHEMA)
+
+
+class Xid8(UserDefinedType[int]):
+    """PostgreSQL's 64-bit transaction id."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **kw: object) -> str:
+        """Name of the type in DDL."""
+        return "xid8"
+
+
+class Snapshot(UserDefinedType[str]):
+    """PostgreSQL's set of transactions visible at a moment: `xmin:xmax:running,…`."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **kw: object) -> str:
+        """Name of the type in DDL."""
+        return "pg_snapshot"
+
+
+position = sa.Table(
+    "position",
+    metadata,
+    sa.Column("consumer_group", sa.Text, primary_key=True),
+    sa.Column("topic", sa.Text, primary_key=True),
+    sa.Column("partition", sa.Integer, primary_key=True),
+    sa.Column("next_offset", sa.BigInteger, nullable=False),
+    sa.Column("moved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
+    comment="The offset that each partition goes on from; moved by the consume transaction itself.",
+)
+
+generation = sa.Table(
+    "inbox_generation",
+    metadata,
+    sa.Column("singleton", sa.Boolean, sa.CheckConstraint("singleton"), primary_key=True),
+    sa.Column("current", sa.Integer, nullable=False),
+    sa.Column("oldest", sa.Integer, nullable=False),
+    sa.Column("opened_at", sa.DateTime(timezone=True), nullable=False),
+    comment="One row: which generation takes new markers, and the oldest still remembered.",
+)
+
+inbox = sa.Table(
+    "inbox",
+    metadata,
+    sa.Column("generation", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("key", pg.BYTEA, primary_key=True, comment="hash of (consumer, source, id)"),
+    sa.Column("hash", pg.BYTEA, nullable=False, comment="hash of type and data"),
+    sa.Column("hash_version", sa.SmallInteger, nullable=False),
+    sa.Column("consumer", sa.Text, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("id", sa.Text, nullable=False),
+    sa.Column("type", sa.Text, nullable=False),
+    sa.Column("topic", sa.Text, nullable=False),
+    sa.Column("partition", sa.Integer, nullable=False),
+    sa.Column("offset", sa.BigInteger, nullable=False),
+    sa.Column("traceparent", sa.Text),
+    sa.Column("xid", Xid8, nullable=False, server_default=sa.text("pg_current_xact_id()")),
+    sa.Column(
+        "created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()
+    ),
+    comment="A marker for every event that took effect.",
+    postgresql_partition_by="LIST (generation)",
+)
+
+outbox = sa.Table(
+    "outbox",
+    metadata,
+    # CACHE 1 (the default): a cached sequence hands out ids that break the order of a key.
+    sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+    sa.Column("xid", Xid8, nullable=False, server_default=sa.text("pg_current_xact_id()")),
+    sa.Column(
+        "shard",
+        sa.SmallInteger,
+        sa.Computed(
+            f"(get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % {SHARDS})::smallint",
+            persisted=True,
+        ),
+        nullable=False,
+    ),
+    sa.Column(
+        "created_at",
+        sa.DateTime(timezone=True),
+        nullable=False,
+        server_default=sa.func.clock_timestamp(),
+    ),
+    sa.Column("topic", sa.Text, nullable=False),
+    sa.Column("key", pg.BYTEA),
+    sa.Column("payload", pg.BYTEA),
+    sa.Column("event_id", sa.Text, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("type", sa.Text, nullable=False),
+    sa.Column("subject", sa.Text),
+    sa.Column("sequence", sa.BigInteger, comment="version of the aggregate after this event"),
+    sa.Column("content_type", sa.Text, nullable=False),
+    sa.Column("traceparent", sa.Text),
+    sa.Column("tracestate", sa.Text),
+    sa.Column("baggage", sa.Text),
+    sa.Index("outbox_id_idx", "id"),
+    sa.Index("outbox_xid_idx", "xid"),
+    comment="Events of committed transactions; append-only, published by the relay.",
+    postgresql_partition_by="RANGE (created_at)",
+)
+
+outbox_cursor = sa.Table(
+    "outbox_cursor",
+    metadata,
+    sa.Column("shard", sa.SmallInteger, primary_key=True, autoincrement=False),
+    sa.Column("seen", Snapshot, nullable=False, comment="all that is visible in it is published"),
+    sa.Column("target", Snapshot, comment="set while a window larger than a page is published"),
+    sa.Column("last_id", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("high_id", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("token", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("owner", sa.Text),
+    sa.Column("lease_until", sa.DateTime(timezone=True)),
+    comment="How far each shard of the outbox is published, and which relay owns it.",
+)
+
+outbox_relay = sa.Table(
+    "outbox_relay",
+    metadata,
+    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("lease_until", sa.DateTime(timezone=True), nullable=False),
+    comment="The relays that are alive; they share the shards evenly.",
+)

@@ -1,0 +1,103 @@
+"""Settings of a service, read from the environment once, at the start.
+
+Every field is the variable `PIPELINE_<FIELD>`. Wrong values are refused, all mistakes at once.
+Durations are in seconds.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseSettings):
+    """What may differ between two deployments of the same service."""
+
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_", frozen=True)
+
+    database_url: SecretStr
+    """`postgresql+asyncpg://user:password@host:port/database`"""
+    kafka_bootstrap_servers: str
+    """`host:port`, several separated by commas"""
+
+    consumer_start: Literal["earliest", "latest"] = "earliest"
+    """Where a partition begins that this service has never read."""
+    batch_size: Count = 1_000
+    """Records of one partition that share a transaction, at most."""
+    lanes: Count = 4
+    """Consume transactions that run at once, each on a connection of its own."""
+    kafka_session_timeout: Annotated[float, Field(ge=1)] = 10.0
+    """After this long without a heartbeat the group gives our partitions to others."""
+    transaction_timeout: Seconds = 8.0
+    """A consume transaction that lasts longer is ended by the server; below the session timeout."""
+    lock_timeout: Seconds = 4.0
+    """A statement that waits longer for a lock is ended and tried again."""
+    offset_commit_interval: Seconds = 5.0
+    """How often Kafka's committed offsets follow the positions; only lag tools read them."""
+    retry_pause: Seconds = 5.0
+    """A partition that stands still before a record tries that record again after this long."""
+
+    max_event_bytes: Count = 900_000
+    """A larger event is refused when it is staged; stay below the topics' `max.message.bytes`."""
+    relay_page: Count = 5_000
+    """Events that the relay reads and sends at a time, at most."""
+    relay_lease: Annotated[float, Field(ge=1)] = 10.0
+    """The shards of a relay that died are taken over after this long."""
+    relay_poll_min: Seconds = 0.01
+    """Pause after a poll that found something, or after this process staged something."""
+    relay_poll_max: Seconds = 0.25
+    """Pause that idle polls grow to."""
+    relay_cursor_interval: Seconds = 0.25
+    """The cursor is written this often; a crash repeats at most what was sent in between."""
+
+    outbox_days_ahead: Count = 7
+    """Daily outbox partitions that stand ready."""
+    inbox_generations_ahead: Count = 2
+    """Inbox generations that stand ready."""
+    inbox_generation_age: Seconds = 86_400.0
+    """A generation takes new markers for this long; then the next one does."""
+    housekeeping_interval: Seconds = 3_600.0
+    """How often partitions and generations are made ahead."""
+
+    shutdown_grace: Seconds = 20.0
+    """After SIGTERM, running batches and the relay have this long to finish."""
+    health_host: str = "127.0.0.1"
+    health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
+    """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
+    otlp_endpoint: str | None = None
+    """Base URL of an OTLP/HTTP receiver; without it nothing is exported."""
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of the traces started here that are recorded; a caller's decision is followed."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_json: bool | None = None
+    """JSON or readable lines; unset: JSON unless standard error is a terminal."""
+
+    @field_validator("database_url")
+    @classmethod
+    def _is_an_asyncpg_url(cls, value: SecretStr) -> SecretStr:
+        try:
+            driver = make_url(value.get_secret_value()).drivername
+        except ArgumentError:
+            driver = None
+        if driver != "postgresql+asyncpg":
+            raise ValueError(
+                "write it as postgresql+asyncpg://user:password@host:port/database"
+                " (percent-encode special characters of the password)"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _the_server_gives_up_first(self) -> Self:
+        # A stopped process must not hold locks after the group has given its partitions away.
+        if not self.lock_timeout < self.transaction_timeout < self.kafka_session_timeout:
+            raise ValueError(
+                "lock_timeout < transaction_timeout < kafka_session_timeout must hold; they are"
+                f" {self.lock_timeout}, {self.transaction_timeout} and"
+                f" {self.kafka_session_timeout} seconds"
+            )
+        return self

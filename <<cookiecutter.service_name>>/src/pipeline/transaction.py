@@ -1,0 +1,100 @@
+"""The transaction as a handler sees it: load and change rows, publish events."""
+
+from typing import TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from . import aggregate
+from .aggregate import Aggregate, Key
+from .events import Event
+from .message import Message
+from .outbox import Outbox, event_id
+
+A = TypeVar("A", bound=Aggregate)
+
+
+class Rows:
+    """The aggregates that a batch has locked, and the keys it found no row for."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+        self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
+
+    async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
+        """Fetch and lock in one statement."""
+        found = await aggregate.lock(self._session, entity, keys)
+        for key in keys:
+            self._rows[entity, key] = found.get(key)
+
+    async def get(self, entity: type[A], key: Key) -> A | None:
+        """Return the locked row; one that the batch has not declared is fetched and locked now."""
+        if (entity, key) not in self._rows:
+            await self.lock(entity, {key})
+        return self._rows[entity, key]  # type: ignore[return-value]
+
+    def create(self, entity: type[A], key: Key) -> A:
+        """Add a new row to the session."""
+        row = aggregate.create(entity, key)
+        self._session.add(row)
+        self._rows[entity, key] = row
+        return row
+
+
+class Transaction:
+    """What one handler does for one message; it commits with the whole batch, or not at all.
+
+    A handler may run again, for a lost connection or a neighbour's fault: keep effects that a
+    rollback does not undo out of it.
+    """
+
+    __slots__ = ("_consumer", "_outbox", "_published", "_rows", "message", "session")
+
+    def __init__(
+        self, *, session: AsyncSession, rows: Rows, outbox: Outbox, consumer: str, message: Message
+    ) -> None:
+        self.session = session
+        """SQLAlchemy's session of the batch. Don't commit or roll it back."""
+        self.message = message
+        """Envelope of the event: identity, key, time, partition and offset."""
+        self._rows = rows
+        self._outbox = outbox
+        self._consumer = consumer
+        self._published = 0
+
+    async def load(self, entity: type[A], *key: object) -> A | None:
+        """Return the row with this primary key, locked until the end of the batch, or None.
+
+        Rows declared by `loads=` were fetched for the whole batch at once and cost nothing here.
+        """
+        return await self._rows.get(entity, key)
+
+    async def load_or_create(self, entity: type[A], *key: object) -> A:
+        """Return the row with this primary key, locked; a missing one is created by keyword."""
+        return await self._rows.get(entity, key) or self._rows.create(entity, key)
+
+    def publish(self, event: Event, *, of: Aggregate | None = None, key: str | None = None) -> None:
+        """Stage an event; it is in the outbox exactly if this transaction commits.
+
+        `of` is the aggregate that the event tells of: its primary key becomes the record's key
+        and its `version`, raised by one, the event's sequence. Events of one aggregate keep their
+        order because its row is locked: load it before you publish. Without `of`, `key` may be
+        given; an event without a key has no order.
+
+        Raises `Unpublishable` for an event that could never be sent.
+        """
+        sequence = None
+        if of is not None:
+            if key is not None:
+                raise TypeError("publish(…) takes of= or key=, not both: of= brings its own key")
+            key = ":".join(map(str, aggregate.key_of(of)))
+            sequence = (of.version or 0) + 1
+        message = self.message
+        self._outbox.stage(
+            event,
+            id=event_id(self._consumer, message.source, message.id, message.hash, self._published),
+            key=key,
+            sequence=sequence,
+        )
+        self._published += 1
+        if of is not None and sequence is not None:
+            of.version = sequence
