@@ -1,6 +1,6 @@
 """The events that the service takes in and publishes."""
+# <%- if cookiecutter.worked_example == "yes" +%>
 
-# <% if cookiecutter.worked_example == "yes" %>
 from datetime import datetime
 
 from pipeline import Event
@@ -36,4 +36,4 @@ class ParcelDelayed(Event, type="parcel.delayed.v1", topic="parcel-events"):
     number: int
 
 
-# <% endif %>
+# <%- endif +%>

@@ -6,20 +6,19 @@ from pipeline import Handlers, Transaction
 from .events import ParcelDelayed, ParcelMoved, ScanRecorded
 from .tables import Parcel
 
-# <% else %>
+# <%- else %>
 from pipeline import Handlers
 
-# <% endif %>
+# <%- endif +%>
+
 handlers = Handlers()
-# <% if cookiecutter.worked_example == "yes" %>
+# <%- if cookiecutter.worked_example == "yes" +%>
 
 LATE = 60
 """Minutes from which a parcel counts as delayed."""
 
 
-@handlers.on(
-    ScanRecorded, topic="scans", consumer="record-scan", loads=Parcel.by("parcel_id")
-)
+@handlers.on(ScanRecorded, topic="scans", consumer="record-scan", loads=Parcel.by("parcel_id"))
 async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
     """Keep the parcel's place and tell the world; also when it is late."""
     parcel = await tx.load_or_create(Parcel, scan.parcel_id)
@@ -44,4 +43,6 @@ async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
             ),
             of=parcel,
         )
-# <% endif %>
+
+
+# <%- endif +%>

@@ -8,16 +8,19 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate
 
-# <% else %>
+# <%- else %>
 from sqlalchemy.orm import DeclarativeBase
 
-# <% endif %>
+# <%- endif +%>
+
 
 class Base(DeclarativeBase):
     """Every table of the service derives from it, so that migrations see it."""
 
 
-# <% if cookiecutter.worked_example == "yes" %>
+# <%- if cookiecutter.worked_example == "yes" +%>
+
+
 class Parcel(Aggregate, Base):
     """Where a parcel is."""
 
@@ -39,4 +42,4 @@ class Parcel(Aggregate, Base):
         self.scans += 1
 
 
-# <% endif %>
+# <%- endif +%>

@@ -22,7 +22,7 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 
-class Consumer(ConsumerRebalanceListener):
+class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no types
     """A member of the consumer group, named as the service is."""
 
     def __init__(

@@ -18,6 +18,8 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         settings.database_url.get_secret_value(),
         pool_size=settings.lanes + _BESIDE_THE_LANES,
         max_overflow=0,
+        # Errors are logged, and parameters are payloads.
+        hide_parameters=True,
         isolation_level="READ COMMITTED",
         # Compiling a page of the outbox takes longer than reading it.
         connect_args={"server_settings": {"application_name": name, "jit": "off"}},

@@ -64,7 +64,7 @@ def patiently(what: str, unless: Callable[[], bool], away: Callable[[str], None]
 
     return AsyncRetrying(
         retry=retry_if_exception(lambda error: is_infrastructure(error) and not unless()),
-        wait=wait_exponential_jitter(initial=0.05, max=5, jitter=0.5),
+        wait=wait_exponential_jitter(multiplier=0.05, max=5, jitter=0.5),
         before_sleep=tell,
         reraise=True,
     )

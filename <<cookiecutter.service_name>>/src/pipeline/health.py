@@ -123,7 +123,7 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         # HTTPServer's asks the DNS for our name, which can take many seconds.
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_port = self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # those are clients that went away

@@ -23,8 +23,9 @@ _LEAST = {
     "sqlalchemy": logging.WARNING,
     "urllib3": logging.WARNING,
     # These warn by quoting the headers of incoming messages, which are anybody's.
-    "opentelemetry.baggage": logging.ERROR,
-    "opentelemetry.trace": logging.ERROR,
+    "opentelemetry.baggage.propagation": logging.ERROR,
+    "opentelemetry.trace.propagation": logging.ERROR,
+    "opentelemetry.trace.span": logging.ERROR,
 }
 
 

@@ -176,6 +176,7 @@ class Relay:
         self._renew_at = 0.0
         self._write_at = 0.0
         self._dirty: set[int] = set()
+        self._failures = 0
         self._staged = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -191,25 +192,23 @@ class Relay:
     async def run(self) -> None:
         """Publish until `stop`."""
         self._health.not_ready("relay", "has not started yet")
-        failures = 0
         while True:
             try:
                 await self._serve()
                 break
             except LeaseExpired as error:
-                log.warning("relay: %s", error)
+                log.warning("relay: %s; reading the cursor again", error)
             except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                self._health.not_ready("relay", reason)
                 if not is_infrastructure(error):
                     log.exception("relay: unexpected error, starting again")
-                elif failures == 0:
-                    log.warning("relay: %s: %s; trying again", type(error).__name__, error)
-                self._health.not_ready("relay", f"{type(error).__name__}: {error}")
-                failures += 1
-            else:
-                failures = 0
+                elif self._failures == 0:
+                    log.warning("relay: %s; trying again", reason)
+                self._failures += 1
             if self._stopping.is_set():
                 break
-            await self._pause(min(5.0, 0.1 * 2 ** min(failures, 6)))
+            await asyncio.sleep(min(5.0, 0.05 * 2 ** min(self._failures, 7)))
         await self._publisher.discard()
 
     async def _serve(self) -> None:
@@ -276,6 +275,8 @@ class Relay:
                 self._progress[shard] = one.then
             if one.events or one.then.target is not None:
                 self._dirty.update(shards)
+        self._failures = 0
+        self._health.ready("relay")
         return bool(events) or bool(paged)
 
     def _holds_lease(self) -> bool:
@@ -303,7 +304,6 @@ class Relay:
         self._lease_ends = begun + lease
         self._renew_at = begun + lease / 3
         telemetry.relay_progress(len(self._progress))
-        self._health.ready("relay")
 
     async def _write(
         self, driver: asyncpg.Connection, shards: Sequence[int], *, keep: bool = True

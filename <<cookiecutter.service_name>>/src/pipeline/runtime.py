@@ -50,19 +50,27 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
         sample_ratio=settings.trace_sample_ratio,
     )
     log.info("%s starts; health and metrics on port %s", service.name, port)
-    engine = create_engine(settings, name=service.name)
-    stopping = _stopping_on_signals()
     try:
         async with _in_background(_beat(health)):
-            await _run_parts(service, settings, parts, engine, health, stopping)
+            await serve(service, settings, parts, health=health, stopping=_stopping_on_signals())
     finally:
-        await engine.dispose()
         server.stop()
         sdk.shutdown()
         log.info("%s has stopped", service.name)
 
 
-async def _run_parts(
+async def serve(
+    service: Service, settings: Settings, parts: Part, *, health: Health, stopping: asyncio.Event
+) -> None:
+    """Run the parts until `stopping` is set, then stop them in order."""
+    engine = create_engine(settings, name=service.name)
+    try:
+        await _serve(service, settings, parts, engine, health, stopping)
+    finally:
+        await engine.dispose()
+
+
+async def _serve(
     service: Service,
     settings: Settings,
     parts: Part,

@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     """The shards of a relay that died are taken over after this long."""
     relay_poll_min: Seconds = 0.01
     """Pause after a poll that found something, or after this process staged something."""
-    relay_poll_max: Seconds = 0.25
+    relay_poll_max: Seconds = 0.05
     """Pause that idle polls grow to."""
     relay_cursor_interval: Seconds = 0.25
     """The cursor is written this often; a crash repeats at most what was sent in between."""

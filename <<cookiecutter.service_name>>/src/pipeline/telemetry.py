@@ -38,8 +38,8 @@ OUTCOME = "pipeline.outcome"
 
 _SHUTDOWN_SECONDS = 5.0
 _MAX_LINKS = 128  # what the SDK keeps of a span's links
-_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
-_SIZES = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000]
+_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
+_SIZES = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 2_000.0, 5_000.0]
 _KAFKA = names.MessagingSystemValues.KAFKA.value
 _PROCESS = names.MessagingOperationTypeValues.PROCESS.value
 _SEND = names.MessagingOperationTypeValues.SEND.value
@@ -48,7 +48,6 @@ _FLAGS = [trace.TraceFlags(flags) for flags in range(256)]
 _TRACE_CONTEXT = TraceContextTextMapPropagator()
 _BAGGAGE = W3CBaggagePropagator()
 _NO_PARENT = otel.Context()
-(_SPAN_KEY,) = trace.set_span_in_context(trace.INVALID_SPAN, _NO_PARENT)
 
 # Proxies, which come to life when the providers are set.
 _tracer = trace.get_tracer("pipeline", schema_url=Schemas.V1_44_0.value)
@@ -82,7 +81,7 @@ class Telemetry:
         for thread in threads:
             thread.join(_SHUTDOWN_SECONDS / len(threads))
         if any(thread.is_alive() for thread in threads):
-            log.warning("gave up sending telemetry after %s s", _SHUTDOWN_SECONDS)
+            log.warning("telemetry that was not sent in time is lost")
 
 
 def configure(*, service_name: str, otlp_endpoint: str | None, sample_ratio: float) -> Telemetry:
@@ -137,8 +136,7 @@ def process_span(message: Message, consumer: str, group: str) -> AbstractContext
     Of a trace that its sender does not record no span is made: its context alone becomes current,
     so that what the handler publishes still belongs to it.
     """
-    parent = _remote(message.traceparent, message.tracestate, message.baggage)
-    sender = trace.get_current_span(parent)
+    sender, parent = _sender(message)
     if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
         return _Current(parent, sender)
     attributes: dict[str, AttributeValue] = {
@@ -212,15 +210,17 @@ class _Current:
         self._span.end()
 
 
-def _remote(traceparent: str | None, tracestate: str | None, baggage: str | None) -> otel.Context:
-    """Return the sender's context; what W3C's rules do not let us read counts as absent."""
-    if tracestate is None and baggage is None:
-        sender = None if traceparent is None else _parse(traceparent)
-        if sender is not None:  # the usual case, at less than half of the propagators' cost
-            return otel.Context({_SPAN_KEY: trace.NonRecordingSpan(sender)})
-    fields = {"traceparent": traceparent, "tracestate": tracestate, "baggage": baggage}
-    carrier = {name: value for name, value in fields.items() if value is not None}
-    return _BAGGAGE.extract(carrier, _TRACE_CONTEXT.extract(carrier, _NO_PARENT))
+def _sender(message: Message) -> tuple[trace.Span, otel.Context]:
+    """Return the sender's span and context; what W3C's rules do not let us read is absent."""
+    if message.traceparent and not message.tracestate and not message.baggage:
+        context = _parse(message.traceparent)
+        if context is not None:  # the usual case, at less than half of the propagators' cost
+            span = trace.NonRecordingSpan(context)
+            return span, trace.set_span_in_context(span, _NO_PARENT)
+    headers = ("traceparent", "tracestate", "baggage")
+    carrier = {name: value for name in headers if (value := getattr(message, name))}
+    parent = _BAGGAGE.extract(carrier, _TRACE_CONTEXT.extract(carrier, _NO_PARENT))
+    return trace.get_current_span(parent), parent
 
 
 def _parse(traceparent: str) -> trace.SpanContext | None:

@@ -1,6 +1,6 @@
 """The transaction as a handler sees it: load and change rows, publish events."""
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -30,7 +30,11 @@ class Rows:
         """Return the locked row; one that the batch has not declared is fetched and locked now."""
         if (entity, key) not in self._rows:
             await self.lock(entity, {key})
-        return self._rows[entity, key]  # type: ignore[return-value]
+        row = self._rows[entity, key]
+        # Another message of the batch may have deleted it, flushed or not.
+        if row is None or row in self._session.deleted or row not in self._session:
+            return None
+        return cast(A, row)
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""

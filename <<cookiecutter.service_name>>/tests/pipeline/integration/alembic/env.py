@@ -1,0 +1,7 @@
+"""Alembic's environment for the engine's tables alone."""
+
+from sqlalchemy import MetaData
+
+from pipeline import migrations
+
+migrations.run(MetaData())

@@ -1,0 +1,116 @@
+"""A small service for the engine's tests: accounts that take deposits and tell their balance."""
+
+import json
+from dataclasses import dataclass, field
+
+from aiokafka import AIOKafkaProducer
+from sqlalchemy import Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pipeline import Aggregate, Event, Handlers, Service, Transaction
+
+
+class Base(DeclarativeBase):
+    """The bank's tables; the tests create them without migrations."""
+
+
+class Account(Aggregate, Base):
+    """How much an account holds, and the deposits in the order in which they came."""
+
+    __tablename__ = "account"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    balance: Mapped[int]
+    history: Mapped[str] = mapped_column(Text)
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.balance = 0
+        self.history = ""
+
+
+class Deposited(Event, type="deposited"):
+    """Money came in."""
+
+    account: str
+    amount: int
+
+
+class Refused(Exception):
+    """What the handler raises for an amount that the test has forbidden."""
+
+
+@dataclass
+class Bank:
+    """The service with topics of its own, and what the test lets it do."""
+
+    deposits: str
+    """Topic that deposits come from."""
+    balances: str
+    """Topic that balances go to."""
+    name: str
+    refused: set[int] = field(default_factory=set)
+    """Amounts that the handler raises for."""
+    calls: list[int] = field(default_factory=list)
+    """Amounts that the handler was called with, in that order, rolled back or not."""
+    handlers: Handlers = field(default_factory=Handlers)
+
+    def __post_init__(self) -> None:
+        class BalanceChanged(Event, type="balance.changed", topic=self.balances):
+            account: str
+            balance: int
+            amount: int
+
+        @self.handlers.on(
+            Deposited, topic=self.deposits, consumer="deposit", loads=Account.by("account")
+        )
+        async def deposit(event: Deposited, tx: Transaction) -> None:
+            self.calls.append(event.amount)
+            if event.amount in self.refused:
+                raise Refused(f"{event.amount} is refused")
+            account = await tx.load_or_create(Account, event.account)
+            account.balance += event.amount
+            account.history += f"{event.amount},"
+            tx.publish(
+                BalanceChanged(
+                    account=account.id, balance=account.balance, amount=event.amount
+                ),
+                of=account,
+            )
+
+    @property
+    def service(self) -> Service:
+        """The bank as a service."""
+        return Service(self.name, handlers=self.handlers, metadata=Base.metadata)
+
+
+@dataclass(frozen=True)
+class Deposit:
+    """A record for the topic of deposits. The id is the amount, unless it is given."""
+
+    amount: int
+    account: str = "ada"
+    id: str | None = None
+    source: str = "/tests"
+    type: str = "deposited"
+    value: bytes | None = None
+    headers: tuple[tuple[str, bytes], ...] = ()
+    partition: int | None = 0
+
+    async def send(self, producer: AIOKafkaProducer, topic: str) -> None:
+        """Send it and wait for the acknowledgement."""
+        value = json.dumps({"account": self.account, "amount": self.amount}).encode()
+        await producer.send_and_wait(
+            topic,
+            self.value or value,
+            key=self.account.encode(),
+            partition=self.partition,
+            headers=[
+                ("ce_specversion", b"1.0"),
+                ("ce_id", (self.id or str(self.amount)).encode()),
+                ("ce_source", self.source.encode()),
+                ("ce_type", self.type.encode()),
+                ("content-type", b"application/json"),
+                *self.headers,
+            ],
+        )

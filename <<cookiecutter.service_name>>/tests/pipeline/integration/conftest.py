@@ -1,0 +1,239 @@
+"""Real servers for the engine's tests: a database and topics of its own for every test."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pipeline import Service
+from pipeline.database import autocommitting, create_engine
+from pipeline.health import Health
+from pipeline.retention import keep_house
+from pipeline.runtime import Part, serve
+from pipeline.settings import Settings
+
+from .bank import Bank, Base
+
+TEMPLATE = f"template_{uuid4().hex[:12]}"
+PATIENCE = 30.0
+"""Seconds that a test waits for what must happen."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session")
+def server_url() -> str:
+    """URL of the PostgreSQL server that `make test` has started."""
+    return _environment("PIPELINE_DATABASE_URL")
+
+
+@pytest.fixture(scope="session")
+def kafka() -> str:
+    """Bootstrap servers of the Kafka that `make test` has started."""
+    return _environment("PIPELINE_KAFKA_BOOTSTRAP_SERVERS")
+
+
+def _environment(name: str) -> str:
+    try:
+        return os.environ[name]
+    except KeyError:
+        pytest.exit(f"{name} is not set: run these tests by `make test`", returncode=2)
+
+
+@pytest.fixture(scope="session")
+def template(server_url: str) -> Iterator[str]:
+    """Name of a migrated database that every test gets a copy of."""
+    asyncio.run(_administer(server_url, f"CREATE DATABASE {TEMPLATE}"))
+    url = _database_url(server_url, TEMPLATE)
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).with_name("alembic")))
+    config.set_main_option("version_locations", "pipeline:migrations/versions")
+    config.set_main_option("path_separator", "newline")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPELINE_DATABASE_URL", url)
+        command.upgrade(config, "heads")
+    asyncio.run(_furnish(url))
+    yield TEMPLATE
+    asyncio.run(_administer(server_url, f"DROP DATABASE {TEMPLATE} WITH (FORCE)"))
+
+
+async def _furnish(url: str) -> None:
+    engine = create_async_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    async with autocommitting(engine) as driver:
+        await keep_house(driver, _settings(url, "unused"))
+    await engine.dispose()
+
+
+async def _administer(server_url: str, statement: str) -> None:
+    connection = await asyncpg.connect(server_url.replace("+asyncpg", ""))
+    await connection.execute(statement)
+    await connection.close()
+
+
+def _database_url(server_url: str, database: str) -> str:
+    return make_url(server_url).set(database=database).render_as_string(hide_password=False)
+
+
+def _settings(database_url: str, kafka: str, **changes: object) -> Settings:
+    quick: dict[str, object] = {
+        "database_url": database_url,
+        "kafka_bootstrap_servers": kafka,
+        "kafka_session_timeout": 6,
+        "transaction_timeout": 5,
+        "lock_timeout": 2,
+        "retry_pause": 0.2,
+        "offset_commit_interval": 0.2,
+        "relay_lease": 2,
+    }
+    return Settings.model_validate(quick | changes)
+
+
+@pytest.fixture
+async def database_url(server_url: str, template: str) -> AsyncIterator[str]:
+    """URL of a database of the test's own, migrated, with the bank's tables."""
+    name = f"test_{uuid4().hex[:12]}"
+    await _administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield _database_url(server_url, name)
+    await _administer(server_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def settings(database_url: str, kafka: str) -> Callable[..., Settings]:
+    """Make settings that are quick to give up; keywords change them."""
+
+    def make(**changes: object) -> Settings:
+        return _settings(database_url, kafka, **changes)
+
+    return make
+
+
+@pytest.fixture
+async def connect(
+    database_url: str,
+) -> AsyncIterator[Callable[[], Awaitable[asyncpg.Connection]]]:
+    """Open connections to the test's database, closed at its end."""
+    opened: list[asyncpg.Connection] = []
+
+    async def open_one() -> asyncpg.Connection:
+        opened.append(await asyncpg.connect(database_url.replace("+asyncpg", "")))
+        return opened[-1]
+
+    yield open_one
+    for connection in opened:
+        connection.terminate()
+
+
+@pytest.fixture
+async def db(connect: Callable[[], Awaitable[asyncpg.Connection]]) -> asyncpg.Connection:
+    """Return a connection to the test's database."""
+    return await connect()
+
+
+@pytest.fixture
+async def producer(kafka: str) -> AsyncIterator[AIOKafkaProducer]:
+    """Return a producer."""
+    async with AIOKafkaProducer(bootstrap_servers=kafka, enable_idempotence=True) as one:
+        yield one
+
+
+@pytest.fixture
+def new_topic(kafka: str) -> Callable[..., Awaitable[str]]:
+    """Create a topic of the test's own."""
+
+    async def create(partitions: int = 1, **configs: str) -> str:
+        name = f"test-{uuid4().hex[:12]}"
+        admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+        await admin.start()
+        try:
+            await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=configs)])
+        finally:
+            await admin.close()
+        return name
+
+    return create
+
+
+@pytest.fixture
+async def bank(new_topic: Callable[..., Awaitable[str]]) -> Bank:
+    """Return a bank with topics and a group of its own, of one partition each."""
+    return Bank(
+        deposits=await new_topic(), balances=await new_topic(), name=f"bank-{uuid4().hex[:8]}"
+    )
+
+
+Running = Callable[..., AbstractAsyncContextManager[Health]]
+
+
+@pytest.fixture
+def running(settings: Callable[..., Settings]) -> Running:
+    """Run a service inside the test, as long as the `with` block lasts."""
+
+    @asynccontextmanager
+    async def run(
+        service: Service, parts: Part = Part.CONSUME | Part.RELAY, **changes: object
+    ) -> AsyncIterator[Health]:
+        health, stopping = Health(stall_after=10), asyncio.Event()
+        chosen = settings(**changes)
+        task = asyncio.create_task(
+            serve(service, chosen, parts, health=health, stopping=stopping)
+        )
+        try:
+            yield health
+        finally:
+            stopping.set()
+            await asyncio.wait_for(task, PATIENCE)
+
+    return run
+
+
+async def eventually(
+    condition: Callable[[], bool | Awaitable[bool]], patience: float = PATIENCE
+) -> None:
+    """Wait until the condition holds; fails the test when it does not in time."""
+    deadline = asyncio.get_running_loop().time() + patience
+    while True:
+        holds = condition()
+        if await holds if isinstance(holds, Awaitable) else holds:
+            return
+        if asyncio.get_running_loop().time() > deadline:
+            pytest.fail(f"did not happen within {patience} s")
+        await asyncio.sleep(0.02)
+
+
+Records = Callable[..., Awaitable[list[ConsumerRecord]]]
+
+
+@pytest.fixture
+def records(kafka: str) -> Records:
+    """Read a topic from the beginning, until it has returned `count` records."""
+
+    async def read(topic: str, count: int, patience: float = PATIENCE) -> list[ConsumerRecord]:
+        found: list[ConsumerRecord] = []
+        async with AIOKafkaConsumer(
+            topic, bootstrap_servers=kafka, auto_offset_reset="earliest"
+        ) as one:
+            async with asyncio.timeout(patience):
+                while len(found) < count:
+                    for batch in (await one.getmany(timeout_ms=200)).values():
+                        found += batch
+        return found
+
+    return read

@@ -1,0 +1,87 @@
+# `make` lists what there is. VENV=<folder> uses another virtual environment, PYTHON=<command>
+# another Python, KEEP=1 leaves the demo running.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(abspath $(VENV))/bin
+RAW = <<cookiecutter.service_name>>
+UNBAKED = build/unbaked
+STACK = $(BIN)/python '$(RAW)/dev/stack.py'
+
+# Named after what the environment holds, so that nothing is installed twice. The second says it
+# to the Makefile of a generated service, whose requirements are a part of ours.
+INSTALLED = $(VENV)/.holds-$(shell cksum < requirements.txt | cut -d ' ' -f 1)
+HOLDS_RAW = $(VENV)/.installed-$(shell cksum < '$(RAW)/requirements/dev.txt' | cut -d ' ' -f 1)
+
+# Nothing but source may lie in the raw tree: cookiecutter copies what it finds.
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+export RUFF_CACHE_DIR := $(CURDIR)/build/ruff
+export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up down demo test check check-raw test-raw format requirements clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+
+setup: $(INSTALLED) ## install everything into the virtual environment
+
+up: $(INSTALLED) ## start PostgreSQL and Kafka and wait until they serve
+	@$(STACK) up
+
+down: $(INSTALLED) ## stop them
+	@$(STACK) down
+
+demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check what came out
+	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
+
+test: check ## everything that a contributor needs to trust a change, real servers included
+	@$(STACK) run -- $(MAKE) --no-print-directory test-raw test-baked
+
+# The engine's own tests, in the raw tree.
+test-raw: $(INSTALLED)
+	@cd '$(RAW)' && $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw'
+
+# The template's tests, which bake services and let those test themselves.
+test-baked: $(INSTALLED)
+	@$(BIN)/python -m pytest
+
+check: $(INSTALLED) check-raw ## lint, formatting, types, direction of imports: raw tree and template
+	@$(BIN)/mypy
+
+# Ruff takes for every file the configuration that lies nearest. Mypy and import-linter cannot take
+# a package whose name is a question: they see it as `unbaked`.
+check-raw: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@rm -rf build/raw && mkdir -p build/raw
+	@ln -s '$(CURDIR)/$(RAW)/src/<<cookiecutter.package_name>>' build/raw/unbaked
+	@sed 's/<<cookiecutter.package_name>>/unbaked/g' '$(RAW)/pyproject.toml' > build/raw/pyproject.toml
+	@cd '$(RAW)' && $(BIN)/mypy && MYPYPATH='$(CURDIR)/build/raw' $(BIN)/mypy -p unbaked
+	@cd build/raw && PYTHONPATH='.:$(CURDIR)/$(RAW)/src' $(BIN)/lint-imports --cache-dir ../import-linter
+
+format: $(INSTALLED) ## format the code and mend what the linter can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--upgrade: newest versions)
+	@cd '$(RAW)' && $(MAKE) --no-print-directory VENV=$(abspath $(VENV)) requirements
+	@$(BIN)/uv pip compile requirements.in --output-file requirements.txt $(UPGRADE) \
+	    --constraint '$(RAW)/requirements/dev.txt' --python-version 3.11 --universal --generate-hashes \
+	    --no-emit-index-url --no-annotate --custom-compile-command "make requirements" --quiet
+
+clean: ## delete everything that was made here, the servers' data too
+	@test ! -x $(BIN)/python || $(STACK) down
+	@rm -rf .venv .stack .pytest_cache build
+	@find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "This needs Python 3.11 or newer: make PYTHON=<command of one> ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): | $(BIN)/python
+	@echo "Installing what requirements.txt pins into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.txt
+	@rm -f $(VENV)/.holds-* $(VENV)/.installed-*
+	@touch $@ $(HOLDS_RAW)
