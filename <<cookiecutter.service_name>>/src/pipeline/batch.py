@@ -253,7 +253,7 @@ class Consume:
             telemetry.processed(slot.topic, consumer, "duplicate", count - fresh, self._group)
         if batch.skipped:
             telemetry.processed(slot.topic, "", "skipped", len(batch.skipped), self._group)
-        telemetry.batch_applied(slot.topic, batch.end - batch.start, seconds)
+        telemetry.batch_applied(slot.topic, len(batch.items) + len(batch.skipped), seconds)
 
 
 def _declared(items: Sequence[Item]) -> list[tuple[type[Aggregate], set[Key]]]:

@@ -101,6 +101,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
         """Start a reader for every partition; called by aiokafka after a rebalance."""
+        if self._stopping.is_set():
+            return
         for partition in sorted(assigned):
             reader = Reader(
                 self._client,
@@ -282,6 +284,7 @@ class Reader:
                 extra={"topic": partition.topic, "partition": partition.partition}
                 | {"offset": stuck.offset, "reason": stuck.reason},
             )
+            telemetry.processed(partition.topic, "", "stuck", 1, self._slot.group)
         self._held = stuck
         telemetry.set_stuck(partition.topic, partition.partition, is_stuck=True)
         self._health.not_ready(self._part, str(stuck))

@@ -126,8 +126,9 @@ class _Server(ThreadingHTTPServer):
         self.server_port = self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # those are clients that went away
-            log.exception("a request for health or metrics failed")
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # those are clients that went away
+            log.error("a request for health or metrics failed", exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):

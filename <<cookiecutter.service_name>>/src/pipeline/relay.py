@@ -192,6 +192,12 @@ class Relay:
     async def run(self) -> None:
         """Publish until `stop`."""
         self._health.not_ready("relay", "has not started yet")
+        try:
+            await self._serve_until_stopped()
+        finally:
+            await self._publisher.discard()
+
+    async def _serve_until_stopped(self) -> None:
         while True:
             try:
                 await self._serve()
@@ -209,7 +215,6 @@ class Relay:
             if self._stopping.is_set():
                 break
             await asyncio.sleep(min(5.0, 0.05 * 2 ** min(self._failures, 7)))
-        await self._publisher.discard()
 
     async def _serve(self) -> None:
         """Hold leases and publish on one connection until `stop`, or until something fails."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from . import logs, telemetry
+from . import exporters, logs
 from .batch import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
@@ -44,7 +44,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
     port = server.start()
-    sdk = telemetry.configure(
+    sending = exporters.configure(
         service_name=service.name,
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
@@ -55,7 +55,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
             await serve(service, settings, parts, health=health, stopping=_stopping_on_signals())
     finally:
         server.stop()
-        sdk.shutdown()
+        await asyncio.to_thread(sending.shutdown)
         log.info("%s has stopped", service.name)
 
 

@@ -69,7 +69,7 @@ class Settings(BaseSettings):
     health_host: str = "127.0.0.1"
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
-    otlp_endpoint: str | None = None
+    otlp_endpoint: Annotated[str, Field(pattern="^https?://[^/]")] | None = None
     """Base URL of an OTLP/HTTP receiver; without it nothing is exported."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of the traces started here that are recorded; a caller's decision is followed."""

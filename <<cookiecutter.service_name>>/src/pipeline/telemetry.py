@@ -1,42 +1,29 @@
-"""Traces and metrics: every name, every instrument, and the one place that sets the SDK up.
+"""Traces and metrics: every name and every instrument, on OpenTelemetry's API.
 
-The engine speaks to OpenTelemetry's API: without `configure` all of this costs next to nothing,
-and trace context still travels from message to event. Names are the messaging conventions'.
+Without the SDK, which `exporters` sets up, all of this costs next to nothing, and trace context
+still travels from message to event. Names are the messaging conventions'.
 """
 
-import logging
 import re
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
-from urllib.parse import urlsplit
-from uuid import uuid4
 
 from opentelemetry import context as otel
 from opentelemetry import metrics, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider, sampling
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as names
 from opentelemetry.semconv._incubating.metrics import messaging_metrics as metric_names
-from opentelemetry.semconv.attributes import error_attributes, service_attributes
+from opentelemetry.semconv.attributes import error_attributes
 from opentelemetry.semconv.schemas import Schemas
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from opentelemetry.util.types import Attributes, AttributeValue
+from opentelemetry.util.types import AttributeValue
 
 from .message import Message
-
-log = logging.getLogger(__name__)
 
 CONSUMER = "pipeline.consumer"
 OUTCOME = "pipeline.outcome"
 
-_SHUTDOWN_SECONDS = 5.0
 _MAX_LINKS = 128  # what the SDK keeps of a span's links
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 _SIZES = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 2_000.0, 5_000.0]
@@ -64,70 +51,6 @@ _stuck = _meter.create_gauge("pipeline.partitions.stuck", "{partition}", "1 whil
 _shards = _meter.create_gauge("pipeline.relay.shards", "{shard}", "Shards this relay holds.")
 _lag_events = _meter.create_gauge("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
 _lag_seconds = _meter.create_gauge("pipeline.outbox.lag.duration", "s", "Age of the oldest.")
-
-
-class Telemetry:
-    """The SDK that `configure` has started."""
-
-    def __init__(self, *providers: TracerProvider | MeterProvider) -> None:
-        self._providers = providers
-
-    def shutdown(self) -> None:
-        """Send what is buffered and stop. Blocks, for at most 5 s even if nobody receives."""
-        # In threads, because the SDK's own limit is 30 s each, and fixed for spans.
-        threads = [threading.Thread(target=each.shutdown, daemon=True) for each in self._providers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(_SHUTDOWN_SECONDS / len(threads))
-        if any(thread.is_alive() for thread in threads):
-            log.warning("telemetry that was not sent in time is lost")
-
-
-def configure(*, service_name: str, otlp_endpoint: str | None, sample_ratio: float) -> Telemetry:
-    """Set the process's providers; once, for OpenTelemetry keeps the first.
-
-    Metrics always go to `prometheus_client.REGISTRY`. `otlp_endpoint` is the base URL of an
-    OTLP/HTTP receiver, which gets traces and metrics. Without it the service records no spans and
-    hands on the context it receives, so that a trace has no hole here and its sender decides.
-    """
-    instance = Resource({service_attributes.SERVICE_INSTANCE_ID: str(uuid4())})
-    resource = instance.merge(Resource.create({service_attributes.SERVICE_NAME: service_name}))
-    sampler = sampling.ParentBased(_LinkedOrRatio(sample_ratio))
-    tracing = TracerProvider(sampler, resource, shutdown_on_exit=False)
-    readers: list[MetricReader] = []
-    if otlp_endpoint is not None:
-        if urlsplit(otlp_endpoint).scheme not in ("http", "https"):
-            raise ValueError("otlp_endpoint must be a base URL such as http://collector:4318")
-        # Imported only here: protobuf and requests cost every start 0.3 s.
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        url = otlp_endpoint.rstrip("/")
-        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces")))
-        trace.set_tracer_provider(tracing)
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/v1/metrics")))
-    metering = MeterProvider([*readers, PrometheusMetricReader()], resource, shutdown_on_exit=False)
-    metrics.set_meter_provider(metering)
-    return Telemetry(tracing, metering)
-
-
-class _LinkedOrRatio(sampling.TraceIdRatioBased):
-    """Also samples a root span that links to a sampled one: the relay's, which has no parent."""
-
-    def should_sample(
-        self,
-        parent_context: otel.Context | None,
-        trace_id: int,
-        name: str,
-        kind: trace.SpanKind | None = None,
-        attributes: Attributes = None,
-        links: Sequence[trace.Link] | None = None,
-        trace_state: trace.TraceState | None = None,
-    ) -> sampling.SamplingResult:
-        linked = any(link.context.trace_flags.sampled for link in links or ())
-        decide = sampling.ALWAYS_ON.should_sample if linked else super().should_sample
-        return decide(parent_context, trace_id, name, kind, attributes, links, trace_state)
 
 
 def process_span(message: Message, consumer: str, group: str) -> AbstractContextManager[trace.Span]:

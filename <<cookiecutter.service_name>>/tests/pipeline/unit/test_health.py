@@ -1,0 +1,293 @@
+import asyncio
+import http.client
+import json
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline import health as module
+from pipeline.health import CannotListen, Health, HealthServer
+
+HOST = "127.0.0.1"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health(stall_after=10)
+
+
+@pytest.fixture
+def port(health: Health) -> Iterator[int]:
+    server = HealthServer(health, host=HOST, port=0)
+    yield server.start()
+    server.stop()
+
+
+def ask(port: int, path: str, method: str = "GET") -> tuple[int, str, bytes]:
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.headers["Content-Type"], response.read()
+    finally:
+        connection.close()
+
+
+def answer(port: int, path: str) -> tuple[int, Any]:
+    status, content_type, body = ask(port, path)
+    assert content_type == "application/json"
+    return status, json.loads(body)
+
+
+def test_a_process_of_which_nothing_has_reported_is_not_ready(port: int) -> None:
+    status, body = answer(port, "/health/ready")
+    assert status == 503
+    assert body == {"ready": False, "reasons": {"process": "no part has reported yet"}}
+
+
+def test_a_process_is_ready_when_every_part_is(health: Health, port: int) -> None:
+    health.ready("database")
+    health.not_ready("relay", "holds no shard yet")
+    assert answer(port, "/health/ready") == (
+        503,
+        {"ready": False, "reasons": {"relay": "holds no shard yet"}},
+    )
+    health.ready("relay")
+    assert answer(port, "/health/ready") == (200, {"ready": True, "reasons": {}})
+    assert health.is_ready
+
+
+def test_a_part_that_is_forgotten_is_not_waited_for(health: Health) -> None:
+    health.ready("consumer")
+    health.not_ready("partition scans/3", "stuck at offset 42")
+    assert not health.is_ready
+    health.forget("partition scans/3")
+    health.forget("partition scans/3")
+    assert health.is_ready
+
+
+def test_a_process_whose_loop_hangs_is_not_alive_until_the_loop_turns_again(clock: Clock) -> None:
+    health = Health(stall_after=10)
+    server = HealthServer(health, host=HOST, port=0)
+    port = server.start()
+    try:
+        clock.now += 10
+        assert answer(port, "/health/live") == (200, {"alive": True, "seconds_since_beat": 10})
+        clock.now += 0.5
+        assert answer(port, "/health/live") == (503, {"alive": False, "seconds_since_beat": 10.5})
+        health.beat()
+        assert answer(port, "/health/live") == (200, {"alive": True, "seconds_since_beat": 0})
+    finally:
+        server.stop()
+
+
+def test_the_server_answers_while_the_event_loop_is_blocked(port: int) -> None:
+    async def block_the_loop() -> int:
+        return answer(port, "/health/live")[0]
+
+    assert asyncio.run(block_the_loop()) == 200
+
+
+def test_an_outage_elsewhere_does_not_end_liveness(health: Health, port: int) -> None:
+    health.not_ready("database", "connection refused")
+    health.not_ready("consumer", "no broker answers")
+    assert answer(port, "/health/live")[0] == 200
+
+
+def test_metrics_are_served_as_prometheus_reads_them(port: int) -> None:
+    status, content_type, body = ask(port, "/metrics")
+    assert status == 200
+    assert content_type.startswith("text/plain; version=0.0.4")
+    families = {family.name for family in text_string_to_metric_families(body.decode())}
+    assert "python_info" in families
+
+
+class Collector:
+    """A collector of metrics that runs `during` in every scrape."""
+
+    def __init__(self, during: Callable[[], object]) -> None:
+        self._during = during
+
+    def describe(self) -> list[CounterMetricFamily]:
+        return []
+
+    def collect(self) -> list[CounterMetricFamily]:
+        self._during()
+        return []
+
+
+@contextmanager
+def registered(during: Callable[[], object]) -> Iterator[None]:
+    collector = Collector(during)
+    REGISTRY.register(collector)
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(collector)
+
+
+def test_scrapes_wait_for_each_other_because_collectors_mix(port: int) -> None:
+    meeting = threading.Barrier(2)
+    met = []
+
+    def try_to_meet() -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(timeout=0.2)
+            met.append(True)
+
+    with registered(try_to_meet), ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: ask(port, "/metrics")[0], range(2)))
+    assert answers == [200, 200]
+    assert met == []
+
+
+def test_a_scrape_that_fails_is_logged_and_the_server_lives(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ArithmeticError("cannot count")
+
+    with registered(fail), pytest.raises(http.client.RemoteDisconnected):
+        ask(port, "/metrics")
+    assert ask(port, "/metrics")[0] == 200
+    (record,) = caplog.records
+    assert record.getMessage() == "a request for health or metrics failed"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics/", "//[", "/health/live/../ready"])
+def test_other_paths_are_not_found(port: int, path: str) -> None:
+    status, body = answer(port, path)
+    assert status == 404
+    assert "/health/ready" in body["error"]
+
+
+def test_a_query_does_not_hide_a_path(health: Health, port: int) -> None:
+    assert answer(port, "/health/live?verbose=1")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics", "/other"])
+def test_head_answers_like_get_without_a_body(port: int, path: str) -> None:
+    status, content_type, _ = ask(port, path)
+    with socket.create_connection((HOST, port), timeout=5) as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.0\r\n\r\n".encode())
+        head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.0 {status} ".encode())
+    assert f"Content-Type: {content_type}".encode() in head
+    assert body == b""
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /health/live HTTP/9.9.9\r\n\r\n",
+        b"POST /health/live HTTP/1.1\r\n\r\n",
+        b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /health/live HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"GET /health/live HTTP/1.1\r\nno header\x00\xff\r\n\r\n",
+        b"",
+    ],
+)
+def test_malformed_requests_print_nothing_and_the_server_lives(
+    port: int,
+    request_bytes: bytes,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with socket.create_connection((HOST, port), timeout=5) as connection:
+        connection.sendall(request_bytes)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65_536):
+            pass
+    assert answer(port, "/health/live")[0] == 200
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+def test_a_client_that_goes_away_is_no_error(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    asked, gone = threading.Event(), threading.Event()
+
+    def wait_until_gone() -> None:
+        asked.set()
+        gone.wait(5)
+
+    with registered(wait_until_gone):
+        client = socket.create_connection((HOST, port), timeout=5)
+        reset_on_close = struct.pack("ii", 1, 0)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_on_close)
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert asked.wait(5)
+        client.close()
+        gone.set()
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(5)
+    assert caplog.records == []
+    assert answer(port, "/health/live")[0] == 200
+
+
+def test_a_client_that_says_nothing_does_not_hold_up_the_others(port: int) -> None:
+    with socket.create_connection((HOST, port), timeout=5):
+        assert answer(port, "/health/live")[0] == 200
+
+
+def test_a_port_in_use_is_told_with_the_setting_to_change(health: Health, port: int) -> None:
+    second = HealthServer(health, host=HOST, port=port)
+    with pytest.raises(CannotListen, match=f"port {port}: the port is in use") as caught:
+        second.start()
+    assert "PIPELINE_HEALTH_PORT" in str(caught.value)
+    second.stop()
+
+
+def test_an_address_of_another_machine_is_told_with_the_setting_to_change(health: Health) -> None:
+    with pytest.raises(CannotListen, match="PIPELINE_HEALTH_HOST"):
+        HealthServer(health, host="192.0.2.1", port=0).start()
+
+
+def test_stopping_frees_the_port_and_ends_the_thread(health: Health) -> None:
+    before = threading.active_count()
+    server = HealthServer(health, host=HOST, port=0)
+    port = server.start()
+    server.stop()
+    server.stop()
+    again = HealthServer(health, host=HOST, port=port)
+    assert again.start() == port
+    again.stop()
+    assert threading.active_count() == before
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_an_ipv6_host_is_served(health: Health) -> None:
+    server = HealthServer(health, host="::1", port=0)
+    port = server.start()
+    try:
+        socket.create_connection(("::1", port), timeout=5).close()
+    finally:
+        server.stop()

@@ -1,0 +1,187 @@
+import io
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry import propagate, trace
+
+from pipeline import logs
+
+RFC3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
+log = logging.getLogger("pipeline.test")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    root, make = logging.getLogger(), logging.Logger.makeRecord
+    level, handlers = root.level, list(root.handlers)
+    levels = {name: logging.getLogger(name).level for name in logs._LEAST}
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    logging.Logger.makeRecord = make  # type: ignore[method-assign]
+    for name, former in levels.items():
+        logging.getLogger(name).setLevel(former)
+
+
+@pytest.fixture
+def stderr(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    stream = io.StringIO()
+    monkeypatch.setattr(logs, "sys", SimpleNamespace(stderr=stream))
+    return stream
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    stream = Terminal()
+    monkeypatch.setattr(logs, "sys", SimpleNamespace(stderr=stream))
+    return stream
+
+
+def only_line(stream: io.StringIO) -> dict[str, Any]:
+    (line,) = stream.getvalue().splitlines()
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    found: dict[str, Any] = json.loads(line, parse_constant=refuse)
+    return found
+
+
+def test_a_line_is_json_with_its_fields(stderr: io.StringIO) -> None:
+    logs.configure(level="INFO", json=None)
+    log.info("applied %d", 3, extra={"topic": "scans", "partition": 3, "key": b"p-\xff"})
+    line = only_line(stderr)
+    assert re.fullmatch(RFC3339, line.pop("timestamp"))
+    assert line == {
+        "level": "INFO",
+        "logger": "pipeline.test",
+        "message": "applied 3",
+        "topic": "scans",
+        "partition": 3,
+        "key": "p-\\xff",
+    }
+
+
+def test_a_terminal_gets_a_readable_line(terminal: Terminal) -> None:
+    logs.configure(level="INFO", json=None)
+    log.warning("stuck", extra={"topic": "scans", "reason": "two words", "empty": ""})
+    head, _, rest = terminal.getvalue().partition(" ")
+    assert re.fullmatch(RFC3339, head)
+    assert rest == "WARNING pipeline.test: stuck topic=scans reason='two words' empty=''\n"
+
+
+def test_the_form_can_be_chosen_whatever_standard_error_is(terminal: Terminal) -> None:
+    logs.configure(level="INFO", json=True)
+    log.info("hello")
+    assert only_line(terminal)["message"] == "hello"
+
+
+def test_a_message_cannot_forge_a_line_on_the_terminal(terminal: Terminal) -> None:
+    logs.configure(level="INFO", json=None)
+    log.info("id %s", "a\n2026-01-01 forged\x1b[31m", extra={"key": "b\r\nforged"})
+    (line,) = terminal.getvalue().splitlines()
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_a_line_carries_the_current_span(stderr: io.StringIO, json: bool) -> None:
+    logs.configure(level="INFO", json=json)
+    span = trace.NonRecordingSpan(trace.SpanContext(0xAB, 0xCD, is_remote=True))
+    with trace.use_span(span):
+        log.info("inside")
+    assert f"{'0' * 30}ab" in stderr.getvalue()
+    assert f"{'0' * 14}cd" in stderr.getvalue()
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_an_exception_is_told_with_its_traceback(stderr: io.StringIO, json: bool) -> None:
+    logs.configure(level="INFO", json=json)
+    try:
+        raise LookupError("no parcel p-1")
+    except LookupError:
+        log.exception("handler failed")
+    text = only_line(stderr)["exception"] if json else stderr.getvalue()
+    assert "Traceback (most recent call last)" in text
+    assert "LookupError: no parcel p-1" in text
+
+
+@pytest.mark.parametrize("json", [True, False])
+@pytest.mark.parametrize("name", [*sorted(logs._RESERVED), *sorted(logs._OURS), "_private"])
+def test_a_field_may_have_any_name(stderr: io.StringIO, name: str, json: bool) -> None:
+    logs.configure(level="INFO", json=json)
+    log.info("hello", extra={name: "given"})
+    assert "hello" in stderr.getvalue()
+    assert "given" in stderr.getvalue()
+    assert "pipeline.test" in stderr.getvalue()
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_values_of_any_kind_are_written(stderr: io.StringIO, json: bool) -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise ArithmeticError
+
+        __repr__ = __str__
+
+    values = {"nan": math.nan, "set": {1}, "error": KeyError("x"), "odd": "\ud800\u2028"}
+    logs.configure(level="INFO", json=json)
+    log.info("hello", extra=values)
+    log.info({"not": "a text"})
+    assert len(stderr.getvalue().splitlines()) == 2
+    assert "Logging error" not in stderr.getvalue()
+    log.info("bye", extra={"unprintable": Unprintable()})  # lost at worst; it does not raise
+
+
+def test_a_level_keeps_lower_lines_away(stderr: io.StringIO) -> None:
+    logs.configure(level="warning", json=True)
+    log.info("not this")
+    log.warning("this")
+    assert only_line(stderr)["message"] == "this"
+
+
+def test_libraries_are_heard_from_warnings_on(stderr: io.StringIO) -> None:
+    logs.configure(level="DEBUG", json=True)
+    for library in ("aiokafka.consumer.fetcher", "sqlalchemy.engine.Engine", "alembic.runtime"):
+        logging.getLogger(library).info("chatter")
+    logging.getLogger("aiokafka").warning("this")
+    assert only_line(stderr)["message"] == "this"
+
+
+def test_headers_that_cannot_be_read_are_not_quoted(stderr: io.StringIO) -> None:
+    logs.configure(level="INFO", json=True)
+    headers = {
+        "traceparent": f"00-{'1' * 32}-{'2' * 16}-00",
+        "tracestate": "SECRET",
+        "baggage": "SECRET",
+    }
+    propagate.extract(headers)
+    assert stderr.getvalue() == ""
+
+
+def test_libraries_keep_to_a_higher_level_too(stderr: io.StringIO) -> None:
+    logs.configure(level="ERROR", json=True)
+    logging.getLogger("aiokafka").warning("chatter")
+    assert stderr.getvalue() == ""
+
+
+def test_configuring_again_replaces_the_former_lines(stderr: io.StringIO) -> None:
+    logs.configure(level="INFO", json=True)
+    logs.configure(level="INFO", json=True)
+    log.info("once", extra=dict.fromkeys(["name"], "twice would nest"))
+    assert only_line(stderr)["message"] == "once"
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="Unknown level: 'LOUD'"):
+        logs.configure(level="loud", json=True)

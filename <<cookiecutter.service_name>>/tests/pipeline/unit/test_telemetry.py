@@ -1,0 +1,443 @@
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import baggage, trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import messaging_attributes as names
+from opentelemetry.semconv._incubating.metrics import messaging_metrics as metric_names
+from opentelemetry.semconv.attributes import error_attributes, service_attributes
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline import exporters, telemetry
+from pipeline.message import Message
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+SPAN = "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{SPAN}-01"
+UNSAMPLED = f"00-{TRACE}-{SPAN}-00"
+
+
+def message(traceparent: str | None = None, **fields: Any) -> Message:
+    plain = Message(
+        topic="scans",
+        partition=3,
+        offset=42,
+        timestamp=0,
+        key=b"parcel-1",
+        source="/gate",
+        id="m-1",
+        type="parcel.scanned.v1",
+        time=None,
+        subject=None,
+        sequence=None,
+        dataschema=None,
+        content_type=None,
+        data=b"{}",
+        traceparent=traceparent,
+        tracestate=None,
+        baggage=None,
+        hash=b"",
+    )
+    return replace(plain, **fields)
+
+
+def process(message: Message) -> Any:
+    return telemetry.process_span(message, "track", "parcel-tracker")
+
+
+class Spans:
+    """What the SDK has recorded; `ratio` is the share of new traces that it records."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._exporter = InMemorySpanExporter()
+        self.record(ratio=1)
+
+    def record(self, *, ratio: float) -> None:
+        provider = TracerProvider(
+            sampling.ParentBased(exporters._LinkedOrRatio(ratio)), shutdown_on_exit=False
+        )
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self._monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+
+    def all(self) -> tuple[ReadableSpan, ...]:
+        return self._exporter.get_finished_spans()
+
+    def one(self) -> ReadableSpan:
+        (span,) = self.all()
+        return span
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Spans:
+    return Spans(monkeypatch)
+
+
+def trace_of(span: ReadableSpan) -> str:
+    assert span.context is not None
+    return trace.format_trace_id(span.context.trace_id)
+
+
+def test_a_recorded_message_gets_a_consumer_span_with_the_conventions_names(spans: Spans) -> None:
+    with process(message(SAMPLED)):
+        pass
+    span = spans.one()
+    assert span.name == "process scans"
+    assert span.kind is trace.SpanKind.CONSUMER
+    assert dict(span.attributes or {}) == {
+        names.MESSAGING_SYSTEM: names.MessagingSystemValues.KAFKA.value,
+        names.MESSAGING_OPERATION_NAME: "process",
+        names.MESSAGING_OPERATION_TYPE: names.MessagingOperationTypeValues.PROCESS.value,
+        names.MESSAGING_DESTINATION_NAME: "scans",
+        names.MESSAGING_DESTINATION_PARTITION_ID: "3",
+        names.MESSAGING_KAFKA_OFFSET: 42,
+        names.MESSAGING_KAFKA_MESSAGE_KEY: "parcel-1",
+        names.MESSAGING_MESSAGE_ID: "m-1",
+        names.MESSAGING_CONSUMER_GROUP_NAME: "parcel-tracker",
+        telemetry.CONSUMER: "track",
+    }
+
+
+def test_a_recorded_message_continues_the_trace_of_its_sender(spans: Spans) -> None:
+    with process(message(SAMPLED, tracestate="vendor=1", baggage="tenant=acme")):
+        traceparent, tracestate, carried = telemetry.creation_context()
+    span = spans.one()
+    assert trace_of(span) == TRACE
+    assert span.parent is not None
+    assert trace.format_span_id(span.parent.span_id) == SPAN
+    assert span.context is not None
+    assert traceparent == f"00-{TRACE}-{trace.format_span_id(span.context.span_id)}-01"
+    assert (tracestate, carried) == ("vendor=1", "tenant=acme")
+
+
+@pytest.mark.parametrize("tracestate", [None, "vendor=1"])
+@pytest.mark.parametrize("baggage", [None, "tenant=acme"])
+def test_a_message_that_is_not_recorded_makes_no_span_and_hands_its_context_on(
+    spans: Spans, tracestate: str | None, baggage: str | None
+) -> None:
+    with process(message(UNSAMPLED, tracestate=tracestate, baggage=baggage)) as span:
+        assert not span.is_recording()
+        assert telemetry.creation_context() == (UNSAMPLED, tracestate, baggage)
+    assert spans.all() == ()
+
+
+@pytest.mark.parametrize("traceparent", [SAMPLED, UNSAMPLED])
+def test_without_an_sdk_the_context_still_travels(traceparent: str) -> None:
+    with process(message(traceparent)):
+        assert telemetry.creation_context() == (traceparent, None, None)
+    with process(message()):
+        assert telemetry.creation_context() == (None, None, None)
+
+
+def test_a_message_without_context_starts_a_trace_of_its_own(spans: Spans) -> None:
+    surrounding = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
+    with trace.use_span(surrounding), process(message()):
+        traceparent, _, _ = telemetry.creation_context()
+    span = spans.one()
+    assert span.parent is None
+    assert traceparent is not None
+    assert traceparent[3:35] == trace_of(span)
+
+
+def test_a_new_trace_that_is_not_recorded_still_has_an_id_for_the_next_hops(spans: Spans) -> None:
+    spans.record(ratio=0)
+    with process(message()):
+        traceparent, _, _ = telemetry.creation_context()
+    assert spans.all() == ()
+    assert traceparent is not None
+    assert int(traceparent[-2:], 16) & trace.TraceFlags.SAMPLED == 0
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "nonsense",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE}-{SPAN}-01-extra",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-0\u0661",
+    ],
+)
+def test_an_invalid_traceparent_counts_as_absent(spans: Spans, traceparent: str) -> None:
+    with process(message(traceparent)):
+        pass
+    assert spans.one().parent is None
+
+
+def test_a_traceparent_of_a_future_version_is_read_as_far_as_it_is_known(spans: Spans) -> None:
+    with process(message(f"cc-{TRACE}-{SPAN}-01-what-the-future-brings")):
+        pass
+    assert trace_of(spans.one()) == TRACE
+
+
+def test_baggage_travels_without_a_trace(spans: Spans) -> None:
+    with process(message(baggage="tenant=acme")):
+        assert baggage.get_baggage("tenant") == "acme"
+        assert telemetry.creation_context()[2] == "tenant=acme"
+    assert telemetry.creation_context() == (None, None, None)
+
+
+def test_an_error_marks_the_span_with_its_type_and_without_its_text(spans: Spans) -> None:
+    with pytest.raises(LookupError), process(message(SAMPLED)):
+        raise LookupError("card 4111 1111 1111 1111")
+    span = spans.one()
+    assert span.status.status_code is trace.StatusCode.ERROR
+    assert (span.attributes or {})[error_attributes.ERROR_TYPE] == "LookupError"
+    assert "4111" not in span.to_json()
+
+
+def test_a_cancelled_attempt_ends_its_span_and_is_no_error(spans: Spans) -> None:
+    with pytest.raises(asyncio.CancelledError), process(message(SAMPLED)):
+        raise asyncio.CancelledError
+    assert spans.one().status.status_code is trace.StatusCode.UNSET
+
+
+def test_a_key_that_is_no_text_and_an_absent_key_are_left_out(spans: Spans) -> None:
+    for key in (b"\xff\xfe", None):
+        with process(message(SAMPLED, key=key)):
+            pass
+    for span in spans.all():
+        assert names.MESSAGING_KAFKA_MESSAGE_KEY not in (span.attributes or {})
+
+
+def test_a_tombstone_is_marked(spans: Spans) -> None:
+    with process(message(SAMPLED, data=None)):
+        pass
+    assert (spans.one().attributes or {})[names.MESSAGING_KAFKA_MESSAGE_TOMBSTONE] is True
+
+
+def test_messages_that_are_handled_at_once_keep_their_traces_apart() -> None:
+    async def handle(traceparent: str, both_inside: asyncio.Barrier) -> None:
+        with process(message(traceparent)):
+            await both_inside.wait()
+            assert telemetry.creation_context()[0] == traceparent
+
+    async def both() -> None:
+        barrier = asyncio.Barrier(2)
+        other = UNSAMPLED.replace(TRACE, "1" * 32)
+        await asyncio.gather(handle(UNSAMPLED, barrier), handle(other, barrier))
+
+    asyncio.run(both())
+
+
+def test_sending_links_to_the_recorded_traces_of_the_batch(spans: Spans) -> None:
+    spans.record(ratio=0)
+    other = SAMPLED.replace(SPAN, "00f067aa0ba902b7")
+    with telemetry.send_spans("routes", 1, 5, [None, SAMPLED, UNSAMPLED, SAMPLED, other]):
+        pass
+    span = spans.one()
+    assert span.name == "send routes"
+    assert span.kind is trace.SpanKind.PRODUCER
+    assert span.parent is None
+    assert [trace.format_span_id(link.context.span_id) for link in span.links] == [
+        SPAN,
+        other[36:52],
+    ]
+    assert dict(span.attributes or {}) == {
+        names.MESSAGING_SYSTEM: names.MessagingSystemValues.KAFKA.value,
+        names.MESSAGING_OPERATION_NAME: "send",
+        names.MESSAGING_OPERATION_TYPE: names.MessagingOperationTypeValues.SEND.value,
+        names.MESSAGING_DESTINATION_NAME: "routes",
+        names.MESSAGING_DESTINATION_PARTITION_ID: "1",
+        names.MESSAGING_BATCH_MESSAGE_COUNT: 5,
+    }
+
+
+@pytest.mark.parametrize("traceparents", [[], [None], [UNSAMPLED, None], ["nonsense1"]])
+def test_sending_what_is_not_recorded_makes_no_span(
+    spans: Spans, traceparents: list[str | None]
+) -> None:
+    with telemetry.send_spans("routes", None, len(traceparents), traceparents):
+        pass
+    assert spans.all() == ()
+
+
+def test_the_links_of_a_large_batch_are_bounded(spans: Spans) -> None:
+    many = [f"00-{TRACE}-{number:016x}-01" for number in range(1, 500)]
+    with telemetry.send_spans("routes", None, len(many), many):
+        pass
+    assert len(spans.one().links) == 128
+    assert spans.one().dropped_links == 0
+
+
+# What follows runs in processes of its own: providers are set once in the life of a process.
+
+
+class Collector:
+    """An OTLP receiver that keeps what it gets, or never answers."""
+
+    def __init__(self) -> None:
+        self.received: list[tuple[str, bytes]] = []
+        self.silent_until = threading.Event()
+        self.silent_until.set()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                collector.silent_until.wait(60)
+                collector.received.append((self.path, body))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.silent_until.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, *arguments],
+        env=os.environ | {"PYTHONPATH": str(Path(telemetry.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
+METRICS = """
+from prometheus_client import generate_latest
+from pipeline import exporters, telemetry
+
+configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
+telemetry.processed("scans", "track", "new", 2, "parcel-tracker")
+telemetry.processed("scans", "track", "duplicate", 1, "parcel-tracker")
+telemetry.batch_applied("scans", 8, 0.03)
+telemetry.published("routes", 4)
+telemetry.set_stuck("scans", 3, is_stuck=True)
+telemetry.set_stuck("scans", 4, is_stuck=True)
+telemetry.set_stuck("scans", 4, is_stuck=False)
+telemetry.relay_progress(16)
+telemetry.observe_outbox(100, 2.5)
+print(generate_latest().decode())
+configured.shutdown()
+print("after shutdown:", "pipeline_messages" in generate_latest().decode())
+"""
+
+
+def prometheus(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def samples(text: str) -> dict[str, float]:
+    """Return Prometheus samples by name and labels, without those of the scope."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            shown = sorted(
+                f"{key}={label}"
+                for key, label in labels.items()
+                if not key.startswith("otel_scope")
+            )
+            found[" ".join([name, *shown])] = value
+    return found
+
+
+def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
+    text, _, after = run(METRICS).stdout.partition("after shutdown:")
+    found = samples(text)
+    scans = "messaging_destination_name=scans"
+    group = "messaging_consumer_group_name=parcel-tracker"
+    labels = f"{group} {scans} pipeline_consumer=track"
+    assert found[f"pipeline_messages_total {labels} pipeline_outcome=new"] == 7
+    assert found[f"pipeline_messages_total {labels} pipeline_outcome=duplicate"] == 1
+    scan = f"{scans} messaging_operation_name=process messaging_system=kafka"
+    duration = f"{prometheus(metric_names.MESSAGING_PROCESS_DURATION)}_seconds"
+    assert found[f"{duration}_sum {scan}"] == pytest.approx(0.03)
+    assert found[f"{duration}_bucket le=0.025 {scan}"] == 0
+    assert found[f"{duration}_bucket le=0.05 {scan}"] == 1
+    assert found[f"pipeline_batch_size_bucket le=5.0 {scan}"] == 0
+    assert found[f"pipeline_batch_size_bucket le=10.0 {scan}"] == 1
+    sent = f"{prometheus(metric_names.MESSAGING_CLIENT_SENT_MESSAGES)}_total"
+    routes = "messaging_destination_name=routes messaging_operation_name=send"
+    assert found[f"{sent} {routes} messaging_system=kafka"] == 4
+    stuck = "pipeline_partitions_stuck messaging_destination_name=scans"
+    assert found[f"{stuck} messaging_destination_partition_id=3"] == 1
+    assert found[f"{stuck} messaging_destination_partition_id=4"] == 0
+    assert found["pipeline_relay_shards"] == 16
+    assert found["pipeline_outbox_lag_events"] == 100
+    assert found["pipeline_outbox_lag_duration_seconds"] == 2.5
+    assert any("service_name=parcel-tracker" in name for name in found if "target_info" in name)
+    assert after.strip() == "False"
+
+
+EXPORT = """
+import sys
+from pipeline import exporters, telemetry
+
+configured = exporters.configure(
+    service_name="parcel-tracker", otlp_endpoint=sys.argv[1], sample_ratio=1
+)
+with telemetry.send_spans("routes", 0, 1, [sys.argv[2]]):
+    pass
+telemetry.published("routes", 1)
+configured.shutdown()
+"""
+
+
+def test_spans_and_metrics_reach_the_receiver_before_the_process_ends(collector: Collector) -> None:
+    run(EXPORT, f"{collector.url}/", SAMPLED)
+    received = dict(collector.received)
+    assert set(received) == {"/v1/traces", "/v1/metrics"}
+    (resource_spans,) = ExportTraceServiceRequest.FromString(received["/v1/traces"]).resource_spans
+    resource = {each.key: each.value.string_value for each in resource_spans.resource.attributes}
+    assert resource[service_attributes.SERVICE_NAME] == "parcel-tracker"
+    assert resource[service_attributes.SERVICE_INSTANCE_ID]
+    (scope_spans,) = resource_spans.scope_spans
+    assert [span.name for span in scope_spans.spans] == ["send routes"]
+    assert b"messaging.client.sent.messages" in received["/v1/metrics"]
+
+
+IMPATIENT = """
+import sys, time
+from pipeline import exporters, telemetry
+
+exporters._SHUTDOWN_SECONDS = 0.2
+configured = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
+with telemetry.send_spans("routes", 0, 1, [sys.argv[2]]):
+    pass
+before = time.monotonic()
+configured.shutdown()
+print(time.monotonic() - before)
+"""
+
+
+def test_a_receiver_that_does_not_answer_holds_the_shutdown_up_for_a_bounded_time(
+    collector: Collector,
+) -> None:
+    collector.silent_until.clear()
+    ended = run(IMPATIENT, collector.url, SAMPLED)
+    assert float(ended.stdout) < 2
+    assert "not sent in time" in ended.stderr
