@@ -10,7 +10,6 @@ from time import perf_counter
 import asyncpg
 import sqlalchemy as sa
 from aiokafka import ConsumerRecord
-from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
 
@@ -40,7 +39,7 @@ class Stuck(Exception):
 class _Culprit(Exception):
     """The record at this offset is at fault; what stands before it is not."""
 
-    def __init__(self, offset: int, reason: str, error: Exception) -> None:
+    def __init__(self, offset: int, reason: str, error: BaseException) -> None:
         super().__init__(offset)
         self.offset = offset
         self.reason = reason
@@ -101,7 +100,7 @@ def read(handlers: Handlers, topic: str, start: int, records: Sequence[ConsumerR
                 skipped.append(record.offset)
         except Undecodable as error:
             stuck = Stuck(record.offset, error.reason, error)
-        except ValidationError as error:
+        except Exception as error:  # a model's own validator may raise anything
             stuck = Stuck(record.offset, "invalid payload", error)
         if stuck:
             end = record.offset
@@ -124,6 +123,13 @@ def _validated(model: type[Event], message: Message) -> Event:
     if message.data is None:
         return Tombstone(key=(message.key or b"").decode("utf-8", "backslashreplace"))
     return model.model_validate_json(message.data)
+
+
+class _Session(AsyncSession):
+    """The session of a batch. A handler that committed it would lose its neighbours' events."""
+
+    async def commit(self) -> None:
+        raise TypeError("leave session.commit() out: the whole batch commits after its handlers")
 
 
 class Consume:
@@ -167,12 +173,18 @@ class Consume:
 
     async def _commit(self, slot: Slot, batch: Batch) -> None:
         started = perf_counter()
-        async with self._lanes, AsyncSession(self._engine, expire_on_commit=False) as session:
+        limit = self._settings.transaction_timeout
+        async with self._lanes, _Session(self._engine, expire_on_commit=False) as session:
             try:
-                new, staged = await self._execute(session, slot, batch)
-                with _blaming(batch):
-                    await session.commit()
+                transaction = await session.begin()
+                await session.connection()
+                with _blaming(batch, limit):
+                    async with asyncio.timeout(limit):
+                        new, staged = await self._execute(session, slot, batch)
+                    await transaction.commit()
             except (_Culprit, _Unclear, PositionMoved):
+                if perf_counter() - started > limit:
+                    await session.invalidate()  # the server may have cut it off
                 raise
             except BaseException:
                 # Lost, cut off or cancelled in the middle: nobody else may get this connection.
@@ -198,14 +210,19 @@ class Consume:
         )
         rows = Rows(session)
         outbox = Outbox(self._source, settings.max_event_bytes)
-        with _blaming(batch):
-            new = await self._mark(driver, slot, generations, batch)
-            for entity, keys in _declared(new):
-                await rows.lock(entity, keys)
-            for item in new:
-                await self._handle(item, session, rows, outbox, driver)
-            await session.flush()
+        new = await self._mark(driver, slot, generations, batch)
+        for entity, keys in _declared(new):
+            await rows.lock(entity, keys)
+        for item in new:
+            await self._handle(item, session, rows, outbox, driver)
+        await session.flush()
+        if not connection.in_transaction():
+            raise RuntimeError("a handler has rolled the transaction back: it is the batch's")
+        if len(outbox):
             await outbox.write(driver)
+        elif new:
+            # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
+            await driver.execute("SELECT")
         return new, len(outbox)
 
     async def _mark(
@@ -239,6 +256,11 @@ class Consume:
         try:
             with telemetry.process_span(message, consumer, self._group):
                 await item.handler.function(item.event, tx)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise _Culprit(message.offset, f"{consumer} failed", error) from error
         except Exception as error:
             if is_of_the_database(error) or driver.is_closed():
                 raise
@@ -266,16 +288,22 @@ def _declared(items: Sequence[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
 
 
 @contextmanager
-def _blaming(batch: Batch) -> Iterator[None]:
-    """Turn an error that any record of the batch may have caused into the question which."""
+def _blaming(batch: Batch, limit: float) -> Iterator[None]:
+    """Turn an error that any record of the batch may have caused into the question which.
+
+    So is an outage, unless the batch has taken more seconds than the limit: then it was cut off.
+    """
+    started = perf_counter()
     try:
         yield
-    except (_Culprit, _Unclear):
+    except (_Culprit, _Unclear, PositionMoved):
         raise
     except Exception as error:
         offsets = {item.marker.message.offset for item in batch.items}
-        if is_infrastructure(error) or not offsets:
+        in_time = perf_counter() - started < limit
+        if not offsets or (in_time and is_infrastructure(error)):
             raise
-        if len(offsets) == 1:
-            raise _Culprit(offsets.pop(), "transaction failed", error) from error
-        raise _Unclear from error
+        if len(offsets) > 1:
+            raise _Unclear from error
+        reason = "transaction failed" if in_time else f"takes longer than {limit} s"
+        raise _Culprit(offsets.pop(), reason, error) from error

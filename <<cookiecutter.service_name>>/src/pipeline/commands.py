@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError, for_code
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from pydantic import ValidationError
+from sqlalchemy.exc import DBAPIError
 
 from .database import autocommitting, create_engine
 from .health import CannotListen
@@ -21,6 +24,8 @@ from .settings import Settings
 
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
+_NOT_LET_IN = ("28", "3D")
+"""PostgreSQL's error classes for a wrong user, password or name of the database."""
 
 
 def command_line(service: Service) -> Callable[[], None]:
@@ -53,7 +58,8 @@ def command_line(service: Service) -> Callable[[], None]:
     def migrate() -> None:
         """Bring the database to the newest schema, the engine's and yours."""
         settings = _settings()
-        command.upgrade(Config("alembic.ini"), "heads")
+        with _in_a_sentence():
+            command.upgrade(Config("alembic.ini"), "heads")
         _run(_make_ahead(service, settings))
 
     @topics.command("create")
@@ -81,13 +87,26 @@ def _settings() -> Settings:
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end on uvloop where there is one; expected failures are a sentence."""
+    """Run to the end on uvloop where there is one."""
+    with _in_a_sentence(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(work)
+
+
+@contextmanager
+def _in_a_sentence() -> Iterator[None]:
+    """End the command with exit code 1 and one sentence when it fails as one may expect."""
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(work)
-    except (NotMigrated, CannotListen, KafkaError, OSError) as error:
+        yield
+    except (NotMigrated, CannotListen, CommandError, KafkaError, OSError) as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
-        raise typer.Exit(1) from None
+    except DBAPIError as error:
+        state = getattr(error.orig, "sqlstate", None) or ""
+        if not state.startswith(_NOT_LET_IN):
+            raise
+        typer.echo(f"PIPELINE_DATABASE_URL: {error.orig}", err=True)
+    else:
+        return
+    raise typer.Exit(1)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -111,8 +130,8 @@ async def _create_topics(
     settings: Settings, names: list[str], partitions: int, replicas: int
 ) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka_bootstrap_servers)
-    await admin.start()
     try:
+        await admin.start()
         # aiokafka does not raise for a topic that could not be made: look at the codes.
         answer = await admin.create_topics([NewTopic(name, partitions, replicas) for name in names])
         for name, code, *_ in answer.topic_errors:

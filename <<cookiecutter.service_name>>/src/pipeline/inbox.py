@@ -11,7 +11,8 @@ import asyncpg
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .message import HASH_VERSION, Message
+from .message import Message
+from .payload import HASH_VERSION
 
 GENERATION_LOCK = 0x1B0C5
 """Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""

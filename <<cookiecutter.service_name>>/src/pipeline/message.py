@@ -5,7 +5,6 @@ distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: va
 """
 
 import base64
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -16,8 +15,7 @@ from typing import Any, Protocol
 
 import orjson
 
-HASH_VERSION: int = 1
-"""Version of `payload_hash`, stored beside each hash: compare only hashes of one version."""
+from .payload import is_json, parse, payload_hash
 
 _REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
 _OPTIONAL = ("ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_datacontenttype")
@@ -235,22 +233,6 @@ def marker_key(consumer: str, source: str, id: str) -> bytes:
     return blake2b(text.encode(), digest_size=16).digest()
 
 
-def payload_hash(type: str, content_type: str | None, data: bytes | None) -> bytes:
-    """Return the 16 bytes that tell whether the same id came with another payload.
-
-    JSON counts canonically: key order, white space and escapes don't matter, and a number is its
-    literal text, so 1 and 1.0 differ. Data is JSON if it parses and the content type says so or is
-    unset. All else counts as bytes, and so does JSON that not all parsers read alike: a key twice
-    in one object, half a surrogate pair, nesting beyond 254. No data is not empty data.
-    """
-    kind = "bytes"
-    if data is None:
-        kind, data = "none", b""
-    elif _is_json(content_type) and (canonical := _canonical(data)) is not None:
-        kind, data = "json", canonical
-    return blake2b(f"{kind}:{len(type)}:{type}".encode() + data, digest_size=16).digest()
-
-
 def event_headers(
     *,
     id: str,
@@ -315,7 +297,7 @@ def _plain_id(record: Record, plain: Plain, headers: Mapping[str, str]) -> str:
         if isinstance(identity, Header):
             values = [headers[identity.name.lower()]]
         elif isinstance(identity, PayloadFields) and record.value is not None:
-            payload = _parse(record.value)
+            payload = parse(record.value)
             values = [payload[name] for name in identity.names]
         else:
             return f"{record.partition}-{record.offset}"
@@ -335,7 +317,7 @@ def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes
     try:
         if media_type.partition(";")[0].strip().lower() != "application/cloudevents+json":
             raise ValueError(f"content-type is {media_type[:80]!r}")
-        event = _parse(value or b"")
+        event = parse(value or b"")
         if not isinstance(event, dict):
             raise ValueError("the value is no JSON object")
         if "data" in event and not event.get("datacontenttype"):
@@ -368,7 +350,7 @@ def _data(event: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
         if data is not None:
             raise ValueError("both data and data_base64 are set")
         return base64.b64decode(encoded, validate=True)
-    if "data" in event and _is_json(content_type):
+    if "data" in event and is_json(content_type):
         return orjson.dumps(data)
     if data is None or isinstance(data, str):
         return (data or "").encode()
@@ -412,58 +394,3 @@ def _time(text: str) -> datetime:
             Reason.INVALID_ATTRIBUTE,
             f"time is {text[:80]!r} ({error}): let the producer send 2026-01-31T23:59:59Z",
         ) from error
-
-
-def _is_json(content_type: str | None) -> bool:
-    # CloudEvents JSON format, 3.1.1: */json, */*+json, or unset.
-    if content_type is None or content_type == "application/json":
-        return True
-    return content_type.partition(";")[0].strip().lower().endswith(("/json", "+json"))
-
-
-def _canonical(data: bytes) -> bytes | None:
-    # The fast way, for JSON without spaces: if orjson writes the very bytes that it has read, then
-    # no number has lost its text and no key was there twice.
-    if b'": ' not in data[:100]:
-        try:
-            value = orjson.loads(data)
-            if orjson.dumps(value) == data:
-                return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-        except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-            pass  # It may be JSON all the same: 1e999 is.
-    try:
-        return orjson.dumps(_parse(data), option=orjson.OPT_SORT_KEYS)
-    except (TypeError, ValueError):
-        return None
-
-
-def _parse(data: bytes) -> Any:
-    """Parse JSON, numbers as they are written; raises `ValueError` where parsers could differ."""
-    text = data.decode().strip(" \t\n\r")
-    try:
-        value, end = _JSON.raw_decode(text)
-    except RecursionError:
-        raise ValueError("JSON is nested too deeply") from None
-    if end < len(text):
-        raise ValueError(f"text goes on behind the JSON at character {end}")
-    return value
-
-
-def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Pydantic takes the last of two members into a model, but validates both for a dict.
-    value = dict(members)
-    if len(value) < len(members):
-        raise ValueError("a key is twice in one object")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_JSON = json.JSONDecoder(
-    parse_int=orjson.Fragment,
-    parse_float=orjson.Fragment,
-    parse_constant=_no_constant,
-    object_pairs_hook=_object,
-)

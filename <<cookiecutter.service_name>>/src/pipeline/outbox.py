@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import asyncpg
+from pydantic_core import PydanticSerializationError
 
 from . import telemetry
 from .events import Event
@@ -75,8 +76,8 @@ class Outbox:
         try:
             payload = event.model_dump_json().encode()
             key_bytes = None if key is None else key.encode()
-        except UnicodeEncodeError as error:
-            raise Unpublishable(f"{name} is no valid UTF-8: {error}") from error
+        except (UnicodeEncodeError, PydanticSerializationError) as error:
+            raise Unpublishable(f"{name} can't be written as UTF-8 JSON: {error}") from error
         traceparent, tracestate, baggage = telemetry.creation_context()
         size = len(payload) + _HEADERS_AT_MOST + 2 * len(key_bytes or b"")
         size += len(tracestate or "") + len(baggage or "")

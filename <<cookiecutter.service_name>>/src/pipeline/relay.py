@@ -221,7 +221,13 @@ class Relay:
         # What was in memory is not known to be still ours: begin with what the database says.
         self._forget()
         async with autocommitting(self._engine) as driver:
-            await self._publish_until_stopped(driver)
+            try:
+                await self._publish_until_stopped(driver)
+            except Exception:
+                # Else every try would repeat the pages that Kafka has taken since the last write.
+                if not driver.is_closed():
+                    await self._write(driver, sorted(self._dirty))
+                raise
             await self._release(driver)
 
     async def _publish_until_stopped(self, driver: asyncpg.Connection) -> None:
@@ -232,10 +238,12 @@ class Relay:
             if monotonic() >= self._renew_at:
                 await self._renew(driver)
             self._staged.clear()
+            # Asked before the step: what is committed before `stop` must be in its window.
+            stopping = self._stopping.is_set()
             found = await self._step(driver)
             if self._dirty and monotonic() >= self._write_at:
                 await self._write(driver, sorted(self._dirty))
-            if self._stopping.is_set():
+            if stopping:
                 drain_until = min(drain_until, monotonic() + settings.shutdown_grace)
                 if not found or monotonic() >= drain_until:
                     return

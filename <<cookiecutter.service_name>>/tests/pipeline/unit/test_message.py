@@ -20,8 +20,8 @@ from pipeline.message import (
     decode,
     event_headers,
     marker_key,
-    payload_hash,
 )
+from pipeline.payload import payload_hash
 
 EVENT = {
     "ce_specversion": b"1.0",
@@ -512,6 +512,13 @@ class TestPlainTopics:
 
     def test_half_of_cloudevents_is_an_error_and_no_plain_record(self) -> None:
         error = refusal(record({"ce_id": b"41"}), Plain("order.placed", Position()))
+
+        assert error.reason is Reason.MISSING_ATTRIBUTE
+
+    def test_an_envelope_without_attributes_is_an_error_and_no_plain_record(self) -> None:
+        structured = record({"content-type": STRUCTURED.encode()})
+
+        error = refusal(structured, Plain("order.placed", Position()))
 
         assert error.reason is Reason.MISSING_ATTRIBUTE
 

@@ -25,8 +25,8 @@ from pipeline.message import (
     decode,
     event_headers,
     marker_key,
-    payload_hash,
 )
+from pipeline.payload import payload_hash
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 name = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
