@@ -1,0 +1,1 @@
+"""The development servers that `stack.py` brings up and takes down."""

