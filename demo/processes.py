@@ -1,0 +1,247 @@
+"""The processes of the demo: the stack of the baked service, and the service, which gets killed."""
+
+import asyncio
+import fcntl
+import http.client
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import NoReturn
+
+READY_WITHIN = 60.0
+STOPPED_WITHIN = 30.0
+TAIL = 15
+
+SETTINGS = {
+    # A replacement gets the partitions of a killed service when the group has missed that one for
+    # the session timeout, and its shards of the outbox when the lease is over. By default no
+    # broker allows less than six seconds.
+    "PIPELINE_KAFKA_SESSION_TIMEOUT": "6",
+    "PIPELINE_TRANSACTION_TIMEOUT": "5",
+    "PIPELINE_LOCK_TIMEOUT": "3",
+    "PIPELINE_RELAY_LEASE": "6",
+    "PIPELINE_LOG_JSON": "true",
+}
+
+
+class ProcessFailed(Exception):
+    """Something that the demo has started failed."""
+
+
+async def run(
+    command: Sequence[str | Path],
+    *,
+    log: Path | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """Run a command to its end with all its output in the log; without one, return what it prints.
+
+    Raises `ProcessFailed` if it does. Cancelled, it lets the command clean up first.
+    """
+    with log.open("ab") if log else nullcontext() as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=output or subprocess.PIPE,
+            stderr=output,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,  # a Ctrl-C in the terminal is ours to act on
+        )
+    try:
+        printed, _ = await process.communicate()
+    except asyncio.CancelledError:
+        _signal(process, signal.SIGTERM)
+        await process.wait()
+        raise
+    if process.returncode:
+        raise ProcessFailed(
+            f"this failed with exit code {process.returncode}:\n{shlex.join(map(str, command))}"
+            + (f"\n{last_lines(log)}" if log else "")
+        )
+    return (printed or b"").decode()
+
+
+class Stack:
+    """PostgreSQL and Kafka, brought up as the owner of the service would."""
+
+    def __init__(self, project: Path, state: Path) -> None:
+        self.command = [sys.executable, str(project / "dev" / "stack.py"), "--state", str(state)]
+        self.addresses: dict[str, str] = {}
+        """The settings of the service that name the servers."""
+
+    async def up(self) -> None:
+        """Bring both servers up. The stack says on standard error what it takes."""
+        await run([*self.command, "up"])
+        exports = shlex.split(await run([*self.command, "env"]))
+        self.addresses = dict(word.split("=", 1) for word in exports if "=" in word)
+
+    async def down(self) -> None:
+        """Stop what `up` has started."""
+        await run([*self.command, "down"])
+
+    async def remove(self, log: Path) -> None:
+        """Stop what an earlier `up` may have left behind, and delete its data."""
+        await run([*self.command, "down", "--purge"], log=log)
+
+    @property
+    def kafka(self) -> str:
+        """The bootstrap servers."""
+        return self.addresses["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"]
+
+    @property
+    def database(self) -> str:
+        """The URL of the database, as everybody but SQLAlchemy writes it."""
+        return self.addresses["PIPELINE_DATABASE_URL"].replace("+asyncpg", "", 1)
+
+
+class Service:
+    """The baked service: one process at a time."""
+
+    def __init__(
+        self, project: Path, package: str, addresses: Mapping[str, str], log: Path, lock: Path
+    ) -> None:
+        """Prepare to run the package. Its process holds `lock` for as long as it lives."""
+        self.log = log
+        self.port = free_port()
+        """Where it tells its health and its metrics."""
+        self._command = [sys.executable, "-m", package]
+        self._project = project
+        self._environment = {
+            **SETTINGS,
+            **os.environ,
+            **addresses,
+            "PIPELINE_HEALTH_PORT": str(self.port),
+            "PYTHONPATH": str(project / "src"),
+        }
+        self._lock = lock
+        self._process: asyncio.subprocess.Process | None = None
+        self._started = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs, if one does."""
+        return self._process.pid if self._process else None
+
+    async def prepare(self, log: Path) -> None:
+        """Create schema and topics."""
+        for step in (["migrate"], ["topics", "create"]):
+            await run([*self._command, *step], log=log, cwd=self._project, env=self._environment)
+
+    async def start(self) -> None:
+        """Start the process; it is not ready yet."""
+        with self.log.open("ab") as log, self._lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "run",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._project,
+                env=self._environment,
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )
+            lock.write(str(self._process.pid))
+        self._started.set()
+
+    async def ready(self) -> None:
+        """Wait until the service says that it is ready."""
+        began = time.monotonic()
+        while obstacle := await self.obstacle():
+            if time.monotonic() - began > READY_WITHIN:
+                within = f"{READY_WITHIN:.0f} s"
+                raise ProcessFailed(f"the service was not ready within {within}: {obstacle}")
+            await asyncio.sleep(0.1)
+
+    async def obstacle(self) -> str:
+        """Return why the service is not ready, in its own words; nothing if it is."""
+        return await asyncio.to_thread(_not_ready, self.port)
+
+    async def guard(self) -> NoReturn:
+        """Raise `ProcessFailed` when the process ends by itself."""
+        while True:
+            await self._started.wait()
+            if process := self._process:
+                code = await process.wait()
+                if process is self._process:
+                    raise ProcessFailed(f"the service ended by itself, with exit code {code}")
+
+    async def kill(self) -> None:
+        """Kill it with signal 9."""
+        if process := self._release():
+            _signal(process, signal.SIGKILL)
+            await process.wait()
+
+    async def stop(self) -> bool:
+        """Ask it to end; say whether it did so in time and without an error."""
+        process = self._release()
+        if process is None:
+            return True
+        _signal(process, signal.SIGTERM)
+        try:
+            return await asyncio.wait_for(process.wait(), STOPPED_WITHIN) == 0
+        except TimeoutError:
+            _signal(process, signal.SIGKILL)
+            await process.wait()
+            return False
+
+    def _release(self) -> asyncio.subprocess.Process | None:
+        process, self._process = self._process, None
+        self._started.clear()
+        return process
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def end_holder(lock: Path) -> None:
+    """End the service of an earlier run, which left its lock held and its pid in it."""
+    if not lock.exists():
+        return
+    with lock.open() as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.killpg(int(held.read()), signal.SIGKILL)
+            fcntl.flock(held, fcntl.LOCK_EX)  # waits until it is gone
+
+
+def _not_ready(port: int) -> str:
+    """Ask the service whether it is ready; return what it says if not, else nothing."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/health/ready")
+        answer = connection.getresponse()
+        return "" if answer.status == 200 else f"{answer.status} {answer.read().decode()}"
+    except (OSError, http.client.HTTPException) as error:
+        return repr(error)
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    """Return a port that is free, below those from which the kernel numbers connections."""
+    while True:
+        port = random.randint(15_000, 29_999)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def last_lines(log: Path) -> str:
+    """Return the end of a log, with a word about where it is from."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([f"Last lines of {log}:", *lines[-TAIL:]])
