@@ -5,7 +5,6 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(abspath $(VENV))/bin
 RAW = <<cookiecutter.service_name>>
-UNBAKED = build/unbaked
 STACK = $(BIN)/python '$(RAW)/dev/stack.py'
 
 # Named after what the environment holds, so that nothing is installed twice. The second says it
@@ -17,9 +16,10 @@ HOLDS_RAW = $(VENV)/.installed-$(shell cksum < '$(RAW)/requirements/dev.txt' | c
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 export RUFF_CACHE_DIR := $(CURDIR)/build/ruff
 export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
+export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test check check-raw test-raw format requirements clean
+.PHONY: help setup up down demo test test-raw test-baked check check-raw format requirements clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -71,7 +71,7 @@ requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--up
 	    --no-emit-index-url --no-annotate --custom-compile-command "make requirements" --quiet
 
 clean: ## delete everything that was made here, the servers' data too
-	@test ! -x $(BIN)/python || $(STACK) down
+	@test ! -x $(BIN)/python || $(STACK) down --purge
 	@rm -rf .venv .stack .pytest_cache build
 	@find . -name __pycache__ -prune -exec rm -rf {} +
 

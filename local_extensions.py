@@ -7,11 +7,15 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 from cookiecutter.exceptions import FailedHookException
 from jinja2 import Environment
 from jinja2.ext import Extension
+
+NEEDED = (2, 6)
+"""The first cookiecutter that finds a template by delimiters of the template's own."""
 
 PINS = Path(__file__).parent / "<<cookiecutter.service_name>>" / "requirements" / "dev.txt"
 
@@ -19,8 +23,8 @@ LIBRARIES = frozenset(re.findall(r"^([a-z0-9-]+)==", PINS.read_text("utf-8"), re
 """The distributions that a generated service is run and developed with."""
 
 OTHERWISE_IMPORTED = frozenset(
-    {"dotenv", "google", "importlinter", "mypyc", "opentelemetry", "pkg_resources"}
-    | {"pythonjsonlogger"}
+    {"dotenv", "google", "importlinter", "markdown_it", "mypyc", "opentelemetry", "pkg_resources"}
+    | {"py", "pythonjsonlogger"}
 )
 """Import names of theirs that do not follow from the distributions' names."""
 
@@ -51,6 +55,12 @@ class Answers(Extension):
     """Sees to it that answers are plain text, and that wrong ones stop everything."""
 
     def __init__(self, environment: Environment) -> None:
+        found = version("cookiecutter")
+        if tuple(map(int, re.findall(r"\d+", found)[:2])) < NEEDED:
+            raise FailedHookException(
+                "Nothing was generated. This template needs cookiecutter 2.6 or newer, this is "
+                f'{found}: python3 -m pip install --upgrade "cookiecutter>=2.6"'
+            )
         super().__init__(environment)
         environment.filters["checked"] = checked
 
@@ -72,17 +82,15 @@ class Answers(Extension):
 
 
 def checked(answers: Mapping[str, object]) -> str:
-    """Stop cookiecutter, before it writes anything, if an answer cannot be used."""
-    if "service_name" in answers:  # else they are replayed from a file: pre_gen_project sees them
-        refuse(answers)
-    return "yes"
+    """Stop cookiecutter, before it writes anything, if an answer cannot be used.
 
-
-def refuse(answers: Mapping[str, object]) -> None:
-    """Raise what says everything that is wrong with `answers`, if anything is."""
-    found = mistakes(answers)
+    It is asked twice. When all questions are answered, no folder stands yet; but what is replayed
+    from a file is not seen before the hook `pre_gen_project`, when an empty folder does.
+    """
+    found = mistakes(answers) if set(JUDGES) <= set(answers) else []
     if found:
         raise FailedHookException("\n  - ".join(["Nothing was generated.", *found]))
+    return "yes"
 
 
 def mistakes(answers: Mapping[str, object]) -> list[str]:
@@ -135,7 +143,7 @@ def _description(answer: str) -> str | None:
 
 def _author(answer: str) -> str | None:
     name = re.sub(r" <[\w+-]+(\.[\w+-]+)*@[\w-]+(\.[\w-]+)+>\Z", "", answer, flags=re.ASCII)
-    if not _is_line(name, ".,'’()&–-") or len(answer) > LONGEST_LINE:
+    if not _is_line(name, ".,'’()&–-") or _columns(answer) > LONGEST_LINE:
         return (
             "must be a name of letters, digits, single spaces and . , ' ( ) & -, a letter or digit "
             f"first, alone or followed by <mail@address>, {LONGEST_LINE} characters at most"
@@ -161,7 +169,8 @@ def _is_line(text: str, punctuation: str) -> bool:
     All of them as the template uses them: between double quotes, or not at all.
     """
     return (
-        0 < len(text) <= LONGEST_LINE
+        text != ""
+        and _columns(text) <= LONGEST_LINE
         and text[0].isalnum()
         and text == " ".join(text.split())
         and all(
@@ -171,3 +180,8 @@ def _is_line(text: str, punctuation: str) -> bool:
             for character in text
         )
     )
+
+
+def _columns(text: str) -> int:
+    """Count what `text` takes on a screen, where a Chinese character is as wide as two letters."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "FW" else 1 for letter in text)

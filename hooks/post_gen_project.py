@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+# In what `tojson` writes there is no ' and no line break.
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 
@@ -23,7 +24,8 @@ for feature, paths in json.loads(MANIFEST.read_text("utf-8")).items():
 remove(MANIFEST)
 
 # Baked from a folder in which somebody works.
-for cache in [*Path().rglob("__pycache__"), *Path().rglob(".*_cache")]:
-    remove(cache)
+for pattern in ("__pycache__", ".*_cache", ".hypothesis"):
+    for cache in list(Path().rglob(pattern)):
+        remove(cache)
 
 print(f"\n{ANSWERS['service_name']} is there. Next: cd {Path.cwd().name} && make run")

@@ -1,0 +1,25 @@
+"""What the template's tests share."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.baked import BakedProject, Template
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    """The template, apart from the working folder."""
+    return Template.copied_to(tmp_path_factory.mktemp("template"))
+
+
+@pytest.fixture(scope="session")
+def default_project(template: Template, tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
+    """A service generated with `--no-input`, to look at and not to touch."""
+    return template.bake(tmp_path_factory.mktemp("default"))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """The folder a service is generated into."""
+    return tmp_path / "output"
