@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import asyncpg
@@ -47,7 +47,11 @@ class _Culprit(Exception):
 
 
 class _Unclear(Exception):
-    """The batch failed as a whole, and any of its records may be at fault."""
+    """The batch failed as a whole, and any of its records may be at fault, or none."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Batch:
     """Offsets of the records that no handler takes."""
     stuck: Stuck | None = None
     """The record at `end`, if it can't be decoded."""
+    has_failed: bool = False
+    """Whether its only record was tried before, and the flush or the COMMIT failed."""
 
     def part(self, start: int, end: int) -> "Batch":
         """Return the records from `start` to below `end`."""
@@ -161,15 +167,24 @@ class Consume:
             async for attempt in attempts.copy():
                 with attempt:
                     await self._commit(slot, batch)
+            return
         except _Culprit as culprit:
-            if culprit.offset > batch.start:
-                await self.apply(slot, batch.part(batch.start, culprit.offset), attempts)
-            raise Stuck(culprit.offset, culprit.reason, culprit.error) from culprit.error
-        except _Unclear:
+            stuck = Stuck(culprit.offset, culprit.reason, culprit.error)
+        except _Unclear as unclear:
             offsets = sorted({item.marker.message.offset for item in batch.items})
             middle = offsets[len(offsets) // 2]
-            await self.apply(slot, batch.part(batch.start, middle), attempts)
-            await self.apply(slot, batch.part(middle, batch.end), attempts)
+            if len(offsets) > 1:
+                await self.apply(slot, batch.part(batch.start, middle), attempts)
+                await self.apply(slot, batch.part(middle, batch.end), attempts)
+                return
+            if not batch.has_failed:
+                # Once more: a row that another partition has created meanwhile is found now.
+                await self.apply(slot, replace(batch, has_failed=True), attempts)
+                return
+            stuck = Stuck(middle, "transaction failed", unclear.error)
+        if stuck.offset > batch.start:
+            await self.apply(slot, batch.part(batch.start, stuck.offset), attempts)
+        raise stuck from stuck.error
 
     async def _commit(self, slot: Slot, batch: Batch) -> None:
         started = perf_counter()
@@ -303,7 +318,6 @@ def _blaming(batch: Batch, limit: float) -> Iterator[None]:
         in_time = perf_counter() - started < limit
         if not offsets or (in_time and is_infrastructure(error)):
             raise
-        if len(offsets) > 1:
-            raise _Unclear from error
-        reason = "transaction failed" if in_time else f"takes longer than {limit} s"
-        raise _Culprit(offsets.pop(), reason, error) from error
+        if in_time or len(offsets) > 1:
+            raise _Unclear(error) from error
+        raise _Culprit(offsets.pop(), f"takes longer than {limit} s", error) from error

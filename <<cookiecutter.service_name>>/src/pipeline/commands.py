@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ from .runtime import Part, run
 from .service import Service
 from .settings import Settings
 
+_ALEMBIC = Path("alembic.ini")
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
 _NOT_LET_IN = ("28", "3D")
@@ -59,7 +61,9 @@ def command_line(service: Service) -> Callable[[], None]:
         """Bring the database to the newest schema, the engine's and yours."""
         settings = _settings()
         with _in_a_sentence():
-            command.upgrade(Config("alembic.ini"), "heads")
+            if not _ALEMBIC.exists():
+                raise FileNotFoundError(f"no {_ALEMBIC} here: run this in the service's folder")
+            command.upgrade(Config(_ALEMBIC), "heads")
         _run(_make_ahead(service, settings))
 
     @topics.command("create")

@@ -31,6 +31,8 @@ def is_infrastructure(error: BaseException) -> bool:
         if error.connection_invalidated:
             return True
         error = getattr(error.orig, "__cause__", None) or error
+    if isinstance(error, asyncpg.InvalidCachedStatementError):
+        return True  # a migration has changed a table beside us; the cache is empty now
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "").startswith(_INFRASTRUCTURE)
     if isinstance(error, asyncpg.InterfaceError):

@@ -81,6 +81,7 @@ class Outbox:
         traceparent, tracestate, baggage = telemetry.creation_context()
         size = len(payload) + _HEADERS_AT_MOST + 2 * len(key_bytes or b"")
         size += len(tracestate or "") + len(baggage or "")
+        size += len(self._source.encode()) + len(event.event_type.encode())
         if size > self._max_event_bytes:
             raise Unpublishable(
                 f"{name} takes {size:,} bytes and {self._max_event_bytes:,} are allowed:"

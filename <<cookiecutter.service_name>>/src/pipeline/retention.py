@@ -19,7 +19,13 @@ HOUSEKEEPING_LOCK = 0x1B0C6
 
 _BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
 
-_EXISTS = "SELECT to_regclass($1) IS NOT NULL"
+# Not `to_regclass`: it answers from the session's cache, which behind a lock that was waited for
+# does not know yet what the other process has made.
+_EXISTS = """
+SELECT EXISTS (
+       SELECT FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+        WHERE nspname = 'pipeline' AND relname = $1)
+"""
 
 _GENERATION = "SELECT current, opened_at, clock_timestamp() AS now FROM pipeline.inbox_generation"
 
@@ -54,16 +60,16 @@ async def keep_house(connection: asyncpg.Connection, settings: Settings) -> None
 
 
 async def _is_there(connection: asyncpg.Connection) -> bool:
-    return bool(await connection.fetchval(_EXISTS, "pipeline.inbox_generation"))
+    return bool(await connection.fetchval(_EXISTS, "inbox_generation"))
 
 
 async def _attach(connection: asyncpg.Connection, parent: str, name: str, bounds: str) -> None:
     """Create a partition and attach it, unless it is there."""
-    if await connection.fetchval(_EXISTS, f"pipeline.{name}"):
+    if await connection.fetchval(_EXISTS, name):
         return
     async with connection.transaction():
         await connection.execute(_BEGIN, HOUSEKEEPING_LOCK)
-        if await connection.fetchval(_EXISTS, f"pipeline.{name}"):
+        if await connection.fetchval(_EXISTS, name):
             return
         await connection.execute(
             f"CREATE TABLE pipeline.{name}"

@@ -18,7 +18,9 @@ Count = Annotated[int, Field(ge=1)]
 class Settings(BaseSettings):
     """What may differ between two deployments of the same service."""
 
-    model_config = SettingsConfigDict(env_prefix="PIPELINE_", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="PIPELINE_", frozen=True, hide_input_in_errors=True
+    )
 
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""

@@ -90,7 +90,10 @@ class Transaction:
         if of is not None:
             if key is not None:
                 raise TypeError("publish(…) takes of= or key=, not both: of= brings its own key")
-            key = ":".join(map(str, aggregate.key_of(of)))
+            values = aggregate.key_of(of)
+            if None in values:
+                raise TypeError("publish(…, of=row) needs the row's primary key: flush first")
+            key = ":".join(map(str, values))
             sequence = (of.version or 0) + 1
         message = self.message
         self._outbox.stage(

@@ -2,11 +2,12 @@
 
 import asyncio
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from alembic import context
 from sqlalchemy import MetaData, text
+from sqlalchemy.dialects.postgresql.base import ischema_names
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
@@ -16,6 +17,9 @@ from pipeline.settings import Settings
 
 _PARTITION = re.compile(r"(outbox_p\d{8}|inbox_g\d+)")
 _LOCK = 0x1B0C4
+
+# Else a comparison warns of types it does not know, and leaves their columns out.
+ischema_names.update(xid8=schema.Xid8, pg_snapshot=schema.Snapshot)
 
 
 def run(metadata: MetaData) -> None:
@@ -49,11 +53,12 @@ def options(metadata: MetaData) -> dict[str, Any]:
     """Return what a comparison of models and database has to look at."""
     schemas = {table.schema for table in metadata.tables.values()} | {None, schema.SCHEMA}
 
-    def include_name(name: str | None, kind: str, parents: Collection[Any]) -> bool:
+    def include_name(name: str | None, kind: str, parents: Mapping[str, Any]) -> bool:
         if kind == "schema":
             return name in schemas
         # Partitions come and go with retention; their parent is what a migration changes.
-        return not (kind == "table" and name and _PARTITION.fullmatch(name))
+        ours = kind == "table" and parents["schema_name"] == schema.SCHEMA
+        return not (ours and name and _PARTITION.fullmatch(name))
 
     return {
         "target_metadata": [schema.metadata, metadata],

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer, ConsumerRecord
 from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -72,9 +72,7 @@ class Bank:
             account.balance += event.amount
             account.history += f"{event.amount},"
             tx.publish(
-                BalanceChanged(
-                    account=account.id, balance=account.balance, amount=event.amount
-                ),
+                BalanceChanged(account=account.id, balance=account.balance, amount=event.amount),
                 of=account,
             )
 
@@ -99,18 +97,41 @@ class Deposit:
 
     async def send(self, producer: AIOKafkaProducer, topic: str) -> None:
         """Send it and wait for the acknowledgement."""
-        value = json.dumps({"account": self.account, "amount": self.amount}).encode()
         await producer.send_and_wait(
             topic,
-            self.value or value,
+            self._payload(),
             key=self.account.encode(),
             partition=self.partition,
-            headers=[
-                ("ce_specversion", b"1.0"),
-                ("ce_id", (self.id or str(self.amount)).encode()),
-                ("ce_source", self.source.encode()),
-                ("ce_type", self.type.encode()),
-                ("content-type", b"application/json"),
-                *self.headers,
-            ],
+            headers=self._headers(),
         )
+
+    def record(self, topic: str, offset: int) -> ConsumerRecord[bytes, bytes]:
+        """Return it as if Kafka had returned it at this offset."""
+        return ConsumerRecord(
+            topic=topic,
+            partition=self.partition or 0,
+            offset=offset,
+            timestamp=1_700_000_000_000,
+            timestamp_type=0,
+            key=self.account.encode(),
+            value=self._payload(),
+            checksum=None,
+            serialized_key_size=0,
+            serialized_value_size=0,
+            headers=tuple(self._headers()),
+        )
+
+    def _payload(self) -> bytes:
+        if self.value is not None:
+            return self.value
+        return json.dumps({"account": self.account, "amount": self.amount}).encode()
+
+    def _headers(self) -> list[tuple[str, bytes]]:
+        return [
+            ("ce_specversion", b"1.0"),
+            ("ce_id", (self.id or str(self.amount)).encode()),
+            ("ce_source", self.source.encode()),
+            ("ce_type", self.type.encode()),
+            ("content-type", b"application/json"),
+            *self.headers,
+        ]

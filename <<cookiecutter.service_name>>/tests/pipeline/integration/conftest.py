@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,16 +14,19 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import make_url
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from pipeline import Service
+from pipeline import Handlers, Service
+from pipeline.batch import Consume
 from pipeline.database import autocommitting, create_engine
 from pipeline.health import Health
+from pipeline.inbox import Slot
 from pipeline.retention import keep_house
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
 from .bank import Bank, Base
+from .desk import Desk, NewDesk
 
 TEMPLATE = f"template_{uuid4().hex[:12]}"
 PATIENCE = 30.0
@@ -73,6 +76,27 @@ def template(server_url: str) -> Iterator[str]:
     asyncio.run(_administer(server_url, f"DROP DATABASE {TEMPLATE} WITH (FORCE)"))
 
 
+@contextmanager
+def migrated(server_url: str, config: Config) -> Iterator[str]:
+    """Make a database as `service migrate` does, to be copied, and drop it at the end."""
+    name = f"template_{uuid4().hex[:12]}"
+    asyncio.run(_administer(server_url, f"CREATE DATABASE {name}"))
+    url = _database_url(server_url, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPELINE_DATABASE_URL", url)
+        command.upgrade(config, "heads")
+    asyncio.run(_keep_house(url))
+    yield name
+    asyncio.run(_administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+async def _keep_house(url: str) -> None:
+    engine = create_async_engine(url)
+    async with autocommitting(engine) as driver:
+        await keep_house(driver, _settings(url, "unused"))
+    await engine.dispose()
+
+
 async def _furnish(url: str) -> None:
     engine = create_async_engine(url)
     async with engine.begin() as connection:
@@ -106,13 +130,31 @@ def _settings(database_url: str, kafka: str, **changes: object) -> Settings:
     return Settings.model_validate(quick | changes)
 
 
+@pytest.fixture(scope="session")
+def used_databases(server_url: str, template: str) -> Iterator[list[str]]:
+    """Databases to be dropped: many at once, because every DROP waits for a checkpoint."""
+    names: list[str] = []
+    yield names
+    asyncio.run(_drop(server_url, names))
+
+
+async def _drop(server_url: str, names: list[str]) -> None:
+    statements = [f"DROP DATABASE {name} WITH (FORCE)" for name in names]
+    names.clear()
+    await asyncio.gather(*(_administer(server_url, statement) for statement in statements))
+
+
 @pytest.fixture
-async def database_url(server_url: str, template: str) -> AsyncIterator[str]:
+async def database_url(
+    server_url: str, template: str, used_databases: list[str]
+) -> AsyncIterator[str]:
     """URL of a database of the test's own, migrated, with the bank's tables."""
     name = f"test_{uuid4().hex[:12]}"
     await _administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
     yield _database_url(server_url, name)
-    await _administer(server_url, f"DROP DATABASE {name} WITH (FORCE)")
+    used_databases.append(name)
+    if len(used_databases) > 15:
+        await _drop(server_url, used_databases)
 
 
 @pytest.fixture
@@ -120,7 +162,8 @@ def settings(database_url: str, kafka: str) -> Callable[..., Settings]:
     """Make settings that are quick to give up; keywords change them."""
 
     def make(**changes: object) -> Settings:
-        return _settings(database_url, kafka, **changes)
+        url = str(changes.pop("database_url", database_url))
+        return _settings(url, kafka, **changes)
 
     return make
 
@@ -192,9 +235,7 @@ def running(settings: Callable[..., Settings]) -> Running:
     ) -> AsyncIterator[Health]:
         health, stopping = Health(stall_after=10), asyncio.Event()
         chosen = settings(**changes)
-        task = asyncio.create_task(
-            serve(service, chosen, parts, health=health, stopping=stopping)
-        )
+        task = asyncio.create_task(serve(service, chosen, parts, health=health, stopping=stopping))
         try:
             yield health
         finally:
@@ -237,3 +278,62 @@ def records(kafka: str) -> Records:
         return found
 
     return read
+
+
+@pytest.fixture
+async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
+    """Make desks: partitions whose batches the test applies itself, without Kafka."""
+    engines: list[AsyncEngine] = []
+
+    async def make(
+        handlers: Handlers,
+        *,
+        topic: str,
+        partition: int = 0,
+        **changes: object,
+    ) -> Desk:
+        group = "desk"
+        chosen = settings(**changes)
+        engines.append(create_engine(chosen, name=group))
+        consume = Consume(
+            engines[-1], group=group, source=f"/{group}", settings=chosen, staged=lambda: None
+        )
+        return Desk(engines[-1], consume, handlers, Slot(group, topic, partition))
+
+    yield make
+    for engine in engines:
+        await engine.dispose()
+
+
+@pytest.fixture
+async def ledger(new_desk: NewDesk) -> tuple[Bank, Desk]:
+    """Return a bank without topics, and the desk of its one partition."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    return bank, await new_desk(bank.handlers, topic=bank.deposits)
+
+
+async def histories(db: asyncpg.Connection) -> dict[str, list[int]]:
+    """Return the deposits of every account, in the order in which they were applied."""
+    rows = await db.fetch("SELECT id, history FROM account")
+    return {row["id"]: [int(part) for part in row["history"].split(",") if part] for row in rows}
+
+
+async def position_of(db: asyncpg.Connection, topic: str, partition: int = 0) -> int | None:
+    """Return the position stored of a partition; tests have one group in a database."""
+    position: int | None = await db.fetchval(
+        "SELECT next_offset FROM pipeline.position WHERE topic = $1 AND partition = $2",
+        topic,
+        partition,
+    )
+    return position
+
+
+def position_reaches(
+    db: asyncpg.Connection, topic: str, offset: int, partition: int = 0
+) -> Callable[[], Awaitable[bool]]:
+    """Return the question whether the position stored is at `offset`, for `eventually`."""
+
+    async def is_there() -> bool:
+        return await position_of(db, topic, partition) == offset
+
+    return is_there

@@ -1,0 +1,58 @@
+"""One topic partition whose batches a test applies itself: in PostgreSQL, by hand."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from aiokafka import ConsumerRecord
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline import Handlers, inbox
+from pipeline.batch import Batch, Consume, read
+from pipeline.database import autocommitting
+from pipeline.failures import patiently
+from pipeline.inbox import Slot
+
+from .bank import Deposit
+
+
+@dataclass
+class Desk:
+    """Takes the place of the consumer's reader."""
+
+    engine: AsyncEngine
+    consume: Consume
+    handlers: Handlers
+    slot: Slot
+    outages: list[str] = field(default_factory=list)
+    """Why attempts were repeated in place."""
+
+    def read(self, *deposits: Deposit, start: int) -> Batch:
+        """Decode the deposits as the records from offset `start` on."""
+        records: list[ConsumerRecord[bytes, bytes]] = [
+            replace(deposit, partition=self.slot.partition).record(self.slot.topic, start + place)
+            for place, deposit in enumerate(deposits)
+        ]
+        return read(self.handlers, self.slot.topic, start, records)
+
+    async def apply(self, *deposits: Deposit, start: int | None = None) -> None:
+        """Apply the deposits as one batch, from the position stored unless `start` says where."""
+        if start is None:
+            start = await self.position()
+        await self.apply_batch(self.read(*deposits, start=start))
+
+    async def apply_batch(self, batch: Batch) -> None:
+        """Apply the batch as the reader does: infrastructure is tried again for ever."""
+        attempts = patiently("the test", unless=lambda: False, away=self.outages.append)
+        await self.consume.apply(self.slot, batch, attempts)
+
+    async def position(self) -> int:
+        """Return the position stored; 0 is stored first if there is none."""
+        async with autocommitting(self.engine) as driver:
+            await inbox.start_at(driver, self.slot, 0)
+            stored = await inbox.position(driver, self.slot)
+        assert stored is not None
+        return stored
+
+
+NewDesk: TypeAlias = Callable[..., Awaitable[Desk]]

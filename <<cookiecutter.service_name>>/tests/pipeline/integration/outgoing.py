@@ -1,0 +1,183 @@
+"""What the relay's tests share: staging events, running relays, following a topic in Kafka."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+import asyncpg
+from aiokafka import AIOKafkaConsumer, ConsumerRecord
+from sqlalchemy import make_url
+
+from pipeline import outbox
+from pipeline.database import create_engine
+from pipeline.health import Health
+from pipeline.outbox import StagedEvent
+from pipeline.relay import Relay
+from pipeline.settings import Settings
+
+from .conftest import PATIENCE, eventually
+
+
+async def let_leases_end(connection: asyncpg.Connection) -> None:
+    """Make all relays look as if they had been silent for longer than their leases."""
+    for table in ("outbox_cursor", "outbox_relay"):
+        await connection.execute(
+            f"UPDATE pipeline.{table} SET lease_until = clock_timestamp() - interval '1 second'"
+        )
+
+
+def event(
+    topic: str, id: object, key: str | None = "ada", payload: bytes = b"{}", **fields: object
+) -> StagedEvent:
+    """Return an event as a handler would have staged it."""
+    plain = StagedEvent(
+        topic=topic,
+        key=None if key is None else key.encode(),
+        payload=payload,
+        event_id=str(id),
+        source="/bank",
+        type="balance.changed",
+        subject=key,
+        sequence=None,
+        content_type="application/json",
+        traceparent=None,
+        tracestate=None,
+        baggage=None,
+    )
+    return plain._replace(**fields)  # type: ignore[arg-type]
+
+
+async def stage(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
+    """Commit events, in a transaction of their own."""
+    async with connection.transaction():
+        await outbox.copy(connection, events)
+
+
+def numbered(topic: str, numbers: Iterable[int], key: str | None = "ada") -> list[StagedEvent]:
+    """Return events of one key whose ids are the numbers."""
+    return [event(topic, number, key) for number in numbers]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A relay at work in a task."""
+
+    relay: Relay
+    health: Health
+    task: asyncio.Task[None]
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty if it is."""
+        return self.health.reasons.get("relay", "")
+
+    async def stop(self) -> None:
+        """Let it drain and give its leases back."""
+        self.relay.stop()
+        await asyncio.wait_for(asyncio.shield(self.task), PATIENCE)
+
+    async def kill(self) -> None:
+        """End it in the middle of whatever it does."""
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+@asynccontextmanager
+async def relaying(settings: Settings) -> AsyncIterator[Running]:
+    """Run a relay, as long as the `with` block lasts or it is stopped or killed inside."""
+    engine = create_engine(settings, name="bank")
+    health = Health(stall_after=10)
+    relay = Relay(engine, name="bank", settings=settings, health=health)
+    one = Running(relay, health, asyncio.create_task(relay.run()))
+    try:
+        yield one
+    finally:
+        if not one.task.done():
+            await one.stop()
+        await engine.dispose()
+
+
+def id_of(record: ConsumerRecord) -> str:
+    """Return the CloudEvents id."""
+    return dict(record.headers)["ce_id"].decode()
+
+
+@dataclass
+class Tail:
+    """The records of a topic, as a consumer gets to see them."""
+
+    records: list[ConsumerRecord] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all records, repeats too."""
+        return [id_of(record) for record in self.records]
+
+    def first_ids(self) -> dict[bytes | None, list[str]]:
+        """Return the ids of each key, in the order in which they first appeared."""
+        found: dict[bytes | None, dict[str, None]] = defaultdict(dict)
+        for record in self.records:
+            found[record.key][id_of(record)] = None
+        return {key: list(ids) for key, ids in found.items()}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds for what has come."""
+        await eventually(condition)
+
+    async def until_ids(self, ids: Iterable[object]) -> None:
+        """Wait until each of these ids has come."""
+        wanted = {str(id) for id in ids}
+        await eventually(lambda: wanted <= set(self.ids))
+
+
+@asynccontextmanager
+async def following(kafka: str, topic: str) -> AsyncIterator[Tail]:
+    """Read a topic from its beginning, as long as the `with` block lasts."""
+    tail = Tail()
+
+    async def read(consumer: AIOKafkaConsumer) -> None:
+        async for record in consumer:
+            tail.records.append(record)
+
+    async with AIOKafkaConsumer(
+        topic,
+        bootstrap_servers=kafka,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+        fetch_max_wait_ms=50,
+    ) as consumer:
+        task = asyncio.create_task(read(consumer))
+        try:
+            yield tail
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def ids_in(kafka: str, topic: str) -> list[str]:
+    """Return the ids of all records that the topic holds now, repeats too."""
+    async with (
+        following(kafka, topic) as tail,
+        AIOKafkaConsumer(topic, bootstrap_servers=kafka) as consumer,
+    ):
+        ends = await consumer.end_offsets(list(consumer.assignment()))
+        # Nobody writes transactions here, so offsets have no gaps.
+        await tail.until(lambda: len(tail.records) >= sum(ends.values()))
+        return tail.ids
+
+
+async def empty_database(server_url: str, used_databases: list[str]) -> str:
+    """Make a database without tables, which is dropped with the other tests' databases."""
+    name = f"test_{uuid4().hex[:12]}"
+    administrator = await asyncpg.connect(server_url.replace("+asyncpg", ""))
+    try:
+        await administrator.execute(f"CREATE DATABASE {name}")
+    finally:
+        await administrator.close()
+    used_databases.append(name)
+    return make_url(server_url).set(database=name).render_as_string(hide_password=False)

@@ -1,0 +1,268 @@
+"""Rows that handlers change: locked for the whole batch at once, created by one, told in order."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pipeline import Aggregate, Event, Handlers, Transaction
+
+from .bank import Account, Bank, Base, Deposit, Deposited
+from .conftest import eventually, histories
+from .desk import Desk, NewDesk
+
+
+class Balance(Aggregate, Base):
+    """What an account holds in one currency."""
+
+    __tablename__ = "balance"
+
+    account: Mapped[str] = mapped_column(Text, primary_key=True)
+    currency: Mapped[str] = mapped_column(Text, primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
+
+
+class Exchanged(Event, type="deposited"):
+    """Money came in, of some currency."""
+
+    account: str
+    amount: int
+    currency: str = "EUR"
+
+
+class BalanceTold(Event, type="balance.told", topic="balances"):
+    """What an account holds now."""
+
+    amount: int
+
+
+@pytest.fixture
+def statements() -> Iterator[list[str]]:
+    """Collect the statements that SQLAlchemy sends."""
+    sent: list[str] = []
+
+    def collect(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        sent.append(statement)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", collect)
+    yield sent
+    sa.event.remove(sa.Engine, "before_cursor_execute", collect)
+
+
+async def test_a_batch_locks_the_rows_of_a_table_in_one_query(
+    ledger: tuple[Bank, Desk], statements: list[str], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="again", loads=Account.by("account"))
+    async def again(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load(Account, event.account)
+        assert account is not None
+        account.balance += 0
+
+    accounts = [f"account {number}" for number in range(50)]
+    await desk.apply(*(Deposit(n, account=name) for n, name in enumerate(accounts)))
+    statements.clear()
+    await desk.apply(*(Deposit(100 + n, account=name) for n, name in enumerate(accounts)))
+    assert len([one for one in statements if "FOR UPDATE" in one]) == 1
+    # Begin, lock, and one batched update.
+    assert len(statements) == 3
+    assert await histories(db) == {name: [n, 100 + n] for n, name in enumerate(accounts)}
+
+
+async def test_rows_of_two_tables_take_one_query_each_in_the_order_of_their_names(
+    ledger: tuple[Bank, Desk], statements: list[str], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Exchanged, topic="deposits", consumer="b", loads=Balance.by("account", "currency"))
+    async def count(event: Exchanged, tx: Transaction) -> None:
+        row = await tx.load_or_create(Balance, event.account, event.currency)
+        row.amount = (row.amount or 0) + event.amount
+
+    @handlers.on(Exchanged, topic="deposits", consumer="a", loads=Account.by("account"))
+    async def note(event: Exchanged, tx: Transaction) -> None:
+        await tx.load_or_create(Account, event.account)
+
+    await desk.apply(*(Deposit(n, account=str(n)) for n in range(5)))
+    locks = [one for one in statements if "FOR UPDATE" in one]
+    assert ["FROM account" in locks[0], "FROM balance" in locks[1], len(locks)] == [True, True, 2]
+
+
+async def test_a_key_of_two_columns_finds_its_row_and_no_other(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Exchanged, topic="deposits", consumer="b", loads=Balance.by("account", "currency"))
+    async def count(event: Exchanged, tx: Transaction) -> None:
+        row = await tx.load_or_create(Balance, event.account, event.currency)
+        row.amount = (row.amount or 0) + event.amount
+        tx.publish(BalanceTold(amount=row.amount), of=row)
+
+    def exchanged(amount: int, account: str, currency: str) -> Deposit:
+        text = f'{{"account": "{account}", "amount": {amount}, "currency": "{currency}"}}'
+        return Deposit(amount, value=text.encode())
+
+    await desk.apply(exchanged(1, "a", "EUR"), exchanged(2, "b", "USD"))
+    await desk.apply(
+        exchanged(10, "a", "USD"), exchanged(20, "b", "USD"), exchanged(30, "a", "EUR")
+    )
+    rows = await db.fetch("SELECT account, currency, amount FROM balance ORDER BY 1, 2")
+    assert [tuple(row) for row in rows] == [("a", "EUR", 31), ("a", "USD", 10), ("b", "USD", 22)]
+    events = await db.fetch("SELECT subject, sequence FROM pipeline.outbox ORDER BY id")
+    assert [tuple(event) for event in events] == [
+        ("a:EUR", 1), ("b:USD", 1), ("a:USD", 1), ("b:USD", 2), ("a:EUR", 2)
+    ]  # fmt: skip
+
+
+async def test_the_versions_of_a_row_are_contiguous_within_and_across_batches(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Trap 32."""
+    _, desk = ledger
+    names = ("ada", "bob")
+    amounts = iter(range(1_000))
+    for size in (1, 7, 20, 2):
+        await desk.apply(
+            *(Deposit(n, account=names[n % 2]) for n in (next(amounts) for _ in range(size)))
+        )
+    for number, name in enumerate(names):
+        events = await db.fetch(
+            "SELECT sequence, convert_from(payload, 'UTF8')::jsonb -> 'amount' AS amount"
+            " FROM pipeline.outbox WHERE subject = $1 ORDER BY id",
+            name,
+        )
+        assert [event["sequence"] for event in events] == list(range(1, 16))
+        assert [int(event["amount"]) for event in events] == list(range(number, 30, 2))
+        assert await db.fetchval("SELECT version FROM account WHERE id = $1", name) == 15
+
+
+async def test_two_partitions_that_change_one_row_lose_no_update_and_no_version(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 3: the row's lock is taken before the events are written."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desks = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1, 2)
+    ]
+    await desks[0].apply(Deposit(1_000))
+
+    async def deposit(desk: Desk) -> None:
+        for first in range(100 * desk.slot.partition, 100 * desk.slot.partition + 100, 10):
+            await desk.apply(*(Deposit(n) for n in range(first, first + 10)))
+
+    await asyncio.gather(*(deposit(desk) for desk in desks))
+    assert await db.fetchval("SELECT balance FROM account") == 1_000 + sum(range(300))
+    events = await db.fetch("SELECT sequence, payload FROM pipeline.outbox ORDER BY id")
+    assert [event["sequence"] for event in events] == list(range(1, 302))
+    for number in range(3):
+        history = (await histories(db))["ada"][1:]
+        mine = [n for n in history if n // 100 == number]
+        assert mine == sorted(mine)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+async def test_two_partitions_that_create_the_same_row_at_once_are_neither_stuck_nor_lose_one(
+    new_desk: NewDesk, db: asyncpg.Connection, size: int
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    first, second = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+    ]
+    inside, go_on = asyncio.Event(), asyncio.Event()
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    async def waiting(event: Deposited, tx: Transaction) -> None:
+        if tx.message.partition == 0 and not go_on.is_set():
+            await tx.session.flush()
+            inside.set()
+            await go_on.wait()
+
+    async def waits() -> bool:
+        return bool(
+            await db.fetchval(
+                "SELECT EXISTS (SELECT FROM pg_stat_activity"
+                " WHERE datname = current_database() AND wait_event_type = 'Lock')"
+            )
+        )
+
+    one = asyncio.create_task(first.apply(*(Deposit(n) for n in range(size))))
+    await inside.wait()
+    other = asyncio.create_task(second.apply(*(Deposit(10 + n) for n in range(size))))
+    await eventually(waits)
+    go_on.set()
+    await asyncio.gather(one, other)
+    expected = [*range(size), *range(10, 10 + size)]
+    assert await histories(db) == {"ada": expected}
+    assert await db.fetchval("SELECT version FROM account") == len(expected)
+
+
+async def test_a_row_that_was_not_declared_is_locked_when_it_is_loaded(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    handlers = Handlers()
+    first, second = [
+        await new_desk(handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+    ]
+    await db.execute("INSERT INTO account (id, balance, history, version) VALUES ('ada', 0, '', 0)")
+
+    @handlers.on(Deposited, topic=bank.deposits, consumer="undeclared")
+    async def undeclared(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load(Account, event.account)
+        assert account is not None
+        assert await tx.load(Account, event.account) is account
+        assert await tx.load(Account, "nobody") is None
+        account.balance += event.amount
+
+    await asyncio.gather(
+        *(
+            desk.apply(*(Deposit(n, id=f"{desk.slot.partition}-{n}") for n in range(50)))
+            for desk in (first, second)
+        )
+    )
+    assert await db.fetchval("SELECT balance FROM account") == 2 * sum(range(50))
+
+
+async def test_an_event_of_a_row_without_a_key_is_refused(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """The database gives it one at the flush: before, all such rows would share the key "None"."""
+    _, desk = ledger
+    handlers = desk.handlers = Handlers()
+    refused: list[str] = []
+
+    @handlers.on(Deposited, topic="deposits", consumer="keyless")
+    async def keyless(event: Deposited, tx: Transaction) -> None:
+        row = Account("")
+        row.id = None  # type: ignore[assignment]
+        try:
+            tx.publish(BalanceTold(amount=1), of=row)
+        except (TypeError, ValueError) as error:
+            refused.append(str(error))
+
+    await desk.apply(Deposit(1))
+    assert len(refused) == 1
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 0
+
+
+async def test_of_and_key_are_not_taken_together(ledger: tuple[Bank, Desk]) -> None:
+    _, desk = ledger
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="both")
+    async def both(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load_or_create(Account, event.account)
+        with pytest.raises(TypeError, match="not both"):
+            tx.publish(BalanceTold(amount=1), of=account, key="ada")
+        assert account.version == 0
+
+    await desk.apply(Deposit(1))

@@ -1,0 +1,178 @@
+"""The command line `service`."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+
+from .bank import Bank
+from .outgoing import empty_database
+from .processes import Start, starting
+
+ALEMBIC = f"""
+[alembic]
+script_location = {Path(__file__).with_name("alembic")}
+version_locations = pipeline:migrations/versions
+path_separator = newline
+"""
+
+
+@pytest.fixture
+def unborn() -> Bank:
+    """Return a bank whose topics do not exist."""
+    name = uuid4().hex[:12]
+    return Bank(deposits=f"test-{name}-in", balances=f"test-{name}-out", name=f"bank-{name}")
+
+
+@pytest.fixture
+async def empty_database_url(server_url: str, used_databases: list[str]) -> str:
+    """URL of a database without tables."""
+    return await empty_database(server_url, used_databases)
+
+
+@pytest.fixture
+async def start(
+    unborn: Bank,
+    empty_database_url: str,
+    kafka: str,
+    unused_tcp_port_factory: Callable[[], int],
+) -> AsyncIterator[Start]:
+    """Start commands of a bank that has no topics and no tables yet."""
+    async with starting(
+        unborn,
+        unused_tcp_port_factory,
+        database_url=empty_database_url,
+        kafka_bootstrap_servers=kafka,
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with an `alembic.ini`, as a service has."""
+    (tmp_path / "alembic.ini").write_text(ALEMBIC, "utf-8")
+    return tmp_path
+
+
+async def partitions(kafka: str, *topics: str) -> list[int]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        found = await admin.describe_topics(list(topics))
+    finally:
+        await admin.close()
+    by_name = {one["topic"]: len(one["partitions"]) for one in found}
+    return [by_name[topic] for topic in topics]
+
+
+async def test_without_a_command_it_lists_what_there_is(start: Start) -> None:
+    process = await start()
+    assert await process.ended() == 2
+    for name in ("run", "consume", "relay", "migrate", "topics"):
+        assert name in process.output
+
+
+async def test_help_needs_no_settings(start: Start) -> None:
+    process = await start("--help", database_url=None, kafka_bootstrap_servers=None)
+    assert await process.ended() == 0
+    assert "Publish the outbox" in process.output
+
+
+async def test_an_unknown_command_is_refused(start: Start) -> None:
+    process = await start("dance")
+    assert await process.ended() == 2
+    assert "dance" in process.output
+    assert "Traceback" not in process.output
+
+
+async def test_topics_are_created_once_and_then_left_alone(
+    start: Start, unborn: Bank, kafka: str
+) -> None:
+    for partitions_asked, said in ((3, "created with 3 partitions"), (5, "exists")):
+        process = await start("topics", "create", "--partitions", str(partitions_asked))
+        assert await process.ended() == 0, process.output
+        for topic in (unborn.deposits, unborn.balances):
+            assert f"{topic}: {said}" in process.output
+    assert await partitions(kafka, unborn.deposits, unborn.balances) == [3, 3]
+
+
+async def test_a_topic_that_the_broker_refuses_is_an_error(start: Start, unborn: Bank) -> None:
+    process = await start("topics", "create", "--replicas", "3")
+    assert await process.ended() == 1
+    assert "InvalidReplicationFactor" in process.output
+    assert unborn.balances in process.output or unborn.deposits in process.output
+    assert "Traceback" not in process.output
+
+
+async def test_a_number_of_partitions_below_one_is_refused(start: Start) -> None:
+    process = await start("topics", "create", "--partitions", "0")
+    assert await process.ended() == 2
+
+
+async def test_topics_cannot_be_created_while_kafka_is_away(
+    start: Start, unused_tcp_port: int
+) -> None:
+    nowhere = f"127.0.0.1:{unused_tcp_port}"
+    process = await start("topics", "create", kafka_bootstrap_servers=nowhere)
+    assert await process.ended() == 1
+    assert nowhere in process.output or str(unused_tcp_port) in process.output
+    assert "Traceback" not in process.output
+    assert "Unclosed" not in process.output
+
+
+async def test_migrate_makes_tables_partitions_and_generations_and_may_be_repeated(
+    start: Start, folder: Path, empty_database_url: str
+) -> None:
+    first, second = await start("migrate", cwd=folder), await start("migrate", cwd=folder)
+    assert [await first.ended(), await second.ended()] == [0, 0], first.output + second.output
+    third = await start("migrate", cwd=folder)
+    assert await third.ended() == 0, third.output
+    connection = await asyncpg.connect(empty_database_url.replace("+asyncpg", ""))
+    try:
+        assert await connection.fetchval("SELECT count(*) FROM pipeline.outbox_cursor") == 64
+        made = await connection.fetch(
+            "SELECT inhparent::regclass::text AS parent, count(*) FROM pg_inherits"
+            " JOIN pg_class ON oid = inhrelid WHERE relkind = 'r' GROUP BY 1 ORDER BY 1"
+        )
+    finally:
+        await connection.close()
+    assert [tuple(row) for row in made] == [("pipeline.inbox", 3), ("pipeline.outbox", 8)]
+
+
+async def test_a_migrated_service_becomes_ready(start: Start, folder: Path, unborn: Bank) -> None:
+    for command in (["migrate"], ["topics", "create"]):
+        process = await start(*command, cwd=folder)
+        assert await process.ended() == 0, process.output
+    running = await start("run", cwd=folder)
+    while not await running.is_ready():
+        assert running.is_running, running.output
+    status, body = await running.get("/health/ready")
+    assert (status, json.loads(body)) == (200, {"ready": True, "reasons": {}})
+
+
+async def test_migrate_says_what_is_missing_instead_of_a_traceback(
+    start: Start, folder: Path, tmp_path_factory: pytest.TempPathFactory, unused_tcp_port: int
+) -> None:
+    elsewhere = await start("migrate", cwd=tmp_path_factory.mktemp("elsewhere"))
+    nowhere = f"postgresql+asyncpg://service:x@127.0.0.1:{unused_tcp_port}/service"
+    away = await start("migrate", cwd=folder, database_url=nowhere)
+    for process, hint in ((elsewhere, "alembic.ini"), (away, str(unused_tcp_port))):
+        assert await process.ended() == 1, process.output
+        assert hint in process.output
+        assert "Traceback" not in process.output
+
+
+async def test_a_wrong_password_is_told_in_a_sentence(
+    start: Start, folder: Path, empty_database_url: str
+) -> None:
+    scheme, _, rest = empty_database_url.partition("://")
+    wrong = f"{scheme}://service:wrong@{rest.rpartition('@')[2]}"
+    for command in ("migrate", "run"):
+        process = await start(command, cwd=folder, database_url=wrong)
+        assert await process.ended() == 1
+        assert "password authentication failed" in process.output
+        assert "Traceback" not in process.output

@@ -1,0 +1,389 @@
+"""What the inbox remembers: duplicates by whatever way they come, over every generation."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import asyncpg
+import pytest
+
+from pipeline import Transaction, inbox
+from pipeline.batch import Stuck
+from pipeline.database import autocommitting
+from pipeline.inbox import IdentityMismatch
+from pipeline.retention import keep_house
+from pipeline.settings import Settings
+
+from .bank import Bank, Deposit, Deposited
+from .conftest import eventually, histories
+from .desk import Desk, NewDesk
+
+Connect = Callable[[], Awaitable[asyncpg.Connection]]
+
+
+async def close_generation(db: asyncpg.Connection, settings: Callable[..., Settings]) -> None:
+    """Close the current generation, as housekeeping does, and make the next ones."""
+    current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
+    assert await inbox.rotate(db, current=current)
+    await keep_house(db, settings())
+
+
+async def count(db: asyncpg.Connection, table: str) -> int:
+    """Count the rows of a table."""
+    return int(await db.fetchval(f"SELECT count(*) FROM {table}"))
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what the engine tells telemetry, by outcome."""
+    counted: Counter[str] = Counter()
+
+    def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
+        counted[outcome] += count
+
+    monkeypatch.setattr("pipeline.telemetry.processed", processed)
+    return counted
+
+
+async def test_a_duplicate_in_the_same_batch_or_a_later_one_is_applied_once_and_counted(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, outcomes: Counter[str]
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1), Deposit(2), Deposit(1), Deposit(1))
+    await desk.apply(Deposit(2), Deposit(1), Deposit(3))
+    await desk.apply(Deposit(3))
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    assert await desk.position() == 8
+    assert await count(db, "pipeline.outbox") == 3
+    assert (outcomes["new"], outcomes["duplicate"]) == (3, 5)
+
+
+async def test_a_record_sent_again_with_another_time_is_a_duplicate(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Trap 31."""
+    _, desk = ledger
+    for minute in (b"01", b"02"):
+        await desk.apply(Deposit(1, headers=(("ce_time", b"2026-01-31T23:" + minute + b":59Z"),)))
+    assert await histories(db) == {"ada": [1]}
+    assert await desk.position() == 2
+
+
+async def test_the_same_id_of_two_sources_is_two_events(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Trap 24."""
+    _, desk = ledger
+    await desk.apply(Deposit(1, source="/a"), Deposit(1, source="/b"), Deposit(1, source="/a"))
+    assert await histories(db) == {"ada": [1, 1]}
+
+
+async def test_json_that_is_only_written_otherwise_is_the_same_payload(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1, value=b'{"account": "ada", "amount": 1}'))
+    await desk.apply(
+        Deposit(1, value=b'{"amount":1,"account":"ada"}'),
+        Deposit(1, value=b' {\n"account" : "\\u0061da",\t"amount" : 1 } '),
+    )
+    assert await histories(db) == {"ada": [1]}
+    assert await desk.position() == 3
+
+
+@pytest.mark.parametrize("apart", [0, 1, 2, 3])
+async def test_the_same_id_with_another_payload_stands_still_with_both_hashes_in_the_reason(
+    ledger: tuple[Bank, Desk],
+    db: asyncpg.Connection,
+    settings: Callable[..., Settings],
+    apart: int,
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1), Deposit(2))
+    for _ in range(apart):
+        await close_generation(db, settings)
+    altered = Deposit(200, id="2")
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(Deposit(3), Deposit(1), altered, Deposit(4))
+    assert (stuck.value.offset, stuck.value.reason) == (4, "identity mismatch")
+    assert isinstance(stuck.value.error, IdentityMismatch)
+    remembered = await db.fetchval("SELECT hash FROM pipeline.inbox WHERE id = '2'")
+    assert remembered.hex() in str(stuck.value)
+    assert altered.record("", 0).value is not None
+    assert desk.read(altered, start=0).items[0].marker.message.hash.hex() in str(stuck.value)
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    assert await desk.position() == 4
+
+
+async def test_another_payload_within_one_batch_stands_still_before_the_second_one(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    with pytest.raises(Stuck, match="identity mismatch") as stuck:
+        await desk.apply(Deposit(1), Deposit(2), Deposit(200, id="2"), Deposit(3))
+    assert stuck.value.offset == 2
+    assert await histories(db) == {"ada": [1, 2]}
+
+
+async def test_the_first_mismatch_of_a_batch_is_the_one_that_is_stuck(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1))
+    with pytest.raises(Stuck) as stuck:
+        # The later one is within the batch, and so found first.
+        await desk.apply(Deposit(100, id="1"), Deposit(2), Deposit(200, id="2"))
+    assert stuck.value.offset == 1
+    assert await desk.position() == 1
+
+
+async def test_another_type_with_the_same_id_and_data_is_another_payload(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+
+    class Withdrawn(Deposited, type="withdrawn"):
+        """Money went out."""
+
+    @bank.handlers.on(Withdrawn, topic=bank.deposits, consumer="deposit")
+    async def withdraw(event: Withdrawn, tx: Transaction) -> None:
+        raise AssertionError("it must not come here")
+
+    await desk.apply(Deposit(1))
+    with pytest.raises(Stuck, match="identity mismatch"):
+        await desk.apply(Deposit(1, type="withdrawn"))
+
+
+async def test_a_hash_of_another_version_is_not_compared(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1))
+    await db.execute("UPDATE pipeline.inbox SET hash = '\\x00', hash_version = 0")
+    await desk.apply(Deposit(1))
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_duplicate_is_recognised_over_many_closed_generations(
+    ledger: tuple[Bank, Desk],
+    db: asyncpg.Connection,
+    settings: Callable[..., Settings],
+    outcomes: Counter[str],
+) -> None:
+    """Trap 9."""
+    _, desk = ledger
+    for amount in range(1, 6):
+        await desk.apply(*(Deposit(every) for every in range(1, amount + 1)))
+        await close_generation(db, settings)
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
+    rows = await db.fetch("SELECT generation, id FROM pipeline.inbox ORDER BY generation")
+    assert [tuple(row) for row in rows] == [(n, str(n)) for n in range(1, 6)]
+    assert (outcomes["new"], outcomes["duplicate"]) == (5, 10)
+
+
+async def test_a_generation_is_not_closed_without_a_successor(db: asyncpg.Connection) -> None:
+    await db.execute("DROP TABLE pipeline.inbox_g2")
+    assert not await inbox.rotate(db, current=1)
+    assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 1
+
+
+async def test_a_successor_that_is_made_but_not_attached_does_not_count(
+    db: asyncpg.Connection,
+) -> None:
+    await db.execute("ALTER TABLE pipeline.inbox DETACH PARTITION pipeline.inbox_g2")
+    assert not await inbox.rotate(db, current=1)
+
+
+async def test_of_two_that_close_the_same_generation_only_one_does(
+    db: asyncpg.Connection, connect: Connect
+) -> None:
+    other = await connect()
+    closed = [await inbox.rotate(one, current=1) for one in (db, other)]
+    assert closed == [True, False]
+    assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
+
+
+async def test_a_generation_is_not_closed_under_an_open_consume_transaction(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    inside, go_on = asyncio.Event(), asyncio.Event()
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    async def waiting(event: Deposited, tx: Transaction) -> None:
+        inside.set()
+        await go_on.wait()
+
+    applying = asyncio.create_task(desk.apply(Deposit(1)))
+    await inside.wait()
+    with pytest.raises(asyncpg.LockNotAvailableError):
+        await inbox.rotate(db, current=1)
+    go_on.set()
+    await applying
+    assert await inbox.rotate(db, current=1)
+    assert await count(db, "pipeline.inbox_g1") == 2
+
+
+async def test_housekeeping_closes_a_generation_that_is_old_and_no_other(
+    db: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    await keep_house(db, settings())
+    assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 1
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '25 hours'")
+    await keep_house(db, settings())
+    await keep_house(db, settings())
+    assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
+
+
+async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_are_closed(
+    new_desk: NewDesk, db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    """Trap 9: neither a boundary nor a rotation under way makes an id new."""
+    writers, rounds, step = 24, 40, 10
+    ids = (rounds + 1) * step
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desks = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number, lanes=1)
+        for number in range(writers)
+    ]
+    finished = asyncio.Event()
+    closed = 0
+
+    async def write(desk: Desk) -> None:
+        chance = random.Random(desk.slot.partition)
+        for first in range(0, rounds * step, step):
+            # Half of them the others have had before, half of them are new to all.
+            amounts = chance.sample(range(first, first + 2 * step), step)
+            await desk.apply(*(Deposit(n, account=f"account {n}") for n in amounts))
+        await desk.apply(*(Deposit(n, account=f"account {n}") for n in range(ids)))
+
+    async def rotate_on() -> None:
+        nonlocal closed
+        keeper = await connect()
+        while not finished.is_set():
+            current = await keeper.fetchval("SELECT current FROM pipeline.inbox_generation")
+            try:
+                closed += await inbox.rotate(keeper, current=current)
+                await keep_house(keeper, settings())
+            except asyncpg.LockNotAvailableError:
+                pass
+            await asyncio.sleep(0)
+
+    rotating = asyncio.create_task(rotate_on())
+    await asyncio.gather(*(write(desk) for desk in desks))
+    finished.set()
+    await rotating
+    assert closed > 1
+    assert await histories(db) == {f"account {n}": [n] for n in range(ids)}
+    assert await count(db, "pipeline.inbox") == ids
+    assert await db.fetchval("SELECT count(DISTINCT id) FROM pipeline.inbox") == ids
+
+
+async def test_the_second_of_two_partitions_waits_for_the_first_and_finds_a_duplicate(
+    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+) -> None:
+    """Traps 11 and 31: two transactions at once, neither of which sees the other's marker."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    first, second = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+    ]
+    inside, go_on = asyncio.Event(), asyncio.Event()
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    async def waiting(event: Deposited, tx: Transaction) -> None:
+        inside.set()
+        await go_on.wait()
+
+    one = asyncio.create_task(first.apply(Deposit(1)))
+    await inside.wait()
+    other = asyncio.create_task(second.apply(Deposit(1), Deposit(2)))
+    await somebody_waits(db)
+    go_on.set()
+    await asyncio.gather(one, other)
+    assert await histories(db) == {"ada": [1, 2]}
+    # Two consumers of each.
+    assert (outcomes["new"], outcomes["duplicate"]) == (4, 2)
+
+
+async def test_the_marker_of_a_transaction_that_rolls_back_is_not_a_duplicate_for_who_waited(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    first, second = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+    ]
+    inside, go_on = asyncio.Event(), asyncio.Event()
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    async def waiting(event: Deposited, tx: Transaction) -> None:
+        if tx.message.partition == 0:
+            inside.set()
+            await go_on.wait()
+            raise RuntimeError("given up")
+
+    one = asyncio.create_task(first.apply(Deposit(1)))
+    await inside.wait()
+    other = asyncio.create_task(second.apply(Deposit(1)))
+    await somebody_waits(db)
+    go_on.set()
+    with pytest.raises(Stuck):
+        await one
+    await other
+    assert await histories(db) == {"ada": [1]}
+    # The one that was stuck is now a duplicate, and goes on.
+    await first.apply(Deposit(1))
+    assert await first.position() == 1
+
+
+async def test_two_partitions_with_the_same_ids_in_opposite_order_do_not_deadlock(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 11."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    first, second = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number, lock_timeout=4)
+        for number in (0, 1)
+    ]
+    before = await deadlocks(db)
+    amounts = range(400)
+    for start in range(0, 400, 100):
+        batch = [Deposit(n, account=str(n)) for n in amounts[start : start + 100]]
+        await asyncio.gather(first.apply(*batch), second.apply(*reversed(batch)))
+    assert await histories(db) == {str(n): [n] for n in amounts}
+    assert first.outages == second.outages == []
+    assert await deadlocks(db) == before
+
+
+async def somebody_waits(db: asyncpg.Connection) -> None:
+    """Wait until a transaction of the test's database waits for another's lock."""
+
+    async def waits() -> bool:
+        return bool(
+            await db.fetchval(
+                "SELECT EXISTS (SELECT FROM pg_stat_activity"
+                " WHERE datname = current_database() AND wait_event_type = 'Lock')"
+            )
+        )
+
+    await eventually(waits)
+
+
+async def deadlocks(db: asyncpg.Connection) -> int:
+    """Count the deadlocks that the server has found in the test's database."""
+    return int(
+        await db.fetchval(
+            "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+        )
+    )
+
+
+async def test_the_position_is_read_by_the_same_engine_that_is_stopped_in_between(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1))
+    async with autocommitting(desk.engine) as driver:
+        assert await inbox.position(driver, desk.slot) == 1
+        await inbox.start_at(driver, desk.slot, 700)
+        assert await inbox.position(driver, desk.slot) == 1

@@ -1,0 +1,324 @@
+"""What happens when PostgreSQL, or the way to it, fails in the middle of a batch."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import asyncpg
+import pytest
+from sqlalchemy import make_url
+
+from pipeline import Event, Transaction, inbox, outbox
+from pipeline.batch import Stuck
+from pipeline.database import autocommitting
+from pipeline.inbox import PositionMoved
+
+from .bank import Account, Bank, Deposit, Deposited
+from .conftest import eventually, histories
+from .desk import Desk, NewDesk
+
+Connect = Callable[[], Awaitable[asyncpg.Connection]]
+
+
+class Gate:
+    """A place where a handler waits, the first time that it comes there."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.open = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Wait until the test opens the gate."""
+        self.reached.set()
+        await self.open.wait()
+
+
+async def kill_connections(db: asyncpg.Connection, name: str = "desk") -> int:
+    """Let the server end the connections of an application; returns how many."""
+    killed = await db.fetch(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name = $1",
+        name,
+    )
+    return len(killed)
+
+
+async def outbox_of(db: asyncpg.Connection) -> list[tuple[str, int | None]]:
+    """Return id and sequence of the events in the outbox, in the order of staging."""
+    rows = await db.fetch("SELECT event_id, sequence FROM pipeline.outbox ORDER BY id")
+    return [(row["event_id"], row["sequence"]) for row in rows]
+
+
+async def test_a_connection_killed_in_the_middle_of_a_handler_costs_a_second_execution_alone(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    gate = Gate()
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    async def waiting(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 2:
+            await gate.wait()
+
+    applying = asyncio.create_task(desk.apply(*(Deposit(amount) for amount in (1, 2, 3))))
+    await gate.reached.wait()
+    assert await kill_connections(db) == 1
+    gate.open.set()
+    await applying
+    assert bank.calls[:2] == [1, 2]
+    assert bank.calls[-3:] == [1, 2, 3]
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    events = await outbox_of(db)
+    assert [sequence for _, sequence in events] == [1, 2, 3]
+    assert len({id for id, _ in events}) == 3
+    assert len(desk.outages) == 1
+    assert await desk.position() == 3
+
+
+async def test_an_event_has_the_same_id_in_every_execution_however_the_batches_are_cut(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+
+    class Told(Event, type="told", topic="told"):
+        """The second and the third event of a handler for a message."""
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="tell")
+    async def tell(event: Deposited, tx: Transaction) -> None:
+        tx.publish(Told())
+        tx.publish(Told())
+
+    deposits = [Deposit(amount) for amount in (1, 2, 3)]
+    await desk.apply(*deposits)
+    first = [id for id, _ in await outbox_of(db)]
+    assert len(set(first)) == 9
+    await db.execute("TRUNCATE pipeline.inbox, pipeline.outbox, pipeline.position, account")
+    for deposit in deposits:
+        await desk.apply(deposit)
+    assert [id for id, _ in await outbox_of(db)] == first
+
+
+async def test_a_deadlock_is_tried_again_in_place(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    first, second = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number, lock_timeout=4)
+        for number in (0, 1)
+    ]
+    await first.apply(Deposit(1, account="ada"), Deposit(2, account="bob"))
+    met = asyncio.Barrier(2)
+    calls = []
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="crossing")
+    async def crossing(event: Deposited, tx: Transaction) -> None:
+        # Its own row is locked by now; then it wants the other's, which is not declared.
+        calls.append(event.amount)
+        if calls.count(event.amount) == 1:
+            await met.wait()
+        other = await tx.load(Account, {"ada": "bob", "bob": "ada"}[event.account])
+        assert other is not None
+        other.balance += 1_000
+
+    await asyncio.gather(
+        first.apply(Deposit(3, account="ada")), second.apply(Deposit(4, account="bob"))
+    )
+    assert len(first.outages + second.outages) == 1
+    assert "deadlock" in (first.outages + second.outages)[0]
+    assert await histories(db) == {"ada": [1, 3], "bob": [2, 4]}
+    assert await db.fetchval("SELECT sum(balance) FROM account") == 1 + 2 + 3 + 4 + 2_000
+
+
+async def test_a_lock_that_another_holds_too_long_is_tried_again_until_it_is_free(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
+    await desk.apply(Deposit(1))
+    holding = db.transaction()
+    await holding.start()
+    await db.execute("SELECT FROM account FOR UPDATE")
+    applying = asyncio.create_task(desk.apply(Deposit(2), Deposit(3)))
+    await eventually(lambda: len(desk.outages) == 2)
+    await holding.rollback()
+    await applying
+    assert "lock timeout" in desk.outages[0]
+    assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_may_last(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 35: the server ends what nobody answers for, and the successor goes on."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(
+        bank.handlers, topic=bank.deposits, transaction_timeout=0.5, lock_timeout=0.4
+    )
+    await desk.apply(Deposit(1))
+    async with desk.engine.connect() as stopped:
+        await inbox.begin(stopped, transaction_timeout=0.5, lock_timeout=0.4)
+        driver = (await stopped.get_raw_connection()).driver_connection
+        assert isinstance(driver, asyncpg.Connection)
+        await driver.execute("SELECT FROM account FOR UPDATE")
+        await desk.apply(Deposit(2))
+        await eventually(driver.is_closed)
+        await stopped.invalidate()
+    assert await histories(db) == {"ada": [1, 2]}
+
+
+@asynccontextmanager
+async def wire(url: str, cut: Callable[[bytes], bool]) -> AsyncIterator[str]:
+    """Forward connections to the server of the URL, and give the URL that leads through here.
+
+    After a message for which `cut` is true the server's answer is awaited, and never delivered.
+    """
+    there = make_url(url)
+
+    async def forward(here: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        server, to_server = await asyncio.open_connection(there.host, there.port)
+        lost = False
+
+        async def answers() -> None:
+            while data := await server.read(65_536):
+                if lost:
+                    break
+                back.write(data)
+            back.close()
+
+        answering = asyncio.create_task(answers())
+        while data := await here.read(65_536):
+            lost = lost or cut(data)
+            to_server.write(data)
+        to_server.close()
+        await answering
+
+    listener = await asyncio.start_server(forward, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with listener:
+        yield there.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
+
+
+async def test_a_commit_whose_answer_is_lost_is_settled_by_the_position(
+    new_desk: NewDesk, db: asyncpg.Connection, database_url: str
+) -> None:
+    """Trap 19."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    cuts = 0
+
+    def cut(message: bytes) -> bool:
+        nonlocal cuts
+        if cuts == 0 and b"COMMIT" in message and bank.calls:
+            cuts += 1
+            return True
+        return False
+
+    async with wire(database_url, cut) as url:
+        desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
+        batch = desk.read(Deposit(1), Deposit(2), start=await desk.position())
+        with pytest.raises(PositionMoved):
+            await desk.apply_batch(batch)
+        assert await desk.position() == 2
+        await desk.apply(Deposit(3))
+        await desk.engine.dispose()
+    assert cuts == 1
+    assert bank.calls == [1, 2, 3]
+    assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+async def test_a_connection_killed_during_the_commit_of_a_batch_is_tried_again(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Trap 19, the other way: nothing had been committed."""
+    await db.execute("""
+        CREATE FUNCTION wait_for_lock() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM pg_advisory_xact_lock_shared(1);
+            RETURN NULL;
+        END $$;
+        CREATE CONSTRAINT TRIGGER at_commit AFTER INSERT OR UPDATE ON account
+        DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION wait_for_lock();
+        SELECT pg_advisory_lock(1);
+    """)
+    _, desk = ledger
+    applying = asyncio.create_task(desk.apply(Deposit(1), Deposit(2)))
+
+    async def commits() -> bool:
+        return bool(
+            await db.fetchval(
+                "SELECT count(*) FROM pg_stat_activity"
+                " WHERE application_name = 'desk' AND query LIKE 'COMMIT%'"
+                " AND datname = current_database() AND wait_event_type = 'Lock'"
+            )
+        )
+
+    await eventually(commits)
+    await kill_connections(db)
+    await db.execute("SELECT pg_advisory_unlock(1)")
+    await applying
+    assert await histories(db) == {"ada": [1, 2]}
+    assert await desk.position() == 2
+
+
+async def test_a_cancelled_batch_leaves_nothing_behind_and_its_connection_to_nobody(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Trap 12."""
+    bank, desk = ledger
+    gate = Gate()
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    async def waiting(event: Deposited, tx: Transaction) -> None:
+        if not gate.open.is_set():
+            await tx.session.flush()
+            await gate.wait()
+
+    applying = asyncio.create_task(desk.apply(Deposit(1)))
+    await gate.reached.wait()
+    applying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await applying
+    assert await histories(db) == {}
+    assert await desk.position() == 0
+    gate.open.set()
+    await desk.apply(Deposit(1))
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_outbox_rows_are_refused_outside_a_transaction(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    event = outbox.StagedEvent(
+        topic="t", key=None, payload=b"", event_id="1", source="/", type="t", subject=None,
+        sequence=None, content_type="text/plain", traceparent=None, tracestate=None, baggage=None,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="in a transaction"):
+        await outbox.copy(db, [event])
+    async with autocommitting(desk.engine) as driver:
+        with pytest.raises(RuntimeError, match="in a transaction"):
+            await outbox.copy(driver, [event])
+    assert await outbox_of(db) == []
+
+
+async def test_a_changed_column_type_does_not_make_a_record_guilty(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """A migration that runs beside the service invalidates its prepared statements."""
+    _, desk = ledger
+    await desk.apply(Deposit(1))
+    await desk.apply(Deposit(2))
+    await db.execute("ALTER TABLE account ALTER balance TYPE bigint")
+    await desk.apply(Deposit(3))
+    assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+async def test_a_stuck_record_is_no_outage(ledger: tuple[Bank, Desk]) -> None:
+    bank, desk = ledger
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="offline")
+    async def offline(event: Deposited, tx: Transaction) -> None:
+        raise ConnectionRefusedError("somebody else's server")
+
+    with pytest.raises(Stuck, match="somebody else's server"):
+        await desk.apply(Deposit(1))
+    assert desk.outages == []

@@ -1,0 +1,361 @@
+"""The service as real processes: killed, stopped, started in a world that is not ready."""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from sqlalchemy import make_url
+
+from .bank import Bank, Deposit
+from .conftest import eventually
+from .outgoing import empty_database, event, following, ids_in, stage
+from .processes import Start, forwarding, starting
+from .test_consume import balance
+
+NewTopic = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def start(
+    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
+) -> AsyncIterator[Start]:
+    """Start processes of the bank, on the test's servers."""
+    async with starting(
+        bank,
+        unused_tcp_port_factory,
+        database_url=database_url,
+        kafka_bootstrap_servers=kafka,
+        kafka_session_timeout=6,
+        transaction_timeout=5,
+        lock_timeout=2,
+        relay_lease=1,
+    ) as one:
+        yield one
+
+
+async def send_deposits(
+    producer: AIOKafkaProducer, bank: Bank, amounts: range, partitions: int = 1
+) -> None:
+    """Send deposits for four accounts, every 20th one twice."""
+    sends = []
+    for amount in amounts:
+        account = amount % 4
+        one = Deposit(amount, f"account-{account}", partition=account % partitions)
+        sends += [one.send(producer, bank.deposits) for _ in range(1 + (amount % 20 == 0))]
+    await asyncio.gather(*sends)
+
+
+async def check_the_ledger(db: asyncpg.Connection, kafka: str, bank: Bank, count: int) -> None:
+    """Compare what was sent with the accounts and with what was published."""
+    async with following(kafka, bank.deposits) as sent, following(kafka, bank.balances) as told:
+        await sent.until_ids(range(1, count + 1))
+        staged = [row["event_id"] for row in await db.fetch("SELECT event_id FROM pipeline.outbox")]
+        await told.until_ids(staged)
+    histories = {
+        row["id"].encode(): row["history"].strip(",").split(",")
+        for row in await db.fetch("SELECT id, history FROM account")
+    }
+    assert histories == sent.first_ids()
+    assert await db.fetchval("SELECT sum(balance) FROM account") == sum(range(1, count + 1))
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == count
+    assert len(staged) == len(set(staged)) == count
+    first: dict[bytes | None, dict[int, None]] = {}
+    for record in told.records:
+        first.setdefault(record.key, {})[json.loads(record.value)["amount"]] = None
+    assert {key: list(map(str, found)) for key, found in first.items()} == histories
+
+
+async def test_a_service_killed_again_and_again_applies_everything_once_and_in_order(
+    start: Start,
+    new_topic: NewTopic,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+) -> None:
+    bank.deposits, bank.balances = await new_topic(2), await new_topic(2)
+    count = 3_000
+    sending = asyncio.create_task(send_deposits(producer, bank, range(1, count + 1), 2))
+    async with following(kafka, bank.balances) as tail:
+        for enough in (300, 1_500):
+            process = await start("run", batch_size=10)
+            await tail.until(lambda enough=enough: len(tail.records) > enough)  # type: ignore[misc]
+            await process.kill()
+        assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") < count, "too late to tell"
+        await sending
+        process = await start("run", batch_size=100)
+        await eventually(lambda: _inbox_holds(db, count))
+        process.send(signal.SIGTERM)
+        assert await process.ended() == 0
+    await check_the_ledger(db, kafka, bank, count)
+
+
+async def _inbox_holds(db: asyncpg.Connection, count: int) -> bool:
+    return bool(await db.fetchval("SELECT count(*) = $1 FROM pipeline.inbox", count))
+
+
+async def test_consumer_and_relay_work_in_processes_of_their_own_and_are_killed_apart(
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+) -> None:
+    count = 1_000
+    consumer = await start("consume", batch_size=10)
+    await eventually(consumer.is_ready)
+    await send_deposits(producer, bank, range(1, count + 1))
+    await eventually(lambda: _inbox_holds(db, count))
+    assert await ids_in(kafka, bank.balances) == [], "a consumer publishes nothing"
+    async with following(kafka, bank.balances) as tail:
+        relay = await start("relay", relay_page=7)
+        await tail.until(lambda: len(tail.records) > 100)
+        await consumer.kill()
+        await relay.kill()
+        relay = await start("relay", relay_page=7)
+        await tail.until(lambda: len(set(tail.ids)) == count)
+        assert "consumer" not in await relay.reasons()
+        relay.send(signal.SIGTERM)
+        assert await relay.ended() == 0
+    await check_the_ledger(db, kafka, bank, count)
+
+
+async def test_a_relay_that_was_frozen_longer_than_its_lease_loses_and_reorders_nothing(
+    start: Start, new_topic: NewTopic, db: asyncpg.Connection, kafka: str
+) -> None:
+    topic = await new_topic(2)
+    keys = [f"key-{number}" for number in range(30)]
+
+    async def write(numbers: range) -> None:
+        await stage(db, [event(topic, n, keys[n % 30]) for n in numbers])
+
+    async with following(kafka, topic) as tail:
+        frozen = await start("relay", relay_page=7)
+        await eventually(frozen.is_ready)
+        await write(range(3_000))
+        await tail.until(lambda: len(tail.records) > 200)
+        frozen.send(signal.SIGSTOP)
+        before = len(tail.ids)
+        other = await start("relay", relay_page=500)
+        await write(range(3_000, 3_300))
+        await tail.until_ids(range(3_300))
+        assert before < 3_000, "too late to tell"
+        frozen.send(signal.SIGCONT)
+        await write(range(3_300, 3_600))
+        await tail.until_ids(range(3_600))
+        for process in (frozen, other):
+            process.send(signal.SIGTERM)
+            assert await process.ended() == 0
+    assert tail.first_ids() == {
+        key.encode(): [str(n) for n in range(3_600) if keys[n % 30] == key] for key in keys
+    }
+
+
+async def members(kafka: str, group: str) -> int:
+    """Return how many members the broker counts in a consumer group."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        (answer,) = await admin.describe_consumer_groups([group])
+        (described,) = answer.groups
+        return len(described[-1] if isinstance(described[-1], list) else described[-2])
+    finally:
+        await admin.close()
+
+
+async def _waits_for_a_lock(db: asyncpg.Connection) -> bool:
+    return bool(
+        await db.fetchval(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
+    )
+
+
+PATIENT = {
+    "kafka_session_timeout": 45,
+    "transaction_timeout": 40,
+    "lock_timeout": 35,
+    "relay_lease": 60,
+}
+"""Settings with which nothing here ends because a time is over."""
+
+
+async def test_sigterm_finishes_the_batch_publishes_it_and_leaves_the_group(
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+    db: asyncpg.Connection,
+    kafka: str,
+) -> None:
+    process = await start("run", **PATIENT)
+    await Deposit(1).send(producer, bank.deposits)
+    await eventually(lambda: _inbox_holds(db, 1))
+    assert await members(kafka, bank.name) == 1
+    other = await connect()
+    async with other.transaction():
+        await other.execute("SELECT FROM account FOR UPDATE")
+        await Deposit(2).send(producer, bank.deposits)
+        await eventually(lambda: _waits_for_a_lock(db))
+        process.send(signal.SIGTERM)
+        await process.says("SIGTERM")
+        assert process.is_running
+    assert await process.ended() == 0
+    assert await balance(db) == 3
+    assert len(await ids_in(kafka, bank.balances)) == 2
+    assert await members(kafka, bank.name) == 0
+    assert await db.fetchval("SELECT count(owner) FROM pipeline.outbox_cursor") == 0
+
+
+async def test_a_second_sigterm_ends_the_process_at_once_and_the_batch_is_rolled_back(
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+    db: asyncpg.Connection,
+) -> None:
+    process = await start("run", **PATIENT)
+    await Deposit(1).send(producer, bank.deposits)
+    await eventually(lambda: _inbox_holds(db, 1))
+    other = await connect()
+    async with other.transaction():
+        await other.execute("SELECT FROM account FOR UPDATE")
+        await Deposit(2).send(producer, bank.deposits)
+        await eventually(lambda: _waits_for_a_lock(db))
+        process.send(signal.SIGTERM)
+        await process.says("SIGTERM")
+        process.send(signal.SIGTERM)
+        assert await process.ended() == -signal.SIGTERM
+    assert await balance(db) == 1
+
+
+async def test_the_process_tells_its_health_and_its_metrics(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    process = await start("run")
+    await eventually(process.is_ready)
+    await Deposit(1).send(producer, bank.deposits)
+    await eventually(lambda: _inbox_holds(db, 1))
+    status, body = await process.get("/health/live")
+    assert (status, json.loads(body)["alive"]) == (200, True)
+    status, body = await process.get("/metrics")
+    assert status == 200
+    assert f'messaging_destination_name="{bank.deposits}"' in body
+    assert "pipeline_relay_shards" in body
+
+
+async def test_a_process_waits_for_kafka_and_goes_on_when_it_comes(
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    unused_tcp_port: int,
+) -> None:
+    process = await start("run", kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}")
+    await process.says("connecting to Kafka failed")
+    status, body = await process.get("/health/ready")
+    assert (status, "consumer" in json.loads(body)["reasons"]) == (503, True)
+    assert (await process.get("/health/live"))[0] == 200
+    async with forwarding(unused_tcp_port, kafka):
+        await Deposit(1).send(producer, bank.deposits)
+        await eventually(lambda: _inbox_holds(db, 1))
+        await eventually(process.is_ready)
+        process.send(signal.SIGTERM)
+        assert await process.ended() == 0
+    assert len(await ids_in(kafka, bank.balances)) == 1
+
+
+async def test_a_process_that_waits_for_kafka_stops_when_it_is_told_to(
+    start: Start, db: asyncpg.Connection, unused_tcp_port: int
+) -> None:
+    await stage(db, [event("t", 1)])
+    process = await start("run", kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}")
+    await process.says("connecting to Kafka failed")
+    process.send(signal.SIGTERM)
+    assert await process.ended() == 0, process.output
+    assert "Traceback" not in process.output
+
+
+async def test_a_process_waits_for_the_database_and_goes_on_when_it_comes(
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    database_url: str,
+    unused_tcp_port: int,
+) -> None:
+    url = make_url(database_url)
+    away = url.set(host="127.0.0.1", port=unused_tcp_port).render_as_string(hide_password=False)
+    process = await start("run", database_url=away)
+    await process.says("housekeeping failed")
+    assert not await process.is_ready()
+    assert (await process.get("/health/live"))[0] == 200
+    async with forwarding(unused_tcp_port, f"{url.host}:{url.port}"):
+        await Deposit(1).send(producer, bank.deposits)
+        await eventually(lambda: _inbox_holds(db, 1))
+        await eventually(process.is_ready)
+        process.send(signal.SIGTERM)
+        assert await process.ended() == 0
+
+
+async def test_a_database_that_is_not_migrated_is_named_with_what_to_do(
+    start: Start, server_url: str, used_databases: list[str]
+) -> None:
+    process = await start("run", database_url=await empty_database(server_url, used_databases))
+    assert await process.ended() == 1
+    assert "service migrate" in process.output
+    assert "Traceback" not in process.output
+
+
+async def test_a_database_that_does_not_exist_is_named_without_a_traceback(
+    start: Start, server_url: str
+) -> None:
+    url = make_url(server_url).set(database="no_such_one").render_as_string(hide_password=False)
+    process = await start("run", database_url=url)
+    assert await process.ended() == 1
+    assert 'database "no_such_one" does not exist' in process.output
+    assert "Traceback" not in process.output
+
+
+async def test_all_wrong_settings_are_told_at_once(start: Start) -> None:
+    process = await start(
+        "run", database_url=None, kafka_bootstrap_servers=None, batch_size=0, health_port="x"
+    )
+    assert await process.ended() == 2
+    for name in ("DATABASE_URL", "KAFKA_BOOTSTRAP_SERVERS", "BATCH_SIZE", "HEALTH_PORT"):
+        assert f"PIPELINE_{name}: " in process.output
+    assert "Traceback" not in process.output
+
+
+async def test_a_password_in_a_wrong_setting_is_not_printed(start: Start) -> None:
+    process = await start("run", database_url="postgresql://service:secret@localhost/service")
+    assert await process.ended() == 2
+    assert "postgresql+asyncpg://" in process.output
+    assert "secret" not in process.output
+
+
+async def test_a_health_port_that_is_taken_is_named_with_what_to_do(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await start("run", health_port=port)
+        assert await process.ended() == 1
+    assert "PIPELINE_HEALTH_PORT" in process.output
+    assert str(port) in process.output
+    assert "Traceback" not in process.output
+
+
+async def test_a_process_works_from_any_folder(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, tmp_path: Path
+) -> None:
+    await start("run", cwd=tmp_path)
+    await Deposit(1).send(producer, bank.deposits)
+    await eventually(lambda: _inbox_holds(db, 1))

@@ -1,0 +1,227 @@
+"""Housekeeping: partitions and generations stand ready before anything needs them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import asyncpg
+import pytest
+
+from pipeline import inbox
+from pipeline.retention import HOUSEKEEPING_LOCK, NotMigrated, keep_house
+from pipeline.settings import Settings
+
+from .conftest import eventually
+from .outgoing import empty_database, event, stage
+
+Connect = Callable[[], Awaitable[asyncpg.Connection]]
+
+
+async def made(db: asyncpg.Connection, parent: str) -> dict[str, str]:
+    """Return the partitions that are attached, with their bounds."""
+    rows = await db.fetch(
+        "SELECT relname, pg_get_expr(relpartbound, oid) AS bounds FROM pg_inherits"
+        " JOIN pg_class ON oid = inhrelid WHERE inhparent = $1::regclass ORDER BY relname",
+        f"pipeline.{parent}",
+    )
+    return {row["relname"]: row["bounds"] for row in rows}
+
+
+@pytest.fixture
+async def bare(db: asyncpg.Connection) -> asyncpg.Connection:
+    """Return a connection to a database that is migrated, and has no partitions yet."""
+    for parent in ("outbox", "inbox"):
+        for name in await made(db, parent):
+            await db.execute(f"DROP TABLE pipeline.{name}")
+    return db
+
+
+def days(ahead: int) -> list[str]:
+    today = datetime.now(UTC).date()
+    return [f"outbox_p{today + timedelta(days=n):%Y%m%d}" for n in range(ahead + 1)]
+
+
+async def test_days_and_generations_are_made_ahead(
+    bare: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    await keep_house(bare, settings(outbox_days_ahead=3, inbox_generations_ahead=4))
+    assert list(await made(bare, "outbox")) == days(3)
+    assert await made(bare, "inbox") == {
+        f"inbox_g{number}": f"FOR VALUES IN ({number})" for number in range(1, 6)
+    }
+
+
+async def test_the_days_follow_each_other_without_a_gap_whatever_the_sessions_time_zone_is(
+    bare: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    await bare.execute("SET timezone = 'America/St_Johns'")
+    await keep_house(bare, settings(outbox_days_ahead=3))
+    await bare.execute("SET timezone = 'UTC'")
+    today = datetime.now(UTC).date()
+    edges = [f"'{today + timedelta(days=n)} 00:00:00+00'" for n in range(5)]
+    assert list((await made(bare, "outbox")).values()) == [
+        f"FOR VALUES FROM ({start}) TO ({end})" for start, end in pairwise(edges)
+    ]
+
+
+async def test_a_second_round_changes_nothing_and_a_longer_view_adds_what_is_missing(
+    bare: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    await keep_house(bare, settings(outbox_days_ahead=2))
+    before = await made(bare, "outbox")
+    await keep_house(bare, settings(outbox_days_ahead=2))
+    assert await made(bare, "outbox") == before
+    await keep_house(bare, settings(outbox_days_ahead=5))
+    assert list(await made(bare, "outbox")) == days(5)
+
+
+async def test_many_processes_at_once_make_each_partition_once(
+    bare: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    connections = [await connect() for _ in range(6)]
+    await asyncio.gather(*(keep_house(one, settings()) for one in connections))
+    assert list(await made(bare, "outbox")) == days(7)
+    assert list(await made(bare, "inbox")) == ["inbox_g1", "inbox_g2", "inbox_g3"]
+
+
+async def test_a_process_that_waited_for_another_one_sees_what_that_one_has_made(
+    bare: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    first, second = await connect(), await connect()
+    chosen = settings(outbox_days_ahead=1, inbox_generations_ahead=1)
+    async with first.transaction():
+        await first.execute("SELECT pg_advisory_xact_lock($1)", HOUSEKEEPING_LOCK)
+        waiting = asyncio.create_task(keep_house(second, chosen))
+        await eventually(lambda: _somebody_waits(bare))
+        await keep_house(first, chosen)
+    await waiting
+    assert list(await made(bare, "outbox")) == days(1)
+
+
+async def _somebody_waits(db: asyncpg.Connection) -> bool:
+    return bool(
+        await db.fetchval(
+            "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'advisory'"
+        )
+    )
+
+
+async def test_partitions_are_made_while_transactions_use_the_table_and_block_none(
+    db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    busy, reading, housekeeper = [await connect() for _ in range(3)]
+    async with busy.transaction(), reading.transaction():
+        await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
+        await busy.execute(_INSERT, "1")
+        await reading.fetch("SELECT FROM pipeline.outbox")
+        # A statement that had to wait would end with an error.
+        for connection in (housekeeper, db):
+            await connection.execute("SET lock_timeout = '1ms'")
+        await keep_house(housekeeper, settings(outbox_days_ahead=9, inbox_generations_ahead=9))
+        async with housekeeper.transaction():
+            await keep_house(housekeeper, settings(outbox_days_ahead=10))
+            # While the new partition is being attached, others go on writing.
+            await db.execute(_INSERT, "2")
+            await db.execute(_MARK)
+            await busy.execute(_INSERT, "3")
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 3
+    assert list(await made(db, "outbox")) == days(10)
+
+
+_INSERT = """
+INSERT INTO pipeline.outbox (topic, event_id, source, type, content_type)
+VALUES ('t', $1, '/bank', 'x', 'y')
+"""
+
+_MARK = """
+INSERT INTO pipeline.inbox
+       (generation, key, hash, hash_version, consumer, source, id, type, topic, partition, "offset")
+VALUES (1, 'k', 'h', 1, 'c', '/s', 'i', 't', 't', 0, 0)
+"""
+
+
+async def test_ids_xids_and_shards_are_filled_in_in_attached_partitions(
+    bare: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    await keep_house(bare, settings())
+    before = datetime.now(UTC) - timedelta(minutes=1)
+    async with bare.transaction():
+        xid = await bare.fetchval("SELECT pg_current_xact_id()")
+        await stage(bare, [event("t", 1, "ada"), event("t", 2, None)])
+    await stage(bare, [event("t", 3, "ada")])
+    one, two, three = await bare.fetch("SELECT * FROM pipeline.outbox ORDER BY id")
+    assert one["id"] < two["id"] < three["id"]
+    assert one["xid"] == two["xid"] == xid < three["xid"]
+    # The first byte of sha256, modulo 64; fixed for ever, because cursors depend on it.
+    assert (one["shard"], two["shard"], three["shard"]) == (0xFD % 64, 0xE3 % 64, 0xFD % 64)
+    assert before < one["created_at"] < datetime.now(UTC) + timedelta(minutes=1)
+
+
+async def test_nobody_can_choose_ids_and_shards_of_their_own(db: asyncpg.Connection) -> None:
+    columns = "topic, event_id, source, type, content_type"
+    for column in ("id", "shard"):
+        with pytest.raises(asyncpg.GeneratedAlwaysError):
+            await db.execute(
+                f"INSERT INTO pipeline.outbox ({columns}, {column})"
+                " VALUES ('t', 'e', '/bank', 'x', 'y', 1)"
+            )
+
+
+async def test_a_generation_is_closed_when_it_is_old_enough_and_not_before(
+    db: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    await keep_house(db, settings(inbox_generation_age=3_600))
+    assert await _generations(db) == (1, 1)
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '2 hours'")
+    await keep_house(db, settings(inbox_generation_age=3_600))
+    assert await _generations(db) == (2, 1)
+    await keep_house(db, settings(inbox_generation_age=3_600))
+    assert await _generations(db) == (2, 1)
+    assert list(await made(db, "inbox"))[-1] == "inbox_g4"
+
+
+async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
+    db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    busy = await connect()
+    async with busy.transaction():
+        await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
+        await keep_house(db, settings(inbox_generation_age=0.001))
+        assert await _generations(db) == (1, 1)
+    await keep_house(db, settings(inbox_generation_age=0.001))
+    assert await _generations(db) == (2, 1)
+
+
+async def test_two_processes_close_a_generation_once(
+    db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '1 year'")
+    connections = [await connect() for _ in range(4)]
+    await asyncio.gather(*(keep_house(one, settings()) for one in connections))
+    assert await _generations(db) == (2, 1)
+
+
+async def _generations(db: asyncpg.Connection) -> tuple[int, int]:
+    row = await db.fetchrow("SELECT current, oldest FROM pipeline.inbox_generation")
+    assert row is not None
+    return row["current"], row["oldest"]
+
+
+@pytest.fixture
+async def empty(server_url: str, used_databases: list[str]) -> AsyncIterator[asyncpg.Connection]:
+    """Return a connection to a database without tables."""
+    url = await empty_database(server_url, used_databases)
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    yield connection
+    await connection.close()
+
+
+async def test_a_database_without_the_engines_tables_is_told_to_be_migrated(
+    empty: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    with pytest.raises(NotMigrated, match="service migrate"):
+        await keep_house(empty, settings())
+    await empty.execute("CREATE SCHEMA pipeline")
+    with pytest.raises(NotMigrated, match="service migrate"):
+        await keep_house(empty, settings())

@@ -1,0 +1,442 @@
+"""A record that can't be handled: found among its neighbours, and never passed."""
+
+import asyncio
+from collections.abc import Callable
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
+
+from pipeline import Event, Handlers, Transaction
+from pipeline.batch import Stuck
+from pipeline.outbox import Unpublishable
+
+from .bank import Account, Bank, Deposit, Deposited, Refused
+from .conftest import histories
+from .desk import Desk, NewDesk
+
+TOO_MUCH = 1_000_000
+"""An amount that `forbid_riches` lets nobody hold."""
+
+AT_FLUSH = f"ALTER TABLE account ADD CONSTRAINT not_rich CHECK (balance < {TOO_MUCH})"
+AT_COMMIT = f"""
+CREATE FUNCTION refuse_riches() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.balance >= {TOO_MUCH} THEN
+        RAISE check_violation USING MESSAGE = 'too rich';
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE CONSTRAINT TRIGGER not_rich AFTER INSERT OR UPDATE ON account
+DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION refuse_riches()
+"""
+
+
+@pytest.fixture(params=[AT_FLUSH, AT_COMMIT], ids=["at the flush", "at the commit"])
+async def forbid_riches(request: pytest.FixtureRequest, db: asyncpg.Connection) -> None:
+    """Let the flush, or only the COMMIT, of an account that holds too much fail."""
+    await db.execute(request.param)
+
+
+async def events_of(db: asyncpg.Connection) -> list[bytes]:
+    """Return the payloads in the outbox, in the order of staging."""
+    return [row["payload"] for row in await db.fetch("SELECT * FROM pipeline.outbox ORDER BY id")]
+
+
+@pytest.mark.usefixtures("forbid_riches")
+@pytest.mark.parametrize(
+    ("amounts", "guilty"),
+    [
+        ([TOO_MUCH, 1, 2, 3, 4], 0),
+        ([1, 2, TOO_MUCH, 3, 4], 2),
+        ([1, 2, 3, 4, TOO_MUCH], 4),
+        ([1, TOO_MUCH, 2, TOO_MUCH + 1, 3], 1),
+        ([TOO_MUCH], 0),
+        ([1, TOO_MUCH], 1),
+    ],
+)
+async def test_a_record_that_only_the_flush_or_the_commit_refuses_is_found_among_its_neighbours(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, amounts: list[int], guilty: int
+) -> None:
+    _, desk = ledger
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
+    assert stuck.value.offset == guilty
+    assert await desk.position() == guilty
+    assert await histories(db) == {f"of {amount}": [amount] for amount in amounts[:guilty]}
+    assert len(await events_of(db)) == guilty
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == guilty
+    assert desk.outages == []
+
+
+@pytest.mark.usefixtures("forbid_riches")
+async def test_records_that_nobody_takes_are_passed_up_to_the_one_that_is_refused(
+    ledger: tuple[Bank, Desk],
+) -> None:
+    _, desk = ledger
+    skipped = Deposit(1, type="withdrawn")
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(skipped, skipped, Deposit(TOO_MUCH), skipped)
+    assert stuck.value.offset == 2
+    assert await desk.position() == 2
+
+
+@pytest.mark.usefixtures("forbid_riches")
+async def test_what_neighbours_did_to_the_same_row_is_kept_when_the_last_change_is_refused(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(*(Deposit(amount) for amount in (1, 2, TOO_MUCH, 3)))
+    assert stuck.value.offset == 2
+    assert await histories(db) == {"ada": [1, 2]}
+    assert await db.fetchval("SELECT version FROM account") == 2
+
+
+async def test_the_batch_commits_as_one_when_its_halves_pass_but_its_whole_did_not(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    # One row more than two in a transaction is refused: nobody alone is guilty.
+    await db.execute("""
+        CREATE FUNCTION at_most_two() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF (SELECT count(*) FROM account WHERE xmin = pg_current_xact_id()::xid) > 2 THEN
+                RAISE check_violation;
+            END IF;
+            RETURN NULL;
+        END $$;
+        CREATE CONSTRAINT TRIGGER few AFTER INSERT ON account
+        DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION at_most_two()
+    """)
+    _, desk = ledger
+    await desk.apply(*(Deposit(amount, account=str(amount)) for amount in range(1, 6)))
+    assert await histories(db) == {str(amount): [amount] for amount in range(1, 6)}
+    assert await desk.position() == 5
+
+
+async def test_what_stands_before_a_record_whose_handler_raises_commits_as_one_batch(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {30}
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(*(Deposit(amount) for amount in (10, 20, 30, 40)))
+    assert (stuck.value.offset, stuck.value.reason) == (2, "deposit failed")
+    assert isinstance(stuck.value.error, Refused)
+    assert await desk.position() == 2
+    assert await histories(db) == {"ada": [10, 20]}
+    assert await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox") == 1
+    assert bank.calls == [10, 20, 30, 10, 20]
+
+
+async def test_the_first_of_two_records_whose_handler_raises_is_the_one_that_is_stuck(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {10, 30}
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(*(Deposit(amount) for amount in (10, 20, 30, 40)))
+    assert stuck.value.offset == 0
+    assert await histories(db) == {}
+    assert await desk.position() == 0
+
+
+async def test_an_error_of_autoflush_is_blamed_on_the_record_that_caused_it(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    await db.execute(AT_FLUSH)
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="count")
+    async def count(event: Deposited, tx: Transaction) -> None:
+        # Flushes the deposit of its own record, and of all before it.
+        await tx.session.scalar(sa.select(sa.func.count()).select_from(Account))
+
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, TOO_MUCH, 3, 4)))
+    assert stuck.value.offset == 2
+    assert await histories(db) == {"1": [1], "2": [2]}
+
+
+async def test_a_query_of_a_later_handler_is_not_blamed_for_the_row_of_an_earlier_one(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    await db.execute(AT_FLUSH)
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=bank.deposits, consumer="naive")
+    async def naive(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 4:
+            await tx.session.scalar(sa.select(sa.func.count()).select_from(Account))
+        else:
+            account = Account(event.account)
+            account.version, account.balance = 0, event.amount
+            tx.session.add(account)
+
+    desk.handlers = handlers
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(*(Deposit(n, account=str(n)) for n in (1, TOO_MUCH, 3, 4)))
+    assert stuck.value.offset == 1
+    assert set(await histories(db)) == {"1"}
+
+
+async def test_a_savepoint_lets_a_handler_go_on_after_an_error(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="careful")
+    async def careful(event: Deposited, tx: Transaction) -> None:
+        with pytest.raises(DBAPIError):
+            async with tx.session.begin_nested():
+                await tx.session.execute(sa.text("SELECT 1 / 0"))
+
+    await desk.apply(Deposit(1), Deposit(2))
+    assert await histories(db) == {"ada": [1, 2]}
+    assert await desk.position() == 2
+
+
+async def test_a_handler_that_swallows_the_error_of_its_flush_is_stuck(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    await db.execute(AT_FLUSH)
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="careless")
+    async def careless(event: Deposited, tx: Transaction) -> None:
+        try:
+            await tx.session.flush()
+        except DBAPIError:
+            return
+
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(Deposit(1), Deposit(TOO_MUCH), Deposit(2))
+    assert stuck.value.offset == 1
+    assert await histories(db) == {"ada": [1]}
+    assert await desk.position() == 1
+
+
+async def test_a_handler_that_swallows_the_error_of_a_statement_is_stuck(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """PostgreSQL answers COMMIT with ROLLBACK then, and no error: nobody may call that applied."""
+    bank, desk = ledger
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Deposited, topic=bank.deposits, consumer="careless")
+    async def careless(event: Deposited, tx: Transaction) -> None:
+        try:
+            await tx.session.execute(sa.text(f"SELECT 1 / {event.amount}"))
+        except DBAPIError:
+            return
+
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(Deposit(1), Deposit(0))
+    assert stuck.value.offset == 1
+    assert await desk.position() == 1
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback", "close"])
+async def test_a_handler_that_ends_the_transaction_is_stuck_and_its_neighbours_lose_nothing(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, ending: str
+) -> None:
+    bank, desk = ledger
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="impatient")
+    async def impatient(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 2:
+            await getattr(tx.session, ending)()
+
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(*(Deposit(amount, account=str(amount)) for amount in (1, 2, 3)))
+    assert stuck.value.offset == 1
+    assert await desk.position() == 1
+    assert await histories(db) == {"1": [1]}
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 2
+
+
+async def test_a_cancellation_that_a_handler_lets_out_is_its_own_error(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="cancelling")
+    async def cancelling(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 2:
+            abandoned = asyncio.get_running_loop().create_future()
+            abandoned.cancel()
+            await abandoned
+
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(Deposit(1), Deposit(2))
+    assert stuck.value.offset == 1
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_key_that_postgresql_can_not_store_is_stuck_alone(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    poison = Deposit(3, value=b'{"account": "\\u0000", "amount": 3}')
+    with pytest.raises(Stuck) as stuck:
+        await desk.apply(Deposit(1), Deposit(2), poison, Deposit(4))
+    assert stuck.value.offset == 2
+    assert await histories(db) == {"ada": [1, 2]}
+
+
+class Note(Event, type="note", topic="notes"):
+    """Anything, told to nobody."""
+
+    text: str = ""
+
+
+class Nowhere(Event, type="nowhere"):
+    """An event without a topic."""
+
+
+@pytest.mark.parametrize(
+    ("publish", "told"),
+    [
+        (lambda tx: tx.publish(Note(text="x" * 900_000)), "takes"),
+        (lambda tx: tx.publish(Nowhere()), "no topic"),
+        (lambda tx: tx.publish(Note(), key="a\x00b"), "NUL"),
+        (lambda tx: tx.publish(Note(), key="\ud800"), "UTF-8"),
+        (lambda tx: tx.publish(Note(text="\ud800")), "UTF-8"),
+    ],
+    ids=["too large", "no topic", "NUL in the key", "half a letter in the key", "in the payload"],
+)
+async def test_an_event_that_could_never_be_sent_is_refused_when_it_is_staged(
+    ledger: tuple[Bank, Desk],
+    db: asyncpg.Connection,
+    publish: Callable[[Transaction], None],
+    told: str,
+) -> None:
+    """Trap 6."""
+    bank, desk = ledger
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="tell")
+    async def tell(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 2:
+            publish(tx)
+
+    with pytest.raises(Stuck, match=told) as stuck:
+        await desk.apply(*(Deposit(amount) for amount in (1, 2, 3)))
+    assert stuck.value.offset == 1
+    assert isinstance(stuck.value.error, Unpublishable)
+    assert len(await events_of(db)) == 1
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_nothing_of_a_refused_event_stays_when_its_handler_goes_on_without_it(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Deposited, topic=bank.deposits, consumer="tell", loads=Account.by("account"))
+    async def tell(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load_or_create(Account, event.account)
+        with pytest.raises(Unpublishable):
+            tx.publish(Note(text="x" * 900_000), of=account)
+        tx.publish(Note(text="short"), of=account)
+
+    await desk.apply(Deposit(1))
+    rows = await db.fetch("SELECT sequence, payload FROM pipeline.outbox")
+    assert [tuple(row) for row in rows] == [(1, b'{"text":"short"}')]
+    assert await db.fetchval("SELECT version FROM account") == 1
+
+
+async def test_two_handlers_of_one_event_apply_once_each_and_fail_together(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    broken = True
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="bonus", loads=Account.by("account"))
+    async def bonus(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load_or_create(Account, event.account)
+        account.balance += 1_000
+        if broken and event.amount == 2:
+            raise Refused("no bonus today")
+
+    with pytest.raises(Stuck, match="bonus failed") as stuck:
+        await desk.apply(Deposit(1), Deposit(2))
+    assert stuck.value.offset == 1
+    assert await db.fetchval("SELECT balance FROM account") == 1_001
+    broken = False
+    await desk.apply(Deposit(2), Deposit(2), Deposit(1))
+    assert await db.fetchval("SELECT balance FROM account") == 2_003
+    assert await histories(db) == {"ada": [1, 2]}
+    rows = await db.fetch(
+        "SELECT id, array_agg(consumer ORDER BY consumer) AS c FROM pipeline.inbox GROUP BY id"
+    )
+    assert {row["id"]: row["c"] for row in rows} == {
+        "1": ["bonus", "deposit"],
+        "2": ["bonus", "deposit"],
+    }
+
+
+async def test_a_handler_added_later_takes_what_another_has_taken_before(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    await desk.apply(Deposit(1))
+    seen: list[int] = []
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="later")
+    async def later(event: Deposited, tx: Transaction) -> None:
+        seen.append(event.amount)
+
+    await desk.apply(Deposit(1))
+    assert seen == [1]
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_batch_that_needs_more_than_the_time_of_a_transaction_goes_on_in_parts(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """A loss after the time budget is the batch's own fault, and no outage."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(
+        bank.handlers,
+        topic=bank.deposits,
+        transaction_timeout=0.8,
+        lock_timeout=0.5,
+        kafka_session_timeout=1,
+    )
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="slow")
+    async def slow(event: Deposited, tx: Transaction) -> None:
+        await tx.session.execute(sa.text("SELECT pg_sleep(0.3)"))
+
+    async with asyncio.timeout(15):
+        await desk.apply(*(Deposit(amount) for amount in (1, 2, 3, 4)))
+    assert await histories(db) == {"ada": [1, 2, 3, 4]}
+
+
+async def test_a_handler_that_hangs_is_stuck_and_its_neighbours_are_not(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 35."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(
+        bank.handlers,
+        topic=bank.deposits,
+        transaction_timeout=0.5,
+        lock_timeout=0.3,
+        kafka_session_timeout=1,
+    )
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="hanging")
+    async def hanging(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 3:
+            await asyncio.sleep(1)
+            await tx.session.execute(sa.text("SELECT 1"))
+
+    async with asyncio.timeout(20):
+        with pytest.raises(Stuck) as stuck:
+            await desk.apply(*(Deposit(amount) for amount in (1, 2, 3, 4)))
+    assert stuck.value.offset == 2
+    assert await histories(db) == {"ada": [1, 2]}

@@ -1,0 +1,147 @@
+"""Whose fault an error is, and how infrastructure is tried again."""
+
+import asyncio
+import logging
+
+import asyncpg
+import pytest
+import sqlalchemy.exc
+from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
+from tenacity import AsyncRetrying
+
+from pipeline.failures import is_infrastructure, is_of_the_database, patiently
+
+
+def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
+    """Return asyncpg's error as SQLAlchemy hands it on."""
+    translated = Exception("translated")
+    translated.__cause__ = cause
+    return sqlalchemy.exc.DBAPIError("SELECT", {}, translated)
+
+
+def invalidated() -> sqlalchemy.exc.DBAPIError:
+    """Return an error after which SQLAlchemy has given the connection up."""
+    return sqlalchemy.exc.DBAPIError("SELECT", {}, Exception(), connection_invalidated=True)
+
+
+OUTAGES = [
+    asyncpg.ConnectionDoesNotExistError(),
+    asyncpg.ConnectionFailureError(),
+    asyncpg.ReadOnlySQLTransactionError(),
+    asyncpg.IdleInTransactionSessionTimeoutError(),
+    asyncpg.SerializationError(),
+    asyncpg.DeadlockDetectedError(),
+    asyncpg.TooManyConnectionsError(),
+    asyncpg.DiskFullError(),
+    asyncpg.LockNotAvailableError(),
+    asyncpg.AdminShutdownError(),
+    asyncpg.CrashShutdownError(),
+    asyncpg.CannotConnectNowError(),
+    asyncpg.PostgresIOError(),
+    asyncpg.InvalidCachedStatementError(),
+    asyncpg.InterfaceError("connection is closed"),
+    asyncpg.InternalClientError(),
+    sqlalchemy.exc.TimeoutError(),
+    invalidated(),
+    KafkaConnectionError(),
+    KafkaTimeoutError(),
+    ConnectionResetError(),
+    TimeoutError(),
+]
+FAULTS = [
+    asyncpg.UniqueViolationError(),
+    asyncpg.CheckViolationError(),
+    asyncpg.NumericValueOutOfRangeError(),
+    asyncpg.CharacterNotInRepertoireError(),
+    asyncpg.InFailedSQLTransactionError(),
+    asyncpg.QueryCanceledError(),
+    asyncpg.UndefinedTableError(),
+    asyncpg.InsufficientPrivilegeError(),
+    asyncpg.DataError("invalid input for query argument $1"),
+]
+
+
+def name(error: object) -> str:
+    """Name a parameter."""
+    return type(error).__name__
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=name)
+def test_the_servers_and_the_way_to_them_are_infrastructure(error: Exception) -> None:
+    assert is_infrastructure(error)
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=name)
+def test_what_a_record_can_cause_is_not(error: Exception) -> None:
+    assert not is_infrastructure(error)
+
+
+@pytest.mark.parametrize("error", [KeyError(), ValueError(), RuntimeError(), Exception()], ids=name)
+def test_what_a_handler_can_raise_is_neither_infrastructure_nor_the_databases(
+    error: Exception,
+) -> None:
+    assert not is_infrastructure(error)
+    assert not is_of_the_database(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [one for one in OUTAGES + FAULTS if isinstance(one, asyncpg.PostgresError)],
+    ids=name,
+)
+def test_sqlalchemys_wrapping_changes_nothing(error: Exception) -> None:
+    assert is_infrastructure(wrapped(error)) == is_infrastructure(error)
+    assert is_of_the_database(wrapped(error))
+    assert is_of_the_database(error)
+
+
+def test_what_sqlalchemy_raises_may_belong_to_an_earlier_record() -> None:
+    assert is_of_the_database(sqlalchemy.exc.PendingRollbackError())
+    assert not is_infrastructure(sqlalchemy.exc.PendingRollbackError())
+
+
+async def work(attempts: AsyncRetrying, *errors: Exception) -> int:
+    """Raise the errors one after the other, then succeed; returns the number of tries."""
+    left = list(errors)
+    async for attempt in attempts:
+        with attempt:
+            if left:
+                raise left.pop(0)
+    return len(errors) - len(left) + 1
+
+
+async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    told: list[str] = []
+    attempts = patiently("the work", unless=lambda: False, away=told.append).copy(sleep=note)
+    errors = [ConnectionResetError(f"try {n}") for n in range(1, 21)]
+    assert await work(attempts, *errors) == 21
+    assert told == [f"ConnectionResetError: try {n}" for n in range(1, 21)]
+    assert pauses[0] < 1
+    assert max(pauses) <= 5
+    warnings = [line for line in caplog.records if line.levelno == logging.WARNING]
+    assert [line.getMessage() for line in warnings] == [
+        "the work failed, trying again: ConnectionResetError: try 1"
+    ]
+
+
+async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
+    told: list[str] = []
+    attempts = patiently("the work", unless=lambda: False, away=told.append)
+    with pytest.raises(asyncpg.UniqueViolationError):
+        await work(attempts, asyncpg.UniqueViolationError("twice"))
+    assert told == []
+
+
+async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> None:
+    attempts = patiently("the work", unless=lambda: True, away=lambda reason: None)
+    with pytest.raises(ConnectionResetError):
+        await work(attempts, ConnectionResetError())

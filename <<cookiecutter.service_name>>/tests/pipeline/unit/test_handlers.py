@@ -1,0 +1,135 @@
+"""The registry of handlers: what it finds, and the mistakes it refuses at import."""
+
+import pytest
+from sqlalchemy import Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pipeline import Aggregate, Event, Handlers, Plain, Position, Service, Tombstone, Transaction
+from pipeline.aggregate import create, key_of, primary_key
+
+
+class Base(DeclarativeBase):
+    """Tables of these tests, which no database has."""
+
+
+class Seat(Aggregate, Base):
+    """A row with a key of two columns, whose attributes are named otherwise."""
+
+    __tablename__ = "seat"
+
+    flight: Mapped[str] = mapped_column("flight_no", Text, primary_key=True)
+    number: Mapped[int] = mapped_column("seat_no", primary_key=True, autoincrement=False)
+
+
+class Booked(Event, type="booked"):
+    """A seat was booked."""
+
+    flight: str
+    seat: int
+
+
+class BookedToo(Event, type="booked"):
+    """Another model of the same type."""
+
+
+class Freed(Event, type="freed"):
+    """A seat was freed."""
+
+    flight: str
+
+
+async def note(event: Event, tx: Transaction) -> None:
+    """Take an event."""
+
+
+async def note_too(event: Event, tx: Transaction) -> None:
+    """Take an event."""
+
+
+def test_the_handlers_of_a_type_are_found_by_topic_in_the_order_of_registration() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="z")(note)
+    handlers.on(Booked, topic="a", consumer="b")(note_too)
+    handlers.on(Freed, topic="b", consumer="b")(note)
+    assert [one.consumer for one in handlers.of("a", "booked")] == ["z", "b"]
+    assert [one.function for one in handlers.of("a", "booked")] == [note, note_too]
+    assert handlers.of("b", "booked") == handlers.of("c", "booked") == ()
+    assert handlers.topics == {"a", "b"}
+
+
+def test_the_decorated_function_stays_what_it_was() -> None:
+    assert Handlers().on(Booked, topic="a", consumer="b")(note) is note
+
+
+def test_a_consumer_can_not_take_the_same_events_twice() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="seats")(note)
+    with pytest.raises(TypeError, match="consumer 'seats' already takes 'booked' of topic 'a'"):
+        handlers.on(Booked, topic="a", consumer="seats")(note_too)
+    assert [one.function for one in handlers.of("a", "booked")] == [note]
+
+
+def test_a_consumer_may_take_other_types_and_other_topics() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="seats")(note)
+    handlers.on(Freed, topic="a", consumer="seats")(note)
+    handlers.on(Booked, topic="b", consumer="seats")(note)
+    assert handlers.topics == {"a", "b"}
+
+
+def test_two_models_of_one_type_are_refused_on_one_topic() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="seats")(note)
+    with pytest.raises(TypeError, match="Booked and BookedToo both have the type 'booked'"):
+        handlers.on(BookedToo, topic="a", consumer="others")(note)
+    handlers.on(BookedToo, topic="b", consumer="others")(note)
+
+
+@pytest.mark.parametrize("fields", [(), ("flight",), ("flight", "row"), ("flight", "seat", "seat")])
+def test_fields_that_do_not_hold_the_primary_key_are_refused(fields: tuple[str, ...]) -> None:
+    with pytest.raises(TypeError, match=r"primary key \(flight, number\)"):
+        Handlers().on(Booked, topic="a", consumer="b", loads=Seat.by(*fields))
+
+
+def test_the_declared_key_is_read_from_the_event_in_the_order_of_the_columns() -> None:
+    loads = Seat.by("flight", "seat")
+    loads.check(Booked)
+    assert loads.key_of(Booked(flight="LH1", seat=7)) == ("LH1", 7)
+    assert primary_key(Seat) == ("flight", "number")
+
+
+def test_a_new_row_has_its_key_and_version_0() -> None:
+    seat = create(Seat, ("LH1", 7))
+    assert (seat.flight, seat.number, seat.version) == ("LH1", 7, 0)
+    assert key_of(seat) == ("LH1", 7)
+
+
+def test_a_plain_topic_is_described_once() -> None:
+    handlers = Handlers()
+    assert handlers.plain_of("a") is None
+    how = Plain("booked", Position())
+    handlers.plain("a", how)
+    assert handlers.plain_of("a") is how
+    with pytest.raises(TypeError, match="topic 'a' is described twice"):
+        handlers.plain("a", Plain("freed", Position()))
+
+
+def test_only_the_topics_that_a_handler_asks_for_have_tombstones() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="b")(note)
+    handlers.on(Tombstone, topic="b", consumer="b")(note)
+    assert [handlers.takes_tombstones(topic) for topic in ("a", "b", "c")] == [False, True, False]
+
+
+def test_a_service_knows_the_topics_that_it_reads_and_those_it_declares_events_for() -> None:
+    class Told(Event, type="told", topic="told-by-a-test"):
+        pass
+
+    class ToldMore(Told, type="told.more", topic="told-more-by-a-test"):
+        pass
+
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="b")(note)
+    service = Service("tests", handlers=handlers, metadata=Base.metadata)
+    assert {"a", "told-by-a-test", "told-more-by-a-test"} <= service.topics
+    assert service.source == "/tests"

@@ -1,0 +1,165 @@
+"""Staging: the ids of events, what is refused, and how large an event is taken to be."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import product
+
+import asyncpg
+import pytest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from opentelemetry import baggage, context, trace
+from opentelemetry.trace import SpanContext, TraceFlags, TraceState
+
+from pipeline import Event
+from pipeline.message import event_headers
+from pipeline.outbox import Outbox, StagedEvent, Unpublishable, event_id
+
+LIMIT = 10_000
+
+
+class Told(Event, type="told", topic="told"):
+    """Something to tell."""
+
+    text: str = ""
+    number: float = 0.0
+
+
+class ToldAtLength(Told, type="com.example." + "x" * 2_000, topic="told"):
+    """An event whose type takes more room than its payload."""
+
+
+def staged(event: Event, *, key: str | None = None, limit: int = LIMIT) -> StagedEvent:
+    """Stage one event and return its row."""
+    outbox = Outbox("/bank", limit)
+    outbox.stage(event, id="0" * 32, key=key, sequence=7)
+    assert len(outbox) == 1
+    return outbox._staged[0]
+
+
+def size_in_kafka(row: StagedEvent) -> int:
+    """Return how large a record batch is that holds the event alone, as the relay sends it."""
+    builder = DefaultRecordBatchBuilder(
+        magic=2, compression_type=0, is_transactional=0,
+        producer_id=2**62, producer_epoch=2**14, base_sequence=2**30, batch_size=10 * LIMIT,
+    )  # fmt: skip
+    headers = event_headers(
+        id=row.event_id,
+        source=row.source,
+        type=row.type,
+        time=datetime(2026, 12, 31, 23, 59, 59, 999_999, UTC),
+        subject=row.subject,
+        sequence=None if row.sequence is None else f"{row.sequence:020}",
+        content_type=row.content_type,
+        traceparent=row.traceparent,
+        tracestate=row.tracestate,
+        baggage=row.baggage,
+    )
+    builder.append(0, 2**42, row.key, row.payload, headers=headers)
+    return len(builder.build())
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Run the test within a trace that carries much."""
+    state = TraceState([(f"vendor{n}", "v" * 200) for n in range(5)])
+    span = trace.NonRecordingSpan(SpanContext(2**127, 2**63, True, TraceFlags(1), state))
+    token = context.attach(baggage.set_baggage("user", "ü" * 300, trace.set_span_in_context(span)))
+    yield
+    context.detach(token)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("key", [None, "k", "ключ" * 200], ids=["no key", "short key", "long key"])
+@pytest.mark.parametrize("kind", [Told, ToldAtLength])
+def test_an_event_that_is_staged_takes_no_more_room_in_kafka_than_is_allowed(
+    kind: type[Told], key: str | None
+) -> None:
+    """Trap 6: the largest text that staging lets pass, with all that goes beside it."""
+    fits, too_large = 0, LIMIT
+    while too_large - fits > 1:
+        size = (fits + too_large) // 2
+        try:
+            row = staged(kind(text="x" * size), key=key)
+        except Unpublishable:
+            too_large = size
+        else:
+            fits = size
+            assert size_in_kafka(row) <= LIMIT
+    assert row.baggage is not None
+    assert row.tracestate is not None
+    assert fits > LIMIT / 10
+
+
+def test_an_event_that_is_too_large_is_refused_with_both_sizes() -> None:
+    with pytest.raises(Unpublishable, match=r"Told takes 10,7\d\d bytes and 10,000 are allowed"):
+        staged(Told(text="x" * LIMIT))
+
+
+@pytest.mark.parametrize("topic", [None, "", ".", "..", "a b", "ä", "a/b", "x" * 250, "a\n"])
+def test_a_topic_that_kafka_can_not_have_is_refused(topic: str | None) -> None:
+    class Lost(Event, type="lost", topic=topic):
+        pass
+
+    with pytest.raises(Unpublishable, match="Lost has "):
+        staged(Lost())
+
+
+@pytest.mark.parametrize("topic", ["a", "A-b_c.9", "x" * 249, "..."])
+def test_a_topic_that_kafka_can_have_is_taken(topic: str) -> None:
+    class Sent(Event, type="sent", topic=topic):
+        pass
+
+    assert staged(Sent()).topic == topic
+
+
+@pytest.mark.parametrize("key", ["\x00", "a\x00b", "\ud800"])
+def test_a_key_that_can_not_be_stored_is_refused(key: str) -> None:
+    with pytest.raises(Unpublishable):
+        staged(Told(), key=key)
+
+
+def test_a_payload_that_is_no_text_is_refused() -> None:
+    with pytest.raises(Unpublishable, match="UTF-8"):
+        staged(Told(text="\udfff"))
+
+
+def test_what_is_refused_leaves_nothing_staged() -> None:
+    outbox = Outbox("/bank", LIMIT)
+    for event, key in ((Told(text="x" * LIMIT), None), (Told(), "\x00"), (Told(text="\ud800"), "")):
+        with pytest.raises(Unpublishable):
+            outbox.stage(event, id="1", key=key, sequence=None)
+    assert len(outbox) == 0
+
+
+def test_a_row_has_what_the_event_and_the_engine_say_of_it() -> None:
+    row = staged(Told(text="ä"), key="schlüssel")
+    assert row._asdict() == {
+        "topic": "told",
+        "key": "schlüssel".encode(),
+        "payload": '{"text":"ä","number":0.0}'.encode(),
+        "event_id": "0" * 32,
+        "source": "/bank",
+        "type": "told",
+        "subject": "schlüssel",
+        "sequence": 7,
+        "content_type": "application/json",
+        "traceparent": None,
+        "tracestate": None,
+        "baggage": None,
+    }
+
+
+def test_an_event_id_differs_when_anything_differs_that_it_is_made_of() -> None:
+    parts = [("a", "aa", "1"), ("b", "ab", ""), ("1", "", "11"), (b"h" * 16, b"1" * 16), (0, 1, 11)]
+    ids = {event_id(*combination) for combination in product(*parts)}  # type: ignore[arg-type]
+    assert len(ids) == 3 * 3 * 3 * 2 * 3
+
+
+def test_an_event_id_is_the_same_in_every_release() -> None:
+    """A restart in the middle of an upgrade must not make a new event of an old one."""
+    assert event_id("deposit", "/shop", "41", b"\x00" * 16, 0) == "e80475a5c79364f69f49465c938a8830"
+
+
+async def test_nothing_staged_needs_no_connection() -> None:
+    connection: asyncpg.Connection = None
+    await Outbox("/bank", LIMIT).write(connection)

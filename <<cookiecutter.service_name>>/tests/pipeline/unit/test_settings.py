@@ -1,0 +1,114 @@
+"""Settings: where they come from, what is refused, and that secrets stay so."""
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.settings import Settings
+
+URL = "postgresql+asyncpg://service:hunter2@db:5432/service"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what is required, and nothing else."""
+    import os
+
+    for name in list(os.environ):
+        if name.upper().startswith("PIPELINE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", URL)
+    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", "kafka:9092")
+
+
+def test_two_variables_are_enough() -> None:
+    settings = Settings()
+    assert settings.database_url.get_secret_value() == URL
+    assert settings.kafka_bootstrap_servers == "kafka:9092"
+    assert settings.consumer_start == "earliest"
+
+
+def test_every_field_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_BATCH_SIZE", "17")
+    monkeypatch.setenv("PIPELINE_RETRY_PAUSE", "0.5")
+    monkeypatch.setenv("PIPELINE_LOG_JSON", "false")
+    settings = Settings()
+    assert (settings.batch_size, settings.retry_pause, settings.log_json) == (17, 0.5, False)
+
+
+def test_all_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS")
+    monkeypatch.setenv("PIPELINE_BATCH_SIZE", "0")
+    monkeypatch.setenv("PIPELINE_CONSUMER_START", "middle")
+    monkeypatch.setenv("PIPELINE_HEALTH_PORT", "70000")
+    with pytest.raises(ValidationError) as errors:
+        Settings()
+    assert {error["loc"][0] for error in errors.value.errors()} == {
+        "kafka_bootstrap_servers",
+        "batch_size",
+        "consumer_start",
+        "health_port",
+    }
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://service:hunter2@db/service",
+        "postgresql+psycopg://service:hunter2@db/service",
+        "hunter2",
+        "",
+    ],
+)
+def test_another_kind_of_database_url_is_refused_and_not_quoted(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", url)
+    with pytest.raises(ValidationError, match=r"postgresql\+asyncpg://user:password@") as error:
+        Settings()
+    assert "hunter2" not in str(error.value)
+
+
+def test_the_password_is_never_printed() -> None:
+    settings = Settings()
+    assert "hunter2" not in f"{settings} {settings!r} {settings.model_dump()}"
+    assert "hunter2" not in settings.model_dump_json()
+
+
+def test_a_mistake_elsewhere_does_not_print_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_LOCK_TIMEOUT", "9")
+    with pytest.raises(ValidationError, match="lock_timeout < transaction_timeout") as error:
+        Settings()
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lock", "transaction", "session", "good"),
+    [(1, 2, 3, True), (2, 2, 3, False), (1, 3, 3, False), (1, 4, 3, False), (3, 2, 4, False)],
+)
+def test_the_server_gives_up_before_the_group_does(
+    monkeypatch: pytest.MonkeyPatch, lock: int, transaction: int, session: int, good: bool
+) -> None:
+    """Trap 35."""
+    monkeypatch.setenv("PIPELINE_LOCK_TIMEOUT", str(lock))
+    monkeypatch.setenv("PIPELINE_TRANSACTION_TIMEOUT", str(transaction))
+    monkeypatch.setenv("PIPELINE_KAFKA_SESSION_TIMEOUT", str(session))
+    if good:
+        Settings()
+    else:
+        with pytest.raises(ValidationError, match="must hold"):
+            Settings()
+
+
+@pytest.mark.parametrize("name", ["RETRY_PAUSE", "LOCK_TIMEOUT", "RELAY_POLL_MIN"])
+@pytest.mark.parametrize("value", ["0", "-1", "soon"])
+def test_a_duration_is_more_than_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"PIPELINE_{name}", value)
+    with pytest.raises(ValidationError, match=name.lower()):
+        Settings()
+
+
+def test_settings_do_not_change_once_they_are_read() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().batch_size = 1  # type: ignore[misc]
