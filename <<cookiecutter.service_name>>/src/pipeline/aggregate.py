@@ -50,6 +50,14 @@ class Loads(Generic[A]):
         """Raise `TypeError` if the event lacks a field or the key has another number of columns."""
         columns = primary_key(self.entity)
         known = event.model_fields
+        for field, column in zip(self.fields, columns, strict=False):
+            kept = _python_type(self.entity, column)
+            given = known[field].annotation if field in known else None
+            if kept and isinstance(given, type) and not issubclass(given, kept):
+                raise TypeError(
+                    f"{event.__name__}.{field} is {given.__name__}, and {self.entity.__name__}."
+                    f"{column} holds {kept.__name__}: a row would never be found; use one type"
+                )
         if len(columns) != len(self.fields) or not known.keys() >= set(self.fields):
             raise TypeError(
                 f"{self.entity.__name__}.by(…) must name the fields of {event.__name__} that hold"
@@ -66,6 +74,13 @@ def primary_key(entity: type[Aggregate]) -> tuple[str, ...]:
             mapper.get_property_by_column(column).key for column in mapper.primary_key
         )
     return _PRIMARY_KEYS[entity]
+
+
+def _python_type(entity: type[Aggregate], attribute: str) -> type[Any] | None:
+    try:
+        return getattr(entity, attribute).type.python_type  # type: ignore[no-any-return]
+    except NotImplementedError:
+        return None
 
 
 def key_of(row: Aggregate) -> Key:
@@ -90,7 +105,13 @@ async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) ->
         .with_for_update()
         .execution_options(populate_existing=True)
     )
-    return {key_of(row): row for row in await session.scalars(statement)}
+    found = {key_of(row): row for row in await session.scalars(statement)}
+    if not found.keys() <= set(keys):
+        raise TypeError(
+            f"{entity.__name__} has the key {next(iter(found))!r}, but was asked for as"
+            f" {next(iter(keys))!r}: use the type that the column holds"
+        )
+    return found
 
 
 def create(entity: type[A], key: Key) -> A:

@@ -20,10 +20,13 @@ from .events import Event, Tombstone
 from .failures import is_infrastructure, is_of_the_database
 from .handlers import Handler, Handlers
 from .inbox import Generations, IdentityMismatch, Marker, PositionMoved, Slot
-from .message import Message, Undecodable, decode, marker_key
+from .message import Message, Plain, Position, Undecodable, decode, marker_key
 from .outbox import Outbox
 from .settings import Settings
 from .transaction import Rows, Transaction
+
+_BARE_TOMBSTONE = Plain(Tombstone.event_type, Position())
+"""Compacted topics carry tombstones without any header: their place names them."""
 
 
 class Stuck(Exception):
@@ -99,7 +102,8 @@ def read(handlers: Handlers, topic: str, start: int, records: Sequence[ConsumerR
         try:
             found: list[Item] = []
             if record.value is not None or tombstones:
-                found = list(_items(handlers, decode(record, plain)))
+                how = plain or (_BARE_TOMBSTONE if record.value is None else None)
+                found = list(_items(handlers, decode(record, how)))
             if found:
                 items += found
             else:
@@ -269,7 +273,7 @@ class Consume:
             session=session, rows=rows, outbox=outbox, consumer=consumer, message=message
         )
         try:
-            with telemetry.process_span(message, consumer, self._group):
+            with tx, telemetry.process_span(message, consumer, self._group):
                 await item.handler.function(item.event, tx)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()

@@ -54,17 +54,11 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         self._health.not_ready("consumer", "has not joined its group yet")
         self._client = client = self._new_client()
         try:
-            async for attempt in patiently(
-                "connecting to Kafka",
-                unless=self._stopping.is_set,
-                away=lambda reason: self._health.not_ready("consumer", reason),
-            ):
-                with attempt:
-                    await client.start()
+            await self._connect()
             client.subscribe(sorted(self._handlers.topics), listener=self)
             while not self._stopping.is_set():
                 await self._commit_offsets()
-                self._look_for_topics()
+                await self._look_for_topics()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(
                         self._stopping.wait(), self._settings.offset_commit_interval
@@ -78,6 +72,19 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
     def stop(self) -> None:
         """Ask `run` to end."""
         self._stopping.set()
+
+    async def _connect(self) -> None:
+        try:
+            async for attempt in patiently(
+                "connecting to Kafka",
+                unless=self._stopping.is_set,
+                away=lambda reason: self._health.not_ready("consumer", reason),
+            ):
+                with attempt:
+                    await self._client.start()
+        except KafkaError:
+            if not self._stopping.is_set():
+                raise
 
     def _new_client(self) -> AIOKafkaConsumer:
         session_timeout = round(self._settings.kafka_session_timeout * 1000)
@@ -144,9 +151,15 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             else:
                 self._committed |= behind
 
-    def _look_for_topics(self) -> None:
-        for topic in self._handlers.topics:
-            if self._client.partitions_for_topic(topic):
+    async def _look_for_topics(self) -> None:
+        topics = self._handlers.topics
+        known = {topic for topic in topics if self._client.partitions_for_topic(topic)}
+        if known != topics:
+            # What the client has not heard of yet may exist all the same: ask the brokers.
+            with suppress(KafkaError):
+                known |= await self._client.topics()
+        for topic in topics:
+            if topic in known:
                 self._health.forget(f"topic {topic}")
             else:
                 self._health.not_ready(
@@ -217,8 +230,10 @@ class Reader:
         async for attempt in self._patiently("reading the position"):
             with attempt:
                 self.position = await self._stored_position()
-        self._health.ready(self._part)
         assert self.position is not None
+        if self._held is None or self.position > self._held.offset:
+            self._release()
+            self._health.ready(self._part)
         self._client.seek(self._partition, self.position)
 
     async def _stored_position(self) -> int:
@@ -313,4 +328,4 @@ class Reader:
         stop = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        return task.result() if task.done() else None
+        return None if self._stopping.is_set() else task.result()

@@ -14,6 +14,8 @@ class Event(BaseModel):
         place: str
     ```
 
+    Its handlers and their repetitions share one instance: leave what it holds as it is.
+
     `type` is the CloudEvents type; it names a contract, so change it when a field changes its
     meaning. `topic` is needed for events that are published.
     """

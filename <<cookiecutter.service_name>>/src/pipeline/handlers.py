@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
 from .aggregate import Loads
@@ -45,12 +46,15 @@ class Handlers:
         rename the function. `loads` names the rows that the handler is going to change; they are
         fetched and locked for the whole batch in one query.
 
-        Raises `TypeError` if the consumer already takes these events, or `loads` does not fit.
+        Raises `TypeError` if the consumer already takes these events, or `loads` or the
+        function does not fit.
         """
         if loads is not None:
             loads.check(event)
 
         def register(function: Function[E]) -> Function[E]:
+            if not iscoroutinefunction(function):
+                raise TypeError(f"{function} is no coroutine function: write `async def`")
             registered = self._by_topic.setdefault(topic, {})
             others = registered.get(event.event_type, ())
             for other in others:

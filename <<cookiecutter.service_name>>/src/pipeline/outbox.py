@@ -96,7 +96,7 @@ class Outbox:
                 event_id=id,
                 source=self._source,
                 type=event.event_type,
-                subject=key,
+                subject=key or None,
                 sequence=sequence,
                 content_type="application/json",
                 traceparent=traceparent,

@@ -1,6 +1,6 @@
 """The transaction as a handler sees it: load and change rows, publish events."""
 
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -51,7 +51,7 @@ class Transaction:
     rollback does not undo out of it.
     """
 
-    __slots__ = ("_consumer", "_outbox", "_published", "_rows", "message", "session")
+    __slots__ = ("_consumer", "_ended", "_outbox", "_published", "_rows", "message", "session")
 
     def __init__(
         self, *, session: AsyncSession, rows: Rows, outbox: Outbox, consumer: str, message: Message
@@ -64,6 +64,14 @@ class Transaction:
         self._outbox = outbox
         self._consumer = consumer
         self._published = 0
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # What a task that outlives its handler stages would be lost, and nobody would know.
+        self._ended = True
 
     async def load(self, entity: type[A], *key: object) -> A | None:
         """Return the row with this primary key, locked until the end of the batch, or None.
@@ -86,6 +94,8 @@ class Transaction:
 
         Raises `Unpublishable` for an event that could never be sent.
         """
+        if self._ended:
+            raise RuntimeError("the handler has ended: await what publishes before it returns")
         sequence = None
         if of is not None:
             if key is not None:

@@ -11,6 +11,7 @@ from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Transaction
+from pipeline.batch import Stuck
 
 from .bank import Account, Bank, Base, Deposit, Deposited
 from .conftest import eventually, histories
@@ -266,3 +267,43 @@ async def test_of_and_key_are_not_taken_together(ledger: tuple[Bank, Desk]) -> N
         assert account.version == 0
 
     await desk.apply(Deposit(1))
+
+
+async def test_a_key_of_another_type_than_its_column_is_refused_and_not_taken_for_missing(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await db.execute("INSERT INTO account VALUES ('7', 0, '', 0)")
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="deposit")
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        await tx.load(Account, _Text("7"))
+
+    with pytest.raises(Stuck, match="use the type that the column holds"):
+        await desk.apply(Deposit(1))
+
+
+class _Text(str):
+    """Binds as the text that it is, and equals nothing that comes back."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+async def test_what_is_published_after_the_handler_has_ended_is_refused(
+    ledger: tuple[Bank, Desk],
+) -> None:
+    _, desk = ledger
+    handlers = desk.handlers = Handlers()
+    kept: list[Transaction] = []
+
+    @handlers.on(Deposited, topic="deposits", consumer="deposit")
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        kept.append(tx)
+
+    await desk.apply(Deposit(1))
+    with pytest.raises(RuntimeError, match="the handler has ended"):
+        kept[0].publish(BalanceTold(amount=1))

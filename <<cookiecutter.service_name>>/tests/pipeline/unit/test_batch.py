@@ -111,6 +111,13 @@ def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_for_it
     assert item.event == Tombstone(key="")
 
 
+def test_a_tombstone_without_headers_is_named_by_its_place(handlers: Handlers) -> None:
+    handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
+    batch = read(handlers, TOPIC, 7, [record(7, value=None, type=None, key=b"a")])
+    assert batch.stuck is None
+    assert batch.items[0].marker.message.id == "0-7"
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [

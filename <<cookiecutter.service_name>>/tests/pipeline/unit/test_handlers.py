@@ -133,3 +133,20 @@ def test_a_service_knows_the_topics_that_it_reads_and_those_it_declares_events_f
     service = Service("tests", handlers=handlers, metadata=Base.metadata)
     assert {"a", "told-by-a-test", "told-more-by-a-test"} <= service.topics
     assert service.source == "/tests"
+
+
+def test_a_function_that_is_no_coroutine_function_is_refused() -> None:
+    def hasty(event: Event, tx: Transaction) -> None:
+        pass
+
+    with pytest.raises(TypeError, match="write `async def`"):
+        Handlers().on(Booked, topic="a", consumer="b")(hasty)  # type: ignore[arg-type]
+
+
+def test_a_field_whose_type_could_never_match_the_key_is_refused() -> None:
+    class BookedByName(Event, type="booked.by.name"):
+        flight: str
+        seat: str
+
+    with pytest.raises(TypeError, match=r"BookedByName\.seat is str, and Seat\.number holds int"):
+        Handlers().on(BookedByName, topic="a", consumer="b", loads=Seat.by("flight", "seat"))
