@@ -87,11 +87,11 @@ class Running:
 
 
 @asynccontextmanager
-async def relaying(settings: Settings) -> AsyncIterator[Running]:
+async def relaying(settings: Settings, kind: type[Relay] = Relay) -> AsyncIterator[Running]:
     """Run a relay, as long as the `with` block lasts or it is stopped or killed inside."""
     engine = create_engine(settings, name="bank")
     health = Health(stall_after=10)
-    relay = Relay(engine, name="bank", settings=settings, health=health)
+    relay = kind(engine, name="bank", settings=settings, health=health)
     one = Running(relay, health, asyncio.create_task(relay.run()))
     try:
         yield one
@@ -103,7 +103,7 @@ async def relaying(settings: Settings) -> AsyncIterator[Running]:
 
 def id_of(record: ConsumerRecord) -> str:
     """Return the CloudEvents id."""
-    return dict(record.headers)["ce_id"].decode()
+    return str(dict(record.headers)["ce_id"], "utf-8")
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The command line `service`."""
 
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from uuid import uuid4
@@ -9,9 +10,12 @@ import asyncpg
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
+from pipeline.commands import command_line
+
 from .bank import Bank
+from .conftest import eventually
 from .outgoing import empty_database
-from .processes import Start, starting
+from .processes import Process, Start, starting
 
 ALEMBIC = f"""
 [alembic]
@@ -69,24 +73,46 @@ async def partitions(kafka: str, *topics: str) -> list[int]:
     return [by_name[topic] for topic in topics]
 
 
-async def test_without_a_command_it_lists_what_there_is(start: Start) -> None:
-    process = await start()
-    assert await process.ended() == 2
+def call(unborn: Bank, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """Run a command that ends before it needs a server, and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["service", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        command_line(unborn.service)()
+    return ended.value.code
+
+
+def test_without_a_command_it_lists_what_there_is(
+    unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(unborn, monkeypatch) == 2
+    said = "".join(capsys.readouterr())
     for name in ("run", "consume", "relay", "migrate", "topics"):
-        assert name in process.output
+        assert name in said
 
 
-async def test_help_needs_no_settings(start: Start) -> None:
-    process = await start("--help", database_url=None, kafka_bootstrap_servers=None)
-    assert await process.ended() == 0
-    assert "Publish the outbox" in process.output
+def test_help_needs_no_settings(
+    unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PIPELINE_DATABASE_URL", raising=False)
+    assert call(unborn, monkeypatch, "relay", "--help") == 0
+    assert "Publish the outbox" in capsys.readouterr().out
 
 
-async def test_an_unknown_command_is_refused(start: Start) -> None:
-    process = await start("dance")
-    assert await process.ended() == 2
-    assert "dance" in process.output
-    assert "Traceback" not in process.output
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["dance"], "dance"), (["topics", "create", "--partitions", "0"], "--partitions")],
+)
+def test_what_the_command_line_does_not_know_is_refused(
+    unborn: Bank,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    named: str,
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert call(unborn, monkeypatch, *arguments) == 2
+    assert named in capsys.readouterr().err
 
 
 async def test_topics_are_created_once_and_then_left_alone(
@@ -106,11 +132,6 @@ async def test_a_topic_that_the_broker_refuses_is_an_error(start: Start, unborn:
     assert "InvalidReplicationFactor" in process.output
     assert unborn.balances in process.output or unborn.deposits in process.output
     assert "Traceback" not in process.output
-
-
-async def test_a_number_of_partitions_below_one_is_refused(start: Start) -> None:
-    process = await start("topics", "create", "--partitions", "0")
-    assert await process.ended() == 2
 
 
 async def test_topics_cannot_be_created_while_kafka_is_away(
@@ -143,15 +164,22 @@ async def test_migrate_makes_tables_partitions_and_generations_and_may_be_repeat
     assert [tuple(row) for row in made] == [("pipeline.inbox", 3), ("pipeline.outbox", 8)]
 
 
-async def test_a_migrated_service_becomes_ready(start: Start, folder: Path, unborn: Bank) -> None:
-    for command in (["migrate"], ["topics", "create"]):
-        process = await start(*command, cwd=folder)
-        assert await process.ended() == 0, process.output
+async def test_a_service_that_is_migrated_becomes_ready_when_its_topics_are_there(
+    start: Start, folder: Path, unborn: Bank
+) -> None:
+    migrate = await start("migrate", cwd=folder)
+    assert await migrate.ended() == 0, migrate.output
     running = await start("run", cwd=folder)
-    while not await running.is_ready():
-        assert running.is_running, running.output
+    await eventually(lambda: _names(running, unborn.deposits))
+    create = await start("topics", "create", cwd=folder)
+    assert await create.ended() == 0, create.output
+    await eventually(running.is_ready)
     status, body = await running.get("/health/ready")
     assert (status, json.loads(body)) == (200, {"ready": True, "reasons": {}})
+
+
+async def _names(process: Process, topic: str) -> bool:
+    return f"topic {topic}" in await process.reasons()
 
 
 async def test_migrate_says_what_is_missing_instead_of_a_traceback(

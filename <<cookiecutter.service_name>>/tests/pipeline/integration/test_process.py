@@ -16,7 +16,7 @@ from sqlalchemy import make_url
 from .bank import Bank, Deposit
 from .conftest import eventually
 from .outgoing import empty_database, event, following, ids_in, stage
-from .processes import Start, forwarding, starting
+from .processes import Process, Start, forwarding, starting
 from .test_consume import balance
 
 NewTopic = Callable[..., Awaitable[str]]
@@ -283,6 +283,22 @@ async def test_a_process_that_waits_for_kafka_stops_when_it_is_told_to(
     process.send(signal.SIGTERM)
     assert await process.ended() == 0, process.output
     assert "Traceback" not in process.output
+
+
+async def test_a_process_stops_though_kafka_accepts_connections_and_never_answers(
+    start: Start, db: asyncpg.Connection
+) -> None:
+    await stage(db, [event("t", 1)])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = await start("run", kafka_bootstrap_servers=nowhere, shutdown_grace=1)
+        await eventually(lambda: _says(process, "consumer"))
+        process.send(signal.SIGTERM)
+        await process.ended()
+
+
+async def _says(process: Process, part: str) -> bool:
+    return part in await process.reasons()
 
 
 async def test_a_process_waits_for_the_database_and_goes_on_when_it_comes(

@@ -15,7 +15,7 @@ from pipeline.relay import Page, Progress
 from pipeline.schema import SHARDS
 from pipeline.settings import Settings
 
-from .conftest import eventually
+from .conftest import PATIENCE, eventually
 from .outgoing import (
     Tail,
     event,
@@ -515,6 +515,29 @@ async def test_a_relay_publishes_all_that_is_committed_before_it_stops(
     assert await all_is_written(db)
 
 
+async def test_what_is_committed_behind_the_back_of_the_last_look_is_published_before_the_stop(
+    settings: Callable[..., Settings],
+    connect: Connect,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic, writer = await new_topic(), await connect()
+
+    class Interrupted(relay.Relay):
+        """One that is told to stop when it has just found nothing."""
+
+        async def _step(self, driver: asyncpg.Connection) -> bool:
+            found = await super()._step(driver)
+            if not self._stopping.is_set():
+                await stage(writer, numbered(topic, [1]))
+                self.stop()
+            return found
+
+    async with relaying(settings(), Interrupted) as one:
+        await asyncio.wait_for(one.task, PATIENCE)
+    assert await ids_in(kafka, topic) == ["1"]
+
+
 async def test_a_relay_that_lost_its_shards_writes_nothing_over_the_new_owners_progress(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
@@ -644,5 +667,5 @@ def test_the_tail_notices_what_is_out_of_order() -> None:
         one.key, one.headers = b"k", [("ce_id", id.encode())]
         return one
 
-    tail = Tail([seen("1"), seen("3"), seen("1"), seen("2")])  # type: ignore[list-item]
+    tail = Tail([seen("1"), seen("3"), seen("1"), seen("2")])
     assert tail.first_ids() == {b"k": ["1", "3", "2"]}

@@ -179,10 +179,10 @@ async def test_a_service_that_has_nothing_to_do_records_nothing(
     polls = 0
     original = telemetry.observe_outbox
 
-    def polled(*arguments: float) -> None:
+    def polled(lag_events: int, lag_seconds: float) -> None:
         nonlocal polls
         polls += 1
-        original(*arguments)
+        original(lag_events, lag_seconds)
 
     monkeypatch.setattr(telemetry, "observe_outbox", polled)
     async with running(bank.service) as health:
