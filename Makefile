@@ -6,6 +6,8 @@ PYTHON ?= python3
 BIN = $(abspath $(VENV))/bin
 RAW = <<cookiecutter.service_name>>
 STACK = $(BIN)/python '$(RAW)/dev/stack.py'
+PIN = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+    --no-annotate --no-emit-index-url --custom-compile-command "make requirements" $(UPGRADE)
 
 # Named after what the environment holds, so that nothing is installed twice. The second says it
 # to the Makefile of a generated service, whose requirements are a part of ours.
@@ -36,7 +38,7 @@ demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, chec
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
 
 test: check ## everything that a contributor needs to trust a change, real servers included
-	@$(STACK) run -- $(MAKE) --no-print-directory test-raw test-baked
+	@$(STACK) run -- $(MAKE) --no-print-directory --keep-going test-raw test-baked
 
 # The engine's own tests, in the raw tree.
 test-raw: $(INSTALLED)
@@ -64,15 +66,15 @@ format: $(INSTALLED) ## format the code and mend what the linter can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--upgrade: newest versions)
-	@cd '$(RAW)' && $(MAKE) --no-print-directory VENV=$(abspath $(VENV)) requirements
-	@$(BIN)/uv pip compile requirements.in --output-file requirements.txt $(UPGRADE) \
-	    --constraint '$(RAW)/requirements/dev.txt' --python-version 3.11 --universal --generate-hashes \
-	    --no-emit-index-url --no-annotate --custom-compile-command "make requirements" --quiet
+requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--upgrade: the newest)
+	@cd '$(RAW)' && $(PIN) requirements/base.in --output-file requirements/base.txt
+	@cd '$(RAW)' && $(PIN) requirements/dev.in --output-file requirements/dev.txt \
+	    --constraint requirements/base.txt
+	@$(PIN) requirements.in --output-file requirements.txt --constraint '$(RAW)/requirements/dev.txt'
 
 clean: ## delete everything that was made here, the servers' data too
 	@test ! -x $(BIN)/python || $(STACK) down --purge
-	@rm -rf .venv .stack .pytest_cache build
+	@rm -rf .venv .stack .*_cache build
 	@find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

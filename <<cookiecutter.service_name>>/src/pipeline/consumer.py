@@ -21,6 +21,9 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
+_ANSWER_SECONDS = 3.0
+"""How long brokers have for what nobody needs to wait for: offsets for tools, a farewell."""
+
 
 class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no types
     """A member of the consumer group, named as the service is."""
@@ -66,7 +69,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             await self._stop_readers(self._settings.shutdown_grace)
         finally:
             await self._stop_readers(0)
-            await client.stop()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(client.stop(), _ANSWER_SECONDS)
             self._health.not_ready("consumer", "has left its group")
 
     def stop(self) -> None:
@@ -145,8 +149,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         }
         if behind:
             try:
-                await self._client.commit(behind)
-            except KafkaError as error:
+                await asyncio.wait_for(self._client.commit(behind), _ANSWER_SECONDS)
+            except (KafkaError, TimeoutError) as error:
                 log.debug("offsets were not committed, the next ones will be: %s", error)
             else:
                 self._committed |= behind
@@ -156,8 +160,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         known = {topic for topic in topics if self._client.partitions_for_topic(topic)}
         if known != topics:
             # What the client has not heard of yet may exist all the same: ask the brokers.
-            with suppress(KafkaError):
-                known |= await self._client.topics()
+            with suppress(KafkaError, TimeoutError):
+                known |= await asyncio.wait_for(self._client.topics(), _ANSWER_SECONDS)
         for topic in topics:
             if topic in known:
                 self._health.forget(f"topic {topic}")

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaError
 from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
@@ -13,9 +15,18 @@ from . import telemetry
 from .message import event_headers
 from .settings import Settings
 
+_BATCH_BYTES = 128 * 1024
+"""A larger event is a batch by itself; topics accept 1 MB by default."""
+_METADATA_SECONDS = 5.0
+_STOP_SECONDS = 5.0
+
 
 class LeaseExpired(Exception):
     """The relay's time ran out before the send: another one may own the shards by now."""
+
+
+class NotSent(Exception):
+    """Kafka has not acknowledged all events; the text says of which topic and why."""
 
 
 class Publisher:
@@ -29,14 +40,15 @@ class Publisher:
         self._settings = settings
         self._client_id = client_id
         self._producer: AIOKafkaProducer | None = None
-        self._partitions: dict[str, list[int]] = {}
 
     async def send(self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]) -> None:
         """Send the events and return when all of them are acknowledged by all replicas in sync.
 
         Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
         time. After an error nothing is known about any of them: send them all again. `may_send`
-        is asked before every batch; `LeaseExpired` is raised when it says no.
+        is asked before every batch.
+
+        Raises `NotSent`, and `LeaseExpired` when `may_send` says no.
         """
         producer = await self._started()
         try:
@@ -58,7 +70,9 @@ class Publisher:
         """Close the producer; the next `send` starts another."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            await producer.stop()
+            # It has nothing left to send; a broker that hangs must not hold us.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(producer.stop(), _STOP_SECONDS)
 
     async def _started(self) -> AIOKafkaProducer:
         if self._producer is None:
@@ -67,7 +81,7 @@ class Publisher:
                 client_id=self._client_id,
                 enable_idempotence=True,
                 acks="all",
-                max_batch_size=self._settings.max_event_bytes,
+                max_batch_size=min(_BATCH_BYTES, self._settings.max_event_bytes),
                 max_request_size=2 * self._settings.max_event_bytes,
                 metadata_max_age_ms=30_000,
             )
@@ -84,7 +98,7 @@ class Publisher:
     ) -> dict[tuple[str, int], list[asyncpg.Record]]:
         chains: dict[tuple[str, int], list[asyncpg.Record]] = {}
         counts = {
-            topic: len(await producer.partitions_for(topic))
+            topic: await _partitions(producer, topic)
             for topic in {event["topic"] for event in events}
         }
         for event in events:
@@ -107,9 +121,24 @@ class Publisher:
             for batch in _batches(producer, events):
                 if not may_send():
                     raise LeaseExpired("the lease ended before all events were sent")
-                acknowledged = await producer.send_batch(batch, topic, partition=partition)
-                await acknowledged
+                try:
+                    await (await producer.send_batch(batch, topic, partition=partition))
+                except KafkaError as error:
+                    raise NotSent(f"{topic}/{partition}: {_text(error)}") from error
         telemetry.published(topic, len(events))
+
+
+async def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
+    try:
+        return len(await asyncio.wait_for(producer.partitions_for(topic), _METADATA_SECONDS))
+    except (KafkaError, TimeoutError) as error:
+        raise NotSent(
+            f"topic {topic} is not known to the brokers: create it, or run `service topics create`"
+        ) from error
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _batches(

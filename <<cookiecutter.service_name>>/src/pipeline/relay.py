@@ -22,7 +22,7 @@ from . import telemetry
 from .database import autocommitting
 from .failures import is_infrastructure
 from .health import Health
-from .publisher import LeaseExpired, Publisher
+from .publisher import LeaseExpired, NotSent, Publisher
 from .schema import SHARDS
 from .settings import Settings
 
@@ -207,7 +207,7 @@ class Relay:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 self._health.not_ready("relay", reason)
-                if not is_infrastructure(error):
+                if not (isinstance(error, NotSent) or is_infrastructure(error)):
                     log.exception("relay: unexpected error, starting again")
                 elif self._failures == 0:
                     log.warning("relay: %s; trying again", reason)

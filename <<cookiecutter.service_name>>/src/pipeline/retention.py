@@ -5,9 +5,10 @@ open transactions and stalls everyone behind it.
 """
 
 import logging
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 
 import asyncpg
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random
 
 from . import inbox
 from .settings import Settings
@@ -30,6 +31,9 @@ SELECT EXISTS (
 _GENERATION = "SELECT current, opened_at, clock_timestamp() AS now FROM pipeline.inbox_generation"
 
 
+_ROTATION_ATTEMPTS = 20
+
+
 class NotMigrated(Exception):
     """The engine's tables are not there."""
 
@@ -45,7 +49,7 @@ async def keep_house(connection: asyncpg.Connection, settings: Settings) -> None
     generation = await connection.fetchrow(_GENERATION) if await _is_there(connection) else None
     if generation is None:
         raise NotMigrated
-    today = datetime.now(UTC).date()
+    today = generation["now"].astimezone(UTC).date()
     for ahead in range(settings.outbox_days_ahead + 1):
         day = today + timedelta(days=ahead)
         name = f"outbox_p{day:%Y%m%d}"
@@ -82,9 +86,15 @@ async def _attach(connection: asyncpg.Connection, parent: str, name: str, bounds
 
 
 async def _rotate(connection: asyncpg.Connection, current: int) -> None:
-    """Close the generation; gives way at once, and again, so that it stalls no message."""
-    try:
-        if await inbox.rotate(connection, current=current):
-            log.info("inbox generation %s is closed, %s takes new markers", current, current + 1)
-    except asyncpg.LockNotAvailableError:
-        log.info("inbox generation %s is busy; it will be closed later", current)
+    """Close the generation. It gives way at once and tries again, so that it stalls no message."""
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception_type(asyncpg.LockNotAvailableError),
+        wait=wait_random(0.1, 0.5),
+        stop=stop_after_attempt(_ROTATION_ATTEMPTS),
+        retry_error_callback=lambda _: None,
+    ):
+        with attempt:
+            if await inbox.rotate(connection, current=current):
+                log.info("inbox generation %s is closed", current)
+            return
+    log.warning("inbox generation %s is busy; it will be closed in the next round", current)

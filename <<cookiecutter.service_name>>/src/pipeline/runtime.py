@@ -79,6 +79,7 @@ async def _serve(
     stopping: asyncio.Event,
 ) -> None:
     # Nothing may meet a missing partition: the first round comes before everything else.
+    health.not_ready("housekeeping", "partitions are not checked yet")
     await _keep_house_once(engine, settings, health, stopping)
     if stopping.is_set():
         return
@@ -122,7 +123,6 @@ async def _keep_house(
 async def _keep_house_once(
     engine: AsyncEngine, settings: Settings, health: Health, stopping: asyncio.Event
 ) -> None:
-    health.not_ready("housekeeping", "partitions are not checked yet")
     try:
         async for attempt in patiently(
             "housekeeping",

@@ -1,0 +1,280 @@
+"""Generated services: every variant is complete, passes its own checks and tests, and runs."""
+
+import ast
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from email.utils import getaddresses
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
+
+COPIED = ("src/pipeline", "tests/pipeline", "dev")
+"""What is copied as it is, byte for byte."""
+
+ONCE = "--ignore=tests/pipeline/integration"
+"""The engine's long tests: run in the raw tree, which is the same source (see the test of that)."""
+
+UNUSUAL = {
+    "service_name": "z9-a-1",
+    "package_name": "aa_1",
+    "description": "Ça, là: what's lost (or 'late')? 50/50 & A+B @ C_D, e.g. 荷物 - oui!",
+    "author": "King, Jr., Ñ. O'Brien & Söhne <n.o-brien+x_1@mail.example.co>",
+}
+"""Answers that are allowed and break what is careless."""
+
+
+@pytest.fixture(
+    scope="module", params=variants(), ids=lambda given: "-".join(map("=".join, given.items()))
+)
+def variant(
+    request: pytest.FixtureRequest, template: Template, tmp_path_factory: pytest.TempPathFactory
+) -> BakedProject:
+    """A service with these optional features, in its first commit."""
+    project = template.bake(tmp_path_factory.mktemp("variant"), **request.param)
+    who = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
+    project.run("git", "init", "--quiet")
+    project.run("git", "add", ".")
+    project.run("git", *who, "commit", "--quiet", "--message", "First commit")
+    return project
+
+
+@pytest.fixture(scope="module")
+def unusual(template: Template, tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
+    """A service with unusual answers."""
+    return template.bake(tmp_path_factory.mktemp("unusual"), **UNUSUAL)
+
+
+@pytest.fixture(scope="module")
+def set_up(unusual: BakedProject) -> BakedProject:
+    """A service that has installed all it needs from nothing, as on its owner's machine."""
+    unusual.run("make", "setup")
+    return unusual
+
+
+def test_a_variant_passes_its_own_checks(variant: BakedProject) -> None:
+    variant.make("check")
+
+
+def test_a_variant_passes_its_own_tests(variant: BakedProject) -> None:
+    said = variant.run("make", f"VENV={sys.prefix}", "test", PYTEST_ADDOPTS=ONCE)
+
+    assert re.search(r"\d+ passed", said)
+    assert not re.search(r"\d+ (skipped|xfailed)", said)
+
+
+def test_what_checks_and_tests_leave_behind_is_ignored_by_git(variant: BakedProject) -> None:
+    assert variant.run("git", "status", "--porcelain") == ""
+
+
+def test_the_manifest_says_what_a_variant_goes_without(variant: BakedProject) -> None:
+    for feature, paths in features().items():
+        for path in paths:
+            there = variant.path / path.replace("<<cookiecutter.package_name>>", variant.package)
+            assert there.exists() == (variant.answers[feature] == "yes")
+    assert not (variant.path / ".features.json").exists()
+
+
+def test_nothing_of_the_template_is_left_in_a_variant(variant: BakedProject) -> None:
+    for name, content in variant.files().items():
+        assert not re.search(r"[<>]", name)
+        if not name.startswith(COPIED):
+            text = content.decode()
+            assert not re.search(r"<<|>>|# <%|%>|# <#|cookiecutter\.[a-z]+_", text), name
+            assert "\n\n\n\n" not in text, name
+
+
+def test_the_engine_is_copied_byte_for_byte(default_project: BakedProject) -> None:
+    raw = BakedProject(RAW, {}).files()
+    baked = default_project.files()
+
+    assert {name: raw[name] for name in raw if name.startswith(COPIED)} == {
+        name: baked[name] for name in baked if name.startswith(COPIED)
+    }
+
+
+def test_answers_and_template_version_are_kept(unusual: BakedProject) -> None:
+    version = json.loads((RAW.parent / "cookiecutter.json").read_text("utf-8"))["_template_version"]
+
+    assert json.loads(unusual.read(".cookiecutter.json")) == {
+        "template_version": version,
+        "cookiecutter": {**DEFAULTS, **UNUSUAL},
+    }
+
+
+def test_the_kept_answers_make_the_same_service_again(
+    unusual: BakedProject, template: Template, output: Path
+) -> None:
+    answers = str(unusual.path / ".cookiecutter.json")
+
+    done = template.cookiecutter(output, "--replay-file", answers)
+
+    assert done.returncode == 0, done.stdout
+    assert BakedProject(output / "z9-a-1", UNUSUAL).files() == unusual.files()
+
+
+def test_what_lies_about_in_a_working_folder_is_not_baked(
+    default_project: BakedProject, tmp_path: Path
+) -> None:
+    dirty = Template.copied_to(tmp_path)
+    raw = dirty.path / RAW.name
+    for folder in ("src", "src/pipeline", "src/<<cookiecutter.package_name>>", "tests", "dev", "."):
+        for leftover in ("__pycache__", ".mypy_cache", ".hypothesis"):
+            (raw / folder / leftover).mkdir()
+            (raw / folder / leftover / "x.pyc").write_bytes(b"\x9f\x00 << # <% %>")
+
+    project = dirty.bake(tmp_path / "output")
+
+    assert {path.name for path in project.path.rglob("*")} == {
+        path.name for path in default_project.path.rglob("*")
+    }
+
+
+def test_unusual_answers_pass_the_checks(unusual: BakedProject) -> None:
+    unusual.make("check")
+
+
+def test_unusual_answers_break_no_file(unusual: BakedProject) -> None:
+    for path in unusual.path.rglob("*"):
+        match path.suffix:
+            case ".json":
+                json.loads(path.read_text("utf-8"))
+            case ".toml":
+                tomllib.loads(path.read_text("utf-8"))
+            case ".yaml" | ".yml":
+                list(yaml.safe_load_all(path.read_text("utf-8")))
+    project = tomllib.loads(unusual.read("pyproject.toml"))["project"]
+    assert project["description"] == UNUSUAL["description"]
+    assert "{name} <{email}>".format_map(project["authors"][0]) == UNUSUAL["author"]
+    assert UNUSUAL["description"] in unusual.read("README.md")
+
+
+def test_a_wheel_holds_all_the_source(unusual: BakedProject, tmp_path: Path) -> None:
+    unusual.run(
+        *(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"),
+        *("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, "."),
+    )
+
+    [wheel] = tmp_path.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == {
+        name.removeprefix("src/") for name in unusual.files() if name.startswith("src/")
+    }
+
+
+def test_setting_up_installs_the_command_service(set_up: BakedProject) -> None:
+    assert "migrate" in set_up.run(set_up.path / ".venv/bin/service", "--help")
+
+
+def test_setting_up_installs_what_the_answers_describe(set_up: BakedProject) -> None:
+    ask = "from importlib.metadata import metadata; print(metadata('z9-a-1').json)"
+
+    about = ast.literal_eval(set_up.run(set_up.path / ".venv/bin/python", "-c", ask))
+
+    assert about["summary"] == UNUSUAL["description"]
+    [(name, address)] = getaddresses([about["author_email"]])
+    assert f"{name} <{address}>" == UNUSUAL["author"]
+
+
+def test_setting_up_again_has_nothing_to_do(set_up: BakedProject) -> None:
+    assert "Nothing to be done" in set_up.run("make", "setup")
+
+
+def test_a_service_that_was_set_up_from_nothing_passes_its_checks(set_up: BakedProject) -> None:
+    set_up.run("make", "check")
+
+
+def test_make_alone_lists_the_commands(default_project: BakedProject) -> None:
+    listed = re.findall(r"^  make (\w+) ", default_project.run("make"), re.MULTILINE)
+
+    assert listed == [
+        *("help", "setup", "up", "down", "run"),
+        *("test", "check", "format", "requirements", "clean"),
+    ]
+
+
+def test_an_old_python_is_named_as_the_obstacle(
+    default_project: BakedProject, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        ["make", "setup", f"VENV={tmp_path / 'venv'}", "PYTHON=false"],
+        cwd=default_project.path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode != 0
+    assert "This needs Python 3.11 or newer" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
+    scan = [".venv/bin/python", "dev/scan.py", "JFK", "--parcel", "N14228"]
+    with running(set_up) as address:
+        said = subprocess.run(
+            scan, cwd=set_up.path, env=own_servers(), capture_output=True, text=True
+        )
+        metrics = urlopen(f"{address}/metrics", timeout=5).read().decode()
+
+    assert re.search(r"published parcel\.moved\.v1 .*N14228", said.stdout), said.stderr
+    assert "messaging_process_duration" in metrics
+    assert "has stopped" in set_up.read("run.log")
+    assert "Traceback" not in set_up.read("run.log")
+
+
+def own_servers() -> dict[str, str]:
+    """Return an environment that names no servers: the service has to bring up its own."""
+    return {n: v for n, v in clean_environment().items() if not n.startswith("PIPELINE_")}
+
+
+@contextmanager
+def running(project: BakedProject) -> Iterator[str]:
+    """Keep `make run` running, and press Ctrl-C at the end; give the address of its health."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = own_servers() | {"PIPELINE_HEALTH_PORT": str(port)}
+    with (project.path / "run.log").open("w") as log:
+        process = subprocess.Popen(
+            ["make", "run"],
+            cwd=project.path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}/health/ready", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+        left = subprocess.run(["pgrep", "--pgroup", str(process.pid)], capture_output=True)
+        subprocess.run(["make", "down"], cwd=project.path, env=own_servers(), check=True)
+    assert left.stdout == b""
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError), urlopen(url, timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.2)
+    pytest.fail("`make run` did not become ready; see run.log")

@@ -1,0 +1,130 @@
+"""What must hold for the files of this repository, whatever they do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pip._internal.models.index import PyPI
+
+from tests.baked import DEFAULTS, RAW, ROOT, features
+
+BASE = RAW / "requirements" / "base.txt"
+DEV = RAW / "requirements" / "dev.txt"
+ALL = ROOT / "requirements.txt"
+
+QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+
+
+def ours() -> Iterator[tuple[str, str]]:
+    """Yield name and text of every file that is or will be committed."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.split("\0"):
+        if (ROOT / name).is_file():
+            yield name, (ROOT / name).read_text("utf-8")
+
+
+def pins(requirements: Path) -> dict[str, tuple[str, ...]]:
+    """Return the hashes of each pinned requirement."""
+    pinned: dict[str, tuple[str, ...]] = {}
+    for line in requirements.read_text("utf-8").replace("\\\n", "").splitlines():
+        if not line.startswith("#"):
+            requirement, *hashes = re.split(r"\s+--hash=", line.strip())
+            pinned[requirement] = tuple(hashes)
+    return pinned
+
+
+@pytest.mark.parametrize("requirements", [BASE, DEV, ALL], ids=lambda path: path.name)
+def test_every_requirement_is_pinned_with_hashes_and_without_an_address(requirements: Path) -> None:
+    pinned = pins(requirements)
+
+    assert len(pinned) > 30
+    for requirement, hashes in pinned.items():
+        assert re.match(r"[a-z0-9-]+==[\w.]+( ; .+)?$", requirement)
+        assert hashes
+        assert all(re.fullmatch("sha256:[0-9a-f]{64}", each) for each in hashes)
+    assert "://" not in requirements.read_text("utf-8")
+
+
+def test_developers_and_contributors_have_exactly_what_the_service_has_and_more() -> None:
+    base, dev, everything = pins(BASE), pins(DEV), pins(ALL)
+
+    assert base.items() < dev.items() < everything.items()
+
+
+def test_no_file_names_a_registry_or_a_folder_of_this_machine() -> None:
+    folders = {str(ROOT), sys.prefix, f"{Path.home()}/"}
+    forbidden = {PyPI.netloc, PyPI.file_storage_domain, "/maven" + "2", *folders}
+
+    found = {(name, text) for name, content in ours() for text in forbidden if text in content}
+
+    assert found == set()
+
+
+def test_every_question_has_a_readable_prompt() -> None:
+    asked = {question for question in QUESTIONS if not question.startswith("_")}
+
+    assert asked == set(QUESTIONS["__prompts__"]) == set(DEFAULTS)
+    for prompt in QUESTIONS["__prompts__"].values():
+        sentence = prompt["__prompt__"] if isinstance(prompt, dict) else prompt
+        assert sentence[0].isupper()
+        assert len(sentence.split()) >= 4
+
+
+def test_every_feature_is_a_question_with_yes_and_no_and_what_it_takes_away_exists() -> None:
+    for feature, paths in features().items():
+        assert QUESTIONS[feature] == ["yes", "no"]
+        assert set(QUESTIONS["__prompts__"][feature]) == {"__prompt__", "yes", "no"}
+        assert [path for path in paths if not (RAW / path).exists()] == []
+
+
+def test_the_folders_that_are_copied_hold_no_template() -> None:
+    folders = [pattern for pattern in QUESTIONS["_copy_without_render"] if "*" not in pattern]
+
+    assert "src/pipeline" in folders
+    for folder in folders:
+        for path in (RAW / folder).rglob("*.*"):
+            if path.suffix in {".py", ".sql", ".mako", ".ini"}:
+                text = path.read_text("utf-8")
+                assert not re.search(r"<<\s*cookiecutter|# <[%#]", text), path
+
+
+def test_the_changelog_begins_with_the_version_of_the_template() -> None:
+    [newest, *_] = re.findall(
+        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
+
+    assert newest == QUESTIONS["_template_version"]
+
+
+def test_the_raw_service_is_configured_for_its_tools_before_it_is_baked() -> None:
+    raw = tomllib.loads((RAW / "pyproject.toml").read_text("utf-8"))
+
+    assert {"ruff", "mypy", "pytest", "importlinter"} <= set(raw["tool"])
+
+
+def test_continuous_integration_calls_the_tests_that_contributors_call() -> None:
+    script = ROOT / ".ci" / "run"
+
+    subprocess.run(["bash", "-n", script], check=True)
+    assert os.access(script, os.X_OK)
+    assert script.read_text("utf-8").rstrip().endswith("test")
+
+
+@pytest.mark.parametrize("folder", [ROOT, RAW], ids=["template", "service"])
+def test_every_command_of_make_says_what_it_does(folder: Path) -> None:
+    text = (folder / "Makefile").read_text("utf-8")
+    commands = set(re.findall(r"^([a-z]+):", text, re.MULTILINE))
+
+    assert commands == set(re.findall(r"^([a-z]+):.*## \w", text, re.MULTILINE))
