@@ -21,7 +21,7 @@ def upgrade() -> None:
     op.create_table(
         "parcel",
         sa.Column("id", sa.Text, nullable=False),
-        sa.Column("place", sa.Text),
+        sa.Column("place", sa.Text, nullable=False),
         sa.Column("scans", sa.Integer, nullable=False),
         sa.Column("last_scanned_at", sa.DateTime(timezone=True)),
         sa.Column("version", sa.BigInteger, nullable=False),

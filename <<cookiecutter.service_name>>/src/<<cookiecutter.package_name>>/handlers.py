@@ -26,7 +26,7 @@ async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
     tx.publish(
         ParcelMoved(
             parcel_id=parcel.id,
-            place=scan.place,
+            place=parcel.place,
             scans=parcel.scans,
             scanner=scan.scanner,
             number=scan.number,

@@ -27,19 +27,21 @@ class Parcel(Aggregate, Base):
     __tablename__ = "parcel"
 
     id: Mapped[str] = mapped_column(Text, primary_key=True)
-    place: Mapped[str | None] = mapped_column(Text)
+    place: Mapped[str] = mapped_column(Text)
     scans: Mapped[int]
     last_scanned_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
 
     def __init__(self, id: str) -> None:
         self.id = id
+        self.place = ""
         self.scans = 0
 
     def move_to(self, place: str, scanned_at: datetime) -> None:
-        """Note that the parcel was scanned at a place."""
-        self.place = place
-        self.last_scanned_at = scanned_at
+        """Count a scan; the parcel is at the place of the newest one, whatever comes in late."""
         self.scans += 1
+        if self.last_scanned_at is None or scanned_at >= self.last_scanned_at:
+            self.place = place
+            self.last_scanned_at = scanned_at
 
 
 # <%- endif +%>

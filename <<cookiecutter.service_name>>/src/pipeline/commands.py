@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 
 from .database import autocommitting, create_engine
 from .health import CannotListen
-from .retention import NotMigrated, keep_house
+from .retention import NotMigrated, make_ahead
 from .runtime import Part, run
 from .service import Service
 from .settings import Settings
@@ -125,7 +125,7 @@ async def _make_ahead(service: Service, settings: Settings) -> None:
     engine = create_engine(settings, name=service.name)
     try:
         async with autocommitting(engine) as connection:
-            await keep_house(connection, settings)
+            await make_ahead(connection, settings)
     finally:
         await engine.dispose()
 

@@ -11,6 +11,9 @@ from .settings import Settings
 _BESIDE_THE_LANES = 3
 """Connections for the relay, for housekeeping and for reading a position."""
 
+_COMMAND_SECONDS = 60.0
+"""Longer than any statement takes: a connection that died without a word is noticed by it."""
+
 
 def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
     """Return a pool that is as large as the process needs, and no larger."""
@@ -22,7 +25,10 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         hide_parameters=True,
         isolation_level="READ COMMITTED",
         # Compiling a page of the outbox takes longer than reading it.
-        connect_args={"server_settings": {"application_name": name, "jit": "off"}},
+        connect_args={
+            "command_timeout": _COMMAND_SECONDS,
+            "server_settings": {"application_name": name, "jit": "off"},
+        },
     )
 
 

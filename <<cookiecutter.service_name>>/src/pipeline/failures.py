@@ -52,6 +52,12 @@ def is_of_the_database(error: BaseException) -> bool:
     )
 
 
+def told(error: BaseException) -> str:
+    """Return the error's text without what a database adds to it: values of rows, and SQL."""
+    text = str(error)
+    return text.partition("\n")[0] if is_of_the_database(error) else text
+
+
 def patiently(what: str, unless: Callable[[], bool], away: Callable[[str], None]) -> AsyncRetrying:
     """Attempts that go on while infrastructure fails, with jitter, at most 5 s apart.
 
@@ -60,9 +66,10 @@ def patiently(what: str, unless: Callable[[], bool], away: Callable[[str], None]
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        away(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {told(error)}" if error else "unknown"
+        away(reason)
         if state.attempt_number == 1:
-            log.warning("%s failed, trying again: %s: %s", what, type(error).__name__, error)
+            log.warning("%s failed, trying again: %s", what, reason)
 
     return AsyncRetrying(
         retry=retry_if_exception(lambda error: is_infrastructure(error) and not unless()),

@@ -5,6 +5,7 @@ Fields are given by `extra={…}`. Give identities (topic, offset, message id), 
 
 import logging
 import math
+import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from pythonjsonlogger.json import JsonFormatter
 _HANDLER = "pipeline"
 _RESERVED = {*RESERVED_ATTRS, "taskName"}  # of a LogRecord; the last since Python 3.12
 _OURS = {"timestamp", "level", "logger", "message", "exception", "stack", "trace_id", "span_id"}
+_DETAIL = re.compile(r"^DETAIL:.*\n?", re.MULTILINE)
 _LEAST = {
     "aiokafka": logging.WARNING,
     "alembic": logging.WARNING,
@@ -54,6 +56,9 @@ def configure(*, level: str, json: bool | None) -> None:
 class _Json(JsonFormatter):
     """One JSON object a line."""
 
+    def formatException(self, ei: Any) -> str:
+        return _without_rows(str(super().formatException(ei)))
+
     def add_fields(
         self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
     ) -> None:
@@ -70,6 +75,9 @@ class _Json(JsonFormatter):
 class _Readable(logging.Formatter):
     """One line for people, and below it the traceback if there is one."""
 
+    def formatException(self, ei: Any) -> str:
+        return _without_rows(super().formatException(ei))
+
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_timestamp(record)} {record.levelname:<7} {record.name}"
         fields = "".join(f" {name}={_text(value)}" for name, value in _fields(record).items())
@@ -79,6 +87,11 @@ class _Readable(logging.Formatter):
         if record.stack_info:
             lines.append(record.stack_info)
         return "\n".join(lines)
+
+
+def _without_rows(traceback: str) -> str:
+    """Leave out the lines in which PostgreSQL quotes rows: `DETAIL: Failing row contains (…)`."""
+    return _DETAIL.sub("", traceback)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -1,8 +1,4 @@
-"""The relay: publishes the outbox, shard by shard, from a snapshot that says what is published.
-
-A window is what is visible now and was not visible in `seen`: exact in whatever order
-transactions commit. How it is read, and why so, stands in `docs/protocol.md`.
-"""
+"""The relay: publishes the outbox, shard by shard, window by window, under leases."""
 
 import asyncio
 import logging
@@ -10,7 +6,6 @@ import math
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from time import monotonic
 from uuid import uuid4
@@ -20,62 +15,20 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import telemetry
 from .database import autocommitting
-from .failures import is_infrastructure
+from .failures import is_infrastructure, told
 from .health import Health
 from .publisher import LeaseExpired, NotSent, Publisher
 from .schema import SHARDS
 from .settings import Settings
+from .window import Page, Progress, fresh, page
 
 log = logging.getLogger(__name__)
 
-Snapshot = tuple[int, int, tuple[int, ...]]
-"""A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
-
-_SCAN_AT_MOST = 50_000
-"""Ids that one PAGE looks through, so that one late row does not make it scan everything."""
-
-_COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
-       content_type, traceparent, tracestate, baggage"""
-
-# By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
-# the one it read with. A snapshot's xmax is the latest *completed* transaction + 1, so rows of
-# running ones may lie above it: the window is never bounded by an id.
-# `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
-# parallel plan, in which the first row might not come first.
-_FRESH = f"""
-SELECT pg_current_snapshot() AS target,
-       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
-       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic, NULL::bytea AS key,
-       NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type, NULL AS subject,
-       NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent, NULL AS tracestate,
-       NULL AS baggage
-UNION ALL (
-SELECT NULL, NULL, {_COLUMNS}
-  FROM (SELECT {_COLUMNS}
-          FROM pipeline.outbox
-         WHERE xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())
-           AND shard = ANY ($2)
-        UNION ALL
-        SELECT {_COLUMNS}
-          FROM pipeline.outbox
-         WHERE shard = ANY ($2)
-           AND xid = ANY (ARRAY(
-               SELECT running FROM pg_snapshot_xip($1) AS running
-                WHERE pg_visible_in_snapshot(running, pg_current_snapshot())))) AS unseen
- ORDER BY id + 0
- LIMIT $3)
-"""
-
-# Functions instead of comparisons of xid: the planner must take the index on id.
-_PAGE = f"""
-SELECT {_COLUMNS}
-  FROM pipeline.outbox
- WHERE id > $3 AND id <= $4
-   AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
-   AND shard = ANY ($5)
- ORDER BY id
- LIMIT $6
-"""
+_FIRST_PAGE = 100
+_PAGE_BYTES = 16 * 2**20
+"""What the events of one page may take in memory, about; the first page is small."""
+_ROW_BYTES = 500
+"""Size of an event beside its payload, about."""
 
 _ANNOUNCE = """
 INSERT INTO pipeline.outbox_relay (owner, lease_until)
@@ -113,54 +66,6 @@ RETURNING cursor.shard
 _LEAVE = "DELETE FROM pipeline.outbox_relay WHERE owner = $1"
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a shard is published. While `target` is set, a window is done up to `last_id`."""
-
-    seen: Snapshot
-    target: Snapshot | None
-    last_id: int
-    high_id: int
-
-
-@dataclass(frozen=True)
-class Page:
-    """Events to send, and the progress that holds when all of them are acknowledged."""
-
-    events: Sequence[asyncpg.Record]
-    then: Progress
-
-
-async def fresh(
-    connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
-) -> Page:
-    """Read what has become visible since `seen`."""
-    head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1)
-    if len(events) <= limit:
-        return Page(events, replace(progress, seen=head["target"]))
-    events.pop()
-    return Page(
-        events,
-        Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"]),
-    )
-
-
-async def page(
-    connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
-) -> Page:
-    """Read on in a window that is larger than a page."""
-    upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
-    events = await connection.fetch(
-        _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit
-    )
-    if len(events) == limit:
-        return Page(events, replace(progress, last_id=events[-1]["id"]))
-    if upto < progress.high_id:
-        return Page(events, replace(progress, last_id=upto))
-    assert progress.target is not None
-    return Page(events, Progress(progress.target, None, 0, 0))
-
-
 class Relay:
     """One relay process. Any number of them share the shards; each shard has one owner."""
 
@@ -173,7 +78,9 @@ class Relay:
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, int] = {}
         self._lease_ends = 0.0
+        self._extend_at = 0.0
         self._renew_at = 0.0
+        self._page = min(settings.relay_page, _FIRST_PAGE)
         self._write_at = 0.0
         self._dirty: set[int] = set()
         self._failures = 0
@@ -202,12 +109,10 @@ class Relay:
             try:
                 await self._serve()
                 break
-            except LeaseExpired as error:
-                log.warning("relay: %s; reading the cursor again", error)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {told(error)}"
                 self._health.not_ready("relay", reason)
-                if not (isinstance(error, NotSent) or is_infrastructure(error)):
+                if not (isinstance(error, NotSent | LeaseExpired) or is_infrastructure(error)):
                     log.exception("relay: unexpected error, starting again")
                 elif self._failures == 0:
                     log.warning("relay: %s; trying again", reason)
@@ -233,7 +138,7 @@ class Relay:
     async def _publish_until_stopped(self, driver: asyncpg.Connection) -> None:
         settings = self._settings
         pause = settings.relay_poll_min
-        drain_until = math.inf
+        drained_by = math.inf
         while True:
             if monotonic() >= self._renew_at:
                 await self._renew(driver)
@@ -244,8 +149,8 @@ class Relay:
             if self._dirty and monotonic() >= self._write_at:
                 await self._write(driver, sorted(self._dirty))
             if stopping:
-                drain_until = min(drain_until, monotonic() + settings.shutdown_grace)
-                if not found or monotonic() >= drain_until:
+                drained_by = min(drained_by, monotonic() + settings.shutdown_grace / 4)
+                if not found or monotonic() >= drained_by:
                     return
             elif found:
                 pause = settings.relay_poll_min
@@ -267,7 +172,7 @@ class Relay:
         groups: dict[Progress, list[int]] = {}
         for shard, progress in self._progress.items():
             groups.setdefault(progress, []).append(shard)
-        limit = self._settings.relay_page
+        limit = max(1, self._page // max(1, len(groups)))
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
         pages = [(shards, await page(driver, one, shards, limit)) for one, shards in paged]
@@ -282,7 +187,8 @@ class Relay:
         events = [event for _, one in pages for event in one.events]
         _observe([one for _, one in pages])
         if events:
-            await self._publisher.send(events, self._holds_lease)
+            await self._send(driver, events)
+            self._page = self._fitting(events)
         for shards, one in pages:
             for shard in shards:
                 self._progress[shard] = one.then
@@ -292,17 +198,44 @@ class Relay:
         self._health.ready("relay")
         return bool(events) or bool(paged)
 
+    async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> None:
+        """Send, however long it takes, and extend the leases meanwhile."""
+        sending = asyncio.create_task(self._publisher.send(events, self._holds_lease))
+        try:
+            while not sending.done():
+                await asyncio.wait({sending}, timeout=max(0.0, self._extend_at - monotonic()))
+                if monotonic() >= self._extend_at and await self._extend(driver):
+                    raise LeaseExpired("shards went to another relay while their events were sent")
+            sending.result()
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    def _fitting(self, events: Sequence[asyncpg.Record]) -> int:
+        """Return how many events of this size fit into the memory that a page may take."""
+        size = sum(len(event["payload"] or b"") + _ROW_BYTES for event in events)
+        return min(self._settings.relay_page, max(1, _PAGE_BYTES * len(events) // size))
+
     def _holds_lease(self) -> bool:
         return monotonic() < self._lease_ends
 
-    async def _renew(self, driver: asyncpg.Connection) -> None:
-        """Extend the leases, learn which are lost, and take or give to an even share."""
+    async def _extend(self, driver: asyncpg.Connection) -> list[int]:
+        """Extend the leases; returns the shards that went to another relay."""
         lease = self._settings.relay_lease
+        # From before the first statement: the database's clock started later, never earlier.
         begun = monotonic()
         await driver.execute(_ANNOUNCE, self._owner, lease)
+        lost = await self._write(driver, sorted(self._progress))
+        self._lease_ends = begun + lease
+        self._extend_at = begun + lease / 3
+        return lost
+
+    async def _renew(self, driver: asyncpg.Connection) -> None:
+        """Extend the leases, and take or give shards to an even share."""
+        lease = self._settings.relay_lease
+        await self._extend(driver)
         alive = await driver.fetchval(_COUNT_RELAYS)
         share = math.ceil(SHARDS / max(1, alive))
-        await self._write(driver, sorted(self._progress))
         if len(self._progress) > share:
             await self._write(driver, sorted(self._progress)[share:], keep=False)
         elif len(self._progress) < share:
@@ -313,15 +246,17 @@ class Relay:
                 self._progress[row["shard"]] = Progress(
                     row["seen"], row["target"], row["last_id"], row["high_id"]
                 )
-        # From before the first statement: the database's clock started later, never earlier.
-        self._lease_ends = begun + lease
-        self._renew_at = begun + lease / 3
+        self._renew_at = monotonic() + lease / 3
         telemetry.relay_progress(len(self._progress))
 
     async def _write(
         self, driver: asyncpg.Connection, shards: Sequence[int], *, keep: bool = True
-    ) -> None:
-        """Store the progress of shards and extend their leases, or give them back."""
+    ) -> list[int]:
+        """Store the progress of shards and extend their leases, or give them back.
+
+        Returns the shards that were another relay's already.
+        """
+        lost: list[int] = []
         groups: dict[Progress, list[int]] = {}
         for shard in shards:
             groups.setdefault(self._progress[shard], []).append(shard)
@@ -342,9 +277,11 @@ class Relay:
                 self._dirty.discard(shard)
                 if not keep or shard not in still_ours:
                     del self._progress[shard], self._tokens[shard]
-            if lost := [shard for shard in members if shard not in still_ours]:
-                log.warning("relay: shards %s went to another relay", lost)
+            lost += [shard for shard in members if shard not in still_ours]
+        if lost:
+            log.warning("relay: shards %s went to another relay", lost)
         self._write_at = monotonic() + self._settings.relay_cursor_interval
+        return lost
 
     async def _release(self, driver: asyncpg.Connection) -> None:
         await self._write(driver, sorted(self._progress), keep=False)
@@ -360,7 +297,8 @@ class Relay:
 def _observe(pages: Sequence[Page]) -> None:
     """Tell how far the relay lags: events still to send, and the age of the oldest in seconds."""
     events = [event for one in pages for event in one.events]
-    beyond = sum(one.then.high_id - one.then.last_id for one in pages)
+    # Windows overlap in their ids: the widest says how far it is, about.
+    beyond = max((one.then.high_id - one.then.last_id for one in pages), default=0)
     oldest = min((event["created_at"] for event in events), default=None)
     age = (datetime.now(UTC) - oldest).total_seconds() if oldest else 0.0
     telemetry.observe_outbox(len(events) + beyond, max(0.0, age))

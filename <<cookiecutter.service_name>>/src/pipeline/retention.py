@@ -42,7 +42,15 @@ class NotMigrated(Exception):
 
 
 async def keep_house(connection: asyncpg.Connection, settings: Settings) -> None:
-    """Make outbox partitions and inbox generations ahead; close a generation that is old enough.
+    """Make partitions ahead, and close an inbox generation that is old enough."""
+    generation = await make_ahead(connection, settings)
+    age = timedelta(seconds=settings.inbox_generation_age)
+    if generation["now"] - generation["opened_at"] > age:
+        await _rotate(connection, generation["current"])
+
+
+async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> asyncpg.Record:
+    """Make outbox partitions and inbox generations ahead; returns the current generation.
 
     Harmless to repeat and to run in several processes at once. Raises `NotMigrated`.
     """
@@ -58,9 +66,7 @@ async def keep_house(connection: asyncpg.Connection, settings: Settings) -> None
     current = int(generation["current"])
     for number in range(current, current + settings.inbox_generations_ahead + 1):
         await _attach(connection, "inbox", f"inbox_g{number}", f"IN ({number})")
-    age = timedelta(seconds=settings.inbox_generation_age)
-    if generation["now"] - generation["opened_at"] > age:
-        await _rotate(connection, current)
+    return generation
 
 
 async def _is_there(connection: asyncpg.Connection) -> bool:

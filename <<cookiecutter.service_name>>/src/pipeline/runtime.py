@@ -3,21 +3,22 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from enum import Flag, auto
 from typing import Any
 
+import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import exporters, logs
-from .batch import Consume
+from .consume import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
 from .failures import patiently
 from .health import Health, HealthServer
 from .relay import Relay
-from .retention import keep_house
+from .retention import keep_house, make_ahead
 from .service import Service
 from .settings import Settings
 
@@ -80,7 +81,7 @@ async def _serve(
 ) -> None:
     # Nothing may meet a missing partition: the first round comes before everything else.
     health.not_ready("housekeeping", "partitions are not checked yet")
-    await _keep_house_once(engine, settings, health, stopping)
+    await _patiently(make_ahead, engine, settings, health, stopping)
     if stopping.is_set():
         return
     relay = Relay(engine, name=service.name, settings=settings, health=health)
@@ -105,7 +106,7 @@ async def _serve(
         stop.cancel()
         for one, task in zip(chosen, tasks, strict=True):
             one.stop()
-            await asyncio.wait({task}, timeout=settings.shutdown_grace)
+            await asyncio.wait({task}, timeout=settings.shutdown_grace / 2)
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
@@ -116,12 +117,16 @@ async def _keep_house(
     engine: AsyncEngine, settings: Settings, health: Health, stopping: asyncio.Event
 ) -> None:
     while True:
+        await _patiently(keep_house, engine, settings, health, stopping)
         await asyncio.sleep(settings.housekeeping_interval)
-        await _keep_house_once(engine, settings, health, stopping)
 
 
-async def _keep_house_once(
-    engine: AsyncEngine, settings: Settings, health: Health, stopping: asyncio.Event
+async def _patiently(
+    work: Callable[[asyncpg.Connection, Settings], Awaitable[object]],
+    engine: AsyncEngine,
+    settings: Settings,
+    health: Health,
+    stopping: asyncio.Event,
 ) -> None:
     try:
         async for attempt in patiently(
@@ -131,7 +136,7 @@ async def _keep_house_once(
         ):
             with attempt:
                 async with autocommitting(engine) as connection:
-                    await keep_house(connection, settings)
+                    await work(connection, settings)
     except Exception:
         if not stopping.is_set():
             raise

@@ -28,7 +28,8 @@ class Settings(BaseSettings):
     """`host:port`, several separated by commas"""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
-    """Where a partition begins that this service has never read."""
+    """Where a partition begins that this service has never read; also one that is added later,
+    so that `latest` misses what was written to it before it was noticed."""
     batch_size: Count = 1_000
     """Records of one partition that share a transaction, at most."""
     lanes: Count = 4
@@ -67,7 +68,8 @@ class Settings(BaseSettings):
     """How often partitions and generations are made ahead."""
 
     shutdown_grace: Seconds = 20.0
-    """After SIGTERM, running batches and the relay have this long to finish."""
+    """After SIGTERM the process has this long: half of it for running batches, half for the relay.
+    Keep what kills it later (Kubernetes: 30 s) above."""
     health_host: str = "127.0.0.1"
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""

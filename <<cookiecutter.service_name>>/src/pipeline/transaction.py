@@ -2,6 +2,8 @@
 
 from typing import Self, TypeVar, cast
 
+import orjson
+import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from . import aggregate
@@ -19,6 +21,11 @@ class Rows:
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
         self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
+        self._added: set[object] = set()
+        # What a handler adds and flushes itself is nobody else's either.
+        sa.event.listen(
+            session.sync_session, "pending_to_persistent", lambda _, row: self._added.add(row)
+        )
 
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock in one statement."""
@@ -35,6 +42,15 @@ class Rows:
         if row is None or row in self._session.deleted or row not in self._session:
             return None
         return cast(A, row)
+
+    def check(self, row: Aggregate) -> None:
+        """Raise `TypeError` for a row that others could change at the same time."""
+        held = self._rows.get((type(row), aggregate.key_of(row)))
+        if row is not held and row not in self._session.new and row not in self._added:
+            raise TypeError(
+                f"publish(…, of={type(row).__name__}) needs a row that is locked, or its events"
+                " lose their order: fetch it by tx.load or tx.load_or_create"
+            )
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""
@@ -89,8 +105,8 @@ class Transaction:
 
         `of` is the aggregate that the event tells of: its primary key becomes the record's key
         and its `version`, raised by one, the event's sequence. Events of one aggregate keep their
-        order because its row is locked: load it before you publish. Without `of`, `key` may be
-        given; an event without a key has no order.
+        order because its row is locked: it must come from `tx.load…`, or be new. Without `of`,
+        `key` may be given; an event without a key has no order.
 
         Raises `Unpublishable` for an event that could never be sent.
         """
@@ -103,7 +119,9 @@ class Transaction:
             values = aggregate.key_of(of)
             if None in values:
                 raise TypeError("publish(…, of=row) needs the row's primary key: flush first")
-            key = ":".join(map(str, values))
+            self._rows.check(of)
+            texts = [str(value) for value in values]
+            key = texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
             sequence = (of.version or 0) + 1
         message = self.message
         self._outbox.stage(

@@ -17,7 +17,7 @@ from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pipeline import Handlers, Service
-from pipeline.batch import Consume
+from pipeline.consume import Consume
 from pipeline.database import autocommitting, create_engine
 from pipeline.health import Health
 from pipeline.inbox import Slot

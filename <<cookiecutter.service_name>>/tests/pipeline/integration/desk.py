@@ -8,7 +8,8 @@ from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers, inbox
-from pipeline.batch import Batch, Consume, read
+from pipeline.batch import Batch, read
+from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
 from pipeline.inbox import Slot

@@ -120,7 +120,7 @@ async def test_a_key_of_two_columns_finds_its_row_and_no_other(
     assert [tuple(row) for row in rows] == [("a", "EUR", 31), ("a", "USD", 10), ("b", "USD", 22)]
     events = await db.fetch("SELECT subject, sequence FROM pipeline.outbox ORDER BY id")
     assert [tuple(event) for event in events] == [
-        ("a:EUR", 1), ("b:USD", 1), ("a:USD", 1), ("b:USD", 2), ("a:EUR", 2)
+        ('["a","EUR"]', 1), ('["b","USD"]', 1), ('["a","USD"]', 1), ('["b","USD"]', 2), ('["a","EUR"]', 2)
     ]  # fmt: skip
 
 
@@ -291,6 +291,29 @@ class _Text(str):
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+async def test_an_event_of_a_row_that_is_not_locked_is_refused_and_one_of_a_new_row_is_not(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await db.execute("INSERT INTO account VALUES ('old', 0, '', 0)")
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="deposit")
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        if event.account == "old":
+            row = await tx.session.get_one(Account, "old")
+        else:
+            row = Account(event.account)
+            tx.session.add(row)
+            await tx.session.flush()
+        tx.publish(BalanceTold(amount=1), of=row)
+
+    await desk.apply(Deposit(1, account="new"))
+    assert await db.fetchval("SELECT version FROM account WHERE id = 'new'") == 1
+    with pytest.raises(Stuck, match="needs a row that is locked"):
+        await desk.apply(Deposit(2, account="old"))
 
 
 async def test_what_is_published_after_the_handler_has_ended_is_refused(

@@ -170,6 +170,18 @@ async def test_a_record_that_can_not_be_read_is_never_passed(
     assert await position_of(db, bank.deposits) == 1
 
 
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
+async def test_compressed_records_are_read(
+    bank: Bank, running: Running, kafka: str, db: asyncpg.Connection, codec: str
+) -> None:
+    """Trap 33."""
+    async with AIOKafkaProducer(bootstrap_servers=kafka, compression_type=codec) as producer:
+        await Deposit(5).send(producer, bank.deposits)
+    async with running(bank.service):
+        await eventually(position_reaches(db, bank.deposits, 1))
+    assert await histories(db) == {"ada": [5]}
+
+
 async def test_types_that_nobody_takes_and_tombstones_are_passed(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:

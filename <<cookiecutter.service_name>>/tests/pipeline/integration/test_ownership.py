@@ -11,9 +11,9 @@ from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.structs import OffsetAndMetadata
 
 from pipeline import Transaction
-from pipeline.consumer import Reader
 from pipeline.health import Health
 from pipeline.inbox import PositionMoved
+from pipeline.reader import Reader
 from pipeline.runtime import Part
 
 from .bank import Bank, Deposit, Deposited

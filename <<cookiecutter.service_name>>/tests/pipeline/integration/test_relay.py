@@ -6,14 +6,16 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 import asyncpg
 import pytest
 
-from pipeline import outbox, relay
-from pipeline.relay import Page, Progress
+from pipeline import outbox, relay, window
+from pipeline.publisher import Publisher
 from pipeline.schema import SHARDS
 from pipeline.settings import Settings
+from pipeline.window import Page, Progress
 
 from .conftest import PATIENCE, eventually
 from .outgoing import (
@@ -38,7 +40,7 @@ async def start_of(db: asyncpg.Connection) -> Progress:
 
 async def read(db: asyncpg.Connection, progress: Progress, limit: int) -> Page:
     """Read the next page, as a relay that owns all shards does."""
-    step = relay.fresh if progress.target is None else relay.page
+    step = window.fresh if progress.target is None else window.page
     return await step(db, progress, ALL, limit)
 
 
@@ -164,7 +166,7 @@ async def test_a_row_that_commits_below_the_end_of_a_paged_window_comes_in_the_n
 async def test_a_window_is_paged_through_a_long_gap_of_ids(
     db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "_SCAN_AT_MOST", 10)
+    monkeypatch.setattr(window, "_SCAN_AT_MOST", 10)
     progress = await start_of(db)
     await stage(db, numbered("t", [1, 2, 3]))
     await db.execute("SELECT nextval('pipeline.outbox_id_seq') FROM generate_series(1, 95)")
@@ -553,12 +555,46 @@ async def test_a_relay_that_lost_its_shards_writes_nothing_over_the_new_owners_p
             " WHERE shard >= 10"
         )
         theirs = (await cursors(db))[10:]
-        await stage(db, [event(topic, number, f"key-{number}") for number in range(300)])
-        await tail.until_ids(range(300))
+        # Fewer than a first page: all of them are sent before the loss is noticed.
+        await stage(db, [event(topic, number, f"key-{number}") for number in range(80)])
+        await tail.until_ids(range(80))
         await eventually(lambda: _all_is_written_below(db, 10))
         await one.stop()
     assert (await cursors(db))[10:] == theirs
     assert {owner for owner, _ in (await owners(db))[10:]} == {"another"}
+
+
+async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_its_shards(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic = await new_topic()
+
+    class Slow(Publisher):
+        """One whose brokers take their time."""
+
+        async def send(
+            self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
+        ) -> None:
+            await asyncio.sleep(2.5)
+            await super().send(events, may_send)
+
+    class SlowRelay(relay.Relay):
+        """A relay with such a publisher."""
+
+        def __init__(self, *args: Any, settings: Settings, **options: Any) -> None:
+            super().__init__(*args, settings=settings, **options)
+            self._publisher = Slow(settings, "slow")
+
+    await stage(db, numbered(topic, range(20)))
+    async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), SlowRelay):
+        await eventually(lambda: _shares_are(db, [64]))
+        async with relaying(settings(relay_lease=1)):
+            await tail.until_ids(range(20))
+            await eventually(lambda: all_is_written(db))
+    assert tail.ids == [str(number) for number in range(20)]
 
 
 async def _all_is_written_below(db: asyncpg.Connection, shard: int) -> bool:
@@ -617,7 +653,7 @@ async def test_a_fresh_window_is_found_by_the_index_on_xid(
 ) -> None:
     seen = await aged.fetchval("SELECT seen FROM pipeline.outbox_cursor LIMIT 1")
     await aged.execute(f"SET plan_cache_mode = {mode}")
-    assert await scans(aged, relay._FRESH, seen, ALL, 5_001) == {"outbox_xid_idx"}
+    assert await scans(aged, window._FRESH, seen, ALL, 5_001) == {"outbox_xid_idx"}
 
 
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
@@ -625,7 +661,7 @@ async def test_a_page_is_found_by_the_index_on_id(aged: asyncpg.Connection, mode
     seen = await aged.fetchval("SELECT seen FROM pipeline.outbox_cursor LIMIT 1")
     now = await aged.fetchval("SELECT pg_current_snapshot()")
     await aged.execute(f"SET plan_cache_mode = {mode}")
-    found = await scans(aged, relay._PAGE, seen, now, 50_000, 100_000, ALL, 5_000)
+    found = await scans(aged, window._PAGE, seen, now, 50_000, 100_000, ALL, 5_000)
     assert found == {"outbox_id_idx"}
 
 

@@ -238,7 +238,7 @@ async def test_a_handler_that_swallows_the_error_of_a_statement_is_stuck(
     assert await desk.position() == 1
 
 
-@pytest.mark.parametrize("ending", ["commit", "rollback", "close"])
+@pytest.mark.parametrize("ending", ["commit", "commit in run_sync", "rollback", "close"])
 async def test_a_handler_that_ends_the_transaction_is_stuck_and_its_neighbours_lose_nothing(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection, ending: str
 ) -> None:
@@ -246,7 +246,9 @@ async def test_a_handler_that_ends_the_transaction_is_stuck_and_its_neighbours_l
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="impatient")
     async def impatient(event: Deposited, tx: Transaction) -> None:
-        if event.amount == 2:
+        if event.amount == 2 and ending == "commit in run_sync":
+            await tx.session.run_sync(lambda session: session.commit())
+        elif event.amount == 2:
             await getattr(tx.session, ending)()
 
     with pytest.raises(Stuck) as stuck:

@@ -168,7 +168,7 @@ def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
 def test_a_part_has_the_records_between_its_ends_and_is_not_stuck(handlers: Handlers) -> None:
     records = [record(0), record(2, type="other"), record(3), record(9), record(10, type=None)]
     batch = read(handlers, TOPIC, 0, records)
-    part = batch.part(1, 9)
+    part = batch.between(1, 9)
     assert [offset for offset, _ in taken(part)] == [3, 3]
     assert (part.start, part.end, part.skipped, part.stuck) == (1, 9, [2], None)
 

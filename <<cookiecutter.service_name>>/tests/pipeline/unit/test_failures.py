@@ -9,7 +9,7 @@ import sqlalchemy.exc
 from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
 from tenacity import AsyncRetrying
 
-from pipeline.failures import is_infrastructure, is_of_the_database, patiently
+from pipeline.failures import is_infrastructure, is_of_the_database, patiently, told
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
@@ -145,3 +145,9 @@ async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> Non
     attempts = patiently("the work", unless=lambda: True, away=lambda reason: None)
     with pytest.raises(ConnectionResetError):
         await work(attempts, ConnectionResetError())
+
+
+def test_what_a_database_adds_to_its_message_is_not_told() -> None:
+    error = asyncpg.CheckViolationError("new row violates\nDETAIL: Failing row contains (secret).")
+    assert told(error) == "new row violates"
+    assert told(ValueError("one\ntwo")) == "one\ntwo"

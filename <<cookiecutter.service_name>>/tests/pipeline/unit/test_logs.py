@@ -117,6 +117,18 @@ def test_an_exception_is_told_with_its_traceback(stderr: io.StringIO, json: bool
 
 
 @pytest.mark.parametrize("json", [True, False])
+def test_the_rows_that_postgresql_quotes_are_left_out(stderr: io.StringIO, json: bool) -> None:
+    logs.configure(level="INFO", json=json)
+    secret = "-".join(["secret", "iban"])
+    try:
+        raise ValueError(f"null value in column\nDETAIL: Failing row contains ({secret}).")
+    except ValueError:
+        log.exception("stands still")
+    assert "null value in column" in stderr.getvalue()
+    assert secret not in stderr.getvalue()
+
+
+@pytest.mark.parametrize("json", [True, False])
 @pytest.mark.parametrize("name", [*sorted(logs._RESERVED), *sorted(logs._OURS), "_private"])
 def test_a_field_may_have_any_name(stderr: io.StringIO, name: str, json: bool) -> None:
     logs.configure(level="INFO", json=json)

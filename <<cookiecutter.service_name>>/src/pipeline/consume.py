@@ -1,0 +1,228 @@
+"""The consume transaction: one batch of a topic partition takes effect as a whole."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+import asyncpg
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session
+from tenacity import AsyncRetrying
+
+from . import inbox, telemetry
+from .aggregate import Aggregate, Key
+from .batch import Batch, Item, Stuck
+from .database import driver_of
+from .failures import is_infrastructure, is_of_the_database
+from .inbox import Generations, IdentityMismatch, PositionMoved, Slot
+from .outbox import Outbox
+from .settings import Settings
+from .transaction import Rows, Transaction
+
+
+class _Unclear(Exception):
+    """The batch failed as a whole, and any of its records may be at fault."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Session(Session):
+    """The session of a batch. A handler that committed it would lose its neighbours' events."""
+
+    def commit(self) -> None:
+        raise TypeError("leave session.commit() out: the whole batch commits after its handlers")
+
+
+class Consume:
+    """Applies batches, each in one transaction, in the order that `docs/protocol.md` fixes."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        group: str,
+        source: str,
+        settings: Settings,
+        staged: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._group = group
+        self._source = source
+        self._settings = settings
+        self._staged = staged
+        self._lanes = asyncio.Semaphore(settings.lanes)
+
+    async def apply(self, slot: Slot, batch: Batch, attempts: AsyncRetrying) -> None:
+        """Commit the batch; returns when its last record has taken effect.
+
+        Raises `Stuck` for the first record at fault, when all before it is committed, and
+        `PositionMoved` if the partition is not where the batch was read from.
+        """
+        try:
+            await self._attempt(slot, batch, attempts)
+        except Stuck as stuck:
+            if stuck.offset > batch.start:
+                await self.apply(slot, batch.between(batch.start, stuck.offset), attempts)
+            raise
+        except _Unclear:
+            middle = batch.offsets[len(batch.offsets) // 2]
+            await self.apply(slot, batch.between(batch.start, middle), attempts)
+            await self.apply(slot, batch.between(middle, batch.end), attempts)
+
+    async def _attempt(self, slot: Slot, batch: Batch, attempts: AsyncRetrying) -> None:
+        """Commit the batch, again and again while infrastructure fails."""
+        try:
+            async for attempt in attempts.copy():
+                with attempt:
+                    await self._commit(slot, batch)
+        except _Unclear:
+            if len(batch.offsets) > 1:
+                raise
+            # Once more: a row that another partition has created meanwhile is found now.
+            try:
+                await self._commit(slot, batch)
+            except _Unclear as still:
+                raise Stuck(batch.offsets[0], "transaction failed", still.error) from still.error
+
+    async def _commit(self, slot: Slot, batch: Batch) -> None:
+        started = perf_counter()
+        limit = self._settings.transaction_timeout
+        new_session = AsyncSession(
+            self._engine, sync_session_class=_Session, expire_on_commit=False
+        )
+        async with self._lanes, new_session as session:
+            try:
+                transaction = await session.begin()
+                await session.connection()
+                with _blaming(batch, limit):
+                    async with asyncio.timeout(limit):
+                        new, staged = await self._execute(session, slot, batch)
+                    await transaction.commit()
+            except (Stuck, _Unclear, PositionMoved):
+                if perf_counter() - started > limit:
+                    await session.invalidate()  # the server may have cut it off
+                raise
+            except BaseException:
+                # Lost, cut off or cancelled in the middle: nobody else may get this connection.
+                await session.invalidate()
+                raise
+        if staged:
+            self._staged()
+        self._count(slot, batch, new, perf_counter() - started)
+
+    async def _execute(
+        self, session: AsyncSession, slot: Slot, batch: Batch
+    ) -> tuple[Sequence[Item], int]:
+        settings = self._settings
+        connection = await session.connection()
+        await inbox.begin(
+            connection,
+            transaction_timeout=settings.transaction_timeout,
+            lock_timeout=settings.lock_timeout,
+        )
+        driver = await driver_of(connection)
+        generations = await inbox.move_position(
+            driver, slot, fetched_from=batch.start, next_offset=batch.end
+        )
+        rows = Rows(session)
+        outbox = Outbox(self._source, settings.max_event_bytes)
+        new = await self._mark(driver, slot, generations, batch)
+        for entity, keys in _declared(new):
+            await rows.lock(entity, keys)
+        for item in new:
+            await self._handle(item, session, rows, outbox, driver)
+        await session.flush()
+        if not connection.in_transaction():
+            raise RuntimeError("a handler has rolled the transaction back: it is the batch's")
+        if len(outbox):
+            await outbox.write(driver)
+        elif new:
+            # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
+            await driver.execute("SELECT")
+        return new, len(outbox)
+
+    async def _mark(
+        self, driver: asyncpg.Connection, slot: Slot, generations: Generations, batch: Batch
+    ) -> Sequence[Item]:
+        """Return the items that are new, each once."""
+        try:
+            inserted = await inbox.mark(
+                driver, slot, generations, [item.marker for item in batch.items]
+            )
+        except IdentityMismatch as error:
+            raise Stuck(error.offset, "identity mismatch", error) from error
+        new: dict[bytes, Item] = {}
+        for item in batch.items:
+            if item.marker.key in inserted:
+                new.setdefault(item.marker.key, item)
+        return list(new.values())
+
+    async def _handle(
+        self,
+        item: Item,
+        session: AsyncSession,
+        rows: Rows,
+        outbox: Outbox,
+        driver: asyncpg.Connection,
+    ) -> None:
+        message, consumer = item.marker.message, item.handler.consumer
+        tx = Transaction(
+            session=session, rows=rows, outbox=outbox, consumer=consumer, message=message
+        )
+        try:
+            with tx, telemetry.process_span(message, consumer, self._group):
+                await item.handler.function(item.event, tx)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise Stuck(message.offset, f"{consumer} failed", error) from error
+        except Exception as error:
+            if is_of_the_database(error) or driver.is_closed():
+                raise
+            raise Stuck(message.offset, f"{consumer} failed", error) from error
+
+    def _count(self, slot: Slot, batch: Batch, new: Sequence[Item], seconds: float) -> None:
+        applied = Counter(item.handler.consumer for item in new)
+        seen = Counter(item.handler.consumer for item in batch.items)
+        for consumer, count in seen.items():
+            fresh = applied[consumer]
+            telemetry.processed(slot.topic, consumer, "new", fresh, self._group)
+            telemetry.processed(slot.topic, consumer, "duplicate", count - fresh, self._group)
+        if batch.skipped:
+            telemetry.processed(slot.topic, "", "skipped", len(batch.skipped), self._group)
+        telemetry.batch_applied(slot.topic, len(batch.items) + len(batch.skipped), seconds)
+
+
+def _declared(items: Sequence[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
+    """Return the rows that the handlers are going to change, by table name."""
+    wanted: dict[type[Aggregate], set[Key]] = {}
+    for item in items:
+        if loads := item.handler.loads:
+            wanted.setdefault(loads.entity, set()).add(loads.key_of(item.event))
+    return sorted(wanted.items(), key=lambda one: str(sa.inspect(one[0]).local_table.fullname))
+
+
+@contextmanager
+def _blaming(batch: Batch, limit: float) -> Iterator[None]:
+    """Turn an error that any record of the batch may have caused into the question which.
+
+    So is an outage, unless the batch has taken more seconds than the limit: then it was cut off.
+    """
+    started = perf_counter()
+    try:
+        yield
+    except (Stuck, _Unclear, PositionMoved):
+        raise
+    except Exception as error:
+        in_time = perf_counter() - started < limit
+        if not batch.items or (in_time and is_infrastructure(error)):
+            raise
+        if in_time or len(batch.offsets) > 1:
+            raise _Unclear(error) from error
+        raise Stuck(batch.offsets[0], f"takes longer than {limit} s", error) from error

@@ -1,0 +1,193 @@
+"""A reader: one assigned partition, read from the position that is stored, batch after batch."""
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from sqlalchemy.ext.asyncio import AsyncEngine
+from tenacity import AsyncRetrying
+
+from . import inbox, telemetry
+from .batch import Batch, Stuck, read
+from .consume import Consume
+from .database import autocommitting
+from .failures import is_infrastructure, patiently
+from .handlers import Handlers
+from .health import Health
+from .inbox import PositionMoved, Slot
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Reader:
+    """One assigned partition: reads batches and hands them on, one after the other."""
+
+    def __init__(
+        self,
+        client: AIOKafkaConsumer,
+        partition: TopicPartition,
+        *,
+        engine: AsyncEngine,
+        consume: Consume,
+        handlers: Handlers,
+        group: str,
+        settings: Settings,
+        health: Health,
+    ) -> None:
+        self._client = client
+        self._partition = partition
+        self._slot = Slot(group, partition.topic, partition.partition)
+        self._engine = engine
+        self._consume = consume
+        self._handlers = handlers
+        self._settings = settings
+        self._health = health
+        self._part = f"partition {partition.topic}/{partition.partition}"
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._held: Stuck | None = None
+        self._is_cut_off = False
+        self.position: int | None = None
+        """The offset after the last record that took effect."""
+
+    def start(self) -> None:
+        """Begin to read, in a task."""
+        self._task = asyncio.create_task(self._run(), name=self._part)
+
+    async def stop(self, grace: float) -> None:
+        """Let the running batch finish within `grace` seconds, then roll it back."""
+        self._stopping.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=grace)
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        self._release()
+        self._health.forget(self._part)
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                await self._locate()
+                await self._read_on()
+            except PositionMoved as moved:
+                log.warning("%s: %s; reading the position again", self._part, moved)
+            except Stuck as stuck:
+                await self._hold(stuck)
+            except Exception as error:
+                if not self._stopping.is_set():
+                    self._is_cut_off = is_infrastructure(error)
+                    reason = "Kafka failed" if self._is_cut_off else "unexpected error"
+                    await self._hold(Stuck(self.position or 0, reason, error))
+
+    async def _locate(self) -> None:
+        """Find out where to go on, and make the client fetch from there and nowhere else."""
+        async for attempt in self._patiently("reading the position"):
+            with attempt:
+                self.position = await self._stored_position()
+        assert self.position is not None
+        if self._held is None or self.position > self._held.offset:
+            self._release()
+            self._health.ready(self._part)
+        self._client.seek(self._partition, self.position)
+
+    async def _stored_position(self) -> int:
+        async with autocommitting(self._engine) as driver:
+            stored = await inbox.position(driver, self._slot)
+        if stored is None:
+            beginning = await self._beginning()
+            async with autocommitting(self._engine) as driver:
+                # Stored before the first fetch, so that the start can't move under our feet.
+                await inbox.start_at(driver, self._slot, beginning)
+                stored = await inbox.position(driver, self._slot)
+        assert stored is not None
+        return stored
+
+    async def _beginning(self) -> int:
+        earliest = self._settings.consumer_start == "earliest"
+        ask = self._client.beginning_offsets if earliest else self._client.end_offsets
+        return int((await ask([self._partition]))[self._partition])
+
+    async def _read_on(self) -> None:
+        assert self.position is not None
+        following = asyncio.create_task(self._fetch(self.position))
+        try:
+            while (batch := await self._unless_stopped(following)) is not None:
+                # The next batch is fetched and decoded while this one takes effect.
+                following = asyncio.create_task(self._fetch(batch.end))
+                if batch.end > batch.start:
+                    attempts = self._patiently("the consume transaction")
+                    await self._consume.apply(self._slot, batch, attempts)
+                    self._advance(batch.end)
+                if batch.stuck:
+                    raise batch.stuck
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _fetch(self, start: int) -> Batch:
+        """Wait for the records from `start` on, and decode them."""
+        records: list[ConsumerRecord] = []
+        while not records:
+            fetched = await self._client.getmany(
+                self._partition, timeout_ms=1_000, max_records=self._settings.batch_size
+            )
+            records = fetched.get(self._partition, [])
+            if self._is_cut_off:
+                self._is_cut_off = False
+                self._release()
+                self._health.ready(self._part)
+        if records[0].offset < start:
+            raise PositionMoved(f"{self._part} returned {records[0].offset} for {start}")
+        return read(self._handlers, self._partition.topic, start, records)
+
+    def _advance(self, position: int) -> None:
+        self.position = position
+        self._health.ready(self._part)
+        if self._held and position > self._held.offset:
+            log.info("%s goes on at offset %s", self._part, position)
+            self._release()
+
+    async def _hold(self, stuck: Stuck) -> None:
+        """Stand still before a record that can't be handled, visibly; then try it again."""
+        partition = self._partition
+        if self._held is None or str(self._held) != str(stuck):
+            log.error(
+                "%s stands still, nothing is skipped: %s",
+                self._part,
+                stuck,
+                exc_info=stuck.error,
+                extra={"topic": partition.topic, "partition": partition.partition}
+                | {"offset": stuck.offset, "reason": stuck.reason},
+            )
+            telemetry.processed(partition.topic, "", "stuck", 1, self._slot.group)
+        self._held = stuck
+        telemetry.set_stuck(partition.topic, partition.partition, is_stuck=True)
+        self._health.not_ready(self._part, str(stuck))
+        # What is buffered here would keep the client from fetching for the others.
+        with suppress(Exception):
+            self._client.pause(partition)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), self._settings.retry_pause)
+        with suppress(Exception):
+            self._client.resume(partition)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held = None
+            telemetry.set_stuck(self._partition.topic, self._partition.partition, is_stuck=False)
+
+    def _patiently(self, what: str) -> AsyncRetrying:
+        return patiently(
+            f"{self._part}: {what}",
+            unless=self._stopping.is_set,
+            away=lambda reason: self._health.not_ready(self._part, reason),
+        )
+
+    async def _unless_stopped(self, task: asyncio.Task[Batch]) -> Batch | None:
+        """Wait for the task, but no longer than until `stop`: None."""
+        stop = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        return None if self._stopping.is_set() else task.result()

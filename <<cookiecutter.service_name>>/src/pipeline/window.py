@@ -1,0 +1,108 @@
+"""The window: which events the relay has still to publish, read from a snapshot.
+
+The relay remembers the snapshot `seen` up to which it has published; the next window is what is
+visible now and was not visible in `seen`: exact in whatever order transactions commit, with no loss
+to gaps in `id` and no waiting behind a long transaction. PgQ's ticks are the ancestor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import asyncpg
+
+Snapshot = tuple[int, int, tuple[int, ...]]
+"""A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
+
+_SCAN_AT_MOST = 50_000
+"""Ids that one PAGE looks through, so that one late row does not make it scan everything."""
+
+_COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
+       content_type, traceparent, tracestate, baggage"""
+
+# By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
+# the one it read with. A snapshot's xmax is the latest *completed* transaction + 1, so rows of
+# running ones may lie above it: the window is never bounded by an id.
+# `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
+# parallel plan, in which the first row might not come first.
+_FRESH = f"""
+SELECT pg_current_snapshot() AS target,
+       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
+       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic, NULL::bytea AS key,
+       NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type, NULL AS subject,
+       NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent, NULL AS tracestate,
+       NULL AS baggage
+UNION ALL (
+SELECT NULL, NULL, {_COLUMNS}
+  FROM (SELECT {_COLUMNS}
+          FROM pipeline.outbox
+         WHERE xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())
+           AND shard = ANY ($2)
+        UNION ALL
+        SELECT {_COLUMNS}
+          FROM pipeline.outbox
+         WHERE shard = ANY ($2)
+           AND xid = ANY (ARRAY(
+               SELECT running FROM pg_snapshot_xip($1) AS running
+                WHERE pg_visible_in_snapshot(running, pg_current_snapshot())))) AS unseen
+ ORDER BY id + 0
+ LIMIT $3)
+"""
+
+# Functions instead of comparisons of xid: the planner must take the index on id.
+_PAGE = f"""
+SELECT {_COLUMNS}
+  FROM pipeline.outbox
+ WHERE id > $3 AND id <= $4
+   AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
+   AND shard = ANY ($5)
+ ORDER BY id
+ LIMIT $6
+"""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a shard is published. While `target` is set, a window is done up to `last_id`."""
+
+    seen: Snapshot
+    target: Snapshot | None
+    last_id: int
+    high_id: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """Events to send, and the progress that holds when all of them are acknowledged."""
+
+    events: Sequence[asyncpg.Record]
+    then: Progress
+
+
+async def fresh(
+    connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
+) -> Page:
+    """Read what has become visible since `seen`."""
+    head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1)
+    if len(events) <= limit:
+        return Page(events, replace(progress, seen=head["target"]))
+    events.pop()
+    return Page(
+        events,
+        Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"]),
+    )
+
+
+async def page(
+    connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
+) -> Page:
+    """Read on in a window that is larger than a page."""
+    upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
+    events = await connection.fetch(
+        _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit
+    )
+    if len(events) == limit:
+        return Page(events, replace(progress, last_id=events[-1]["id"]))
+    if upto < progress.high_id:
+        return Page(events, replace(progress, last_id=upto))
+    assert progress.target is not None
+    return Page(events, Progress(progress.target, None, 0, 0))
