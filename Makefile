@@ -33,6 +33,7 @@ up: $(INSTALLED) ## start PostgreSQL and Kafka and wait until they serve
 
 down: $(INSTALLED) ## stop them
 	@$(STACK) down
+	@test ! -d build/demo || $(BIN)/python -m demo.run --stop
 
 demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check what came out
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
@@ -73,6 +74,7 @@ requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--up
 	@$(PIN) requirements.in --output-file requirements.txt --constraint '$(RAW)/requirements/dev.txt'
 
 clean: ## delete everything that was made here, the servers' data too
+	@test ! -x $(BIN)/python || $(MAKE) --no-print-directory down
 	@test ! -x $(BIN)/python || $(STACK) down --purge
 	@rm -rf .venv .stack .*_cache build
 	@find . -name __pycache__ -prune -exec rm -rf {} +

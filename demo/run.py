@@ -157,6 +157,12 @@ class Demo:
         self._say("report", _short(self.report))
         return verdict
 
+    async def stop_what_was_kept(self) -> None:
+        """End service and servers of an earlier demo; harmless when there are none."""
+        end_holder(self.folder / "service.pid")
+        if self.project.exists():
+            await self.stack.down()
+
     async def _stop(self) -> None:
         try:
             if self.service:
@@ -247,6 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="where to bake the service and to keep everything (build/demo)",
     )
+    parser.add_argument(
+        "--stop", action="store_true", help="stop what an earlier demo has left running, and end"
+    )
     chosen = parser.parse_args(arguments)
     options = Options(
         events=chosen.events,
@@ -259,6 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--events must be at least 1, --kills at least 0")
     console = Console(highlight=False)
     demo = Demo(options, console)
+    if chosen.stop:
+        asyncio.run(demo.stop_what_was_kept())
+        return 0
     try:
         with only_one_in(options.into):
             return asyncio.run(until_interrupted(demo))

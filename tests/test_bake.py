@@ -223,14 +223,27 @@ def test_an_old_python_is_named_as_the_obstacle(
 
 
 def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
-    scan = [".venv/bin/python", "dev/scan.py", "JFK", "--parcel", "N14228"]
+    read_me = set_up.read("README.md")
+    # As the README has it, and a second time.
+    block = re.search(r"```sh\n(\.venv/bin/python dev/send\.py scans .*?)```", read_me, re.DOTALL)
+    assert block is not None
     with running(set_up) as address:
-        said = subprocess.run(
-            scan, cwd=set_up.path, env=own_servers(), capture_output=True, text=True
+        first, again = (
+            subprocess.run(
+                ["bash", "-c", block[1]],
+                cwd=set_up.path,
+                env=own_servers(),
+                capture_output=True,
+                text=True,
+            )
+            for _ in range(2)
         )
         metrics = urlopen(f"{address}/metrics", timeout=5).read().decode()
+        assert urlopen(f"{address}/health/ready", timeout=5).status == 200
 
-    assert re.search(r"published parcel\.moved\.v1 .*N14228", said.stdout), said.stderr
+    assert re.search(r"published parcel\.moved\.v1 .*N14228", first.stdout), first.stderr
+    assert re.search(r"published parcel\.delayed\.v1 .*N14228", first.stdout), first.stderr
+    assert "nothing was published" in again.stdout, again.stderr
     assert "messaging_process_duration" in metrics
     assert "has stopped" in set_up.read("run.log")
     assert "Traceback" not in set_up.read("run.log")

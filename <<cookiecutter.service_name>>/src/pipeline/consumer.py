@@ -79,7 +79,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             async for attempt in patiently(
                 "connecting to Kafka",
                 unless=self._stopping.is_set,
-                away=lambda reason: self._health.not_ready("consumer", reason),
+                away=lambda reason: self._health.not_ready("consumer", f"Kafka: {reason}"),
             ):
                 with attempt:
                     await self._client.start()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import asyncpg
 import sqlalchemy.exc
 from aiokafka.errors import KafkaError
+from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,12 @@ def is_of_the_database(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """Return the error's text without what a database adds to it: values of rows, and SQL."""
+    """Return the error's text in a line, without values of payloads or rows, and without SQL."""
+    if isinstance(error, ValidationError):
+        return "; ".join(
+            f"{'.'.join(map(str, one['loc'])) or 'payload'}: {one['msg']}"
+            for one in error.errors(include_url=False, include_input=False, include_context=False)
+        )
     text = str(error)
     return text.partition("\n")[0] if is_of_the_database(error) else text
 

@@ -5,6 +5,7 @@ import logging
 from contextlib import suppress
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from tenacity import AsyncRetrying
 
@@ -15,10 +16,13 @@ from .database import autocommitting
 from .failures import is_infrastructure, patiently
 from .handlers import Handlers
 from .health import Health
-from .inbox import PositionMoved, Slot
+from .inbox import IdentityMismatch, PositionMoved, Slot
+from .message import Undecodable
 from .settings import Settings
 
 log = logging.getLogger(__name__)
+
+_EXPLAINED = (IdentityMismatch, Undecodable, ValidationError)
 
 
 class Reader:
@@ -157,7 +161,8 @@ class Reader:
                 "%s stands still, nothing is skipped: %s",
                 self._part,
                 stuck,
-                exc_info=stuck.error,
+                # Where the sentence says it all, there is no code of ours to look at.
+                exc_info=None if isinstance(stuck.error, _EXPLAINED) else stuck.error,
                 extra={"topic": partition.topic, "partition": partition.partition}
                 | {"offset": stuck.offset, "reason": stuck.reason},
             )
@@ -182,7 +187,7 @@ class Reader:
         return patiently(
             f"{self._part}: {what}",
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready(self._part, reason),
+            away=lambda reason: self._health.not_ready(self._part, f"PostgreSQL: {reason}"),
         )
 
     async def _unless_stopped(self, task: asyncio.Task[Batch]) -> Batch | None:

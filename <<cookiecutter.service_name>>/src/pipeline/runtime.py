@@ -132,7 +132,7 @@ async def _patiently(
         async for attempt in patiently(
             "housekeeping",
             unless=stopping.is_set,
-            away=lambda reason: health.not_ready("housekeeping", reason),
+            away=lambda reason: health.not_ready("housekeeping", f"PostgreSQL: {reason}"),
         ):
             with attempt:
                 async with autocommitting(engine) as connection:
@@ -145,8 +145,14 @@ async def _patiently(
 
 
 async def _beat(health: Health) -> None:
+    """Tell that the loop turns, and log when the process becomes ready or stops being so."""
+    was: str | None = None
     while True:
         health.beat()
+        now = "; ".join(f"{part}: {reason}" for part, reason in health.reasons.items())
+        if now != was:
+            log.info("not ready: %s", now) if now else log.info("ready")
+        was = now
         await asyncio.sleep(_BEAT)
 
 

@@ -24,7 +24,7 @@ class Settings(BaseSettings):
 
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""
-    kafka_bootstrap_servers: str
+    kafka_bootstrap_servers: Annotated[str, Field(pattern=r"^[^,\s]+:\d+(,[^,\s]+:\d+)*$")]
     """`host:port`, several separated by commas"""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"

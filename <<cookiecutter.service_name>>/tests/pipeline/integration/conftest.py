@@ -93,7 +93,7 @@ def migrated(server_url: str, config: Config) -> Iterator[str]:
 async def _keep_house(url: str) -> None:
     engine = create_async_engine(url)
     async with autocommitting(engine) as driver:
-        await keep_house(driver, _settings(url, "unused"))
+        await keep_house(driver, _settings(url, "unused:9092"))
     await engine.dispose()
 
 
@@ -102,7 +102,7 @@ async def _furnish(url: str) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     async with autocommitting(engine) as driver:
-        await keep_house(driver, _settings(url, "unused"))
+        await keep_house(driver, _settings(url, "unused:9092"))
     await engine.dispose()
 
 

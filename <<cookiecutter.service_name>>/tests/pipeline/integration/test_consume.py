@@ -170,6 +170,23 @@ async def test_a_record_that_can_not_be_read_is_never_passed(
     assert await position_of(db, bank.deposits) == 1
 
 
+async def test_a_person_can_pass_over_a_record_while_the_service_runs(
+    bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    for deposit in (Deposit(1), Deposit(2, value=b"{"), Deposit(3)):
+        await deposit.send(producer, bank.deposits)
+    async with running(bank.service) as health:
+        await eventually(lambda: f"partition {bank.deposits}/0" in health.reasons)
+        await db.execute(
+            "UPDATE pipeline.position SET next_offset = next_offset + 1"
+            " WHERE topic = $1 AND partition = 0 AND next_offset = 1",
+            bank.deposits,
+        )
+        await eventually(position_reaches(db, bank.deposits, 3))
+        await eventually(lambda: health.is_ready)
+    assert await histories(db) == {"ada": [1, 3]}
+
+
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
 async def test_compressed_records_are_read(
     bank: Bank, running: Running, kafka: str, db: asyncpg.Connection, codec: str
