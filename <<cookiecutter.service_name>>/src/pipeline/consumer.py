@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
@@ -35,8 +36,15 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         settings: Settings,
         health: Health,
     ) -> None:
-        self._engine = engine
-        self._consume = consume
+        self._new_reader = partial(
+            Reader,
+            engine=engine,
+            consume=consume,
+            handlers=handlers,
+            group=group,
+            settings=settings,
+            health=health,
+        )
         self._handlers = handlers
         self._group = group
         self._settings = settings
@@ -112,17 +120,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         if self._stopping.is_set():
             return
         for partition in sorted(assigned):
-            reader = Reader(
-                self._client,
-                partition,
-                engine=self._engine,
-                consume=self._consume,
-                handlers=self._handlers,
-                group=self._group,
-                settings=self._settings,
-                health=self._health,
-            )
-            self._readers[partition] = reader
+            reader = self._readers[partition] = self._new_reader(self._client, partition)
             reader.start()
         self._health.ready("consumer")
 
