@@ -4,14 +4,15 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import asyncpg
 import pytest
+from sqlalchemy import make_url
 
-from pipeline import outbox, relay, window
+from pipeline import database, outbox, relay, window
 from pipeline.publisher import Publisher
 from pipeline.schema import SHARDS
 from pipeline.settings import Settings
@@ -625,6 +626,59 @@ async def test_a_relay_that_lost_its_connection_goes_on_with_a_new_one(
         await tail.until_ids([2])
     assert killed
     assert tail.first_ids() == {b"ada": ["1", "2"]}
+
+
+@asynccontextmanager
+async def wire_that_dies_silently(url: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """Lead to the server, until `die` is called: then what is open is silent, and not closed."""
+    there = make_url(url)
+    epoch = 0
+
+    def die() -> None:
+        nonlocal epoch
+        epoch += 1
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        born = epoch
+        with suppress(OSError):
+            while data := await reader.read(65_536):
+                if born == epoch:
+                    writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server, to_server = await asyncio.open_connection(there.host, there.port)
+        await asyncio.gather(pipe(reader, to_server), pipe(server, writer))
+
+    listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        here = there.set(host="127.0.0.1", port=port)
+        yield here.render_as_string(hide_password=False), die
+
+
+async def test_a_relay_notices_a_connection_that_died_without_a_word(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    database_url: str,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(database, "_COMMAND_SECONDS", 1.0)
+    topic = await new_topic()
+    async with (
+        following(kafka, topic) as tail,
+        wire_that_dies_silently(database_url) as (url, die),
+        relaying(settings(database_url=url)) as one,
+    ):
+        await stage(db, numbered(topic, [1]))
+        await tail.until_ids([1])
+        die()
+        await eventually(lambda: one.reason != "")
+        await stage(db, numbered(topic, [2]))
+        await tail.until_ids([2])
+        await eventually(lambda: one.reason == "")
 
 
 # Query plans, on a table of some size.
