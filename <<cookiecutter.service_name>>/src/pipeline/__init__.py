@@ -1,7 +1,8 @@
 """The pipeline: inbox, handlers, outbox and relay between Kafka and PostgreSQL.
 
 Read it along the way of a message:
-`consumer` -> `batch` -> `inbox` -> your handler -> `outbox` -> commit -> `relay`.
+`consumer` -> `reader` -> `batch` -> `consume` (`inbox` -> your handler -> `outbox` -> commit)
+-> `relay` (`window` -> `publisher`).
 """
 
 from .aggregate import Aggregate
