@@ -20,7 +20,7 @@ from .health import Health
 from .publisher import LeaseExpired, NotSent, Publisher
 from .schema import SHARDS
 from .settings import Settings
-from .window import Page, Progress, fresh, page
+from .window import CursorAhead, Page, Progress, fresh, page
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ _PAGE_BYTES = 16 * 2**20
 """What the events of one page may take in memory, about; the first page is small."""
 _ROW_BYTES = 500
 """Size of an event beside its payload, about."""
+
+_EXPLAINED = (CursorAhead, LeaseExpired, NotSent)
 
 _ANNOUNCE = """
 INSERT INTO pipeline.outbox_relay (owner, lease_until)
@@ -112,7 +114,7 @@ class Relay:
             except Exception as error:
                 reason = f"{type(error).__name__}: {told(error)}"
                 self._health.not_ready("relay", reason)
-                if not (isinstance(error, NotSent | LeaseExpired) or is_infrastructure(error)):
+                if not (isinstance(error, _EXPLAINED) or is_infrastructure(error)):
                     log.exception("relay: unexpected error, starting again")
                 elif self._failures == 0:
                     log.warning("relay: %s; trying again", reason)

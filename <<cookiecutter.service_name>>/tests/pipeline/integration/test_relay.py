@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -679,6 +680,31 @@ async def test_a_relay_notices_a_connection_that_died_without_a_word(
         await stage(db, numbered(topic, [2]))
         await tail.until_ids([2])
         await eventually(lambda: one.reason == "")
+
+
+async def test_after_a_dump_is_restored_the_relay_says_what_to_do_and_that_works(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic = await new_topic()
+    await stage(db, numbered(topic, range(3)))
+    # Another cluster's transaction ids, as a dump carries them.
+    await db.execute("UPDATE pipeline.outbox SET xid = '9000000000'")
+    await db.execute("UPDATE pipeline.outbox_cursor SET seen = '9000000009:9000000009:'")
+    async with relaying(settings()) as one:
+        await eventually(lambda: "is ahead of this database" in one.reason)
+        advice = one.reason
+    assert await ids_in(kafka, topic) == []
+    _, *statements = re.split(r"(?=UPDATE )", advice)
+    for statement in statements:
+        await db.execute(statement.rstrip("; "))
+    async with following(kafka, topic) as tail, relaying(settings()) as one:
+        await tail.until_ids(range(3))
+        await stage(db, numbered(topic, [3]))
+        await tail.until_ids(range(4))
+    assert tail.first_ids() == {b"ada": ["0", "1", "2", "3"]}
 
 
 # Query plans, on a table of some size.
