@@ -8,7 +8,7 @@ from time import perf_counter
 
 import asyncpg
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 from tenacity import AsyncRetrying
 
@@ -98,10 +98,11 @@ class Consume:
         async with self._lanes, new_session as session:
             try:
                 transaction = await session.begin()
-                await session.connection()
+                # Outside the limit: waiting for a connection is not the batch's doing.
+                connection = await session.connection()
                 with _blaming(batch, limit):
                     async with asyncio.timeout(limit):
-                        new, staged = await self._execute(session, slot, batch)
+                        new, staged = await self._execute(session, connection, slot, batch)
                     await transaction.commit()
             except (Stuck, _Unclear, PositionMoved):
                 if perf_counter() - started > limit:
@@ -116,10 +117,9 @@ class Consume:
         self._count(slot, batch, new, perf_counter() - started)
 
     async def _execute(
-        self, session: AsyncSession, slot: Slot, batch: Batch
+        self, session: AsyncSession, connection: AsyncConnection, slot: Slot, batch: Batch
     ) -> tuple[Sequence[Item], int]:
         settings = self._settings
-        connection = await session.connection()
         await inbox.begin(
             connection,
             transaction_timeout=settings.transaction_timeout,

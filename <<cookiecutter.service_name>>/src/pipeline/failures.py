@@ -64,6 +64,11 @@ def told(error: BaseException) -> str:
     return text.partition("\n")[0] if is_of_the_database(error) else text
 
 
+def named(error: BaseException) -> str:
+    """Return the error's type and what `told` says of it."""
+    return f"{type(error).__name__}: {told(error)}"
+
+
 def patiently(what: str, unless: Callable[[], bool], away: Callable[[str], None]) -> AsyncRetrying:
     """Attempts that go on while infrastructure fails, with jitter, at most 5 s apart.
 
@@ -72,7 +77,7 @@ def patiently(what: str, unless: Callable[[], bool], away: Callable[[str], None]
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        reason = f"{type(error).__name__}: {told(error)}" if error else "unknown"
+        reason = named(error) if error else "unknown"
         away(reason)
         if state.attempt_number == 1:
             log.warning("%s failed, trying again: %s", what, reason)

@@ -12,6 +12,7 @@ from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from . import telemetry
+from .failures import named
 from .message import event_headers
 from .settings import Settings
 
@@ -124,7 +125,7 @@ class Publisher:
                 try:
                     await (await producer.send_batch(batch, topic, partition=partition))
                 except KafkaError as error:
-                    raise NotSent(f"{topic}/{partition}: {_text(error)}") from error
+                    raise NotSent(f"{topic}/{partition}: {named(error)}") from error
         telemetry.published(topic, len(events))
 
 
@@ -135,10 +136,6 @@ async def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
         raise NotSent(
             f"topic {topic} is not known to the brokers: create it, or run `service topics create`"
         ) from error
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _batches(

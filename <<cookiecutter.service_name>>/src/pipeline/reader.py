@@ -89,11 +89,8 @@ class Reader:
         """Find out where to go on, and make the client fetch from there and nowhere else."""
         async for attempt in self._patiently("reading the position"):
             with attempt:
-                self.position = await self._stored_position()
+                self._move_to(await self._stored_position())
         assert self.position is not None
-        if self._held is None or self.position > self._held.offset:
-            self._release()
-            self._health.ready(self._part)
         self._client.seek(self._partition, self.position)
 
     async def _stored_position(self) -> int:
@@ -123,7 +120,7 @@ class Reader:
                 if batch.end > batch.start:
                     attempts = self._patiently("the consume transaction")
                     await self._consume.apply(self._slot, batch, attempts)
-                    self._advance(batch.end)
+                    self._move_to(batch.end)
                 if batch.stuck:
                     raise batch.stuck
         finally:
@@ -146,12 +143,15 @@ class Reader:
             raise PositionMoved(f"{self._part} returned {records[0].offset} for {start}")
         return read(self._handlers, self._partition.topic, start, records)
 
-    def _advance(self, position: int) -> None:
+    def _move_to(self, position: int) -> None:
+        """Note the position; the partition is ready unless it still stands before its record."""
         self.position = position
-        self._health.ready(self._part)
-        if self._held and position > self._held.offset:
+        if self._held is not None:
+            if position <= self._held.offset:
+                return
             log.info("%s goes on at offset %s", self._part, position)
             self._release()
+        self._health.ready(self._part)
 
     async def _hold(self, stuck: Stuck) -> None:
         """Stand still before a record that can't be handled, visibly; then try it again."""

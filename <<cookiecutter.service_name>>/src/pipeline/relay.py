@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from time import monotonic
@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import telemetry
 from .database import autocommitting
-from .failures import is_infrastructure, told
+from .failures import is_infrastructure, named
 from .health import Health
 from .publisher import LeaseExpired, NotSent, Publisher
 from .schema import SHARDS
@@ -112,7 +112,7 @@ class Relay:
                 await self._serve()
                 break
             except Exception as error:
-                reason = f"{type(error).__name__}: {told(error)}"
+                reason = named(error)
                 self._health.not_ready("relay", reason)
                 if not (isinstance(error, _EXPLAINED) or is_infrastructure(error)):
                     log.exception("relay: unexpected error, starting again")
@@ -154,13 +154,10 @@ class Relay:
                 drained_by = min(drained_by, monotonic() + settings.shutdown_grace / 4)
                 if not found or monotonic() >= drained_by:
                     return
-            elif found:
+            elif found or await self._pause(pause):
                 pause = settings.relay_poll_min
             else:
-                if await self._pause(pause):
-                    pause = settings.relay_poll_min
-                else:
-                    pause = min(2 * pause, settings.relay_poll_max)
+                pause = min(2 * pause, settings.relay_poll_max)
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep, or wake up for `wake` and `stop`; says whether it was woken."""
@@ -171,9 +168,7 @@ class Relay:
 
     async def _step(self, driver: asyncpg.Connection) -> bool:
         """Publish the next page of every group of shards; says whether there was any event."""
-        groups: dict[Progress, list[int]] = {}
-        for shard, progress in self._progress.items():
-            groups.setdefault(progress, []).append(shard)
+        groups = self._grouped(self._progress)
         limit = max(1, self._page // max(1, len(groups)))
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
@@ -199,6 +194,13 @@ class Relay:
         self._failures = 0
         self._health.ready("relay")
         return bool(events) or bool(paged)
+
+    def _grouped(self, shards: Iterable[int]) -> dict[Progress, list[int]]:
+        """Return the shards that are equally far, which are read and written as one."""
+        groups: dict[Progress, list[int]] = {}
+        for shard in shards:
+            groups.setdefault(self._progress[shard], []).append(shard)
+        return groups
 
     async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> None:
         """Send, however long it takes, and extend the leases meanwhile."""
@@ -259,10 +261,7 @@ class Relay:
         Returns the shards that were another relay's already.
         """
         lost: list[int] = []
-        groups: dict[Progress, list[int]] = {}
-        for shard in shards:
-            groups.setdefault(self._progress[shard], []).append(shard)
-        for progress, members in groups.items():
+        for progress, members in self._grouped(shards).items():
             rows = await driver.fetch(
                 _WRITE,
                 members,
