@@ -1,15 +1,19 @@
 """Batches: records decoded, validated and matched with their handlers."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from aiokafka import ConsumerRecord
 
 from .events import Event, Tombstone
 from .failures import told
 from .handlers import Handler, Handlers
-from .inbox import Marker
+from .inbox import Anchor, Marker
 from .message import Message, Plain, Position, Undecodable, decode, marker_key
+
+_offset = attrgetter("offset")
 
 _BARE_TOMBSTONE = Plain(Tombstone.event_type, Position())
 """Compacted topics carry tombstones without any header: their place names them."""
@@ -40,11 +44,17 @@ class Batch:
 
     start: int
     end: int
+    records: Sequence[ConsumerRecord]
     items: Sequence[Item]
     skipped: Sequence[int] = ()
     """Offsets of the records that no handler takes."""
     stuck: Stuck | None = None
     """The record at `end`, if it can't be decoded."""
+
+    @property
+    def anchor(self) -> Anchor:
+        """The last record, which stays beside the position."""
+        return Anchor.of(self.records[-1])
 
     @property
     def offsets(self) -> list[int]:
@@ -53,9 +63,11 @@ class Batch:
 
     def between(self, start: int, end: int) -> "Batch":
         """Return the records from `start` to below `end`."""
+        first, last = (bisect_left(self.records, at, key=_offset) for at in (start, end))
         return Batch(
             start,
             end,
+            self.records[first:last],
             [item for item in self.items if start <= item.marker.message.offset < end],
             [offset for offset in self.skipped if start <= offset < end],
         )
@@ -69,7 +81,8 @@ def read(handlers: Handlers, topic: str, start: int, records: Sequence[ConsumerR
     skipped: list[int] = []
     stuck = None
     end = start
-    for record in records:
+    taken = len(records)
+    for place, record in enumerate(records):
         try:
             found: list[Item] = []
             if record.value is not None or tombstones:
@@ -84,10 +97,10 @@ def read(handlers: Handlers, topic: str, start: int, records: Sequence[ConsumerR
         except Exception as error:  # a model's own validator may raise anything
             stuck = Stuck(record.offset, "invalid payload", error)
         if stuck:
-            end = record.offset
+            end, taken = record.offset, place
             break
         end = record.offset + 1
-    return Batch(start, end, items, skipped, stuck)
+    return Batch(start, end, records[:taken], items, skipped, stuck)
 
 
 def _items(handlers: Handlers, message: Message) -> Iterator[Item]:

@@ -2,11 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import asyncpg
 import typer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError, for_code
@@ -14,10 +15,13 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from pydantic import ValidationError
+from pydantic_core import to_json
 from sqlalchemy.exc import DBAPIError
 
+from . import epoch, inbox
 from .database import autocommitting, create_engine
 from .health import CannotListen
+from .operations import Move, Refused, Remembered, To, moves, remembered
 from .retention import NotMigrated, make_ahead
 from .runtime import Part, run
 from .service import Service
@@ -40,6 +44,10 @@ def command_line(service: Service) -> Callable[[], None]:
     )
     topics = typer.Typer(help="Kafka topics of the service.", no_args_is_help=True)
     app.add_typer(topics, name="topics")
+    memory = typer.Typer(help="What the service has handled.", no_args_is_help=True)
+    app.add_typer(memory, name="inbox")
+    relays = typer.Typer(invoke_without_command=True)
+    app.add_typer(relays, name="relay")
 
     @app.command("run")
     def run_all() -> None:
@@ -51,10 +59,33 @@ def command_line(service: Service) -> Callable[[], None]:
         """Consume and keep house, without a relay."""
         _run(run(service, _settings(), Part.CONSUME))
 
-    @app.command()
-    def relay() -> None:
+    @relays.callback()
+    def relay(context: typer.Context) -> None:
         """Publish the outbox and keep house, without consuming."""
-        _run(run(service, _settings(), Part.RELAY))
+        if context.invoked_subcommand is None:
+            _run(run(service, _settings(), Part.RELAY))
+
+    @relays.command()
+    def reset(
+        keep_progress: Annotated[
+            bool,
+            typer.Option(
+                "--keep-progress", help="the cluster has kept the transaction ids (pg_upgrade)"
+            ),
+        ] = False,
+        yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False,
+    ) -> None:
+        """Publish everything in the outbox again, after a dump was restored."""
+        _run(_reset(service, _settings(), keep_progress=keep_progress, asks=not yes))
+
+    @memory.command()
+    def show(
+        id: Annotated[str, typer.Argument(help="the event's id")],
+        source: Annotated[str | None, typer.Option(help="its source, to find it at once")] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    ) -> None:
+        """Tell when, where and with which outcome an event was handled."""
+        _run(_show(service, _settings(), id, source, as_json=as_json))
 
     @app.command()
     def migrate() -> None:
@@ -73,6 +104,19 @@ def command_line(service: Service) -> Callable[[], None]:
     ) -> None:
         """Create the topics that are missing, for development; those that exist are left alone."""
         _run(_create_topics(_settings(), sorted(service.topics), partitions, replicas))
+
+    @topics.command()
+    def seek(
+        topic: Annotated[str, typer.Argument(help="a topic that the service reads")],
+        to: Annotated[str, typer.Option(metavar="earliest|latest|OFFSET", help="where to go on")],
+        partition: Annotated[int | None, typer.Option(min=0, help="only this one")] = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell")] = False,
+    ) -> None:
+        """Go on elsewhere in a topic: what was handled before is not handled again."""
+        if to not in ("earliest", "latest") and not to.isdecimal():
+            raise typer.BadParameter(f"{to!r} is not earliest, latest or an offset")
+        place: To = int(to) if to.isdecimal() else to  # type: ignore[assignment]
+        _run(_seek(service, _settings(), topic, partition, place, dry_run=dry_run))
 
     return app
 
@@ -101,7 +145,7 @@ def _in_a_sentence() -> Iterator[None]:
     """End the command with exit code 1 and one sentence when it fails as one may expect."""
     try:
         yield
-    except (NotMigrated, CannotListen, CommandError, KafkaError, OSError) as error:
+    except (NotMigrated, CannotListen, CommandError, KafkaError, Refused, OSError) as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
     except DBAPIError as error:
         state = getattr(error.orig, "sqlstate", None) or ""
@@ -121,13 +165,89 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _make_ahead(service: Service, settings: Settings) -> None:
+@asynccontextmanager
+async def _connected(service: Service, settings: Settings) -> AsyncIterator[asyncpg.Connection]:
     engine = create_engine(settings, name=service.name)
     try:
         async with autocommitting(engine) as connection:
-            await make_ahead(connection, settings)
+            yield connection
     finally:
         await engine.dispose()
+
+
+async def _make_ahead(service: Service, settings: Settings) -> None:
+    async with _connected(service, settings) as connection:
+        await make_ahead(connection, settings)
+
+
+async def _reset(service: Service, settings: Settings, *, keep_progress: bool, asks: bool) -> None:
+    async with _connected(service, settings) as connection:
+        events = 0 if keep_progress else await epoch.count(connection)
+        question = f"Publish {events:,} events again, with their ids?"
+        if asks and not typer.confirm(
+            "Go on where the relays were?" if keep_progress else question
+        ):
+            raise typer.Abort
+        await epoch.reset(connection, keep_progress=keep_progress)
+    typer.echo("The outbox belongs to this database cluster now; relays publish it.")
+
+
+async def _show(
+    service: Service, settings: Settings, id: str, source: str | None, *, as_json: bool
+) -> None:
+    async with _connected(service, settings) as connection:
+        found = await remembered(connection, service, id, source)
+    if not found and not as_json:
+        raise Refused(f"no event {id!r} is remembered: it was never handled, or it is forgotten")
+    if as_json:
+        typer.echo(to_json(found, indent=2, bytes_mode="hex").decode())
+    else:
+        typer.echo("\n\n".join(_told(one) for one in found))
+
+
+def _told(one: Remembered) -> str:
+    lines = {
+        "event": f"{one.type} {one.id} of {one.source}",
+        "consumer": one.consumer,
+        "applied": f"{one.applied_at.isoformat(sep=' ')}, transaction {one.transaction},"
+        f" generation {one.generation}",
+        "from": f"{one.topic}/{one.partition} at offset {one.offset}",
+        "trace": one.traceparent,
+        "payload": f"hash {one.payload_hash}",
+        "result": None if one.result is None else to_json(one.result).decode(),
+    }
+    told = [f"{name:9} {text}" for name, text in lines.items() if text is not None]
+    told += [
+        f"{'published':9} {event['type']} {event['event_id']} to {event['topic']}"
+        + (f", key {event['key']}" if event["key"] else "")
+        for event in one.events
+    ]
+    return "\n".join(told)
+
+
+async def _seek(
+    service: Service,
+    settings: Settings,
+    topic: str,
+    partition: int | None,
+    to: To,
+    *,
+    dry_run: bool,
+) -> None:
+    servers = settings.kafka_bootstrap_servers
+    async with _connected(service, settings) as connection:
+        for one in await moves(connection, servers, service, topic, partition, to):
+            if not dry_run:
+                await inbox.seek(connection, one.slot, one.new)
+            typer.echo(_moved(one, "would go" if dry_run else "goes"))
+
+
+def _moved(one: Move, verb: str) -> str:
+    old = "the beginning" if one.old is None else one.old
+    return (
+        f"{one.slot.topic}/{one.slot.partition} {verb} from {old} to {one.new}"
+        f" (the brokers have {one.first} to {one.end})"
+    )
 
 
 async def _create_topics(

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import asyncpg
+import pydantic_core
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
@@ -21,6 +23,16 @@ from .inbox import Generations, IdentityMismatch, PositionMoved, Slot
 from .outbox import Outbox
 from .settings import Settings
 from .transaction import Rows, Transaction
+
+
+class Outcome(NamedTuple):
+    """What became of a message at one of its handlers."""
+
+    item: Item
+    is_new: bool
+    """False for a duplicate, whose handler was not called."""
+    result: Any
+    """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
 
 
 class _Unclear(Exception):
@@ -57,39 +69,39 @@ class Consume:
         self._staged = staged
         self._lanes = asyncio.Semaphore(settings.lanes)
 
-    async def apply(self, slot: Slot, batch: Batch, attempts: AsyncRetrying) -> None:
-        """Commit the batch; returns when its last record has taken effect.
+    async def apply(self, slot: Slot, batch: Batch, attempts: AsyncRetrying) -> Sequence[Outcome]:
+        """Commit the batch; returns what became of it when its last record has taken effect.
 
         Raises `Stuck` for the first record at fault, when all before it is committed, and
         `PositionMoved` if the partition is not where the batch was read from.
         """
         try:
-            await self._attempt(slot, batch, attempts)
+            return await self._attempt(slot, batch, attempts)
         except Stuck as stuck:
             if stuck.offset > batch.start:
                 await self.apply(slot, batch.between(batch.start, stuck.offset), attempts)
             raise
         except _Unclear:
             middle = batch.offsets[len(batch.offsets) // 2]
-            await self.apply(slot, batch.between(batch.start, middle), attempts)
-            await self.apply(slot, batch.between(middle, batch.end), attempts)
+            before = await self.apply(slot, batch.between(batch.start, middle), attempts)
+            return [*before, *await self.apply(slot, batch.between(middle, batch.end), attempts)]
 
-    async def _attempt(self, slot: Slot, batch: Batch, attempts: AsyncRetrying) -> None:
+    async def _attempt(
+        self, slot: Slot, batch: Batch, attempts: AsyncRetrying
+    ) -> Sequence[Outcome]:
         """Commit the batch, again and again while infrastructure fails."""
         try:
-            async for attempt in attempts.copy():
-                with attempt:
-                    await self._commit(slot, batch)
+            return await attempts.copy()(self._commit, slot, batch)
         except _Unclear:
             if len(batch.offsets) > 1:
                 raise
             # Once more: a row that another partition has created meanwhile is found now.
             try:
-                await self._commit(slot, batch)
+                return await self._commit(slot, batch)
             except _Unclear as still:
                 raise Stuck(batch.offsets[0], "transaction failed", still.error) from still.error
 
-    async def _commit(self, slot: Slot, batch: Batch) -> None:
+    async def _commit(self, slot: Slot, batch: Batch) -> Sequence[Outcome]:
         started = perf_counter()
         limit = self._settings.transaction_timeout
         new_session = AsyncSession(
@@ -102,7 +114,7 @@ class Consume:
                 connection = await session.connection()
                 with _blaming(batch, limit):
                     async with asyncio.timeout(limit):
-                        new, staged = await self._execute(session, connection, slot, batch)
+                        outcomes, staged = await self._execute(session, connection, slot, batch)
                     await transaction.commit()
             except (Stuck, _Unclear, PositionMoved):
                 if perf_counter() - started > limit:
@@ -114,11 +126,12 @@ class Consume:
                 raise
         if staged:
             self._staged()
-        self._count(slot, batch, new, perf_counter() - started)
+        self._count(slot, batch, outcomes, perf_counter() - started)
+        return outcomes
 
     async def _execute(
         self, session: AsyncSession, connection: AsyncConnection, slot: Slot, batch: Batch
-    ) -> tuple[Sequence[Item], int]:
+    ) -> tuple[Sequence[Outcome], int]:
         settings = self._settings
         await inbox.begin(
             connection,
@@ -127,40 +140,48 @@ class Consume:
         )
         driver = await driver_of(connection)
         generations = await inbox.move_position(
-            driver, slot, fetched_from=batch.start, next_offset=batch.end
+            driver,
+            slot,
+            fetched_from=batch.start,
+            next_offset=batch.end,
+            anchor=batch.anchor,
         )
         rows = Rows(session)
         outbox = Outbox(self._source, settings.max_event_bytes)
-        new = await self._mark(driver, slot, generations, batch)
-        for entity, keys in _declared(new):
+        known = await self._mark(driver, slot, generations, batch)
+        new: dict[bytes, Item] = {}
+        for item in batch.items:
+            if item.marker.key not in known:
+                new.setdefault(item.marker.key, item)
+        for entity, keys in _declared(new.values()):
             await rows.lock(entity, keys)
-        for item in new:
-            await self._handle(item, session, rows, outbox, driver)
+        returned: dict[bytes, str] = {}
+        for key, item in new.items():
+            result = await self._handle(item, session, rows, outbox, driver)
+            if result is not None:
+                returned[key] = result
         await session.flush()
         if not connection.in_transaction():
             raise RuntimeError("a handler has rolled the transaction back: it is the batch's")
+        if returned:
+            await inbox.keep_results(driver, generations, returned)
         if len(outbox):
             await outbox.write(driver)
         elif new:
             # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
             await driver.execute("SELECT")
-        return new, len(outbox)
+        return _outcomes(batch, new, known | returned), len(outbox)
 
     async def _mark(
         self, driver: asyncpg.Connection, slot: Slot, generations: Generations, batch: Batch
-    ) -> Sequence[Item]:
-        """Return the items that are new, each once."""
+    ) -> dict[bytes, str | None]:
+        """Remember the messages; returns the results of those remembered before, by key."""
         try:
-            inserted = await inbox.mark(
+            return await inbox.mark(
                 driver, slot, generations, [item.marker for item in batch.items]
             )
         except IdentityMismatch as error:
             raise Stuck(error.offset, "identity mismatch", error) from error
-        new: dict[bytes, Item] = {}
-        for item in batch.items:
-            if item.marker.key in inserted:
-                new.setdefault(item.marker.key, item)
-        return list(new.values())
 
     async def _handle(
         self,
@@ -169,14 +190,16 @@ class Consume:
         rows: Rows,
         outbox: Outbox,
         driver: asyncpg.Connection,
-    ) -> None:
+    ) -> str | None:
+        """Call the handler; returns what it returned, as JSON."""
         message, consumer = item.marker.message, item.handler.consumer
         tx = Transaction(
             session=session, rows=rows, outbox=outbox, consumer=consumer, message=message
         )
         try:
             with tx, telemetry.process_span(message, consumer, self._group):
-                await item.handler.function(item.event, tx)
+                result = await item.handler.function(item.event, tx)
+            return None if result is None else pydantic_core.to_json(result).decode()
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -187,8 +210,8 @@ class Consume:
                 raise
             raise Stuck(message.offset, f"{consumer} failed", error) from error
 
-    def _count(self, slot: Slot, batch: Batch, new: Sequence[Item], seconds: float) -> None:
-        applied = Counter(item.handler.consumer for item in new)
+    def _count(self, slot: Slot, batch: Batch, outcomes: Sequence[Outcome], seconds: float) -> None:
+        applied = Counter(one.item.handler.consumer for one in outcomes if one.is_new)
         seen = Counter(item.handler.consumer for item in batch.items)
         for consumer, count in seen.items():
             fresh = applied[consumer]
@@ -199,7 +222,17 @@ class Consume:
         telemetry.batch_applied(slot.topic, len(batch.items) + len(batch.skipped), seconds)
 
 
-def _declared(items: Sequence[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
+def _outcomes(
+    batch: Batch, new: Mapping[bytes, Item], results: Mapping[bytes, str | None]
+) -> list[Outcome]:
+    values = {key: pydantic_core.from_json(text) for key, text in results.items() if text}
+    return [
+        Outcome(item, new.get(item.marker.key) is item, values.get(item.marker.key))
+        for item in batch.items
+    ]
+
+
+def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
     """Return the rows that the handlers are going to change, by table name."""
     wanted: dict[type[Aggregate], set[Key]] = {}
     for item in items:

@@ -11,7 +11,7 @@ from .message import Plain
 from .transaction import Transaction
 
 E = TypeVar("E", bound=Event)
-Function = Callable[[E, Transaction], Awaitable[None]]
+Function = Callable[[E, Transaction], Awaitable[object]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Handlers:
         `consumer` is part of the identity under which the inbox remembers: keep it when you
         rename the function. `loads` names the rows that the handler is going to change; they are
         fetched and locked for the whole batch in one query.
+
+        What the function returns is kept as JSON beside the marker; a duplicate gets it back, and
+        `service inbox show` prints it.
 
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
         function does not fit.
@@ -87,6 +90,16 @@ class Handlers:
     def topics(self) -> frozenset[str]:
         """Topics that some handler takes events of."""
         return frozenset(self._by_topic)
+
+    @property
+    def consumers(self) -> frozenset[str]:
+        """Names of all consumers."""
+        return frozenset(
+            handler.consumer
+            for types in self._by_topic.values()
+            for handlers in types.values()
+            for handler in handlers
+        )
 
     def of(self, topic: str, type: str) -> tuple[Handler, ...]:
         """Return the handlers of an event type, in the order of their registration."""

@@ -1,14 +1,18 @@
 """The inbox: where a partition goes on, and which events have already taken effect.
 
 Everything here runs on the connection of a consume transaction, in the order of `docs/protocol.md`,
-but for `start_at`, `position` and `rotate`, which are transactions of their own.
+but for `start_at`, `position`, `seek` and `rotate`, which are transactions of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import blake2b
+from typing import NamedTuple, Self
 
 import asyncpg
 import sqlalchemy as sa
+from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .message import Message
@@ -16,6 +20,10 @@ from .payload import HASH_VERSION
 
 GENERATION_LOCK = 0x1B0C5
 """Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
+
+
+_LAST_MILLISECOND = 253_402_300_799_000
+"""The end of the year 9999. Producers may send any number as a time."""
 
 
 class PositionMoved(Exception):
@@ -41,6 +49,30 @@ class Slot:
     group: str
     topic: str
     partition: int
+
+
+class Anchor(NamedTuple):
+    """The last record before a position: by it a topic is recognised."""
+
+    offset: int
+    time: datetime
+    hash: bytes
+
+    @classmethod
+    def of(cls, record: ConsumerRecord) -> Self:
+        """Describe a record as it lies in its partition."""
+        digest = blake2b(f"{record.timestamp}".encode(), digest_size=16)
+        for part in (record.key, record.value):
+            digest.update(b"-" if part is None else b"%d:%b" % (len(part), part))
+        time = datetime.fromtimestamp(min(max(0, record.timestamp), _LAST_MILLISECOND) / 1e3, UTC)
+        return cls(record.offset, time, digest.digest())
+
+
+class StoredPosition(NamedTuple):
+    """Where a partition goes on; without an anchor if nothing was read from it yet."""
+
+    next_offset: int
+    anchor: Anchor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +108,8 @@ SELECT set_config('idle_in_transaction_session_timeout', :transaction_timeout, t
 _MOVE_POSITION = """
 WITH moved AS (
     UPDATE pipeline.position
-       SET next_offset = $5, moved_at = clock_timestamp()
+       SET next_offset = $5, anchor_offset = $6, anchor_time = $7, anchor_hash = $8,
+           moved_at = clock_timestamp()
      WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
     RETURNING 1
 )
@@ -84,7 +117,7 @@ SELECT current, oldest, EXISTS (SELECT FROM moved) AS moved FROM pipeline.inbox_
 """
 
 _FIND_IN_CLOSED_GENERATIONS = """
-SELECT key, hash, hash_version
+SELECT key, hash, hash_version, result::text
   FROM pipeline.inbox
  WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
 """
@@ -102,17 +135,35 @@ RETURNING key
 """
 
 _FIND_IN_CURRENT_GENERATION = """
-SELECT key, hash, hash_version FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)
+SELECT key, hash, hash_version, result::text
+  FROM pipeline.inbox
+ WHERE generation = $1 AND key = ANY ($2)
+"""
+
+_KEEP_RESULTS = """
+UPDATE pipeline.inbox AS marker
+   SET result = returned.result::json
+  FROM unnest($2::bytea[], $3::text[]) AS returned (key, result)
+ WHERE marker.generation = $1 AND marker.key = returned.key
 """
 
 _POSITION = """
-SELECT next_offset FROM pipeline.position
+SELECT next_offset, anchor_offset, anchor_time, anchor_hash
+  FROM pipeline.position
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3
 """
 
 _START_AT = """
 INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
 VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
+"""
+
+_SEEK = """
+INSERT INTO pipeline.position AS stored (consumer_group, topic, partition, next_offset)
+VALUES ($1, $2, $3, $4)
+    ON CONFLICT (consumer_group, topic, partition) DO UPDATE
+   SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,
+       anchor_hash = NULL, moved_at = clock_timestamp()
 """
 
 _LOCK_GENERATION = "SELECT set_config('lock_timeout', '100ms', true), pg_advisory_xact_lock($1)"
@@ -148,11 +199,16 @@ async def begin(
 
 
 async def move_position(
-    connection: asyncpg.Connection, slot: Slot, *, fetched_from: int, next_offset: int
+    connection: asyncpg.Connection,
+    slot: Slot,
+    *,
+    fetched_from: int,
+    next_offset: int,
+    anchor: Anchor,
 ) -> Generations:
     """Move the position over the batch; raises `PositionMoved` if it is not where we think."""
     row = await connection.fetchrow(
-        _MOVE_POSITION, slot.group, slot.topic, slot.partition, fetched_from, next_offset
+        _MOVE_POSITION, slot.group, slot.topic, slot.partition, fetched_from, next_offset, *anchor
     )
     if row is None or not row["moved"]:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
@@ -164,8 +220,8 @@ async def mark(
     slot: Slot,
     generations: Generations,
     markers: Sequence[Marker],
-) -> set[bytes]:
-    """Remember the messages; returns the keys of those that are new.
+) -> dict[bytes, str | None]:
+    """Remember the messages; returns those remembered before, with their result as JSON, by key.
 
     Raises `IdentityMismatch` for one that came before with another payload.
     """
@@ -173,25 +229,35 @@ async def mark(
     for marker in markers:
         if first.setdefault(marker.key, marker).message.hash != marker.message.hash:
             raise IdentityMismatch(marker.message, first[marker.key].message.hash)
-    known: dict[bytes, bytes | None] = {}
+    known: dict[bytes, asyncpg.Record] = {}
     if generations.oldest < generations.current:
-        known |= _hashes(
+        known |= _by_key(
             await connection.fetch(
                 _FIND_IN_CLOSED_GENERATIONS, generations.oldest, generations.current, list(first)
             )
         )
     # Sorted, so that two batches with the same keys wait for each other and never in a circle.
-    new = sorted((marker for marker in first.values() if marker.key not in known), key=_by_key)
+    new = [first[key] for key in sorted(first.keys() - known.keys())]
     inserted = await _insert(connection, slot, generations.current, new) if new else set()
     if raced := [marker.key for marker in new if marker.key not in inserted]:
-        known |= _hashes(
+        known |= _by_key(
             await connection.fetch(_FIND_IN_CURRENT_GENERATION, generations.current, raced)
         )
     for marker in markers:
-        remembered = known.get(marker.key)
-        if remembered is not None and remembered != marker.message.hash:
-            raise IdentityMismatch(marker.message, remembered)
-    return inserted
+        row = known.get(marker.key)
+        # A hash of another version can't be compared: the id alone says that it is the same event.
+        if row and row["hash_version"] == HASH_VERSION and row["hash"] != marker.message.hash:
+            raise IdentityMismatch(marker.message, row["hash"])
+    return {key: row["result"] for key, row in known.items()}
+
+
+async def keep_results(
+    connection: asyncpg.Connection, generations: Generations, results: Mapping[bytes, str]
+) -> None:
+    """Keep what handlers returned, as JSON, beside the markers inserted by this transaction."""
+    await connection.execute(
+        _KEEP_RESULTS, generations.current, list(results), list(results.values())
+    )
 
 
 async def _insert(
@@ -216,26 +282,30 @@ async def _insert(
     return {row["key"] for row in rows}
 
 
-def _hashes(rows: Sequence[asyncpg.Record]) -> dict[bytes, bytes | None]:
-    # A hash of another version can't be compared: the id alone says that it is the same event.
-    return {
-        row["key"]: row["hash"] if row["hash_version"] == HASH_VERSION else None for row in rows
-    }
+def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, asyncpg.Record]:
+    return {row["key"]: row for row in rows}
 
 
-def _by_key(marker: Marker) -> bytes:
-    return marker.key
-
-
-async def position(connection: asyncpg.Connection, slot: Slot) -> int | None:
-    """Return the offset that the partition goes on from, or None if it was never read."""
-    offset = await connection.fetchval(_POSITION, slot.group, slot.topic, slot.partition)
-    return None if offset is None else int(offset)
+async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition | None:
+    """Return where the partition goes on, or None if it was never read."""
+    row = await connection.fetchrow(_POSITION, slot.group, slot.topic, slot.partition)
+    if row is None:
+        return None
+    next_offset, offset, time, hash = row
+    return StoredPosition(next_offset, None if offset is None else Anchor(offset, time, hash))
 
 
 async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
     """Store where a partition begins; keeps the position if another process was first."""
     await connection.execute(_START_AT, slot.group, slot.topic, slot.partition, offset)
+
+
+async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
+    """Let the partition go on from another offset, by a person's decision.
+
+    A batch that is under way does not find the position where it was, and is rolled back.
+    """
+    await connection.execute(_SEEK, slot.group, slot.topic, slot.partition, offset)
 
 
 async def rotate(connection: asyncpg.Connection, *, current: int) -> bool:

@@ -1,7 +1,7 @@
 """The publisher: sends a page of outbox events to Kafka, in order, and waits for all of it."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ from .settings import Settings
 _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
 _METADATA_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 
 
@@ -37,9 +38,10 @@ class Publisher:
     overtake it. A new producer starts with a clean slate.
     """
 
-    def __init__(self, settings: Settings, client_id: str) -> None:
+    def __init__(self, settings: Settings, *, client_id: str, owner: str) -> None:
         self._settings = settings
         self._client_id = client_id
+        self._owner = owner
         self._producer: AIOKafkaProducer | None = None
 
     async def send(self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]) -> None:
@@ -52,8 +54,11 @@ class Publisher:
         Raises `NotSent`, and `LeaseExpired` when `may_send` says no.
         """
         producer = await self._started()
+        transactional = self._settings.relay_transactional
         try:
             by_partition = await self._by_partition(producer, events)
+            if transactional:
+                await producer.begin_transaction()
             chains = [
                 self._send_chain(producer, topic, partition, chain, may_send)
                 for (topic, partition), chain in by_partition.items()
@@ -63,36 +68,58 @@ class Publisher:
             for outcome in outcomes:
                 if outcome is not None:
                     raise outcome
+            if transactional:
+                await _commit(producer)
         except BaseException:
+            # What it has begun, the next one with its transactional id aborts.
             await self.discard()
             raise
+
+    async def fence(self, owners: Iterable[str]) -> None:
+        """Make the brokers refuse what these relays may still send: before taking their shards.
+
+        Without `relay_transactional` it arrives as repeats. Raises `NotSent`.
+        """
+        if self._settings.relay_transactional:
+            for owner in owners:
+                # A new producer with its transactional id ends what the old one has open.
+                producer = await self._new_producer(owner)
+                try:
+                    await asyncio.wait_for(producer.begin_transaction(), _ANSWER_SECONDS)
+                except (KafkaError, TimeoutError) as error:
+                    raise NotSent(f"relay {owner} can't be fenced: {named(error)}") from error
+                finally:
+                    await _stop(producer)
 
     async def discard(self) -> None:
         """Close the producer; the next `send` starts another."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            # It has nothing left to send; a broker that hangs must not hold us.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(producer.stop(), _STOP_SECONDS)
+            await _stop(producer)
 
     async def _started(self) -> AIOKafkaProducer:
         if self._producer is None:
-            producer = AIOKafkaProducer(
-                bootstrap_servers=self._settings.kafka_bootstrap_servers,
-                client_id=self._client_id,
-                enable_idempotence=True,
-                acks="all",
-                max_batch_size=min(_BATCH_BYTES, self._settings.max_event_bytes),
-                max_request_size=2 * self._settings.max_event_bytes,
-                metadata_max_age_ms=30_000,
-            )
-            try:
-                await producer.start()
-            except BaseException:
-                await producer.stop()
-                raise
-            self._producer = producer
+            self._producer = await self._new_producer(self._owner)
         return self._producer
+
+    async def _new_producer(self, owner: str) -> AIOKafkaProducer:
+        transactional = self._settings.relay_transactional
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self._settings.kafka_bootstrap_servers,
+            client_id=self._client_id,
+            transactional_id=f"{self._client_id}-{owner}" if transactional else None,
+            enable_idempotence=True,
+            acks="all",
+            max_batch_size=min(_BATCH_BYTES, self._settings.max_event_bytes),
+            max_request_size=2 * self._settings.max_event_bytes,
+            metadata_max_age_ms=30_000,
+        )
+        try:
+            await producer.start()
+        except BaseException:
+            await producer.stop()
+            raise
+        return producer
 
     async def _by_partition(
         self, producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]
@@ -127,6 +154,19 @@ class Publisher:
                 except KafkaError as error:
                     raise NotSent(f"{topic}/{partition}: {named(error)}") from error
         telemetry.published(topic, len(events))
+
+
+async def _stop(producer: AIOKafkaProducer) -> None:
+    # It has nothing left to send; a broker that hangs must not hold us.
+    with suppress(TimeoutError):
+        await asyncio.wait_for(producer.stop(), _STOP_SECONDS)
+
+
+async def _commit(producer: AIOKafkaProducer) -> None:
+    try:
+        await producer.commit_transaction()
+    except KafkaError as error:
+        raise NotSent(f"Kafka did not commit the events: {named(error)}") from error
 
 
 async def _partitions(producer: AIOKafkaProducer, topic: str) -> int:

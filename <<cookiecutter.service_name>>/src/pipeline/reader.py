@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from pydantic import ValidationError
@@ -16,13 +18,25 @@ from .database import autocommitting
 from .failures import is_infrastructure, patiently
 from .handlers import Handlers
 from .health import Health
-from .inbox import IdentityMismatch, PositionMoved, Slot
+from .inbox import Anchor, IdentityMismatch, PositionMoved, Slot, StoredPosition
 from .message import Undecodable
 from .settings import Settings
 
 log = logging.getLogger(__name__)
 
-_EXPLAINED = (IdentityMismatch, Undecodable, ValidationError)
+
+class TopicChanged(Exception):
+    """The topic does not hold what the position says: a person decides where to go on."""
+
+    def __init__(self, slot: Slot, position: int, what: str) -> None:
+        super().__init__(
+            f"{slot.topic}/{slot.partition} goes on at {position}, but {what}. Nothing is"
+            " read until somebody says where to go on, for instance: service topics seek"
+            f" {slot.topic} --partition {slot.partition} --to earliest"
+        )
+
+
+_EXPLAINED = (IdentityMismatch, TopicChanged, Undecodable, ValidationError)
 
 
 class Reader:
@@ -53,6 +67,7 @@ class Reader:
         self._task: asyncio.Task[None] | None = None
         self._held: Stuck | None = None
         self._is_cut_off = False
+        self._anchor: Anchor | None = None
         self.position: int | None = None
         """The offset after the last record that took effect."""
 
@@ -87,13 +102,34 @@ class Reader:
 
     async def _locate(self) -> None:
         """Find out where to go on, and make the client fetch from there and nowhere else."""
-        async for attempt in self._patiently("reading the position"):
-            with attempt:
-                self._move_to(await self._stored_position())
-        assert self.position is not None
-        self._client.seek(self._partition, self.position)
+        attempts = self._patiently("reading the position")
+        stored: StoredPosition = await attempts(self._stored_position)
+        self._anchor = await self._find_anchor(stored)
+        self._move_to(stored.next_offset)
+        # The record before the position is read again, to see that it is still the same.
+        start = self._anchor.offset if self._anchor else stored.next_offset
+        self._client.seek(self._partition, start)
 
-    async def _stored_position(self) -> int:
+    async def _find_anchor(self, stored: StoredPosition) -> Anchor | None:
+        """Return the anchor if the topic can still hold it; raises `Stuck` for lost offsets."""
+        position = stored.next_offset
+        first = (await self._client.beginning_offsets([self._partition]))[self._partition]
+        end = (await self._client.end_offsets([self._partition]))[self._partition]
+        if position < first:
+            self._refuse(
+                position,
+                f"the brokers have deleted what is before {first}:"
+                f" {first - position} offsets are lost to this service",
+            )
+        if position > end:
+            self._refuse(position, f"it ends at {end} (created anew, or its data lost)")
+        anchor = stored.anchor
+        return anchor if anchor and anchor.offset >= first else None
+
+    def _refuse(self, position: int, what: str) -> NoReturn:
+        raise Stuck(position, "topic changed", TopicChanged(self._slot, position, what))
+
+    async def _stored_position(self) -> StoredPosition:
         async with autocommitting(self._engine) as driver:
             stored = await inbox.position(driver, self._slot)
         if stored is None:
@@ -134,20 +170,35 @@ class Reader:
             fetched = await self._client.getmany(
                 self._partition, timeout_ms=1_000, max_records=self._settings.batch_size
             )
-            records = fetched.get(self._partition, [])
+            records = self._recognised(fetched.get(self._partition, []), start)
             if self._is_cut_off:
                 self._is_cut_off = False
                 self._release()
                 self._health.ready(self._part)
-        if records[0].offset < start:
-            raise PositionMoved(f"{self._part} returned {records[0].offset} for {start}")
         return read(self._handlers, self._partition.topic, start, records)
+
+    def _recognised(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
+        """Return the records from `start` on; raises `Stuck` if the anchor is another record."""
+        if not records:
+            return []
+        anchor, self._anchor = self._anchor, None
+        first = records[0]
+        if first.offset < (anchor.offset if anchor else start):
+            raise PositionMoved(f"{self._part} returned {first.offset} for {start}")
+        # A compacted topic may have dropped it meanwhile.
+        if anchor and anchor.offset == first.offset and anchor.hash != Anchor.of(first).hash:
+            self._refuse(
+                start,
+                f"the record at {first.offset} is not the one of {anchor.time:%Y-%m-%d %H:%M:%S}Z"
+                " that was read there (created anew)",
+            )
+        return [record for record in records if record.offset >= start]
 
     def _move_to(self, position: int) -> None:
         """Note the position; the partition is ready unless it still stands before its record."""
         self.position = position
         if self._held is not None:
-            if position <= self._held.offset:
+            if position == self._held.offset:
                 return
             log.info("%s goes on at offset %s", self._part, position)
             self._release()

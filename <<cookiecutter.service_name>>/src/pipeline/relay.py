@@ -15,12 +15,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import telemetry
 from .database import autocommitting
+from .epoch import IS_OURS, OtherEpoch
 from .failures import is_infrastructure, named
 from .health import Health
 from .publisher import LeaseExpired, NotSent, Publisher
 from .schema import SHARDS
 from .settings import Settings
-from .window import CursorAhead, Page, Progress, fresh, page
+from .window import Page, Progress, fresh, page
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ _PAGE_BYTES = 16 * 2**20
 _ROW_BYTES = 500
 """Size of an event beside its payload, about."""
 
-_EXPLAINED = (CursorAhead, LeaseExpired, NotSent)
+_EXPLAINED = (LeaseExpired, NotSent, OtherEpoch)
 
 _ANNOUNCE = """
 INSERT INTO pipeline.outbox_relay (owner, lease_until)
@@ -38,18 +39,25 @@ VALUES ($1, clock_timestamp() + make_interval(secs => $2))
     ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
 """
 
-_COUNT_RELAYS = """
+_COUNT_RELAYS = f"""
 WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE lease_until < clock_timestamp())
-SELECT count(*) FROM pipeline.outbox_relay WHERE lease_until >= clock_timestamp()
+SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE lease_until >= clock_timestamp()) AS alive,
+       {IS_OURS} AS is_ours
 """
 
-_CLAIM = """
+_GONE = """
+SELECT DISTINCT owner FROM pipeline.outbox_cursor
+ WHERE lease_until < clock_timestamp() AND owner <> $1
+"""
+
+_CLAIM = f"""
 UPDATE pipeline.outbox_cursor
    SET owner = $1, token = token + 1, lease_until = clock_timestamp() + make_interval(secs => $2)
  WHERE shard IN (
        SELECT shard FROM pipeline.outbox_cursor
-        WHERE lease_until IS NULL OR lease_until < clock_timestamp()
-           OR (owner = $1 AND shard <> ALL ($4))
+        WHERE (lease_until IS NULL OR lease_until < clock_timestamp()
+               OR (owner = $1 AND shard <> ALL ($4)))
+          AND (owner IS NULL OR owner = $1 OR owner = ANY ($5)) AND {IS_OURS}
         ORDER BY shard LIMIT $3
           FOR UPDATE SKIP LOCKED)
 RETURNING shard, token, seen, target, last_id, high_id
@@ -76,7 +84,7 @@ class Relay:
         self._settings = settings
         self._health = health
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
-        self._publisher = Publisher(settings, client_id=f"{name}-relay")
+        self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=self._owner)
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, int] = {}
         self._lease_ends = 0.0
@@ -238,13 +246,18 @@ class Relay:
         """Extend the leases, and take or give shards to an even share."""
         lease = self._settings.relay_lease
         await self._extend(driver)
-        alive = await driver.fetchval(_COUNT_RELAYS)
-        share = math.ceil(SHARDS / max(1, alive))
+        relays = await driver.fetchrow(_COUNT_RELAYS)
+        if not relays["is_ours"]:
+            raise OtherEpoch
+        share = math.ceil(SHARDS / max(1, relays["alive"]))
         if len(self._progress) > share:
             await self._write(driver, sorted(self._progress)[share:], keep=False)
         elif len(self._progress) < share:
+            gone = [row["owner"] for row in await driver.fetch(_GONE, self._owner)]
+            await self._publisher.fence(gone)
+            missing = share - len(self._progress)
             for row in await driver.fetch(
-                _CLAIM, self._owner, lease, share - len(self._progress), list(self._progress)
+                _CLAIM, self._owner, lease, missing, list(self._progress), gone
             ):
                 self._tokens[row["shard"]] = row["token"]
                 self._progress[row["shard"]] = Progress(

@@ -41,6 +41,9 @@ position = sa.Table(
     sa.Column("topic", sa.Text, primary_key=True),
     sa.Column("partition", sa.Integer, primary_key=True),
     sa.Column("next_offset", sa.BigInteger, nullable=False),
+    sa.Column("anchor_offset", sa.BigInteger, comment="the last record before the position"),
+    sa.Column("anchor_time", sa.DateTime(timezone=True)),
+    sa.Column("anchor_hash", pg.BYTEA, comment="tells whether the topic still holds that record"),
     sa.Column("moved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
     comment="The offset that each partition goes on from; moved by the consume transaction itself.",
 )
@@ -70,6 +73,7 @@ inbox = sa.Table(
     sa.Column("partition", sa.Integer, nullable=False),
     sa.Column("offset", sa.BigInteger, nullable=False),
     sa.Column("traceparent", sa.Text),
+    sa.Column("result", pg.JSON, comment="what the handler returned"),
     sa.Column("xid", Xid8, nullable=False, server_default=sa.text("pg_current_xact_id()")),
     sa.Column(
         "created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()
@@ -129,6 +133,14 @@ outbox_cursor = sa.Table(
     sa.Column("owner", sa.Text),
     sa.Column("lease_until", sa.DateTime(timezone=True)),
     comment="How far each shard of the outbox is published, and which relay owns it.",
+)
+
+outbox_epoch = sa.Table(
+    "outbox_epoch",
+    metadata,
+    sa.Column("singleton", sa.Boolean, sa.CheckConstraint("singleton"), primary_key=True),
+    sa.Column("system_identifier", sa.BigInteger, comment="null while the outbox is reset"),
+    comment="One row: the database cluster whose transaction ids outbox and cursor hold.",
 )
 
 outbox_relay = sa.Table(

@@ -58,6 +58,11 @@ class Settings(BaseSettings):
     relay_cursor_interval: Seconds = 0.25
     """The cursor is written this often; a crash repeats at most what was sent in between."""
 
+    relay_transactional: bool = False
+    """Publish in Kafka transactions, under a transactional id of each relay, which its successor
+    fences: a relay that was stopped cannot send late. For consumers that can't drop repeats by id;
+    they must read committed. Repeats after a crash remain."""
+
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that stand ready."""
     inbox_generations_ahead: Count = 2

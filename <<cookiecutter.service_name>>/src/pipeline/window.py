@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import asyncpg
 
+from .epoch import OtherEpoch
+
 Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
 
@@ -78,26 +80,13 @@ class Page:
     then: Progress
 
 
-class CursorAhead(Exception):
-    """The cursor knows transactions that this database has not begun."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "pipeline.outbox_cursor is ahead of this database, as after a dump is restored: its"
-            " transaction ids mean nothing here, and nothing is published. To publish all events in"
-            " the outbox again, stop the service and run, each by itself: UPDATE"
-            " pipeline.outbox_cursor SET seen = pg_current_snapshot(), target = NULL; UPDATE"
-            " pipeline.outbox SET xid = DEFAULT"
-        )
-
-
 async def fresh(
     connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
 ) -> Page:
-    """Read what has become visible since `seen`; raises `CursorAhead` if that can't be said."""
+    """Read what has become visible since `seen`; raises `OtherEpoch` if that can't be said."""
     head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1)
     if head["target"][1] < progress.seen[1]:
-        raise CursorAhead
+        raise OtherEpoch
     if len(events) <= limit:
         return Page(events, replace(progress, seen=head["target"]))
     events.pop()

@@ -1,6 +1,6 @@
 """One topic partition whose batches a test applies itself: in PostgreSQL, by hand."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers, inbox
 from pipeline.batch import Batch, read
-from pipeline.consume import Consume
+from pipeline.consume import Consume, Outcome
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
 from pipeline.inbox import Slot
@@ -36,16 +36,16 @@ class Desk:
         ]
         return read(self.handlers, self.slot.topic, start, records)
 
-    async def apply(self, *deposits: Deposit, start: int | None = None) -> None:
+    async def apply(self, *deposits: Deposit, start: int | None = None) -> Sequence[Outcome]:
         """Apply the deposits as one batch, from the position stored unless `start` says where."""
         if start is None:
             start = await self.position()
-        await self.apply_batch(self.read(*deposits, start=start))
+        return await self.apply_batch(self.read(*deposits, start=start))
 
-    async def apply_batch(self, batch: Batch) -> None:
+    async def apply_batch(self, batch: Batch) -> Sequence[Outcome]:
         """Apply the batch as the reader does: infrastructure is tried again for ever."""
         attempts = patiently("the test", unless=lambda: False, away=self.outages.append)
-        await self.consume.apply(self.slot, batch, attempts)
+        return await self.consume.apply(self.slot, batch, attempts)
 
     async def position(self) -> int:
         """Return the position stored; 0 is stored first if there is none."""
@@ -53,7 +53,7 @@ class Desk:
             await inbox.start_at(driver, self.slot, 0)
             stored = await inbox.position(driver, self.slot)
         assert stored is not None
-        return stored
+        return stored.next_offset
 
 
 NewDesk: TypeAlias = Callable[..., Awaitable[Desk]]

@@ -56,7 +56,7 @@ async def stage(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -
         await outbox.copy(connection, events)
 
 
-def numbered(topic: str, numbers: Iterable[int], key: str | None = "ada") -> list[StagedEvent]:
+def numbered(topic: str, numbers: Iterable[object], key: str | None = "ada") -> list[StagedEvent]:
     """Return events of one key whose ids are the numbers."""
     return [event(topic, number, key) for number in numbers]
 

@@ -384,6 +384,6 @@ async def test_the_position_is_read_by_the_same_engine_that_is_stopped_in_betwee
     _, desk = ledger
     await desk.apply(Deposit(1))
     async with autocommitting(desk.engine) as driver:
-        assert await inbox.position(driver, desk.slot) == 1
+        assert (await desk.position()) == 1
         await inbox.start_at(driver, desk.slot, 700)
-        assert await inbox.position(driver, desk.slot) == 1
+        assert (await desk.position()) == 1

@@ -71,7 +71,15 @@ async def differences(url: str, metadata: sa.MetaData) -> list[Any]:
         await engine.dispose()
 
 
-ALL = ["inbox", "inbox_generation", "outbox", "outbox_cursor", "outbox_relay", "position"]
+ALL = [
+    "inbox",
+    "inbox_generation",
+    "outbox",
+    "outbox_cursor",
+    "outbox_epoch",
+    "outbox_relay",
+    "position",
+]
 
 
 async def test_an_empty_database_is_upgraded_and_a_second_time_changes_nothing(

@@ -26,7 +26,7 @@ async def rows(db: asyncpg.Connection) -> list[asyncpg.Record]:
 
 @asynccontextmanager
 async def publishing(settings: Settings) -> AsyncIterator[Publisher]:
-    publisher = Publisher(settings, client_id="bank-relay")
+    publisher = Publisher(settings, client_id="bank-relay", owner="me")
     try:
         yield publisher
     finally:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -13,7 +12,7 @@ import asyncpg
 import pytest
 from sqlalchemy import make_url
 
-from pipeline import database, outbox, relay, window
+from pipeline import database, epoch, outbox, relay, window
 from pipeline.publisher import Publisher
 from pipeline.schema import SHARDS
 from pipeline.settings import Settings
@@ -155,10 +154,10 @@ async def test_a_row_that_commits_below_the_end_of_a_paged_window_comes_in_the_n
     late = await connect()
     transaction = late.transaction()
     await transaction.start()
-    await outbox.copy(late, numbered("t", ["late"]))  # type: ignore[list-item]
+    await outbox.copy(late, numbered("t", ["late"]))
     await stage(await connect(), numbered("t", range(20)))
     first = await read(db, progress, 7)
-    await outbox.copy(late, numbered("t", ["later"]))  # type: ignore[list-item]
+    await outbox.copy(late, numbered("t", ["later"]))
     await transaction.commit()
     rest, _ = await read_all(db, first.then, 7)
     assert [row["event_id"] for row in first.events] == [str(number) for number in range(7)]
@@ -588,7 +587,7 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
 
         def __init__(self, *args: Any, settings: Settings, **options: Any) -> None:
             super().__init__(*args, settings=settings, **options)
-            self._publisher = Slow(settings, "slow")
+            self._publisher = Slow(settings, client_id="slow", owner="slow")
 
     await stage(db, numbered(topic, range(20)))
     async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), SlowRelay):
@@ -682,29 +681,67 @@ async def test_a_relay_notices_a_connection_that_died_without_a_word(
         await eventually(lambda: one.reason == "")
 
 
-async def test_after_a_dump_is_restored_the_relay_says_what_to_do_and_that_works(
+async def test_after_a_dump_is_restored_nothing_is_published_before_a_reset(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    """Trap 2, its second half: with a cursor that is ahead, and with one that is not."""
+    topic = await new_topic()
+    await stage(db, numbered(topic, range(3)))
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    async with relaying(settings()) as one:
+        await eventually(lambda: "service relay reset" in one.reason)
+    # Another cluster's transaction ids, as a dump carries them.
+    await db.execute("UPDATE pipeline.outbox SET xid = '9000000000'")
+    await db.execute("UPDATE pipeline.outbox_cursor SET seen = '9000000009:9000000009:'")
+    assert await ids_in(kafka, topic) == []
+    await epoch.reset(db, keep_progress=False)
+    async with following(kafka, topic) as tail, relaying(settings()) as one:
+        await tail.until_ids(range(3))
+        await stage(db, numbered(topic, [3]))
+        await tail.until_ids(range(4))
+    assert tail.ids == ["0", "1", "2", "3"]
+
+
+async def test_a_cursor_ahead_of_its_own_cluster_is_refused_too(
+    settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    await db.execute("UPDATE pipeline.outbox_cursor SET seen = '9000000009:9000000009:'")
+    async with relaying(settings()) as one:
+        await eventually(lambda: "service relay reset" in one.reason)
+
+
+async def test_a_reset_that_was_cut_short_leaves_the_relay_refusing(
+    settings: Callable[..., Settings], db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(epoch, "_RENEW_EVENTS", "SELECT 1 / 0")
+        with pytest.raises(asyncpg.DivisionByZeroError):
+            await epoch.reset(db, keep_progress=False)
+    async with relaying(settings()) as one:
+        await eventually(lambda: "service relay reset" in one.reason)
+        await epoch.reset(db, keep_progress=False)
+        await eventually(lambda: one.reason == "")
+
+
+async def test_a_cluster_that_kept_its_transaction_ids_goes_on_where_it_was(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     topic = await new_topic()
-    await stage(db, numbered(topic, range(3)))
-    # Another cluster's transaction ids, as a dump carries them.
-    await db.execute("UPDATE pipeline.outbox SET xid = '9000000000'")
-    await db.execute("UPDATE pipeline.outbox_cursor SET seen = '9000000009:9000000009:'")
-    async with relaying(settings()) as one:
-        await eventually(lambda: "is ahead of this database" in one.reason)
-        advice = one.reason
-    assert await ids_in(kafka, topic) == []
-    _, *statements = re.split(r"(?=UPDATE )", advice)
-    for statement in statements:
-        await db.execute(statement.rstrip("; "))
-    async with following(kafka, topic) as tail, relaying(settings()) as one:
-        await tail.until_ids(range(3))
-        await stage(db, numbered(topic, [3]))
-        await tail.until_ids(range(4))
-    assert tail.first_ids() == {b"ada": ["0", "1", "2", "3"]}
+    await stage(db, numbered(topic, [1]))
+    async with following(kafka, topic) as tail, relaying(settings()):
+        await tail.until_ids([1])
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await stage(db, numbered(topic, [2]))
+    await epoch.reset(db, keep_progress=True)
+    async with following(kafka, topic) as tail, relaying(settings()):
+        await tail.until_ids([2])
+    assert tail.ids == ["1", "2"]
 
 
 # Query plans, on a table of some size.

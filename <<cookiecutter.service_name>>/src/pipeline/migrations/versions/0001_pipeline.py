@@ -22,9 +22,18 @@ def upgrade() -> None:
             topic          text NOT NULL,
             partition      integer NOT NULL,
             next_offset    bigint NOT NULL,
+            anchor_offset  bigint,
+            anchor_time    timestamptz,
+            anchor_hash    bytea,
             moved_at       timestamptz NOT NULL DEFAULT now(),
             CONSTRAINT position_pkey PRIMARY KEY (consumer_group, topic, partition)
         )""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.position.anchor_offset IS
+        'the last record before the position'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.position.anchor_hash IS
+        'tells whether the topic still holds that record'""")
     op.execute("""
         COMMENT ON TABLE pipeline.position IS
         'The offset that each partition goes on from; moved by the consume transaction itself.'""")
@@ -55,6 +64,7 @@ def upgrade() -> None:
             partition    integer NOT NULL,
             "offset"     bigint NOT NULL,
             traceparent  text,
+            result       json,
             xid          xid8 NOT NULL DEFAULT pg_current_xact_id(),
             created_at   timestamptz NOT NULL DEFAULT now(),
             CONSTRAINT inbox_pkey PRIMARY KEY (generation, key)
@@ -62,6 +72,7 @@ def upgrade() -> None:
     op.execute("COMMENT ON TABLE pipeline.inbox IS 'A marker for every event that took effect.'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.key IS 'hash of (consumer, source, id)'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.hash IS 'hash of type and data'")
+    op.execute("COMMENT ON COLUMN pipeline.inbox.result IS 'what the handler returned'")
 
     op.execute("""
         CREATE TABLE pipeline.outbox (
@@ -116,6 +127,21 @@ def upgrade() -> None:
     op.execute("""
         INSERT INTO pipeline.outbox_cursor (shard, seen)
         SELECT shard, pg_current_snapshot() FROM generate_series(0, 63) AS shard""")
+
+    op.execute("""
+        CREATE TABLE pipeline.outbox_epoch (
+            singleton         boolean PRIMARY KEY CHECK (singleton),
+            system_identifier bigint
+        )""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.outbox_epoch IS
+        'One row: the database cluster whose transaction ids outbox and cursor hold.'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_epoch.system_identifier IS
+        'null while the outbox is reset'""")
+    op.execute("""
+        INSERT INTO pipeline.outbox_epoch
+        SELECT true, system_identifier FROM pg_control_system()""")
 
     op.execute("""
         CREATE TABLE pipeline.outbox_relay (

@@ -1,0 +1,137 @@
+"""What a person asks of a service: what was handled, and the outbox of a restored dump."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from decimal import Decimal
+
+import asyncpg
+import pytest
+from pydantic import BaseModel
+
+from pipeline import Transaction
+from pipeline.inbox import rotate
+
+from .bank import Account, Bank, Deposit, Deposited
+from .conftest import eventually
+from .desk import Desk, NewDesk
+from .outgoing import following, numbered, stage
+from .processes import Start, starting
+
+
+class Receipt(BaseModel):
+    """What the handler of these tests returns."""
+
+    account: str
+    balance: Decimal
+
+
+@pytest.fixture
+async def desk(bank: Bank, new_desk: NewDesk) -> Desk:
+    """Return the desk of a bank with a second consumer, which returns receipts."""
+
+    @bank.handlers.on(
+        Deposited, topic=bank.deposits, consumer="receipt", loads=Account.by("account")
+    )
+    async def receipt(event: Deposited, tx: Transaction) -> Receipt:
+        account = await tx.load_or_create(Account, event.account)
+        return Receipt(account=account.id, balance=Decimal(account.balance))
+
+    return await new_desk(bank.handlers, topic=bank.deposits)
+
+
+@pytest.fixture
+async def start(
+    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
+) -> AsyncIterator[Start]:
+    """Start commands of the bank."""
+    async with starting(
+        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
+    ) as one:
+        yield one
+
+
+async def test_a_duplicate_gets_back_what_its_handler_returned_the_first_time(
+    desk: Desk, db: asyncpg.Connection
+) -> None:
+    first = await desk.apply(Deposit(5), Deposit(7), Deposit(5))
+    receipts = [one for one in first if one.item.handler.consumer == "receipt"]
+    told = [(one.is_new, one.result) for one in receipts]
+    five = {"account": "ada", "balance": "5"}
+    assert told == [(True, five), (True, {"account": "ada", "balance": "12"}), (False, five)]
+    assert {one.result for one in first if one.item.handler.consumer == "deposit"} == {None}
+    for _ in range(2):  # in the same generation, and in a closed one
+        again = await desk.apply(Deposit(5))
+        assert [(one.is_new, one.result) for one in again] == [(False, None), (False, five)]
+        current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
+        assert await rotate(db, current=current)
+
+
+async def test_a_result_that_is_no_json_is_the_handlers_fault(
+    bank: Bank, new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="odd")
+    async def odd(event: Deposited, tx: Transaction) -> object:
+        return object() if event.amount == 6 else event.amount
+
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    with pytest.raises(Exception, match="offset 1: odd failed"):
+        await desk.apply(Deposit(5), Deposit(6), Deposit(7))
+    assert await desk.position() == 1
+    assert await db.fetchval("SELECT result FROM pipeline.inbox WHERE consumer = 'odd'") == "5"
+
+
+async def test_inbox_show_tells_when_where_by_which_transaction_and_with_which_outcome(
+    desk: Desk, db: asyncpg.Connection, start: Start
+) -> None:
+    await desk.apply(Deposit(5), Deposit(7, id="a b"), Deposit(8, id="a b", source="/other"))
+    xid = await db.fetchval("SELECT xid FROM pipeline.inbox LIMIT 1")
+    published = await db.fetchval(
+        "SELECT event_id FROM pipeline.outbox ORDER BY id OFFSET 1 LIMIT 1"
+    )
+    plain = await start("inbox", "show", "a b")
+    assert await plain.ended() == 0, plain.output
+    for word in (
+        "deposited a b of /tests",
+        "deposited a b of /other",
+        "consumer  deposit",
+        "consumer  receipt",
+        f"{desk.slot.topic}/0 at offset 1",
+        f"transaction {xid}, generation 1",
+        '{"account":"ada","balance":"12"}',
+        f"published balance.changed {published} to ",
+    ):
+        assert word in plain.output
+    exact = await start("inbox", "show", "a b", "--source", "/tests", "--json")
+    assert await exact.ended() == 0, exact.output
+    # By source only the consumers are looked for that the service has: the process has one.
+    (found,) = json.loads(exact.output)
+    assert (found["consumer"], found["source"], found["transaction"]) == ("deposit", "/tests", xid)
+    assert [one["event_id"] for one in found["events"]] == [published]
+
+
+async def test_inbox_show_says_so_when_nothing_is_remembered(start: Start) -> None:
+    process = await start("inbox", "show", "nobody")
+    assert await process.ended() == 1
+    assert "no event 'nobody' is remembered" in process.output
+
+
+async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(
+    bank: Bank,
+    db: asyncpg.Connection,
+    kafka: str,
+    settings: Callable[..., object],
+    start: Start,
+) -> None:
+    await stage(db, numbered(bank.balances, range(3)))
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    async with following(kafka, bank.balances) as tail:
+        relay = await start("relay")
+        await eventually(lambda: "service relay reset" in relay.output)
+        asked = await start("relay", "reset")
+        assert await asked.ended() == 1  # nobody is there to say yes
+        assert "Publish 3 events again, with their ids?" in asked.output
+        assert tail.ids == []
+        reset = await start("relay", "reset", "--yes")
+        assert await reset.ended() == 0, reset.output
+        await tail.until_ids(range(3))
+        assert tail.ids == ["0", "1", "2"]

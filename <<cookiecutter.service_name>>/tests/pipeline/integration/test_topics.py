@@ -1,0 +1,258 @@
+"""Topics that do not hold what the position says: an incident, and a person says where to go on."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.records_to_delete import RecordsToDelete
+
+from pipeline.health import Health
+from pipeline.runtime import Part
+
+from .bank import Bank, Deposit
+from .conftest import Running, eventually, histories, position_of, position_reaches
+from .processes import Start, starting
+
+
+@asynccontextmanager
+async def administrator(kafka: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        yield admin
+    finally:
+        await admin.close()
+
+
+async def created_anew(kafka: str, topic: str) -> None:
+    """Delete the topic and create it again, empty."""
+    async with administrator(kafka) as admin:
+        await admin.delete_topics([topic])
+
+        async def is_gone() -> bool:
+            return topic not in await admin.list_topics()
+
+        await eventually(is_gone)
+
+        async def is_back() -> bool:
+            answer = await admin.create_topics([NewTopic(topic, 1, 1)])
+            return bool(answer.topic_errors[0][1] == 0)  # until the old one is deleted for good
+
+        await eventually(is_back)
+
+
+async def deleted_before(kafka: str, topic: str, offset: int) -> None:
+    """Delete records as retention does."""
+    async with administrator(kafka) as admin:
+        await admin.delete_records({TopicPartition(topic, 0): RecordsToDelete(offset)})
+
+
+async def send(producer: AIOKafkaProducer, bank: Bank, *amounts: int) -> None:
+    for amount in amounts:
+        await Deposit(amount).send(producer, bank.deposits)
+
+
+def reason(bank: Bank, health: Health) -> str:
+    return health.reasons.get(f"partition {bank.deposits}/0", "")
+
+
+@pytest.fixture
+async def start(
+    bank: Bank,
+    database_url: str,
+    kafka: str,
+    unused_tcp_port_factory: Callable[[], int],
+) -> AsyncIterator[Start]:
+    """Start commands of the bank."""
+    async with starting(
+        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+async def handled(
+    bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> Bank:
+    """Return a bank that has handled the deposits 1 to 5, and is stopped."""
+    await send(producer, bank, 1, 2, 3, 4, 5)
+    async with running(bank.service, Part.CONSUME):
+        await eventually(position_reaches(db, bank.deposits, 5))
+    return bank
+
+
+async def seek(start: Start, *arguments: str) -> str:
+    """Run `service topics seek` and return what it says."""
+    process = await start("topics", "seek", *arguments)
+    assert await process.ended() == 0, process.output
+    return process.output
+
+
+@pytest.mark.parametrize("amounts", [(), (11, 12), (11, 12, 13, 14), (11, 12, 13, 14, 15, 16, 17)])
+async def test_a_topic_created_anew_is_an_incident_until_somebody_decides(
+    handled: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    start: Start,
+    amounts: tuple[int, ...],
+) -> None:
+    """Trap 34: with no record, with fewer than the old one had, as many as were read, and more."""
+    await created_anew(kafka, handled.deposits)
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as fresh:  # one that knows the new topic
+        await send(fresh, handled, *amounts)
+        async with running(handled.service, Part.CONSUME) as health:
+            if len(amounts) == 4:  # the record that shows it is still to come
+                await send(fresh, handled, 15)
+            await eventually(lambda: "service topics seek" in reason(handled, health))
+            assert await position_of(db, handled.deposits) == 5
+            assert handled.calls == [1, 2, 3, 4, 5]
+            said = await seek(start, handled.deposits, "--to", "earliest")
+            assert f"{handled.deposits}/0 goes from 5 to 0" in said
+            await send(fresh, handled, 20)
+            wanted = [1, 2, 3, 4, 5, *amounts, *([15] if len(amounts) == 4 else []), 20]
+            await eventually(lambda: health.is_ready and handled.calls == wanted)
+    assert await histories(db) == {"ada": wanted}
+
+
+async def test_offsets_that_have_expired_are_an_incident_until_somebody_decides(
+    handled: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    start: Start,
+) -> None:
+    """Trap 34: records 6 and 7 are lost, and nobody may pass over that in silence."""
+    await send(producer, handled, 6, 7, 8)
+    await deleted_before(kafka, handled.deposits, 7)
+    async with running(handled.service, Part.CONSUME) as health:
+        await eventually(lambda: "2 offsets are lost" in reason(handled, health))
+        assert await position_of(db, handled.deposits) == 5
+        said = await seek(start, handled.deposits, "--to", "earliest", "--dry-run")
+        assert f"{handled.deposits}/0 would go from 5 to 7 (the brokers have 7 to 8)" in said
+        assert await position_of(db, handled.deposits) == 5
+        await seek(start, handled.deposits, "--to", "earliest", "--partition", "0")
+        await eventually(position_reaches(db, handled.deposits, 8))
+        await eventually(lambda: health.is_ready)
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5, 8]}
+
+
+async def test_offsets_that_expire_while_they_are_waited_for_are_an_incident(
+    handled: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+) -> None:
+    handled.refused.add(6)
+    async with running(handled.service, Part.CONSUME) as health:
+        await send(producer, handled, 6, 7, 8)
+        await eventually(lambda: "6 is refused" in reason(handled, health))
+        await deleted_before(kafka, handled.deposits, 7)
+        await eventually(lambda: "2 offsets are lost" in reason(handled, health))
+        assert await position_of(db, handled.deposits) == 5
+
+
+@pytest.mark.parametrize("first", [3, 5])
+async def test_retention_may_delete_what_was_read(
+    handled: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    first: int,
+) -> None:
+    await deleted_before(kafka, handled.deposits, first)
+    async with running(handled.service, Part.CONSUME) as health:
+        await eventually(lambda: health.is_ready)
+        await send(producer, handled, 6)
+        await eventually(position_reaches(db, handled.deposits, 6))
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5, 6]}
+
+
+async def test_compaction_may_drop_the_record_that_a_topic_is_recognised_by(
+    bank: Bank,
+    new_topic: Callable[..., Awaitable[str]],
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+) -> None:
+    topic = await new_topic(
+        **{
+            "cleanup.policy": "compact",
+            "segment.ms": "1",
+            "min.cleanable.dirty.ratio": "0.001",
+            "max.compaction.lag.ms": "1",
+        }
+    )
+    compacted = Bank(deposits=topic, balances=bank.balances, name=bank.name)
+    await send(producer, compacted, 1, 2)
+    async with running(compacted.service, Part.CONSUME):
+        await eventually(position_reaches(db, topic, 2))
+    await send(producer, compacted, 3, 4)
+
+    async def is_compacted() -> bool:
+        await Deposit(5, account="bob").send(producer, topic)  # a segment that is written stays
+        async with AIOKafkaConsumer(bootstrap_servers=kafka) as consumer:
+            partition = TopicPartition(topic, 0)
+            consumer.assign([partition])
+            consumer.seek(partition, 1)
+            return bool((await consumer.getone()).offset > 1)
+
+    await eventually(is_compacted, patience=90)
+    async with running(compacted.service, Part.CONSUME) as health:
+        await eventually(lambda: 5 in compacted.calls)
+        assert health.is_ready
+    assert 4 in compacted.calls
+
+
+async def test_times_that_no_calendar_has_stop_nothing(
+    bank: Bank,
+    new_topic: Callable[..., Awaitable[str]],
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+) -> None:
+    topic = await new_topic(**{"message.timestamp.after.max.ms": str(2**63 - 1)})
+    bank = Bank(deposits=topic, balances=bank.balances, name=bank.name)
+    times = [0, 2**62]
+    for amount, time in enumerate(times):
+        record = Deposit(amount).record(bank.deposits, 0)
+        await producer.send_and_wait(
+            bank.deposits,
+            record.value,
+            key=record.key,
+            headers=list(record.headers),
+            timestamp_ms=time,
+        )
+    for _ in range(2):
+        async with running(bank.service, Part.CONSUME) as health:
+            await eventually(position_reaches(db, bank.deposits, len(times)))
+            await eventually(lambda: health.is_ready)
+    assert bank.calls == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["elsewhere", "--to", "earliest"], "does not read topic elsewhere"),
+        (["deposits", "--to", "700"], "has the offsets 0 to 5"),
+        (["deposits", "--to", "earliest", "--partition", "3"], "has the partitions 0 to 0"),
+        (["deposits", "--to", "yesterday"], "not earliest, latest or an offset"),
+    ],
+)
+async def test_what_a_topic_does_not_have_can_not_be_sought(
+    handled: Bank, db: asyncpg.Connection, start: Start, arguments: list[str], hint: str
+) -> None:
+    chosen = [handled.deposits if word == "deposits" else word for word in arguments]
+    process = await start("topics", "seek", *chosen)
+    assert await process.ended() != 0
+    assert hint in process.output
+    assert "Traceback" not in process.output
+    assert await position_of(db, handled.deposits) == 5

@@ -1,0 +1,125 @@
+"""Relays that publish in Kafka transactions, so that one that was stopped can't send late."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from pipeline.publisher import Publisher
+from pipeline.relay import Relay
+from pipeline.settings import Settings
+
+from .conftest import eventually
+from .outgoing import following, id_of, let_leases_end, numbered, relaying, stage
+
+
+class Stopped(Relay):
+    """A relay that is stopped, as by SIGSTOP, between its look at the lease and its send."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.is_stopped = asyncio.Event()
+        self.woken = asyncio.Event()
+        woken, is_stopped = self.woken, self.is_stopped
+
+        class Late(Publisher):
+            async def _new_producer(self, owner: str) -> AIOKafkaProducer:
+                producer = await super()._new_producer(owner)
+                send_batch = producer.send_batch
+
+                async def late(*args: Any, **options: Any) -> Any:
+                    is_stopped.set()
+                    await woken.wait()
+                    return await send_batch(*args, **options)
+
+                producer.send_batch = late
+                return producer
+
+        self._publisher = Late(self._settings, client_id="bank-relay", owner=self._owner)
+
+    async def _extend(self, driver: asyncpg.Connection) -> list[int]:
+        if self.is_stopped.is_set():
+            await self.woken.wait()
+        return await super()._extend(driver)
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+async def test_what_a_stopped_relay_sends_late_is_refused_by_the_brokers(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    transactional: bool,
+) -> None:
+    """Trap 5, at the brokers; without transactions it arrives, as repeats with the same ids."""
+    topic = await new_topic()
+    chosen = settings(relay_lease=1, relay_transactional=transactional)
+    await stage(db, numbered(topic, [1, 2, 3]))
+    async with following(kafka, topic) as tail, relaying(chosen, Stopped) as stopped:
+        assert isinstance(stopped.relay, Stopped)
+        await asyncio.wait_for(stopped.relay.is_stopped.wait(), 30)
+        async with relaying(chosen):
+            await tail.until_ids([1, 2, 3])
+            stopped.relay.woken.set()
+            await eventually(lambda: stopped.reason != "")
+            await eventually(lambda: stopped.reason == "")
+            await stage(db, numbered(topic, [4]))
+            await tail.until_ids([4])
+    assert tail.first_ids() == {b"ada": ["1", "2", "3", "4"]}
+    twice = {} if transactional else {"1": 2, "2": 2, "3": 2}
+    assert Counter(tail.ids) == {"1": 1, "2": 1, "3": 1, "4": 1} | twice
+
+
+async def test_a_transaction_that_a_killed_relay_left_open_holds_up_nobody(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    """Its successor ends it; else the brokers would hide all later records for a minute."""
+    topic = await new_topic()
+    chosen = settings(relay_lease=1, relay_transactional=True, max_event_bytes=20_000)
+    large = [one._replace(payload=b" " * 9_000 + b"{}") for one in numbered(topic, range(40))]
+    await stage(db, large)
+    sent = asyncio.Event()
+
+    class Killed(Publisher):
+        async def _send_chain(self, *args: Any, **options: Any) -> None:
+            await super()._send_chain(*args, **options)
+            sent.set()
+            await asyncio.Event().wait()
+
+    class KilledRelay(Relay):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._publisher = Killed(self._settings, client_id="bank-relay", owner=self._owner)
+
+    async with following(kafka, topic) as tail:
+        async with relaying(chosen, KilledRelay) as killed:
+            await asyncio.wait_for(sent.wait(), 30)
+            await killed.kill()
+        assert tail.ids == []
+        await let_leases_end(db)
+        async with relaying(chosen):
+            await tail.until_ids(range(40))
+        assert [id_of(record) for record in tail.records] == [str(n) for n in range(40)]
+
+
+async def test_many_pages_in_transactions_of_their_own(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic = await new_topic(partitions=3)
+    keys = [f"key-{n}" for n in range(9)]
+    for key in keys:
+        await stage(db, numbered(topic, [f"{key}/{n}" for n in range(50)], key))
+    chosen = settings(relay_transactional=True, relay_page=40)
+    async with following(kafka, topic) as tail, relaying(chosen):
+        await eventually(lambda: len(tail.records) == 450)
+    assert tail.first_ids() == {key.encode(): [f"{key}/{n}" for n in range(50)] for key in keys}
