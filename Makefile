@@ -21,7 +21,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-raw test-baked check check-raw format requirements clean
+.PHONY: help setup up down demo test test-raw test-pooler test-baked check check-raw format requirements clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -39,11 +39,16 @@ demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, chec
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
 
 test: check ## everything that a contributor needs to trust a change, real servers included
-	@$(STACK) run -- $(MAKE) --no-print-directory --keep-going test-raw test-baked
+	@$(STACK) run -- $(MAKE) --no-print-directory --keep-going test-raw test-pooler test-baked
 
 # The engine's own tests, in the raw tree.
 test-raw: $(INSTALLED)
 	@cd '$(RAW)' && $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw'
+
+# Those that need a database once more, behind PgBouncer in transaction mode.
+test-pooler: $(INSTALLED)
+	@cd '$(RAW)' && TEST_POOLER=1 $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw' \
+	    tests/pipeline/integration
 
 # The template's tests, which bake services and let those test themselves.
 test-baked: $(INSTALLED)

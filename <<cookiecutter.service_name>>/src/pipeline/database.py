@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -24,12 +25,22 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         # Errors are logged, and parameters are payloads.
         hide_parameters=True,
         isolation_level="READ COMMITTED",
-        # Compiling a page of the outbox takes longer than reading it.
-        connect_args={
-            "command_timeout": _COMMAND_SECONDS,
-            "server_settings": {"application_name": name, "jit": "off"},
-        },
+        connect_args=connect_args(settings, name=name) | {"command_timeout": _COMMAND_SECONDS},
     )
+
+
+def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
+    """Return what connections are made with, on the way that the settings name."""
+    if settings.database_pooler:
+        # The next transaction may run in another session: no prepared statement has a name.
+        return {
+            "server_settings": {"application_name": name},
+            "statement_cache_size": 0,
+            "prepared_statement_cache_size": 0,
+            "prepared_statement_name_func": lambda: "",
+        }
+    # Compiling a page of the outbox takes longer than reading it.
+    return {"server_settings": {"application_name": name, "jit": "off"}}
 
 
 @asynccontextmanager

@@ -24,6 +24,9 @@ class Settings(BaseSettings):
 
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""
+    database_pooler: bool = False
+    """A pooler in transaction mode (PgBouncer) stands before the database. Set `jit = off` for the
+    role then: a session can't."""
     kafka_bootstrap_servers: Annotated[str, Field(pattern=r"^[^,\s]+:\d+(,[^,\s]+:\d+)*$")]
     """`host:port`, several separated by commas"""
 

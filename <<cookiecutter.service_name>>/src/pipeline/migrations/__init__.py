@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from pipeline import schema
+from pipeline.database import connect_args
 from pipeline.settings import Settings
 
 _PARTITION = re.compile(r"(outbox_p\d{8}|inbox_g\d+)")
@@ -33,8 +34,12 @@ def run(metadata: MetaData) -> None:
 
 
 async def _run_online(metadata: MetaData) -> None:
-    url = Settings().database_url.get_secret_value()
-    engine = create_async_engine(url, poolclass=NullPool)
+    settings = Settings()
+    engine = create_async_engine(
+        settings.database_url.get_secret_value(),
+        poolclass=NullPool,
+        connect_args=connect_args(settings, name="migrations"),
+    )
     async with engine.connect() as connection:
         await connection.run_sync(_migrate, metadata)
         await connection.commit()

@@ -27,6 +27,7 @@ from pipeline.settings import Settings
 
 from .bank import Bank, Base
 from .desk import Desk, NewDesk
+from .pooler import POOLED, pooling
 
 TEMPLATE = f"template_{uuid4().hex[:12]}"
 PATIENCE = 30.0
@@ -57,6 +58,16 @@ def _environment(name: str) -> str:
         return os.environ[name]
     except KeyError:
         pytest.exit(f"{name} is not set: run these tests by `make test`", returncode=2)
+
+
+@pytest.fixture(scope="session")
+def way_in(server_url: str) -> Iterator[str]:
+    """URL that services reach the server by: directly, or `make test-pooler`: by PgBouncer."""
+    if POOLED:
+        with pooling(server_url) as url:
+            yield url
+    else:
+        yield server_url
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +130,7 @@ def _database_url(server_url: str, database: str) -> str:
 def _settings(database_url: str, kafka: str, **changes: object) -> Settings:
     quick: dict[str, object] = {
         "database_url": database_url,
+        "database_pooler": POOLED,
         "kafka_bootstrap_servers": kafka,
         "kafka_session_timeout": 6,
         "transaction_timeout": 5,
@@ -146,12 +158,12 @@ async def _drop(server_url: str, names: list[str]) -> None:
 
 @pytest.fixture
 async def database_url(
-    server_url: str, template: str, used_databases: list[str]
+    server_url: str, way_in: str, template: str, used_databases: list[str]
 ) -> AsyncIterator[str]:
     """URL of a database of the test's own, migrated, with the bank's tables."""
     name = f"test_{uuid4().hex[:12]}"
     await _administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
-    yield _database_url(server_url, name)
+    yield _database_url(way_in, name)
     used_databases.append(name)
     if len(used_databases) > 15:
         await _drop(server_url, used_databases)
@@ -170,13 +182,14 @@ def settings(database_url: str, kafka: str) -> Callable[..., Settings]:
 
 @pytest.fixture
 async def connect(
-    database_url: str,
+    server_url: str, database_url: str
 ) -> AsyncIterator[Callable[[], Awaitable[asyncpg.Connection]]]:
-    """Open connections to the test's database, closed at its end."""
+    """Open connections to the test's database, past any pooler, closed at the test's end."""
     opened: list[asyncpg.Connection] = []
+    direct = _database_url(server_url, make_url(database_url).database or "")
 
     async def open_one() -> asyncpg.Connection:
-        opened.append(await asyncpg.connect(database_url.replace("+asyncpg", "")))
+        opened.append(await asyncpg.connect(direct.replace("+asyncpg", "")))
         return opened[-1]
 
     yield open_one

@@ -14,6 +14,7 @@ from typing import Any
 
 from .bank import Bank
 from .conftest import PATIENCE, eventually
+from .pooler import POOLED
 
 ROOT = Path(__file__).parents[3]
 APP = f"{__package__}.app"
@@ -24,6 +25,7 @@ def environment(bank: Bank, **settings: object) -> dict[str, str]:
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PIPELINE_")
     }
+    settings.setdefault("database_pooler", POOLED)
     chosen = {f"PIPELINE_{name.upper()}": str(value) for name, value in settings.items()}
     return {
         **inherited,

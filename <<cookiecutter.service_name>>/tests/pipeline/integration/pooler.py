@@ -1,0 +1,81 @@
+"""PgBouncer in transaction mode between services and PostgreSQL, for `make test-pooler`."""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+
+POOLED = os.environ.get("TEST_POOLER") == "1"
+"""Whether the tests reach their databases through PgBouncer."""
+
+_STARTS_WITHIN = 20.0
+
+_INI = """
+[databases]
+* = host={host} port={port}
+
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {own}
+unix_socket_dir =
+auth_type = scram-sha-256
+auth_file = {users}
+pool_mode = transaction
+max_client_conn = 1000
+default_pool_size = 60
+max_db_connections = 60
+server_idle_timeout = 2
+"""
+
+
+@contextmanager
+def pooling(server_url: str) -> Iterator[str]:
+    """Run PgBouncer before the server; gives the URL that leads through it."""
+    program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        pytest.exit("install PgBouncer (Debian: apt-get install pgbouncer)", returncode=2)
+    server = make_url(server_url)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        users, config, log = (folder / one for one in ("users.txt", "pgbouncer.ini", "log"))
+        users.write_text(f'"{server.username}" "{server.password}"\n')
+        config.write_text(_INI.format(host=server.host, port=server.port, own=port, users=users))
+        # It refuses to run as root.
+        user = ["-u", "nobody"] if os.geteuid() == 0 else []
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [program, *user, str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        try:
+            _wait_for(port, process, log)
+            yield server.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _STARTS_WITHIN
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    pytest.exit(f"PgBouncer does not start:\n{log.read_text()}", returncode=2)
