@@ -21,10 +21,11 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-raw test-pooler test-baked check check-raw format requirements clean
+.PHONY: help setup up down demo chaos chaos-selftest test test-raw test-pooler test-baked
+.PHONY: check check-raw format requirements clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup: $(INSTALLED) ## install everything into the virtual environment
 
@@ -34,9 +35,20 @@ up: $(INSTALLED) ## start PostgreSQL and Kafka and wait until they serve
 down: $(INSTALLED) ## stop them
 	@$(STACK) down
 	@test ! -d build/demo || $(BIN)/python -m demo.run --stop
+	@test ! -d build/chaos || $(BIN)/python -m chaos.run --stop
 
 demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check what came out
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
+
+# EVENTS=200000 SECONDS=600 SEED=1 FAULTS=<all kinds, separated by commas>, unless said otherwise.
+# REPLAY=<report.json> runs the round of a report again.
+chaos: $(INSTALLED) ## feed a service, break everything around it on a schedule, check the ledger
+	@exec $(BIN)/python -m chaos.run $(addprefix --events=,$(EVENTS)) \
+	    $(addprefix --seconds=,$(SECONDS)) $(addprefix --seed=,$(SEED)) \
+	    $(addprefix --faults=,$(FAULTS)) $(addprefix --replay=,$(REPLAY))
+
+chaos-selftest: $(INSTALLED) ## break the engine on purpose: the same check must catch it
+	@exec $(BIN)/python -m chaos.selftest
 
 test: check ## everything that a contributor needs to trust a change, real servers included
 	@$(STACK) run -- $(MAKE) --no-print-directory --keep-going test-raw test-pooler test-baked

@@ -38,7 +38,8 @@ class Evidence:
     """All of it, for one run."""
 
     sent: Sequence[Scan]
-    """Every scan once, in the order in which they were sent first."""
+    """Every scan once, in the order in which they were sent first; of a parcel's scans it must be
+    the order in the input topic."""
     duplicates: int
     """How many of them were sent a second time."""
     markers: Sequence[tuple[str, str]]
@@ -48,6 +49,8 @@ class Evidence:
     """The output topic from its beginning to its end, each partition in its order."""
     seconds: float
     """From the first send to the last output."""
+    unordered: frozenset[str] = frozenset()
+    """Parcels whose scans lie in several partitions of the input: their order is not promised."""
 
 
 class Effect(NamedTuple):

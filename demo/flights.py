@@ -52,6 +52,12 @@ class Scan:
         """`scanned_at` as RFC 3339 has it."""
         return self.scanned_at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
+    @classmethod
+    def read(cls, payload: bytes) -> "Scan":
+        """Return the scan that the `data` of an event tells of."""
+        data = json.loads(payload)
+        return cls(**{**data, "scanned_at": datetime.fromisoformat(data["scanned_at"])})
+
     def payload(self) -> bytes:
         """The `data` of the event."""
         return json.dumps(

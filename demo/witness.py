@@ -34,7 +34,7 @@ class Witness:
 
     async def watch(self, bootstrap_servers: str) -> None:
         """Follow the topic until cancelled."""
-        async with _consumer(bootstrap_servers) as consumer:
+        async with reading(bootstrap_servers) as consumer:
             while True:
                 batches = await consumer.getmany(timeout_ms=200, max_records=2_000)
                 before = len(self.events)
@@ -76,20 +76,23 @@ class Witness:
 
 async def size(bootstrap_servers: str, topic: str) -> int:
     """Return how many records were ever written to a topic."""
-    async with _consumer(bootstrap_servers, topic) as consumer:
+    async with reading(bootstrap_servers, topic) as consumer:
         return sum((await consumer.end_offsets(consumer.assignment())).values())
 
 
-async def read_output(bootstrap_servers: str) -> list[Record]:
-    """Read the output topic from its beginning to what is its end now. Raises `TimeoutError`."""
-    output: list[Record] = []
-    async with asyncio.timeout(READ_WITHIN), _consumer(bootstrap_servers) as consumer:
+async def read_topic(bootstrap_servers: str, topic: str = TOPIC) -> list[Record]:
+    """Read a topic from its beginning to what is its end now, each partition in its order.
+
+    Raises `TimeoutError`.
+    """
+    records: list[Record] = []
+    async with asyncio.timeout(READ_WITHIN), reading(bootstrap_servers, topic) as consumer:
         ends = await consumer.end_offsets(consumer.assignment())
         while any([await consumer.position(partition) < end for partition, end in ends.items()]):
             batches = await consumer.getmany(timeout_ms=200, max_records=5_000)
             for partition, batch in batches.items():
-                output += (_record(r) for r in batch if r.offset < ends[partition])
-    return output
+                records += (_record(r) for r in batch if r.offset < ends[partition])
+    return records
 
 
 async def read_tables(database_url: str) -> tuple[list[ParcelRow], list[tuple[str, str]]]:
@@ -104,8 +107,9 @@ async def read_tables(database_url: str) -> tuple[list[ParcelRow], list[tuple[st
 
 
 @asynccontextmanager
-async def _consumer(bootstrap_servers: str, topic: str = TOPIC) -> AsyncIterator[AIOKafkaConsumer]:
-    # Without a group nothing is stored, and every partition is read from its beginning.
+async def reading(bootstrap_servers: str, topic: str = TOPIC) -> AsyncIterator[AIOKafkaConsumer]:
+    """Lend a consumer of all partitions of the topic, each from its beginning."""
+    # Without a group nothing is stored.
     consumer = AIOKafkaConsumer(
         topic,
         bootstrap_servers=bootstrap_servers,

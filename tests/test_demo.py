@@ -363,16 +363,21 @@ def test_other_data_than_the_pinned_is_refused(archive: Path) -> None:
 
 def demo(into: Path, *options: str) -> subprocess.Popen[str]:
     """A small demo, with servers of its own."""
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("PIPELINE_")}
     command = [sys.executable, "-m", "demo.run", "--kills", "1", "--into", str(into), *options]
     return subprocess.Popen(
         command,
         cwd=flights.ROOT,
-        env=environment | {"KEEP": "", "STARTED_IN": str(into)},
+        env=environment_in(into),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def environment_in(folder: Path) -> dict[str, str]:
+    """Our environment without servers, and with a word by which `processes_of` knows its heirs."""
+    ours = {name: v for name, v in os.environ.items() if not name.startswith("PIPELINE_")}
+    return ours | {"KEEP": "", "STARTED_IN": str(folder)}
 
 
 def processes_of(folder: Path) -> list[str]:

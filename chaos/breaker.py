@@ -1,0 +1,121 @@
+"""The breaker: carries a schedule of faults out, and heals each when its time is over."""
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import asyncpg  # type: ignore[import-untyped]
+
+from chaos.proxy import Proxy
+from chaos.schedule import Fault
+from chaos.system import STOP, Member, System
+from demo.processes import NAME
+
+TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1"
+
+
+class Breaker:
+    """Breaks the system."""
+
+    def __init__(self, system: System, note: Callable[[str], None]) -> None:
+        """Say to `note` what happens."""
+        self.faults = Counter[str]()
+        """What was carried out, by kind."""
+        self._system = system
+        self._note = note
+
+    async def run(self, schedule: Sequence[Fault]) -> None:
+        """Carry it out, counting from now; return when all is healed."""
+        async with asyncio.TaskGroup() as group:
+            for fault in schedule:
+                group.create_task(self._at_its_time(fault))
+
+    async def _at_its_time(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at)
+        self._note(f"[red]{fault}[/]")
+        match fault.kind:
+            case "kill":
+                await self._kill(fault)
+            case "pause":
+                await self._pause(fault)
+            case "cut" | "halfopen" | "delay" | "partition":
+                for proxy in self._proxies(fault):
+                    await self._on_the_way(proxy, fault)
+                await asyncio.sleep(fault.seconds)
+                for proxy in self._proxies(fault):
+                    self._heal(proxy, fault)
+            case "terminate":
+                await self._terminate()
+            case "database" | "broker":
+                await self._stop_server(fault)
+            case "rebalance" | "relays":
+                await self._join_and_leave(fault)
+        self.faults[fault.kind] += 1
+
+    def _member(self, fault: Fault) -> Member:
+        return self._system.members[fault.target]
+
+    async def _kill(self, fault: Fault) -> None:
+        member = self._member(fault)
+        async with member.busy:
+            await member.service.kill()
+            await asyncio.sleep(fault.seconds)
+            await member.service.start()
+
+    async def _pause(self, fault: Fault) -> None:
+        member = self._member(fault)
+        async with member.busy:
+            member.service.send(signal.SIGSTOP)
+            try:
+                await asyncio.sleep(fault.seconds)
+            finally:
+                member.service.send(signal.SIGCONT)
+
+    def _proxies(self, fault: Fault) -> list[Proxy]:
+        return [member.proxies[fault.server] for member in self._system.targets(fault.target)]
+
+    async def _on_the_way(self, proxy: Proxy, fault: Fault) -> None:
+        match fault.kind:
+            case "cut":
+                proxy.cut()
+            case "halfopen":
+                proxy.silence()
+            case "delay":
+                proxy.slow_down(fault.latency)
+            case "partition":
+                proxy.part()
+
+    def _heal(self, proxy: Proxy, fault: Fault) -> None:
+        match fault.kind:
+            case "delay":
+                proxy.slow_down(0)
+            case "partition":
+                proxy.join()
+
+    async def _terminate(self) -> None:
+        # The server may just be away: then nobody is connected anyhow.
+        with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            connection = await asyncpg.connect(self._system.servers.stack.database)
+            try:
+                await connection.execute(TERMINATE, NAME)
+            finally:
+                await connection.close()
+
+    async def _stop_server(self, fault: Fault) -> None:
+        servers = self._system.servers
+        async with servers.busy:
+            await servers.stop(fault.target, signal.SIGKILL if fault.hard else STOP[fault.target])
+            await asyncio.sleep(fault.seconds)
+            await servers.start()
+
+    async def _join_and_leave(self, fault: Fault) -> None:
+        member = self._member(fault)
+        async with member.busy:
+            await member.service.start()
+            await asyncio.sleep(fault.seconds)
+            if fault.hard:
+                await member.service.kill()
+            else:
+                await member.service.stop()

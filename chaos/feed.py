@@ -1,0 +1,160 @@
+"""The feed, a process of its own: sends known scans at a steady rate, whatever becomes of Kafka.
+
+A scan whose sending fails is sent again, though the first may have arrived: it is a duplicate then,
+and the order of the first copies is what the input topic says, not what was meant here.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
+from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
+
+from chaos.talk import say, words
+from demo import flights
+from demo.feed import TOPIC, headers
+from demo.flights import Scan
+
+PARTITIONS = 8
+"""Of the input topic."""
+TICK = 0.05
+"""Seconds between two bursts."""
+AGAIN_AFTER = 0.5
+"""Seconds until what has failed is tried again."""
+BURST_AT_MOST = 500
+"""Scans that are under way at once, when the feed has fallen behind."""
+
+
+class Send(NamedTuple):
+    """A record to be sent."""
+
+    scan: Scan
+    partition: int | None
+    """Where it is to go, if not where its key belongs."""
+
+
+def make(scans: Sequence[Scan], *, repeats: float, strays: float, seed: int) -> list[Send]:
+    """Return what is to be sent.
+
+    `repeats` is the share of the scans that come again, anything from at once to the very end
+    later. `strays` is the share of the parcels whose every scan is sent to two partitions at the
+    same time: what they are counted by must be right, and their order is not promised.
+    """
+    chance = random.Random(seed)
+    parcels = sorted({scan.parcel_id for scan in scans})
+    stray = set(chance.sample(parcels, round(strays * len(parcels))))
+    sends: list[tuple[float, Send]] = []
+    for place, scan in enumerate(scans):
+        if scan.parcel_id in stray:
+            sends += [(place, Send(scan, p)) for p in chance.sample(range(PARTITIONS), 2)]
+            continue
+        sends.append((place, Send(scan, None)))
+        if chance.random() < repeats:
+            later = len(scans) ** chance.random()
+            sends.append((place + later, Send(scan, None)))
+    return [send for _, send in sorted(sends, key=lambda send: send[0])]
+
+
+def of_the_busiest(scans: Sequence[Scan], parcels: int) -> Sequence[Scan]:
+    """Return the scans of so many parcels, or all of them for 0."""
+    if not parcels:
+        return scans
+    busiest = Counter(scan.parcel_id for scan in scans).most_common(parcels)
+    chosen = {parcel for parcel, _ in busiest}
+    return [scan for scan in scans if scan.parcel_id in chosen]
+
+
+class Feed:
+    """Sends at a steady rate; catches up when it had to wait."""
+
+    def __init__(self, bootstrap_servers: str) -> None:
+        self._bootstrap_servers = bootstrap_servers
+        self._producer: AIOKafkaProducer | None = None
+
+    async def run(self, sends: Sequence[Send], seconds: float) -> None:
+        """Send all of it within about so many seconds; return when all of it is acknowledged."""
+        began, done, sent = time.monotonic(), 0, set[tuple[str, int]]()
+        while done < len(sends):
+            due = len(sends) * min(1.0, (time.monotonic() - began) / seconds)
+            burst = sends[done : min(round(due), done + BURST_AT_MOST)]
+            await self._deliver(burst)
+            done += len(burst)
+            sent.update((send.scan.scanner, send.scan.number) for send in burst)
+            say(sent=len(sent))
+            await asyncio.sleep(TICK)
+        await self._discard()
+
+    async def _deliver(self, burst: Sequence[Send]) -> None:
+        while burst:
+            with suppress(KafkaError):  # not even a connection
+                burst = await self._try(burst)
+            if burst:
+                # A batch that has expired leaves a gap in the producer's numbers: begin anew.
+                await self._discard()
+                await asyncio.sleep(AGAIN_AFTER)
+
+    async def _try(self, burst: Sequence[Send]) -> list[Send]:
+        """Send them, and return those of which nobody knows whether they arrived."""
+        if self._producer is None:
+            producer = AIOKafkaProducer(
+                bootstrap_servers=self._bootstrap_servers,
+                enable_idempotence=True,
+                acks="all",
+                request_timeout_ms=10_000,
+            )
+            try:
+                await producer.start()
+            except BaseException:
+                await producer.stop()
+                raise
+            self._producer = producer
+        acknowledged = [
+            await self._producer.send(
+                TOPIC,
+                send.scan.payload(),
+                key=send.scan.parcel_id.encode(),
+                partition=send.partition,
+                headers=headers(send.scan),
+            )
+            for send in burst
+        ]
+        outcomes = await asyncio.gather(*acknowledged, return_exceptions=True)
+        return [
+            send
+            for send, outcome in zip(burst, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        ]
+
+    async def _discard(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            with suppress(TimeoutError, KafkaError):
+                await asyncio.wait_for(producer.stop(), AGAIN_AFTER)
+
+
+async def main() -> None:
+    """Make ready, wait to be told the bootstrap servers, and send."""
+    parser = argparse.ArgumentParser(prog="python -m chaos.feed", description=__doc__)
+    parser.add_argument("--events", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--parcels", type=int, required=True)
+    parser.add_argument("--repeats", type=float, required=True)
+    parser.add_argument("--strays", type=float, required=True)
+    chosen = parser.parse_args()
+    scans = of_the_busiest(list(flights.scans()), chosen.parcels)[: chosen.events]
+    sends = make(scans, repeats=chosen.repeats, strays=chosen.strays, seed=chosen.seed)
+    say(ready=len(scans))
+    async for word in words():
+        await Feed(word).run(sends, chosen.seconds)
+        return
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

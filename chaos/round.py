@@ -1,0 +1,165 @@
+"""A round: a fresh system is fed, broken, healed and drained, and then the ledger is checked."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from chaos.breaker import Breaker
+from chaos.report import Report
+from chaos.schedule import Fault
+from chaos.system import SESSION, System
+from chaos.talk import Helper
+from demo.display import Display, say
+
+CONSUMERS = ("consume-1", "consume-2", "consume-3")
+RELAYS = ("relay-1", "relay-2")
+EXTRA = ("consume-extra", "relay-extra")
+PATIENCE = 150.0
+"""Seconds without any progress after which the healed system counts as stuck.
+
+Longer than the minute after which asyncpg gives up a connection that died without a word, and
+the 40 s after which aiokafka does, one after the other.
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a round is to do."""
+
+    events: int
+    seconds: float
+    seed: int
+    schedule: Sequence[Fault]
+    parcels: int = 0
+    """Only the scans of so many parcels, the busiest ones; 0: of all."""
+    repeats: float = 0.05
+    """Share of the scans that come again."""
+    strays: float = 0.1
+    """Share of the parcels whose every scan comes in two partitions at once."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the service, on top of the rig's."""
+    patience: float = PATIENCE
+
+
+class Round:
+    """One round, of the service that lies in `project`, with its logs in `folder`."""
+
+    def __init__(self, plan: Plan, project: Path, folder: Path, console: Console) -> None:
+        self._plan = plan
+        self._console = console
+        self._folder = folder
+        self._system = System(project, folder)
+
+    async def run(self) -> Report:
+        """Run it; leaves no process behind, however it ends."""
+        for old in self._folder.glob("*.log"):
+            old.unlink()
+        system = self._system
+        feed = self._feed()
+        try:
+            async with asyncio.TaskGroup() as group:
+                feeding = group.create_task(feed.run())
+                await system.start([*CONSUMERS, *RELAYS], EXTRA, self._plan.settings)
+                checker = self._checker()
+                checking = group.create_task(checker.run())
+                guarding = group.create_task(system.guard())
+                await feed.says("ready")
+                await checker.says("applied")
+                faults = await self._break(feed, feeding, checker)
+                stuck = await self._drain(checker)
+                guarding.cancel()
+                stuck += [
+                    f"{name} did not end when it was asked to" for name in await system.stop()
+                ]
+                checker.tell("audit")
+                await checking
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await system.close()
+        return self._report(checker.said, faults, [*stuck, *system.ended])
+
+    def _feed(self) -> Helper:
+        plan = self._plan
+        return Helper(
+            "feed",
+            self._folder / "feed.log",
+            events=plan.events,
+            seconds=plan.seconds,
+            seed=plan.seed,
+            parcels=plan.parcels,
+            repeats=plan.repeats,
+            strays=plan.strays,
+        )
+
+    def _checker(self) -> Helper:
+        stack = self._system.servers.stack
+        return Helper(
+            "checker",
+            self._folder / "checker.log",
+            kafka=stack.kafka,
+            database=stack.database,
+            patience=self._plan.patience,
+            quiet=SESSION,
+        )
+
+    def _report(
+        self, said: Mapping[str, Any], faults: Mapping[str, int], stuck: Sequence[str]
+    ) -> Report:
+        plan, ledger = self._plan, said["ledger"]
+        counts = ("sent", "duplicates", "applied", "published", "lost", "doubled", "reordered")
+        return Report(
+            **{name: ledger[name] for name in counts},
+            parked=0,
+            dead=0,
+            repeats=said["repeats"],
+            stuck=stuck,
+            findings=said["findings"],
+            faults=faults,
+            seconds=ledger["seconds"],
+            seed=plan.seed,
+            events=plan.events,
+            feed_seconds=plan.seconds,
+            schedule=plan.schedule,
+        )
+
+    async def _break(
+        self, feed: Helper, feeding: asyncio.Task[None], checker: Helper
+    ) -> Mapping[str, int]:
+        """Feed, and carry the schedule out; return what was broken when all is fed and healed."""
+        with Display(self._console, self._plan.events) as display:
+            began = time.monotonic()
+
+            async def show() -> None:
+                while True:
+                    seconds = time.monotonic() - began
+                    sent, applied = feed.said.get("sent", 0), checker.said["applied"]
+                    display.update(sent=sent, applied=applied, seconds=seconds)
+                    await asyncio.sleep(0.2)
+
+            showing = asyncio.create_task(show())
+            try:
+                feed.tell(self._system.servers.stack.kafka)
+                breaker = Breaker(self._system, display.note)
+                await breaker.run(self._plan.schedule)
+                await feeding
+            finally:
+                showing.cancel()
+        return dict(breaker.faults)
+
+    async def _drain(self, checker: Helper) -> list[str]:
+        """Wait until all is done; return what is not, and why, if it does not go on."""
+        say(self._console, "healed", "waiting until all is done")
+        healed = time.monotonic()
+        checker.tell("drain")
+        left = await checker.says("left")
+        if not left:
+            say(self._console, "drained", f"after {time.monotonic() - healed:.1f} s")
+            return []
+        obstacles = await self._system.obstacles()
+        return [left, *(f"{name}: {reason or 'ready'}" for name, reason in obstacles.items())]

@@ -1,0 +1,148 @@
+"""`make chaos`: feed a service known scans, break everything on a schedule, check the ledger."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import asyncpg  # type: ignore[import-untyped]
+from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from chaos import schedule
+from chaos.report import Report
+from chaos.round import CONSUMERS, EXTRA, RELAYS, Plan, Round
+from chaos.schedule import KINDS
+from chaos.system import System
+from demo.display import say
+from demo.flights import ROOT, DataUnavailable
+from demo.processes import NAME, ProcessFailed, bake, last_lines
+from demo.running import AlreadyRuns, only_one_in, short, until_interrupted
+
+FAILURES = (
+    AlreadyRuns,
+    DataUnavailable,
+    ProcessFailed,
+    KafkaError,
+    asyncpg.PostgresError,
+    OSError,
+)
+MEMBERS = (*CONSUMERS, *RELAYS, *EXTRA)
+SHOWN = 10
+"""Findings that are written out."""
+
+
+async def chaos(plan: Plan, folder: Path, console: Console) -> bool:
+    """Run a round on a freshly baked service; return whether the ledger holds."""
+    report_file = folder / "report.json"
+    report_file.unlink(missing_ok=True)
+    kinds = Counter(fault.kind for fault in plan.schedule)
+    say(console, "scans", f"{plan.events:,} in {plan.seconds:,.0f} s, seed {plan.seed}")
+    say(console, "faults", ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) or "none")
+    project = await bake(folder, folder / "bake.txt")
+    report = await Round(plan, project, folder, console).run()
+    report_file.write_text(report.as_json())
+    show(report, console)
+    if report.stuck:
+        for name in MEMBERS:
+            console.print(last_lines(folder / f"{name}.log"), soft_wrap=True, markup=False)
+    say(console, "report", short(report_file))
+    return report.holds
+
+
+def show(report: Report, console: Console) -> None:
+    """Write the ledger, and what is wrong."""
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    table.add_column(justify="right", style="bold", min_width=12)
+    table.add_column(justify="right", min_width=9)
+    table.add_column(style="dim")
+    for name, count, meaning in (
+        ("sent", report.sent, f"scans, and {report.duplicates:,} copies of them"),
+        ("applied", report.applied, "the least that tables, inbox and output show"),
+        ("published", report.published, f"events, and {report.repeats:,} repeats of them"),
+        ("lost", report.lost, "without their full effect"),
+        ("doubled", report.doubled, "with more than their effect"),
+        ("reordered", report.reordered, "out of the order of their parcel"),
+        ("stuck", len(report.stuck), "that did not go on by themselves"),
+        ("faults", sum(report.faults.values()), "carried out"),
+        ("seconds", round(report.seconds), "from the first scan to the last event"),
+    ):
+        wrong = count and name in ("lost", "doubled", "reordered", "stuck")
+        table.add_row(name, f"[bold red]{count:,}[/]" if wrong else f"{count:,}", meaning)
+    console.print()
+    console.print(table)
+    console.print()
+    for text in report.stuck:
+        say(console, "stuck", escape(text))
+    for finding in report.findings[:SHOWN]:
+        say(console, str(finding["kind"]), escape(str(finding["text"])))
+
+
+def planned(arguments: argparse.Namespace) -> Plan:
+    """Return the round that the command line asks for. Raises `ValueError` for one it can't be."""
+    if arguments.replay:
+        report = json.loads(arguments.replay.read_text())
+        faults = schedule.from_json(report["schedule"])
+        return Plan(report["events"], report["feed_seconds"], report["seed"], faults)
+    kinds = [kind for kind in KINDS if kind in arguments.faults.split(",")]
+    if unknown := set(arguments.faults.split(",")) - {*KINDS, ""}:
+        raise ValueError(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    faults = schedule.make(
+        arguments.seed, arguments.seconds, consumers=CONSUMERS, relays=RELAYS, kinds=kinds
+    )
+    return Plan(arguments.events, arguments.seconds, arguments.seed, faults)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a round with the options of the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m chaos.run", description=__doc__)
+    parser.add_argument("--events", type=int, default=200_000, metavar="N", help="scans to send")
+    parser.add_argument("--seconds", type=float, default=600, metavar="S", help="time to send them")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of schedule and feed")
+    parser.add_argument(
+        "--faults",
+        default=",".join(KINDS),
+        metavar="KINDS",
+        help="separated by commas; by default all of them: %(default)s",
+    )
+    parser.add_argument(
+        "--replay", type=Path, metavar="REPORT", help="run the round again that this report is of"
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=ROOT / "build" / "chaos",
+        metavar="DIR",
+        help="where to bake the service and to keep everything (build/chaos)",
+    )
+    parser.add_argument(
+        "--stop", action="store_true", help="stop what a killed round has left running, and end"
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.events < 1 or chosen.seconds <= 0:
+        parser.error("--events must be at least 1, --seconds more than 0")
+    try:
+        plan = planned(chosen)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    folder, console = chosen.into.resolve(), Console(highlight=False)
+    try:
+        with only_one_in(folder):
+            if chosen.stop:
+                asyncio.run(System(folder / NAME, folder).clear())
+                return 0
+            return asyncio.run(until_interrupted(chaos(plan, folder, console), console))
+    except FAILURES as failure:
+        for each in (failure.__context__, failure):
+            if isinstance(each, FAILURES):
+                say(console, "[red]failed[/]", escape(str(each) or repr(each)))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""Deliberate faults of the engine, each with a round that must find it.
+
+A sabotage replaces text of the baked service's engine. A text that is not there any more is an
+error: then the engine has changed, and its sabotage must follow.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.round import CONSUMERS, RELAYS, Plan
+from chaos.schedule import EVERYBODY, Fault
+
+PATIENCE = 15.0
+"""Seconds: no round here has a fault that takes longer to be noticed."""
+
+
+class Outdated(Exception):
+    """The engine does not hold the text that a sabotage replaces."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A text of one of the engine's modules, which stands there once, and what takes its place."""
+
+    module: str
+    old: str
+    new: str
+
+    def apply(self, engine: Path) -> None:
+        """Change the module. Raises `Outdated`."""
+        path = engine / self.module
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise Outdated(
+                f"this stands {text.count(self.old)} times in {self.module}:\n{self.old}"
+            )
+        path.write_text(text.replace(self.old, self.new))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What provokes a fault: a feed and faults around it, the same for every seed."""
+
+    events: int
+    seconds: float
+    schedule: Sequence[Fault]
+    parcels: int = 0
+    repeats: float = 0.05
+    strays: float = 0.1
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def plan(self, seed: int) -> Plan:
+        """Return the round."""
+        return Plan(
+            events=self.events,
+            seconds=self.seconds,
+            seed=seed,
+            schedule=self.schedule,
+            parcels=self.parcels,
+            repeats=self.repeats,
+            strays=self.strays,
+            settings=self.settings,
+            patience=PATIENCE,
+        )
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """An engine that is wrong in one way."""
+
+    name: str
+    load: str
+    """The one of `LOADS` that provokes it."""
+    edits: Sequence[Edit]
+
+
+def _slow(seconds: float, latency: float = 0.05) -> Fault:
+    """Make transactions last: everybody's every round trip to the database takes longer."""
+    return Fault(0.0, "delay", EVERYBODY, seconds, "postgres", latency)
+
+
+def _taking_turns(names: Sequence[str], *, every: float, until: float) -> list[tuple[float, str]]:
+    return [
+        (round(1 + number * every, 2), names[number % len(names)])
+        for number in range(int((until - 1) / every))
+    ]
+
+
+LOADS: Mapping[str, Load] = {
+    "slow transactions": Load(events=4_000, seconds=10, schedule=[_slow(10)]),
+    "lost connections": Load(
+        events=4_000,
+        seconds=12,
+        schedule=[
+            _slow(12, latency=0.02),
+            *(
+                Fault(at, "cut", name, server="postgres")
+                for at, name in _taking_turns(CONSUMERS, every=0.7, until=12)
+            ),
+        ],
+    ),
+    "killed relays": Load(
+        events=4_000,
+        seconds=16,
+        schedule=[
+            # Whoever is killed has something under way.
+            *(Fault(0.0, "delay", name, 16, "kafka", 0.15) for name in RELAYS),
+            *(
+                Fault(at, "kill", name, seconds=0.1)
+                for at, name in _taking_turns(RELAYS, every=2.5, until=16)
+            ),
+        ],
+    ),
+    "a broker that is away": Load(
+        events=4_000,
+        seconds=16,
+        schedule=[
+            Fault(3, "broker", "kafka", 2.0, hard=True),
+            *(
+                Fault(at, "partition", name, 1.5, "kafka")
+                for at, name in _taking_turns(RELAYS, every=2.2, until=16)
+            ),
+        ],
+        parcels=10,
+        repeats=0.0,
+        strays=0.0,
+    ),
+    "relays that wake up late": Load(
+        events=4_000,
+        seconds=18,
+        schedule=[Fault(3, "pause", RELAYS[0], 4.0), Fault(9, "pause", RELAYS[1], 4.0)],
+    ),
+    "a consumer that does not know it was replaced": Load(
+        events=12_000,
+        seconds=8,
+        schedule=[
+            _slow(16),
+            *(Fault(3, "partition", name, 8.0, "kafka") for name in CONSUMERS[:1]),
+        ],
+        repeats=0.0,
+        strays=0.0,
+    ),
+    "the same events in two partitions": Load(
+        events=2_000,
+        seconds=12,
+        schedule=[_slow(12)],
+        repeats=0.0,
+        strays=1.0,
+        settings={
+            "PIPELINE_INBOX_GENERATION_AGE": "0.3",
+            "PIPELINE_HOUSEKEEPING_INTERVAL": "0.3",
+        },
+    ),
+    "the same events again": Load(
+        events=4_000,
+        seconds=12,
+        schedule=[],
+        repeats=0.3,
+        settings={"PIPELINE_INBOX_GENERATION_AGE": "2"},
+    ),
+}
+
+NO_IDEMPOTENCE = (
+    Edit("publisher.py", "enable_idempotence=True", "enable_idempotence=False"),
+    # Or it would try again for 40 s before it fails.
+    Edit("publisher.py", 'acks="all",', 'acks="all", request_timeout_ms=500,'),
+)
+
+SABOTAGES: Sequence[Sabotage] = (
+    Sabotage(
+        "the position moves before the transaction",
+        "lost connections",
+        [
+            Edit(
+                "consume.py",
+                """\
+        generations = await inbox.move_position(
+            driver,""",
+                """\
+        from .database import autocommitting
+        async with autocommitting(self._engine) as elsewhere:
+          generations = await inbox.move_position(
+            elsewhere,""",
+            )
+        ],
+    ),
+    Sabotage(
+        "markers commit by themselves",
+        "lost connections",
+        [
+            Edit(
+                "consume.py",
+                """\
+        known = await self._mark(driver, """,
+                """\
+        from .database import autocommitting
+        async with autocommitting(self._engine) as elsewhere:
+          known = await self._mark(elsewhere, """,
+            )
+        ],
+    ),
+    Sabotage(
+        "outbox rows commit by themselves",
+        "lost connections",
+        [
+            Edit(
+                "consume.py",
+                "            await outbox.write(driver)\n",
+                """\
+            from .database import autocommitting
+            async with autocommitting(self._engine) as elsewhere:
+                await outbox.write(elsewhere)
+""",
+            ),
+            Edit("outbox.py", "if not connection.is_in_transaction():", "if False:"),
+        ],
+    ),
+    Sabotage(
+        "closed generations are not looked up",
+        "the same events again",
+        [Edit("inbox.py", "if generations.oldest < generations.current:", "if False:")],
+    ),
+    Sabotage(
+        "a generation is closed without the lock",
+        "the same events in two partitions",
+        [
+            Edit(
+                "inbox.py",
+                'true), pg_advisory_xact_lock($1)"',
+                'true), $1::bigint"',
+            )
+        ],
+    ),
+    Sabotage(
+        "the position is not compared, and markers are not looked at",
+        "a consumer that does not know it was replaced",
+        [
+            Edit("inbox.py", "AND next_offset = $4", "AND $4::bigint IS NOT NULL"),
+            Edit("consume.py", "if item.marker.key not in known:", "if known is not None:"),
+        ],
+    ),
+    Sabotage(
+        "the relay's cursor is an id",
+        "slow transactions",
+        [
+            Edit(
+                "window.py",
+                "    head, *events = await connection.fetch(_FRESH, ",
+                """\
+    later = await connection.fetch(
+        f"SELECT {_COLUMNS} FROM pipeline.outbox"
+        " WHERE id > $1 AND shard = ANY ($2) ORDER BY id LIMIT $3",
+        progress.last_id, shards, limit,
+    )
+    return Page(later, replace(progress, last_id=later[-1]["id"]) if later else progress)
+    head, *events = await connection.fetch(_FRESH, """,
+            )
+        ],
+    ),
+    Sabotage(
+        "the snapshot's running transactions are forgotten",
+        "slow transactions",
+        [Edit("window.py", "AND xid = ANY (ARRAY(", "AND false AND xid = ANY (ARRAY(")],
+    ),
+    Sabotage(
+        "the cursor moves before Kafka has acknowledged",
+        "killed relays",
+        [
+            Edit(
+                "relay.py",
+                "            await self._send(driver, events)\n",
+                """\
+            for shards, one in pages:
+                for shard in shards:
+                    self._progress[shard] = one.then
+            await self._write(driver, sorted(self._progress))
+            await self._send(driver, events)
+""",
+            )
+        ],
+    ),
+    Sabotage(
+        "the relay goes on past a failed send",
+        "a broker that is away",
+        [
+            *NO_IDEMPOTENCE,
+            Edit(
+                "publisher.py",
+                """\
+                    raise NotSent(f"{topic}/{partition}: {named(error)}") from error
+""",
+                "                    continue\n",
+            ),
+        ],
+    ),
+    Sabotage(
+        "a failed batch is sent again behind later ones",
+        "a broker that is away",
+        [
+            *NO_IDEMPOTENCE,
+            Edit(
+                "publisher.py",
+                "            for batch in _batches(producer, events):\n",
+                """\
+            waiting = [[event] for event in events]
+            while waiting:
+                failed = []
+                for some in waiting:
+                    [batch] = _batches(producer, some)
+                    try:
+                        await (await producer.send_batch(batch, topic, partition=partition))
+                    except KafkaError:
+                        failed.append(some)
+                waiting = failed
+            for batch in ():
+""",
+            ),
+        ],
+    ),
+    Sabotage(
+        "the lease has no token and no deadline",
+        "relays that wake up late",
+        [
+            Edit("relay.py", " AND cursor.token = mine.token", ""),
+            Edit("relay.py", "return monotonic() < self._lease_ends", "return True"),
+        ],
+    ),
+)

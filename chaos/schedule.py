@@ -1,0 +1,149 @@
+"""The schedule: which faults come when, made from a seed before the run.
+
+Nothing here does I/O.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+Kind = Literal[
+    "kill",
+    "pause",
+    "cut",
+    "delay",
+    "halfopen",
+    "partition",
+    "terminate",
+    "database",
+    "broker",
+    "rebalance",
+    "relays",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SERVERS = ("postgres", "kafka")
+EVERYBODY = "all"
+
+BETWEEN = 5.0
+"""Seconds from one fault to the next, about."""
+FIRST_AFTER = 1.0
+"""Seconds; what is to be broken must run first."""
+
+# Seconds that a fault lasts, shortest and longest. The rig's session timeout is 4 s, its relays'
+# lease 2 s: a pause and a partition outlast both, and a delay neither.
+LASTS: dict[Kind, tuple[float, float]] = {
+    "kill": (0.0, 3.0),
+    "pause": (5.0, 9.0),
+    "cut": (0.0, 0.0),
+    "delay": (3.0, 6.0),
+    "halfopen": (0.0, 0.0),
+    "partition": (2.0, 8.0),
+    "terminate": (0.0, 0.0),
+    "database": (0.5, 4.0),
+    "broker": (0.5, 4.0),
+    "rebalance": (3.0, 6.0),
+    "relays": (3.0, 6.0),
+}
+LATENCY = (0.02, 0.15)
+"""Seconds that a delayed link takes longer, shortest and longest."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that breaks, and heals by itself after a while."""
+
+    at: float
+    """Seconds after the first scan."""
+    kind: Kind
+    target: str
+    """A process of the service, everybody, or a server."""
+    seconds: float = 0.0
+    """How long it lasts."""
+    server: str = ""
+    """Whose connections suffer, of a fault on the way."""
+    latency: float = 0.0
+    """Seconds that a delayed link takes longer."""
+    hard: bool = False
+    """Whether something ends by signal 9 and not when it is asked to."""
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        words = [self.kind, self.target]
+        if self.server:
+            words.append(f"-> {self.server}")
+        if self.latency:
+            words.append(f"by {self.latency * 1000:.0f} ms")
+        if self.hard:
+            words.append("(kill -9)")
+        if self.seconds:
+            words.append(f"for {self.seconds:.1f} s")
+        return " ".join(words)
+
+
+def make(
+    seed: int,
+    seconds: float,
+    *,
+    consumers: Sequence[str],
+    relays: Sequence[str],
+    kinds: Sequence[Kind] = KINDS,
+    between: float = BETWEEN,
+) -> list[Fault]:
+    """Return faults for so many seconds; every kind comes once before any comes twice.
+
+    With less time than `between` allows for all kinds, they come closer to each other.
+    """
+    if not kinds:
+        return []
+    chance = random.Random(seed)
+    usable = max(0.0, seconds - FIRST_AFTER)
+    between = min(between, usable / len(kinds))
+    deck = _deck(chance, kinds)
+    faults: list[Fault] = []
+    for number in range(int(usable / between)):
+        at = round(FIRST_AFTER + between * (number + chance.random() * 0.8), 2)
+        faults.append(_fault(chance, at, next(deck), consumers, relays))
+    return faults
+
+
+def _deck(chance: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
+    while True:
+        yield from chance.sample(kinds, len(kinds))
+
+
+def _fault(
+    chance: random.Random, at: float, kind: Kind, consumers: Sequence[str], relays: Sequence[str]
+) -> Fault:
+    seconds = round(chance.uniform(*LASTS[kind]), 2)
+    members = [*consumers, *relays]
+    match kind:
+        case "kill" | "pause":
+            return Fault(at, kind, chance.choice(members), seconds)
+        case "cut" | "halfopen" | "partition":
+            target, server = chance.choice([*members, EVERYBODY]), chance.choice(SERVERS)
+            return Fault(at, kind, target, seconds, server)
+        case "delay":
+            latency = round(chance.uniform(*LATENCY), 3)
+            target, server = chance.choice([*members, EVERYBODY]), chance.choice(SERVERS)
+            return Fault(at, kind, target, seconds, server, latency)
+        case "terminate":
+            return Fault(at, kind, "postgres")
+        case "database":
+            return Fault(at, kind, "postgres", seconds, hard=chance.random() < 0.5)
+        case "broker":
+            return Fault(at, kind, "kafka", seconds, hard=chance.random() < 0.5)
+        case "rebalance":
+            return Fault(at, kind, "consume-extra", seconds, hard=chance.random() < 0.3)
+        case "relays":
+            return Fault(at, kind, "relay-extra", seconds, hard=chance.random() < 0.5)
+
+
+def as_json(faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """Return the schedule as a report holds it."""
+    return [asdict(fault) for fault in faults]
+
+
+def from_json(faults: Sequence[dict[str, Any]]) -> list[Fault]:
+    """Return the schedule that a report holds."""
+    return [Fault(**fault) for fault in faults]

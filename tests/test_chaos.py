@@ -1,0 +1,392 @@
+"""The ledger rig: its parts one by one, and a short round in which everything breaks once."""
+
+import asyncio
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos import feed, schedule
+from chaos.checker import Backlog, of_the_input
+from chaos.proxy import HOST, Proxy
+from chaos.report import Report
+from chaos.round import CONSUMERS, RELAYS
+from chaos.sabotage import LOADS, SABOTAGES, Edit, Outdated, Sabotage
+from chaos.schedule import KINDS, Fault
+from demo.evidence import Evidence, Record
+from demo.flights import Scan
+from demo.ledger import audit
+
+from tests.baked import RAW
+from tests.test_demo import (
+    altered,
+    environment_in,
+    honest,
+    needs_proc,
+    processes_of,
+    row_of,
+    scan,
+    wrong,
+)
+
+
+def made(seed: int, seconds: float = 60.0) -> list[Fault]:
+    """A schedule of all kinds."""
+    return schedule.make(seed, seconds, consumers=CONSUMERS, relays=RELAYS)
+
+
+def test_a_schedule_follows_from_its_seed_alone() -> None:
+    assert made(7) == made(7)
+    assert made(7) != made(8)
+
+
+def test_every_kind_of_fault_comes_before_any_comes_again() -> None:
+    for seed in range(20):
+        kinds = [fault.kind for fault in made(seed, seconds=200)]
+        assert len(kinds) == 39
+        for first in range(0, len(kinds) - len(KINDS) + 1, len(KINDS)):
+            assert set(kinds[first : first + len(KINDS)]) == set(KINDS)
+
+
+def test_a_short_schedule_holds_every_kind_in_its_time() -> None:
+    for seed in range(20):
+        faults = made(seed, seconds=40)
+        assert {fault.kind for fault in faults} == set(KINDS)
+        assert all(0 < fault.at < 40 for fault in faults)
+
+
+def test_only_chosen_kinds_of_faults_come() -> None:
+    faults = schedule.make(1, 60, consumers=CONSUMERS, relays=RELAYS, kinds=["cut", "kill"])
+    assert Counter(fault.kind for fault in faults) == {"cut": 5, "kill": 6}
+    assert schedule.make(1, 60, consumers=CONSUMERS, relays=RELAYS, kinds=[]) == []
+
+
+def test_a_report_holds_the_whole_schedule() -> None:
+    faults = made(3)
+    assert schedule.from_json(json.loads(json.dumps(schedule.as_json(faults)))) == faults
+
+
+SCANS = [scan(minute, f"N{minute % 20}", "JFK-dep") for minute in range(1, 4_001)]
+
+
+def test_the_feed_sends_strays_to_two_partitions_and_some_scans_again() -> None:
+    sends = feed.make(SCANS, repeats=0.1, strays=0.1, seed=5)
+    where: dict[str, list[int | None]] = {}
+    for send in sends:
+        where.setdefault(send.scan.parcel_id, []).append(send.partition)
+    strays = {parcel for parcel, partitions in where.items() if None not in partitions}
+    assert len(strays) == 2
+    times = Counter(send.scan.number for send in sends)
+    for one in SCANS:
+        assert times[one.number] == 2 or (one.parcel_id not in strays and times[one.number] == 1)
+    again = sum(times[one.number] == 2 for one in SCANS if one.parcel_id not in strays)
+    assert 300 < again < 420
+    first = dict.fromkeys(s.scan for s in sends if s.scan.parcel_id not in strays)
+    assert list(first) == [one for one in SCANS if one.parcel_id not in strays]
+    assert sends == feed.make(SCANS, repeats=0.1, strays=0.1, seed=5)
+
+
+def test_the_feed_can_be_of_the_busiest_parcels() -> None:
+    busy = [*SCANS, scan(9_998, "N3", "LGA-dep"), scan(9_999, "N7", "LGA-dep")]
+    chosen = feed.of_the_busiest(busy, 2)
+    assert {one.parcel_id for one in chosen} == {"N3", "N7"}
+    assert len(chosen) == 402
+    assert feed.of_the_busiest(busy, 0) == busy
+
+
+def taken(*records: tuple[Scan, int]) -> list[Record]:
+    """The input topic: scans and the partitions that they lie in."""
+    return [Record(p, one.parcel_id.encode(), {}, one.payload()) for one, p in records]
+
+
+ONE, TWO, THREE = (scan(minute, "N1", "JFK-dep") for minute in (1, 2, 3))
+
+
+def test_the_input_topic_says_in_which_order_the_scans_came() -> None:
+    evidence = of_the_input(taken((ONE, 4), (THREE, 4), (TWO, 4), (THREE, 4)))
+    assert evidence.sent == [ONE, THREE, TWO]
+    assert evidence.duplicates == 1
+    assert evidence.unordered == frozenset()
+
+
+def test_parcels_in_several_partitions_are_known_to_have_no_order() -> None:
+    other = scan(4, "N2", "JFK-dep")
+    evidence = of_the_input(taken((ONE, 4), (other, 4), (ONE, 5), (TWO, 5)))
+    assert evidence.unordered == {"N1"}
+
+
+def unordered(*applied: Scan) -> Evidence:
+    """What an honest service leaves behind that applied a parcel's scans in this order."""
+    evidence = honest(list(applied))
+    rows = [row._replace(last_scanned_at=THREE.scanned_at) for row in evidence.parcels]
+    sent = [ONE, TWO, THREE]
+    return replace(evidence, sent=sent, parcels=rows, unordered=frozenset({"N1"}))
+
+
+def test_an_order_that_is_not_promised_may_be_any() -> None:
+    evidence = unordered(ONE, THREE, TWO)
+    assert audit(evidence).ledger.holds, audit(evidence).findings
+    assert "reordered" in wrong(audit(replace(evidence, unordered=frozenset())))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "verdict"),
+    [
+        (lambda e: replace(e, output=e.output[1:]), {"lost": 1}),
+        (lambda e: replace(e, markers=e.markers[1:]), {"lost": 1}),
+        (lambda e: replace(e, markers=[*e.markers, e.markers[0]]), {"doubled": 1}),
+        (lambda e: replace(e, output=[*e.output, altered(e.output[0], id="x")]), {"doubled": 1}),
+        (lambda e: replace(e, output=[*e.output[1:], e.output[0]]), {"reordered": 1}),
+        (lambda e: row_of(e, "N1", place="?"), {"reordered": 1}),
+    ],
+)
+def test_without_an_order_everything_else_is_still_found(
+    tamper: Callable[[Evidence], Evidence], verdict: dict[str, int]
+) -> None:
+    assert wrong(audit(tamper(unordered(ONE, THREE, TWO)))) == verdict
+
+
+def test_a_repeat_with_other_bytes_is_found() -> None:
+    evidence = honest([ONE, TWO])
+    again = altered(evidence.output[0], time="2013-01-01T00:00:01Z")
+    assert wrong(audit(replace(evidence, output=[*evidence.output, again]))) == {"doubled": 1}
+
+
+def test_a_backlog_says_what_is_left() -> None:
+    assert str(Backlog({}, 0)) == ""
+    assert str(Backlog({3: 7}, 0)) == "partition 3: 7 records unread"
+    assert str(Backlog({}, 2)) == "2 events of the outbox unpublished"
+
+
+GOOD = Report(
+    sent=10,
+    duplicates=1,
+    applied=10,
+    parked=0,
+    dead=0,
+    published=12,
+    repeats=3,
+    lost=0,
+    doubled=0,
+    reordered=0,
+    stuck=[],
+    findings=[],
+    faults={"kill": 1},
+    seconds=1.0,
+    seed=1,
+    events=10,
+    feed_seconds=1.0,
+    schedule=made(1),
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sent": 9, "applied": 9},
+        {"applied": 9},
+        {"lost": 1},
+        {"doubled": 1},
+        {"reordered": 1},
+        {"stuck": ["partition 3: 7 records unread"]},
+    ],
+)
+def test_a_report_holds_only_if_nothing_is_wrong(change: dict[str, Any]) -> None:
+    assert GOOD.holds
+    assert not replace(GOOD, **change).holds
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.name)
+def test_every_sabotage_still_fits_the_engine(sabotage: Sabotage, tmp_path: Path) -> None:
+    engine = tmp_path / "pipeline"
+    shutil.copytree(RAW / "src" / "pipeline", engine)
+    assert sabotage.load in LOADS
+    for edit in sabotage.edits:
+        edit.apply(engine)
+        text = (engine / edit.module).read_text()
+        compile(text, edit.module, "exec")
+        assert text != (RAW / "src" / "pipeline" / edit.module).read_text()
+
+
+def test_a_sabotage_whose_text_is_gone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one\n")
+    with pytest.raises(Outdated, match="0 times"):
+        Edit("a.py", "two", "three").apply(tmp_path)
+
+
+@asynccontextmanager
+async def through_a_proxy(*, kafka: bool = False) -> AsyncIterator[tuple[Proxy, "Echo"]]:
+    """A proxy before a server that answers what it is told."""
+    echo = Echo()
+    server = await asyncio.start_server(echo.answer, HOST, 0)
+    echo.port = server.sockets[0].getsockname()[1]
+    proxy = Proxy(lambda: (HOST, echo.port), kafka=kafka)
+    await proxy.start()
+    try:
+        yield proxy, echo
+    finally:
+        await proxy.stop()
+        server.close()
+        await server.wait_closed()
+
+
+class Echo:
+    """A server that says back what it hears."""
+
+    port = 0
+
+    def __init__(self) -> None:
+        self.heard = b""
+        self.ended = asyncio.Event()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        try:
+            while data := await reader.read(1024):
+                self.heard += data
+                writer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+            self.ended.set()
+
+
+async def nothing_comes(reader: asyncio.StreamReader) -> bool:
+    """Whether nothing is said for a while."""
+    try:
+        return not await asyncio.wait_for(reader.read(1), 0.2)
+    except TimeoutError:
+        return True
+
+
+async def test_a_proxy_passes_everything_on_and_the_end_too() -> None:
+    async with through_a_proxy() as (proxy, echo):
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
+        writer.write(b"x" * 1_000_000)
+        assert await reader.readexactly(1_000_000) == b"x" * 1_000_000
+        writer.close()
+        await echo.ended.wait()
+
+
+async def test_a_cut_connection_is_reset_on_both_sides() -> None:
+    async with through_a_proxy() as (proxy, echo):
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
+        writer.write(b"x")
+        await reader.readexactly(1)
+        proxy.cut()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        await echo.ended.wait()
+        writer.close()
+
+
+async def test_a_half_open_connection_swallows_and_new_ones_are_well() -> None:
+    async with through_a_proxy() as (proxy, echo):
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
+        writer.write(b"x")
+        await reader.readexactly(1)
+        proxy.silence()
+        writer.write(b"swallowed")
+        assert await nothing_comes(reader)
+        writer.close()
+        other, new = await asyncio.open_connection(HOST, proxy.port)
+        new.write(b"new")
+        assert await other.readexactly(3) == b"new"
+        assert echo.heard == b"xnew"
+        assert not echo.ended.is_set()
+        new.close()
+
+
+async def test_what_waits_before_a_partition_arrives_when_it_is_healed() -> None:
+    async with through_a_proxy() as (proxy, echo):
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
+        writer.write(b"x")
+        await reader.readexactly(1)
+        proxy.part()
+        writer.write(b"late")
+        other, new = await asyncio.open_connection(HOST, proxy.port)
+        new.write(b"new")
+        assert await nothing_comes(reader)
+        assert echo.heard == b"x"
+        proxy.join()
+        assert await reader.readexactly(4) == b"late"
+        assert await other.readexactly(3) == b"new"
+        writer.close()
+        new.close()
+
+
+async def test_a_slow_connection_keeps_its_order() -> None:
+    async with through_a_proxy() as (proxy, _):
+        loop = asyncio.get_running_loop()
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
+        proxy.slow_down(0.1)
+        began = loop.time()
+        writer.write(b"one")
+        assert await reader.readexactly(3) == b"one"
+        assert loop.time() - began >= 0.2
+        proxy.slow_down(0)
+        writer.write(b"two")
+        assert await reader.readexactly(3) == b"two"
+        writer.close()
+
+
+async def test_a_server_that_is_away_resets_its_clients() -> None:
+    with socket.socket() as closed:
+        closed.bind((HOST, 0))
+        proxy = Proxy(closed.getsockname)
+        await proxy.start()
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        writer.close()
+        await proxy.stop()
+
+
+async def test_a_broker_that_names_its_address_names_the_proxy() -> None:
+    async with through_a_proxy(kafka=True) as (proxy, echo):
+
+        def metadata(port: int) -> bytes:
+            body = struct.pack(">iih9si", 7, 1, len(HOST), HOST.encode(), port)
+            return struct.pack(">i", len(body)) + body
+
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
+        answer = metadata(echo.port)
+        for byte in answer:  # however the answer is cut into pieces
+            writer.write(bytes([byte]))
+            await writer.drain()
+        assert await reader.readexactly(len(answer)) == metadata(proxy.port)
+        writer.close()
+
+
+@needs_proc
+def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorders_nothing(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "chaos.run", "--into", str(tmp_path)]
+    options = ["--events", "4000", "--seconds", "40", "--seed", "4"]
+    said = subprocess.run(
+        [*command, *options],
+        cwd=RAW.parent,
+        env=environment_in(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert said.returncode == 0, said.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["holds"]
+    assert report["sent"] == report["applied"] == 4_000
+    assert report["duplicates"] > 400
+    assert report["faults"] == dict.fromkeys(KINDS, 1)
+    assert processes_of(tmp_path) == []
