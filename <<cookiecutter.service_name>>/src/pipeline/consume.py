@@ -38,8 +38,9 @@ class Outcome(NamedTuple):
 class _Unclear(Exception):
     """The batch failed as a whole, and any of its records may be at fault."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, reason: str, error: BaseException) -> None:
         super().__init__(str(error))
+        self.reason = reason
         self.error = error
 
 
@@ -95,11 +96,12 @@ class Consume:
         except _Unclear:
             if len(batch.offsets) > 1:
                 raise
-            # Once more: a row that another partition has created meanwhile is found now.
+            # Once more: a row that another partition has created meanwhile is found now, and what
+            # took so long may have been the way to the server, which is a new one now.
             try:
                 return await self._commit(slot, batch)
             except _Unclear as still:
-                raise Stuck(batch.offsets[0], "transaction failed", still.error) from still.error
+                raise Stuck(batch.offsets[0], still.reason, still.error) from still.error
 
     async def _commit(self, slot: Slot, batch: Batch) -> Sequence[Outcome]:
         started = perf_counter()
@@ -256,6 +258,5 @@ def _blaming(batch: Batch, limit: float) -> Iterator[None]:
         in_time = perf_counter() - started < limit
         if not batch.items or (in_time and is_infrastructure(error)):
             raise
-        if in_time or len(batch.offsets) > 1:
-            raise _Unclear(error) from error
-        raise Stuck(batch.offsets[0], f"takes longer than {limit} s", error) from error
+        reason = "transaction failed" if in_time else f"takes longer than {limit} s"
+        raise _Unclear(reason, error) from error

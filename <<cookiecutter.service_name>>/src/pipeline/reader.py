@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -23,6 +23,10 @@ from .message import Undecodable
 from .settings import Settings
 
 log = logging.getLogger(__name__)
+
+Offsets = Mapping[TopicPartition, int]
+
+_ANSWER_SECONDS = 5.0
 
 
 class TopicChanged(Exception):
@@ -113,8 +117,8 @@ class Reader:
     async def _find_anchor(self, stored: StoredPosition) -> Anchor | None:
         """Return the anchor if the topic can still hold it; raises `Stuck` for lost offsets."""
         position = stored.next_offset
-        first = (await self._client.beginning_offsets([self._partition]))[self._partition]
-        end = (await self._client.end_offsets([self._partition]))[self._partition]
+        first = await self._ask(self._client.beginning_offsets)
+        end = await self._ask(self._client.end_offsets)
         if position < first:
             self._refuse(
                 position,
@@ -143,8 +147,15 @@ class Reader:
 
     async def _beginning(self) -> int:
         earliest = self._settings.consumer_start == "earliest"
-        ask = self._client.beginning_offsets if earliest else self._client.end_offsets
-        return int((await ask([self._partition]))[self._partition])
+        return await self._ask(
+            self._client.beginning_offsets if earliest else self._client.end_offsets
+        )
+
+    async def _ask(self, offsets: Callable[[list[TopicPartition]], Awaitable[Offsets]]) -> int:
+        # The client itself would wait for most of a minute on a connection that is dead.
+        return (await asyncio.wait_for(offsets([self._partition]), _ANSWER_SECONDS))[
+            self._partition
+        ]
 
     async def _read_on(self) -> None:
         assert self.position is not None
@@ -213,7 +224,9 @@ class Reader:
                 self._part,
                 stuck,
                 # Where the sentence says it all, there is no code of ours to look at.
-                exc_info=None if isinstance(stuck.error, _EXPLAINED) else stuck.error,
+                exc_info=None
+                if self._is_cut_off or isinstance(stuck.error, _EXPLAINED)
+                else stuck.error,
                 extra={"topic": partition.topic, "partition": partition.partition}
                 | {"offset": stuck.offset, "reason": stuck.reason},
             )
