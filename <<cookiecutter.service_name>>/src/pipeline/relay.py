@@ -42,6 +42,8 @@ VALUES ($1, clock_timestamp() + make_interval(secs => $2))
 _COUNT_RELAYS = f"""
 WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE lease_until < clock_timestamp())
 SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE lease_until >= clock_timestamp()) AS alive,
+       (SELECT extract(epoch FROM min(lease_until) - clock_timestamp())::float
+          FROM pipeline.outbox_cursor WHERE lease_until >= clock_timestamp()) AS first_ends,
        {IS_OURS} AS is_ours
 """
 
@@ -212,12 +214,17 @@ class Relay:
 
     async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> None:
         """Send, however long it takes, and extend the leases meanwhile."""
+        begun = monotonic()
         sending = asyncio.create_task(self._publisher.send(events, self._holds_lease))
         try:
             while not sending.done():
                 await asyncio.wait({sending}, timeout=max(0.0, self._extend_at - monotonic()))
-                if monotonic() >= self._extend_at and await self._extend(driver):
-                    raise LeaseExpired("shards went to another relay while their events were sent")
+                if monotonic() >= self._extend_at:
+                    if await self._extend(driver):
+                        raise LeaseExpired("shards went to another relay while events were sent")
+                    # The producer tries for ever; to wait without a word would look like health.
+                    if monotonic() - begun > self._settings.relay_lease / 4:
+                        self._health.not_ready("relay", "waits for Kafka to acknowledge events")
             sending.result()
         finally:
             sending.cancel()
@@ -246,10 +253,10 @@ class Relay:
         """Extend the leases, and take or give shards to an even share."""
         lease = self._settings.relay_lease
         await self._extend(driver)
-        relays = await driver.fetchrow(_COUNT_RELAYS)
-        if not relays["is_ours"]:
+        alive, first_ends, is_ours = await driver.fetchrow(_COUNT_RELAYS)
+        if not is_ours:
             raise OtherEpoch
-        share = math.ceil(SHARDS / max(1, relays["alive"]))
+        share = math.ceil(SHARDS / max(1, alive))
         if len(self._progress) > share:
             await self._write(driver, sorted(self._progress)[share:], keep=False)
         elif len(self._progress) < share:
@@ -263,7 +270,8 @@ class Relay:
                 self._progress[row["shard"]] = Progress(
                     row["seen"], row["target"], row["last_id"], row["high_id"]
                 )
-        self._renew_at = monotonic() + lease / 3
+        # A relay that lives extends its leases long before: the first to end is a dead one's.
+        self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
         telemetry.relay_progress(len(self._progress))
 
     async def _write(

@@ -11,14 +11,18 @@ import asyncpg
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from sqlalchemy import make_url
 
-from pipeline import outbox
+from pipeline import outbox, window
 from pipeline.database import create_engine
 from pipeline.health import Health
 from pipeline.outbox import StagedEvent
 from pipeline.relay import Relay
+from pipeline.schema import SHARDS
 from pipeline.settings import Settings
+from pipeline.window import Page, Progress
 
 from .conftest import PATIENCE, eventually
+
+ALL_SHARDS = list(range(SHARDS))
 
 
 async def let_leases_end(connection: asyncpg.Connection) -> None:
@@ -181,3 +185,46 @@ async def empty_database(server_url: str, used_databases: list[str]) -> str:
         await administrator.close()
     used_databases.append(name)
     return make_url(server_url).set(database=name).render_as_string(hide_password=False)
+
+
+async def start_of(db: asyncpg.Connection) -> Progress:
+    """Return the progress of a relay that has just published everything."""
+    return Progress(await db.fetchval("SELECT pg_current_snapshot()"), None, 0, 0)
+
+
+async def read(db: asyncpg.Connection, progress: Progress, limit: int) -> Page:
+    """Read the next page, as a relay that owns all shards does."""
+    step = window.fresh if progress.target is None else window.page
+    return await step(db, progress, ALL_SHARDS, limit)
+
+
+async def read_all(
+    db: asyncpg.Connection, progress: Progress, limit: int = 1_000
+) -> tuple[list[str], Progress]:
+    """Read until nothing is left, and return the ids in the order of reading."""
+    ids: list[str] = []
+    while True:
+        one = await read(db, progress, limit)
+        ids += [row["event_id"] for row in one.events]
+        progress = one.then
+        if not one.events and progress.target is None:
+            return ids, progress
+
+
+async def shares(db: asyncpg.Connection) -> list[int]:
+    """Return how many shards each owner holds by a lease that has not ended."""
+    rows = await db.fetch(
+        "SELECT count(*) FROM pipeline.outbox_cursor"
+        " WHERE lease_until > clock_timestamp() GROUP BY owner ORDER BY 1"
+    )
+    return [row["count"] for row in rows]
+
+
+async def all_is_written(db: asyncpg.Connection) -> bool:
+    """Whether the cursor in the database is past everything that is committed."""
+    return bool(
+        await db.fetchval(
+            "SELECT NOT EXISTS (SELECT FROM pipeline.outbox JOIN pipeline.outbox_cursor"
+            " USING (shard) WHERE target IS NOT NULL OR NOT pg_visible_in_snapshot(xid, seen))"
+        )
+    )

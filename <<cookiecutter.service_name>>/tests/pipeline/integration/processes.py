@@ -59,6 +59,11 @@ class Process:
         self._process.send_signal(number)
 
     @property
+    def pid(self) -> int:
+        """The operating system's number for it."""
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
         return self._process.returncode is None

@@ -184,6 +184,7 @@ async def test_no_further_batch_is_sent_when_the_lease_ends_between_two(
 async def test_behind_an_event_that_the_broker_refuses_nothing_of_its_partition_is_sent(
     settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
+    """Trap 6."""
     small, large = await new_topic(**{"max.message.bytes": "4000"}), await new_topic()
     sizes = [10, 10, 9_000, 10, 10]
     for number, size in enumerate(sizes):
@@ -202,6 +203,7 @@ async def test_behind_an_event_that_the_broker_refuses_nothing_of_its_partition_
 async def test_a_relay_stands_still_before_an_event_that_the_broker_refuses_and_says_so(
     settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
+    """Traps 6 and 7."""
     topic = await new_topic(**{"max.message.bytes": "4000"})
     keys = ["ada", "bob", "eve"]
     sizes = [10] * 5 + [9_000] + [10] * 20

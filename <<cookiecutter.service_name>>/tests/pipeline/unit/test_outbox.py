@@ -1,8 +1,10 @@
 """Staging: the ids of events, what is refused, and how large an event is taken to be."""
 
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import product
+from pathlib import Path
 
 import asyncpg
 import pytest
@@ -10,6 +12,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from opentelemetry import baggage, context, trace
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
+import pipeline
 from pipeline import Event
 from pipeline.message import event_headers
 from pipeline.outbox import Outbox, StagedEvent, Unpublishable, event_id
@@ -163,3 +166,11 @@ def test_an_event_id_is_the_same_in_every_release() -> None:
 async def test_nothing_staged_needs_no_connection() -> None:
     connection: asyncpg.Connection = None
     await Outbox("/bank", LIMIT).write(connection)
+
+
+def test_the_engine_neither_notifies_nor_listens() -> None:
+    """Trap 18: NOTIFY takes a lock of the whole cluster at commit, and poolers drop LISTEN."""
+    sources = list(Path(pipeline.__file__).parent.rglob("*.py"))
+    assert len(sources) > 20
+    for source in sources:
+        assert not re.search(r"\b(NOTIFY|LISTEN|pg_notify|add_listener)\b", source.read_text())

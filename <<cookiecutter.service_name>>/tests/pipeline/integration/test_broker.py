@@ -1,0 +1,155 @@
+"""What the relay does when a broker takes long, answers nothing or is away: nothing is skipped."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from pipeline import publisher
+from pipeline.settings import Settings
+
+from .conftest import eventually
+from .outgoing import Tail, all_is_written, event, following, id_of, relaying, stage
+from .wire import Wire
+
+NewTopic = Callable[..., Awaitable[str]]
+NewSettings = Callable[..., Settings]
+
+KEYS = ["ada", "bob", "eve"]
+STRIKES: dict[str, Callable[[Wire], None]] = {
+    "records do not get through": Wire.hold,
+    "answers are lost": Wire.lose_answers,
+    "answers are lost after the second": partial(Wire.lose_answers, after=2),
+    "the broker is away": Wire.shut,
+    "the partitions have no leader": Wire.take_leaders,
+}
+# Only without a leader does the client give up; else it tries for ever, which is told as well.
+TOLD = dict.fromkeys(STRIKES, "waits for Kafka") | {"the partitions have no leader": "NotSent: "}
+
+
+@pytest.fixture
+async def wire(kafka: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wire]:
+    """Return a wire to Kafka, and let producers wait for no answer longer than a second."""
+    impatient = partial(AIOKafkaProducer, request_timeout_ms=1_000)
+    monkeypatch.setattr(publisher, "AIOKafkaProducer", impatient)
+    async with Wire(kafka).listening() as one:
+        yield one
+
+
+async def stage_numbers(db: asyncpg.Connection, topic: str, numbers: range) -> None:
+    """Commit events of three keys by turns, a few in each transaction, that fill a batch by two."""
+    for start in range(numbers.start, numbers.stop, 5):
+        some = range(start, min(start + 5, numbers.stop))
+        await stage(
+            db, [event(topic, n, KEYS[n % 3], payload=b"%d" % n + b" " * 400) for n in some]
+        )
+
+
+def in_order(count: int) -> dict[bytes, list[str]]:
+    """Return the ids of each key in the order in which they must appear."""
+    return {key.encode(): [str(n) for n in range(i, count, 3)] for i, key in enumerate(KEYS)}
+
+
+async def passed(db: asyncpg.Connection) -> set[str]:
+    """Return the ids of the events that the cursor in the database is past."""
+    rows = await db.fetch(
+        "SELECT event_id FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)"
+        " WHERE pg_visible_in_snapshot(xid, seen)"
+        "    OR (pg_visible_in_snapshot(xid, target) AND id <= last_id)"
+    )
+    return {row["event_id"] for row in rows}
+
+
+def repeats_are_equal(tail: Tail) -> bool:
+    """Whether all records of one id have the same key, value and headers."""
+    return len({(one.key, one.value, one.headers) for one in tail.records}) == len(
+        {id_of(one) for one in tail.records}
+    )
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+async def test_events_that_are_not_acknowledged_are_sent_again_in_the_order_of_their_keys(
+    settings: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    wire: Wire,
+    strike: str,
+) -> None:
+    """Traps 6, 7 and 23."""
+    topic = await new_topic(2)
+    chosen = settings(
+        kafka_bootstrap_servers=wire.address, relay_page=20, relay_lease=1, max_event_bytes=1_000
+    )
+    async with following(kafka, topic) as tail, relaying(chosen) as one:
+        await stage_numbers(db, topic, range(40))
+        await tail.until_ids(range(40))
+        await eventually(lambda: all_is_written(db))
+        STRIKES[strike](wire)
+        await stage_numbers(db, topic, range(40, 100))
+        await eventually(lambda: one.reason.startswith(TOLD[strike]))
+        await stage_numbers(db, topic, range(100, 140))
+        assert await passed(db) <= set(tail.ids)
+        wire.go_on()
+        await tail.until_ids(range(140))
+        await eventually(lambda: all_is_written(db))
+        await eventually(lambda: one.reason == "")
+    assert tail.first_ids() == in_order(140)
+    assert repeats_are_equal(tail)
+
+
+async def test_a_broker_that_fails_again_and_again_loses_and_reorders_nothing(
+    settings: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic, wire: Wire
+) -> None:
+    """Traps 7 and 23: whole pages wait and are sent again, never a single event."""
+    topic = await new_topic(2)
+    chosen = settings(
+        kafka_bootstrap_servers=wire.address, relay_page=7, relay_lease=1, max_event_bytes=1_000
+    )
+    strikes = list(STRIKES) * 2
+    async with following(kafka, topic) as tail, relaying(chosen) as one:
+        for number, strike in enumerate(strikes):
+            STRIKES[strike](wire)
+            await stage_numbers(db, topic, range(50 * number, 50 * number + 50))
+            await eventually(lambda strike=strike: one.reason.startswith(TOLD[strike]))  # type: ignore[misc]
+            wire.go_on()
+            # Not for all of them: what is left is struck again.
+            await eventually(lambda: one.reason == "")
+        await tail.until_ids(range(50 * len(strikes)))
+    assert tail.first_ids() == in_order(50 * len(strikes))
+    assert repeats_are_equal(tail)
+
+
+async def test_no_transaction_is_open_while_the_broker_is_waited_for(
+    settings: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic, wire: Wire
+) -> None:
+    """Trap 21."""
+    topic = await new_topic()
+    chosen = settings(kafka_bootstrap_servers=wire.address, relay_lease=1)
+    states: set[str] = set()
+
+    async def lease() -> object:
+        states.update(
+            row["state"]
+            for row in await db.fetch(
+                "SELECT state FROM pg_stat_activity"
+                " WHERE application_name = 'bank' AND datname = current_database()"
+            )
+        )
+        return await db.fetchval("SELECT max(lease_until) FROM pipeline.outbox_relay")
+
+    async def is_extended(before: object) -> bool:
+        return await lease() != before
+
+    wire.hold()
+    await stage_numbers(db, topic, range(10))
+    async with following(kafka, topic) as tail, relaying(chosen):
+        await eventually(lambda: wire.held > 0)
+        for _ in range(3):
+            before = await lease()
+            await eventually(lambda before=before: is_extended(before))  # type: ignore[misc]
+        wire.go_on()
+        await tail.until_ids(range(10))
+    assert states <= {"idle", "active"}

@@ -1,0 +1,368 @@
+"""How the hot statements are planned on a million rows: by which indexes, and how many blocks.
+
+Each is asked as the engine asks it, with a plan for these arguments and with a generic plan, with
+the statistics of a table that was nearly empty, and with new ones. Trap 20.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from hashlib import md5
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from sqlalchemy import make_url
+
+from pipeline import inbox, window
+from pipeline.database import create_engine
+from pipeline.health import Health
+from pipeline.inbox import Anchor, Generations, Marker, Slot
+from pipeline.message import decode
+from pipeline.relay import Relay
+from pipeline.settings import Settings
+from pipeline.window import Progress
+
+from .bank import Deposit
+from .outgoing import ALL_SHARDS, event, stage
+
+_LOAD = """
+-- Housekeeping of its own would decide which statistics there are.
+DO $$
+DECLARE part regclass;
+BEGIN
+    FOR part IN SELECT inhrelid FROM pg_inherits JOIN pg_class ON pg_class.oid = inhrelid
+                 WHERE relkind = 'r' LOOP
+        EXECUTE format('ALTER TABLE %s SET (autovacuum_enabled = off)', part);
+    END LOOP;
+    ALTER TABLE pipeline.position SET (autovacuum_enabled = off);
+    UPDATE pipeline.inbox_generation SET current = 3, oldest = 1;
+END $$;
+
+CREATE PROCEDURE fill(first integer, last integer, rows integer) LANGUAGE plpgsql AS $$
+BEGIN
+    FOR part IN first .. last LOOP
+        INSERT INTO pipeline.outbox (topic, key, payload, event_id, source, type, content_type)
+        SELECT 't', ('key-' || n % 1000)::bytea, '{"some": "payload"}', part || '/' || n,
+               '/bank', 'balance.changed', 'application/json'
+          FROM generate_series(1, rows) AS n;
+        INSERT INTO pipeline.inbox (generation, key, hash, hash_version, consumer, source, id,
+                                    type, topic, partition, "offset")
+        SELECT 1 + n % 3, decode(md5(part || '/' || n), 'hex'), 'hash', 0, 'deposit', '/tests',
+               part || '/' || n, 'deposited', 't', 0, n
+          FROM generate_series(1, rows) AS n;
+        INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
+        SELECT 'group-' || part, 't', n, 1 FROM generate_series(1, 10) AS n;
+        COMMIT;
+    END LOOP;
+END $$;
+"""
+_NOW = "SELECT pg_current_snapshot()"
+
+
+@dataclass(frozen=True)
+class Large:
+    """A database with a million events and a million markers, in three generations."""
+
+    url: str
+    empty: window.Snapshot
+    """When it held nothing."""
+    full: window.Snapshot
+    """When all but the last 100 events were there."""
+
+
+@pytest.fixture(scope="module")
+def loaded(server_url: str, template: str) -> Iterator[Large]:
+    """Fill a database once."""
+    name = f"large_{uuid4().hex[:12]}"
+    server = make_url(server_url).set(drivername="postgresql")
+    url = server.set(database=name).render_as_string(hide_password=False)
+    administration = server.render_as_string(hide_password=False)
+    asyncio.run(_execute(administration, f"CREATE DATABASE {name} TEMPLATE {template}"))
+    yield asyncio.run(_load(url))
+    asyncio.run(_execute(administration, f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+@pytest.fixture(scope="module", params=["before ANALYZE", "after ANALYZE"])
+def large(loaded: Large, request: pytest.FixtureRequest) -> Large:
+    """Return it with the statistics of a nearly empty one, and then with its own."""
+    if request.param == "after ANALYZE":
+        asyncio.run(_execute(loaded.url, "ANALYZE"))
+    return loaded
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """Lend a connection."""
+    connection = await asyncpg.connect(url)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def _execute(url: str, *statements: str) -> None:
+    async with connected(url) as connection:
+        for statement in statements:
+            await connection.execute(statement)
+
+
+async def _load(url: str) -> Large:
+    await _execute(url, _LOAD, "CALL fill(1, 1, 100)", "ANALYZE")
+    async with connected(url) as connection:
+        empty = await connection.fetchval(_NOW)
+        # A half each, so that both cores are busy.
+        halves = ["CALL fill(2, 501, 1000)", "CALL fill(502, 1001, 1000)"]
+        await asyncio.gather(*(_execute(url, half) for half in halves))
+        full = await connection.fetchval(_NOW)
+        await stage(connection, [event("t", number, f"key-{number}") for number in range(100)])
+        return Large(url, empty, full)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a statement was executed."""
+
+    statement: str
+    indexes: set[str]
+    """Indexes that it went through, by the names that they have at the parent of partitions."""
+    scanned: set[str]
+    """Large tables that it read from the beginning to the end."""
+    blocks: int
+    """Blocks of 8 kB that it looked at, each time that it did."""
+
+
+class Explaining:
+    """A connection that asks for the plan of every statement before it executes it."""
+
+    def __init__(self, db: asyncpg.Connection) -> None:
+        self._db = db
+        self.plans: list[Plan] = []
+
+    async def fetch(self, query: str, *arguments: object) -> Any:
+        await self._explain(query, arguments)
+        return await self._db.fetch(query, *arguments)
+
+    async def fetchrow(self, query: str, *arguments: object) -> Any:
+        await self._explain(query, arguments)
+        return await self._db.fetchrow(query, *arguments)
+
+    async def fetchval(self, query: str, *arguments: object) -> Any:
+        await self._explain(query, arguments)
+        return await self._db.fetchval(query, *arguments)
+
+    async def execute(self, query: str, *arguments: object) -> Any:
+        await self._explain(query, arguments)
+        return await self._db.execute(query, *arguments)
+
+    async def _explain(self, query: str, arguments: Sequence[object]) -> None:
+        types = ", ".join(one.name for one in (await self._db.prepare(query)).get_parameters())
+        # EXPLAIN of a statement with parameters knows their values: only EXECUTE may be generic.
+        await self._db.execute(f"PREPARE asked {types and f'({types})'} AS {query}")
+        values = ", ".join(map(_literal, arguments))
+        asked = f"EXECUTE asked {values and f'({values})'}"
+        attempt = self._db.transaction()
+        await attempt.start()
+        found = await self._db.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {asked}")
+        await attempt.rollback()
+        await self._db.execute("DEALLOCATE asked")
+        top = json.loads(found)[0]["Plan"]
+        indexes, scanned = await self._read_by(top)
+        blocks = top["Shared Hit Blocks"] + top["Shared Read Blocks"]
+        self.plans.append(Plan(query, indexes, scanned, blocks))
+
+    async def _read_by(self, top: dict[str, Any]) -> tuple[set[str], set[str]]:
+        names = await self._db.fetch(
+            "SELECT table_.relname AS table, index_.relname AS index,"
+            "       coalesce(whole.relname, index_.relname) AS whole"
+            "  FROM pg_index JOIN pg_class table_ ON table_.oid = indrelid"
+            "  JOIN pg_class index_ ON index_.oid = indexrelid"
+            "  LEFT JOIN pg_inherits ON inhrelid = indexrelid"
+            "  LEFT JOIN pg_class whole ON whole.oid = inhparent"
+            " WHERE pg_relation_size(indrelid) > 500000"
+        )
+        whole = {row["index"]: row["whole"] for row in names}
+        tables = {row["table"] for row in names}
+        nodes = [top]
+        for node in nodes:
+            nodes += node.get("Plans", [])
+        ran = [node for node in nodes if node["Actual Loops"]]
+        return (
+            {whole[node["Index Name"]] for node in ran if node.get("Index Name") in whole},
+            {
+                node["Relation Name"]
+                for node in ran
+                if node["Node Type"] == "Seq Scan" and node["Relation Name"] in tables
+            },
+        )
+
+
+def _literal(value: object) -> str:
+    return "NULL" if value is None else "'" + _text(value).replace("'", "''") + "'"
+
+
+def _text(value: object) -> str:
+    match value:
+        case bytes():
+            return f"\\x{value.hex()}"
+        case list():
+            quoted = ("NULL" if one is None else json.dumps(_text(one)) for one in value)
+            return "{" + ",".join(quoted) + "}"
+        case (int(xmin), int(xmax), tuple(running)):
+            return f"{xmin}:{xmax}:{','.join(map(str, running))}"
+        case _:
+            return str(value)
+
+
+@pytest.fixture(params=["force_custom_plan", "force_generic_plan"])
+async def asked(large: Large, request: pytest.FixtureRequest) -> AsyncIterator[Explaining]:
+    """Return a connection to the large database; what is done on it is undone."""
+    async with connected(large.url) as connection:
+        await connection.execute(f"SET plan_cache_mode = {request.param}")
+        await connection.execute("SET jit = off")
+        transaction = connection.transaction()
+        await transaction.start()
+        yield Explaining(connection)
+        await transaction.rollback()
+
+
+def only(asked: Explaining) -> Plan:
+    """Return the plan of the only statement."""
+    (plan,) = asked.plans
+    return plan
+
+
+@pytest.mark.parametrize("limit", [7, 100, 5_000])
+async def test_a_poll_that_finds_nothing(asked: Explaining, limit: int) -> None:
+    now = await asked._db.fetchval(_NOW)
+    page = await window.fresh(asked, Progress(now, None, 0, 0), ALL_SHARDS, limit)
+    assert len(page.events) == 0
+    assert only(asked).scanned == set()
+    assert only(asked).indexes <= {"outbox_xid_idx"}
+    assert only(asked).blocks < 60
+
+
+async def test_a_poll_that_finds_some_new_events(asked: Explaining, large: Large) -> None:
+    page = await window.fresh(asked, Progress(large.full, None, 0, 0), ALL_SHARDS, 5_000)
+    assert len(page.events) == 100
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_xid_idx"}, set())
+    assert only(asked).blocks < 100
+
+
+async def test_a_poll_that_finds_a_transaction_that_took_long(
+    asked: Explaining, large: Large
+) -> None:
+    xid = await asked._db.fetchval("SELECT min(xid) FROM pipeline.outbox WHERE id > 500000")
+    seen = (xid, large.full[1], (xid,))
+    page = await window.fresh(asked, Progress(seen, None, 0, 0), ALL_SHARDS, 5_000)
+    assert len(page.events) == 1_100
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_xid_idx"}, set())
+    assert only(asked).blocks < 300
+
+
+async def test_the_first_page_of_a_backlog_behind_many_published_events(
+    asked: Explaining,
+) -> None:
+    xid = await asked._db.fetchval("SELECT min(xid) FROM pipeline.outbox WHERE id > 900000")
+    page = await window.fresh(asked, Progress((xid, xid, ()), None, 0, 0), ALL_SHARDS, 100)
+    assert len(page.events) == 100
+    # By id it would go through the published ones first.
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_xid_idx"}, set())
+    assert only(asked).blocks < 6_000
+
+
+async def test_a_page_of_a_backlog_of_a_million(asked: Explaining, large: Large) -> None:
+    now = await asked._db.fetchval(_NOW)
+    progress = Progress(large.empty, now, 500_000, 1_000_000)
+    page = await window.page(asked, progress, ALL_SHARDS, 5_000)
+    assert len(page.events) == 5_000
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_id_idx"}, set())
+    # Old statistics may choose to sort all ids that one page looks through at most.
+    assert only(asked).blocks < 3_000
+
+
+async def test_a_page_of_one_shard_of_a_backlog(asked: Explaining, large: Large) -> None:
+    now = await asked._db.fetchval(_NOW)
+    page = await window.page(asked, Progress(large.empty, now, 500_000, 1_000_000), [7], 5_000)
+    assert 0 < len(page.events) < 5_000
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_id_idx"}, set())
+    assert only(asked).blocks < 3_000
+
+
+async def test_a_page_of_a_window_with_a_few_events_among_many_that_are_published(
+    asked: Explaining, large: Large
+) -> None:
+    now = await asked._db.fetchval(_NOW)
+    page = await window.page(asked, Progress(large.full, now, 100_000, 1_000_000), ALL_SHARDS, 500)
+    assert len(page.events) == 0
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_id_idx"}, set())
+    assert only(asked).blocks < 3_000
+
+
+def markers(ids: Sequence[str]) -> list[Marker]:
+    """Return markers with the keys that the loaded ones of these ids have."""
+    message = decode(Deposit(1).record("t", 0))
+    return [Marker(md5(id.encode()).digest(), "deposit", message) for id in ids]
+
+
+async def test_markers_of_new_events(asked: Explaining) -> None:
+    new = markers([f"new/{number}" for number in range(500)])
+    slot = Slot("group-7", "t", 3)
+    assert await inbox.mark(asked, slot, Generations(3, 1), new) == {}
+    closed, marked = asked.plans
+    assert (closed.indexes, closed.scanned) == ({"inbox_pkey"}, set())
+    # 500 keys, two generations, three or four levels of the index each.
+    assert closed.blocks < 500 * 2 * 5
+    assert marked.scanned == set()
+    assert marked.blocks < 500 * 12
+
+
+@pytest.mark.parametrize(("generation", "statements"), [(1, 1), (2, 1), (3, 3)])
+async def test_markers_of_duplicates(asked: Explaining, generation: int, statements: int) -> None:
+    slot = Slot("group-7", "t", 3)
+    known = markers([f"{part}/{3 * part + generation - 1}" for part in range(1, 301)])
+    remembered = await inbox.mark(asked, slot, Generations(3, 1), known)
+    assert set(remembered) == {one.key for one in known}
+    assert len(asked.plans) == statements
+    for plan in asked.plans:
+        assert plan.scanned == set()
+        assert plan.blocks < 300 * 2 * 5
+    assert asked.plans[0].indexes == asked.plans[-1].indexes == {"inbox_pkey"}
+
+
+async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining) -> None:
+    slot = Slot("group-7", "t", 3)
+    assert await inbox.position(asked, slot) == (1, None)
+    anchor = Anchor.of(Deposit(1).record("t", 1))
+    await inbox.move_position(asked, slot, fetched_from=1, next_offset=2, anchor=anchor)
+    for plan in asked.plans:
+        assert (plan.indexes, plan.scanned) == ({"position_pkey"}, set())
+        assert plan.blocks < 30
+
+
+async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
+    asked: Explaining,
+) -> None:
+    chosen = Settings.model_validate(
+        {"database_url": "postgresql+asyncpg://", "kafka_bootstrap_servers": "unused:9092"}
+    )
+    engine = create_engine(chosen, name="bank")
+    one = Relay(engine, name="bank", settings=chosen, health=Health(stall_after=10))
+    for step in (one._renew, one._renew, one._release):
+        await step(asked)
+    assert len(asked.plans) > 5
+    # 64 rows, of which each is written; nothing else.
+    assert [plan for plan in asked.plans if plan.scanned or plan.indexes] == []
+    assert max(plan.blocks for plan in asked.plans) < 64 * 12
+
+
+async def test_that_a_statement_that_reads_everything_is_noticed(asked: Explaining) -> None:
+    await asked.fetch("SELECT payload FROM pipeline.outbox WHERE id = $1", 7)
+    await asked.fetch("SELECT count(payload) FROM pipeline.outbox WHERE shard = $1", 7)
+    by_index, by_scan = asked.plans
+    assert (by_index.indexes, by_index.scanned) == ({"outbox_id_idx"}, set())
+    assert len(by_scan.scanned) == 1
+    assert by_scan.blocks > 10_000

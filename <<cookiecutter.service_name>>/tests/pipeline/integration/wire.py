@@ -1,0 +1,161 @@
+"""A wire to Kafka on which requests can be held, answers be lost, and that can be cut."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from io import BytesIO
+
+from aiokafka.protocol.metadata import MetadataResponse_v5
+
+_PRODUCE, _METADATA = 0, 3
+"""Requests that carry records, and that ask who leads which partition."""
+_LEADER_NOT_AVAILABLE = 5
+
+
+class Wire:
+    """Leads to a broker, which takes it for its own address.
+
+    What is struck is records and their acknowledgements; all else passes while it is not shut.
+    """
+
+    def __init__(self, broker: str) -> None:
+        self._host, _, port = broker.rpartition(":")
+        self._broker_port = int(port)
+        self._port = 0
+        self._passes = asyncio.Event()
+        self._passes.set()
+        self._answers_left: int | None = None
+        self._shut = False
+        self._leaderless = False
+        self._open: set[asyncio.StreamWriter] = set()
+        self.held = 0
+        """Requests with records that wait for `go_on`."""
+        self.lost = 0
+        """Answers that were lost."""
+
+    @property
+    def address(self) -> str:
+        """The bootstrap server for who shall go through it."""
+        return f"{self._host}:{self._port}"
+
+    def hold(self) -> None:
+        """Let no records reach the broker; they do so, late, after `go_on`."""
+        self._passes.clear()
+
+    def lose_answers(self, *, after: int = 0) -> None:
+        """Let records reach the broker, and lose its answers, but for the first few."""
+        self._answers_left = after
+
+    def shut(self) -> None:
+        """Cut all connections and take no others, as a broker that has gone."""
+        self._shut = True
+        self._cut()
+
+    def take_leaders(self) -> None:
+        """Cut all connections, and tell everybody that no partition has a leader."""
+        self._leaderless = True
+        self._cut()
+
+    def _cut(self) -> None:
+        for writer in self._open:
+            writer.close()
+
+    def go_on(self) -> None:
+        """Be a good wire again."""
+        self._answers_left = None
+        self._shut = self._leaderless = False
+        self._passes.set()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Join a client to the broker."""
+        if self._shut:
+            writer.close()
+            return
+        answers, broker = await asyncio.open_connection(self._host, self._broker_port)
+        self._open |= {writer, broker}
+        asked: dict[bytes, str] = {}
+        try:
+            await asyncio.gather(
+                self._requests(reader, broker, asked),
+                self._answers(answers, writer, asked),
+            )
+        finally:
+            self._open -= {writer, broker}
+
+    async def _requests(
+        self, reader: asyncio.StreamReader, broker: asyncio.StreamWriter, asked: dict[bytes, str]
+    ) -> None:
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                request = await _framed(reader)
+                api, version = int.from_bytes(request[:2]), int.from_bytes(request[2:4])
+                if api == _PRODUCE:
+                    await self._hold()
+                    if self._loses_answer():
+                        asked[request[4:8]] = "lost"
+                elif api == _METADATA and version == 5:
+                    asked[request[4:8]] = "metadata"
+                broker.write(len(request).to_bytes(4) + request)
+        broker.close()
+
+    def _loses_answer(self) -> bool:
+        if self._answers_left:
+            self._answers_left -= 1
+            return False
+        return self._answers_left is not None
+
+    async def _hold(self) -> None:
+        self.held += 1
+        await self._passes.wait()
+        self.held -= 1
+
+    async def _answers(
+        self, answers: asyncio.StreamReader, client: asyncio.StreamWriter, asked: dict[bytes, str]
+    ) -> None:
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                answer = await _framed(answers)
+                what = asked.pop(answer[:4], "")
+                if what == "lost":
+                    self.lost += 1
+                    continue
+                if what == "metadata" and self._leaderless:
+                    answer = answer[:4] + _without_leaders(answer[4:])
+                # Metadata names the broker: by a host and a port, which becomes ours.
+                here = self._host.encode() + self._port.to_bytes(4)
+                there = self._host.encode() + self._broker_port.to_bytes(4)
+                client.write(len(answer).to_bytes(4) + answer.replace(there, here))
+        client.close()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Wire"]:
+        """Take connections as long as the block lasts."""
+        server = await asyncio.start_server(self.accept, self._host, 0)
+        self._port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+            self._passes.set()
+            self.shut()
+
+
+async def _framed(reader: asyncio.StreamReader) -> bytes:
+    """Read a request or an answer; raises `IncompleteReadError` at the end."""
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+
+
+def _without_leaders(body: bytes) -> bytes:
+    metadata = MetadataResponse_v5.decode(BytesIO(body))
+    metadata.topics = [
+        (
+            *topic,
+            [
+                (_LEADER_NOT_AVAILABLE, partition, -1, *rest)
+                for _, partition, _, *rest in partitions
+            ],
+        )
+        for *topic, partitions in metadata.topics
+    ]
+    encoded: bytes = metadata.encode()
+    return encoded
