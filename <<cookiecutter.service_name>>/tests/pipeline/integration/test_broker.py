@@ -12,7 +12,7 @@ from pipeline.settings import Settings
 
 from .conftest import eventually
 from .outgoing import Tail, all_is_written, event, following, id_of, relaying, stage
-from .wire import Wire
+from .kafka_wire import Wire
 
 NewTopic = Callable[..., Awaitable[str]]
 NewSettings = Callable[..., Settings]
