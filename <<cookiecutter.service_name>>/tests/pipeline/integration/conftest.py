@@ -73,7 +73,7 @@ def way_in(server_url: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def template(server_url: str) -> Iterator[str]:
     """Name of a migrated database that every test gets a copy of."""
-    asyncio.run(_administer(server_url, f"CREATE DATABASE {TEMPLATE}"))
+    asyncio.run(administer(server_url, f"CREATE DATABASE {TEMPLATE}"))
     url = _database_url(server_url, TEMPLATE)
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("alembic")))
@@ -84,21 +84,21 @@ def template(server_url: str) -> Iterator[str]:
         command.upgrade(config, "heads")
     asyncio.run(_furnish(url))
     yield TEMPLATE
-    asyncio.run(_administer(server_url, f"DROP DATABASE {TEMPLATE} WITH (FORCE)"))
+    asyncio.run(administer(server_url, f"DROP DATABASE {TEMPLATE} WITH (FORCE)"))
 
 
 @contextmanager
 def migrated(server_url: str, config: Config) -> Iterator[str]:
     """Make a database as `service migrate` does, to be copied, and drop it at the end."""
     name = f"template_{uuid4().hex[:12]}"
-    asyncio.run(_administer(server_url, f"CREATE DATABASE {name}"))
+    asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
     url = _database_url(server_url, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPELINE_DATABASE_URL", url)
         command.upgrade(config, "heads")
     asyncio.run(_keep_house(url))
     yield name
-    asyncio.run(_administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
+    asyncio.run(administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
 
 
 async def _keep_house(url: str) -> None:
@@ -117,7 +117,8 @@ async def _furnish(url: str) -> None:
     await engine.dispose()
 
 
-async def _administer(server_url: str, statement: str) -> None:
+async def administer(server_url: str, statement: str) -> None:
+    """Execute a statement on the server, in no database of a test."""
     connection = await asyncpg.connect(server_url.replace("+asyncpg", ""))
     await connection.execute(statement)
     await connection.close()
@@ -147,13 +148,14 @@ def used_databases(server_url: str, template: str) -> Iterator[list[str]]:
     """Databases to be dropped: many at once, because every DROP waits for a checkpoint."""
     names: list[str] = []
     yield names
-    asyncio.run(_drop(server_url, names))
+    asyncio.run(drop_databases(server_url, names))
 
 
-async def _drop(server_url: str, names: list[str]) -> None:
+async def drop_databases(server_url: str, names: list[str]) -> None:
+    """Drop them all at once, and forget their names."""
     statements = [f"DROP DATABASE {name} WITH (FORCE)" for name in names]
     names.clear()
-    await asyncio.gather(*(_administer(server_url, statement) for statement in statements))
+    await asyncio.gather(*(administer(server_url, statement) for statement in statements))
 
 
 @pytest.fixture
@@ -162,11 +164,11 @@ async def database_url(
 ) -> AsyncIterator[str]:
     """URL of a database of the test's own, migrated, with the bank's tables."""
     name = f"test_{uuid4().hex[:12]}"
-    await _administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    await administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
     yield _database_url(way_in, name)
     used_databases.append(name)
     if len(used_databases) > 15:
-        await _drop(server_url, used_databases)
+        await drop_databases(server_url, used_databases)
 
 
 @pytest.fixture

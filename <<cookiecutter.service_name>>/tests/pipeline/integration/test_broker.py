@@ -11,8 +11,8 @@ from pipeline import publisher
 from pipeline.settings import Settings
 
 from .conftest import eventually
-from .outgoing import Tail, all_is_written, event, following, id_of, relaying, stage
 from .kafka_wire import Wire
+from .outgoing import Tail, all_is_written, event, following, id_of, relaying, stage
 
 NewTopic = Callable[..., Awaitable[str]]
 NewSettings = Callable[..., Settings]

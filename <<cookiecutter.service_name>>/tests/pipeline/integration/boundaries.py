@@ -1,0 +1,95 @@
+"""The crash matrix: the boundaries at which a process is killed, and the moments of each."""
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Moment(Enum):
+    """When the process dies, seen from a request on its way to a server."""
+
+    BEFORE = "before"
+    """The server never gets the request."""
+    UNANSWERED = "unanswered"
+    """The server gets the request, and behind it the end of the connection."""
+    ANSWERED = "answered"
+    """The server has answered, and the process never sees it."""
+
+
+class Boundary(NamedTuple):
+    """A kind of request between the service and its servers; the name is `room: request`."""
+
+    name: str
+    occurrence: int = 1
+    """At which occurrence the process dies: a later one where it has begun to work by then."""
+    is_farewell: bool = False
+    """Whether it happens only after SIGTERM."""
+
+
+class Point(NamedTuple):
+    """Where a process dies."""
+
+    boundary: Boundary
+    moment: Moment
+
+    def __str__(self) -> str:
+        return f"{self.boundary.name}, {self.moment.value}"
+
+
+BOUNDARIES = (
+    Boundary("connection: open"),
+    Boundary("connection: set up"),
+    Boundary("housekeeping: look for a table", 2),
+    Boundary("housekeeping: read the generation"),
+    Boundary("housekeeping: begin"),
+    Boundary("partition: lock"),
+    Boundary("partition: look again"),
+    Boundary("partition: create"),
+    Boundary("partition: attach"),
+    Boundary("partition: commit"),
+    Boundary("rotation: lock", 2),
+    Boundary("rotation: close the generation", 2),
+    Boundary("rotation: commit", 2),
+    Boundary("rotation: rollback"),
+    Boundary("reader: read the position"),
+    Boundary("reader: store the start"),
+    Boundary("consume: begin", 2),
+    Boundary("consume: limit and lock", 2),
+    Boundary("consume: move the position", 2),
+    Boundary("consume: look into closed generations", 2),
+    Boundary("consume: mark", 2),
+    Boundary("consume: look into the current generation"),
+    Boundary("consume: lock accounts", 2),
+    Boundary("consume: insert accounts"),
+    Boundary("consume: update accounts"),
+    Boundary("consume: keep results"),
+    Boundary("consume: begin to copy the outbox", 2),
+    Boundary("consume: end the copy", 2),
+    Boundary("consume: ask for a swallowed error"),
+    Boundary("consume: commit", 2),
+    Boundary("consume: rollback"),
+    Boundary("relay: announce", 2),
+    Boundary("relay: extend the leases", 2),
+    Boundary("relay: count the relays", 2),
+    Boundary("relay: look for relays that are gone"),
+    Boundary("relay: claim shards"),
+    Boundary("relay: begin a snapshot"),
+    Boundary("relay: read a fresh window", 3),
+    Boundary("relay: commit"),
+    Boundary("relay: read a page", 2),
+    Boundary("relay: write the cursor", 2),
+    Boundary("relay: give shards back", is_farewell=True),
+    Boundary("relay: leave", is_farewell=True),
+    Boundary("producer: connect"),
+    Boundary("producer: get an id"),
+    Boundary("producer: produce", 3),
+    Boundary("member: connect"),
+    Boundary("member: find the coordinator"),
+    Boundary("member: join the group"),
+    Boundary("member: get an assignment"),
+    Boundary("member: read offsets"),
+    Boundary("member: look up offsets"),
+    Boundary("member: fetch", 3),
+    Boundary("member: heartbeat"),
+    Boundary("member: commit offsets", 2),
+    Boundary("member: leave the group", is_farewell=True),
+)

@@ -1,0 +1,218 @@
+"""The protocols of PostgreSQL and Kafka, as far as they name a request and end an answer."""
+
+import asyncio
+import re
+import struct
+from collections.abc import AsyncIterator, Mapping
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import asyncpg
+
+from pipeline import inbox, relay, retention, window
+
+from .wire import Answer, Request
+
+_STATEMENTS: Mapping[object, str] = {
+    retention._EXISTS: "housekeeping: look for a table",
+    retention._GENERATION: "housekeeping: read the generation",
+    retention._BEGIN: "partition: lock",
+    inbox._LOCK_GENERATION: "rotation: lock",
+    inbox._CLOSE_GENERATION: "rotation: close the generation",
+    inbox._POSITION: "reader: read the position",
+    inbox._START_AT: "reader: store the start",
+    inbox._BEGIN: "consume: limit and lock",
+    inbox._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
+    inbox._MOVE_POSITION: "consume: move the position",
+    inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
+    inbox._MARK: "consume: mark",
+    inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",
+    inbox._KEEP_RESULTS: "consume: keep results",
+    relay._ANNOUNCE: "relay: announce",
+    relay._COUNT_RELAYS: "relay: count the relays",
+    relay._GONE: "relay: look for relays that are gone",
+    relay._CLAIM: "relay: claim shards",
+    relay._WRITE: "relay: write the cursor",
+    relay._LEAVE: "relay: leave",
+    window._FRESH: "relay: read a fresh window",
+    window._PAGE: "relay: read a page",
+}
+"""The statements that the engine has written down."""
+
+_SHAPES = {
+    r"CREATE TABLE pipeline\.(outbox_p|inbox_g)\d+ \(LIKE": "partition: create",
+    r"ALTER TABLE pipeline\.(outbox|inbox) ATTACH PARTITION": "partition: attach",
+    r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
+    r"INSERT INTO account ": "consume: insert accounts",
+    r"UPDATE account ": "consume: update accounts",
+    "SELECT$": "consume: ask for a swallowed error",
+    r'COPY "pipeline"\."outbox"': "consume: begin to copy the outbox",
+    "BEGIN ISOLATION LEVEL READ COMMITTED$": "consume: begin",
+    "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin a snapshot",
+    "BEGIN$": "housekeeping: begin",
+    # What SQLAlchemy and asyncpg ask a new connection.
+    r"select pg_catalog\.version|select current_schema|show |SELECT current_setting\('jit'\)"
+    r"|.*\btypeinfo_tree\b": "connection: set up",
+}
+"""Statements that are put together when they are needed, by how they look."""
+
+
+def boundary_of(statement: object) -> str:
+    """Return the boundary of a statement; for one that nobody has listed, itself."""
+    sql = _text(statement)
+    for shape, boundary in _SHAPES.items():
+        if re.match(shape, sql):
+            return boundary
+    return _BY_TEXT.get(sql, sql)
+
+
+def _text(statement: object) -> str:
+    if isinstance(statement, sa.TextClause):
+        statement = statement.compile(dialect=asyncpg.dialect())  # type: ignore[no-untyped-call]
+    return " ".join(str(statement).split()).rstrip(";")
+
+
+_BY_TEXT = {_text(statement): boundary for statement, boundary in _STATEMENTS.items()}
+
+
+_GO = (b"S", b"Q", b"H", b"d", b"c", b"f", b"p", b"X")
+"""Messages that are not followed by others of the same request."""
+
+
+class Postgres:
+    """PostgreSQL's protocol 3, in clear text, on one connection."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[str, str] = {}
+        self._last = ""
+        """The boundary before this one."""
+        self._number = 0
+        self._ends: bytes = b""
+        """Types of the messages that complete the answer."""
+
+    async def requests(self, client: asyncio.StreamReader) -> AsyncIterator[Request]:
+        """Yield the start of the connection, and then what the server answers as a whole."""
+        size = await client.readexactly(4)
+        start = size + await client.readexactly(int.from_bytes(size) - 4)
+        yield self._request(start, "connection: open", b"R")
+        sent, boundary = b"", None
+        while True:
+            type, body, message = await _message(client)
+            sent += message
+            if type == b"P":
+                name, sql, _ = body.split(b"\0", 2)
+                self._prepared[name.decode()] = sql.decode()
+            elif type == b"B":
+                boundary = self._bound(body)
+            elif type == b"Q":
+                boundary = self._simple(boundary_of(body.rstrip(b"\0").decode()))
+            elif type == b"c":
+                boundary = "consume: end the copy"
+            if type in _GO:
+                yield self._request(sent, boundary, b"ZG")
+                sent, boundary = b"", None
+
+    def _request(self, sent: bytes, boundary: str | None, ends: bytes) -> Request:
+        self._number += 1
+        self._ends = ends
+        self._last = boundary or self._last
+        return Request(sent, self._number, boundary)
+
+    def _bound(self, body: bytes) -> str:
+        """Name a statement that was prepared, by its text and by what is bound."""
+        _, name, rest = body.split(b"\0", 2)
+        boundary = boundary_of(self._prepared[name.decode()])
+        if boundary == "housekeeping: look for a table" and self._last == "partition: lock":
+            return "partition: look again"
+        if boundary == "relay: write the cursor":
+            if _bound_values(rest)[6] == b"\0":
+                return "relay: give shards back"
+            if self._last in ("relay: announce", "relay: extend the leases"):
+                return "relay: extend the leases"
+        return boundary
+
+    def _simple(self, boundary: str) -> str:
+        """Name the end of a transaction by what was done in it."""
+        if boundary in ("COMMIT", "ROLLBACK"):
+            room = self._last.partition(":")[0]
+            return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
+        return boundary
+
+    async def answers(self, server: asyncio.StreamReader) -> AsyncIterator[Answer]:
+        """Yield the messages; an answer is complete when the server waits for us again."""
+        while True:
+            type, _, message = await _message(server)
+            yield Answer(message, self._number if type in self._ends else None)
+
+
+async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:
+    """Return type, content, and all of it."""
+    head = await reader.readexactly(5)
+    body = await reader.readexactly(int.from_bytes(head[1:]) - 4)
+    return head[:1], body, head + body
+
+
+def _bound_values(rest: bytes) -> list[bytes | None]:
+    """Return the parameters of a Bind message, from behind its names."""
+    (formats,) = struct.unpack_from(">h", rest)
+    at = 2 + 2 * formats
+    (count,) = struct.unpack_from(">h", rest, at)
+    at += 2
+    values: list[bytes | None] = []
+    for _ in range(count):
+        (size,) = struct.unpack_from(">i", rest, at)
+        at += 4
+        values.append(rest[at : at + size] if size >= 0 else None)
+        at += max(size, 0)
+    return values
+
+
+_METADATA, _FIND_COORDINATOR = 3, 10
+_APIS = {
+    0: "produce",
+    1: "fetch",
+    2: "look up offsets",
+    _METADATA: "connect",
+    8: "commit offsets",
+    9: "read offsets",
+    _FIND_COORDINATOR: "find the coordinator",
+    11: "join the group",
+    12: "heartbeat",
+    13: "leave the group",
+    14: "get an assignment",
+    18: "connect",
+    22: "get an id",
+}
+
+
+class Kafka:
+    """Kafka's protocol on one connection. The broker seems to listen on our port."""
+
+    def __init__(self, host: str, port: int, ours: int) -> None:
+        self._address = host.encode() + struct.pack(">i", port)
+        self._ours = host.encode() + struct.pack(">i", ours)
+        self._apis: dict[int, int] = {}
+
+    async def requests(self, client: asyncio.StreamReader) -> AsyncIterator[Request]:
+        """Yield the requests, named by who asks and the API."""
+        while True:
+            body, frame = await _frame(client)
+            api, _, correlation, length = struct.unpack_from(">hhih", body)
+            client_id = body[10 : 10 + length].decode()
+            self._apis[correlation] = api
+            who = "producer" if client_id.endswith("-relay") else "member"
+            yield Request(frame, correlation, f"{who}: {_APIS.get(api, f'API {api}')}")
+
+    async def answers(self, server: asyncio.StreamReader) -> AsyncIterator[Answer]:
+        """Yield the answers, with our address in the place of the broker's."""
+        while True:
+            body, frame = await _frame(server)
+            correlation = int.from_bytes(body[:4], signed=True)
+            if self._apis.pop(correlation) in (_METADATA, _FIND_COORDINATOR):
+                frame = frame.replace(self._address, self._ours)
+            yield Answer(frame, correlation)
+
+
+async def _frame(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    size = await reader.readexactly(4)
+    body = await reader.readexactly(int.from_bytes(size))
+    return body, size + body

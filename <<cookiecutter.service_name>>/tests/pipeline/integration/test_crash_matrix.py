@@ -1,0 +1,160 @@
+"""The crash matrix: a process is killed at every request it makes, and the ledger is right after.
+
+The real service meets real servers through a wire that stops at a point: a boundary (a statement,
+a request to Kafka) and a moment of it. The points run side by side, each in a world of its own.
+"""
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+
+import pytest
+import pytest_asyncio
+import sqlalchemy as sa
+from aiokafka.admin import AIOKafkaAdminClient
+
+from pipeline import inbox
+from pipeline.inbox import GENERATION_LOCK
+
+from .bank import Bank
+from .boundaries import BOUNDARIES, Boundary, Moment, Point
+from .conftest import PATIENCE, eventually
+from .languages import boundary_of
+from .processes import environment
+from .wire import Wire
+from .worlds import Servers, World
+from .zygote import zygote
+
+AT_ONCE = 8
+"""Worlds at a time. Most of a world's time is spent waiting for the group to miss the dead one."""
+
+NAMES = {boundary.name for boundary in BOUNDARIES}
+LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
+POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Moment]
+
+BY_COMMANDS = ("pipeline.epoch", "pipeline.operations")
+"""Modules whose statements run when a person asks for it; a service never does."""
+
+SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
+
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers(
+    server_url: str,
+    template: str,
+    kafka: str,
+    used_databases: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Servers]:
+    """Return the servers, and a zygote for the processes."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        async with zygote(environment(Bank(deposits="", balances="", name=""))) as one:
+            logs = tmp_path_factory.mktemp("logs")
+            yield Servers(server_url, template, kafka, admin, one, logs, used_databases)
+    finally:
+        await admin.close()
+
+
+async def live(world: World, wire: Wire) -> None:
+    """Let a process work until it is killed at its point, or has met all there is."""
+    async with world.running(wire) as process:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                await keep_busy(world, wire)
+        process.send(signal.SIGTERM)
+        await process.ended()
+
+
+async def keep_busy(world: World, wire: Wire) -> None:
+    """Give the process all there is to meet: work, a rotation refused, a position that moved."""
+    is_dead = wire.has_killed.is_set
+
+    async def has_settled() -> bool:
+        return is_dead() or await world.is_settled()
+
+    async with world.db.transaction():
+        await world.db.execute("SELECT pg_advisory_xact_lock_shared($1)", GENERATION_LOCK)
+        await eventually(lambda: is_dead() or wire.seen["rotation: rollback"] > 0)
+    await eventually(has_settled)
+    await world.send_a_note()
+    await eventually(has_settled)
+    while not is_dead() and any(wire.seen[one.name] < one.occurrence for one in LASTING):
+        await world.set_back()
+        await world.send_deposits()
+        await eventually(has_settled)
+
+
+def test_every_statement_that_the_engine_has_written_down_is_in_the_list() -> None:
+    statements = [
+        value
+        for name, module in sys.modules.items()
+        if name.startswith("pipeline.") and name not in BY_COMMANDS
+        for value in vars(module).values()
+        if isinstance(value, str | sa.TextClause) and SQL.match(str(value))
+        if value != inbox._SEEK
+    ]
+    assert len(statements) > 15
+    assert {boundary_of(statement) for statement in statements} <= NAMES
+
+
+@in_one_loop
+async def test_the_list_holds_every_boundary_that_is_met_and_no_other(servers: Servers) -> None:
+    wire = Wire()
+    async with servers.world() as world:
+        await live(world, wire)
+        await world.audit()
+    assert set(wire.seen) == NAMES
+
+
+@in_one_loop
+@pytest.mark.parametrize(("moment", "arrived"), list(zip(Moment, (0, 1, 1), strict=True)))
+async def test_a_request_arrives_if_the_process_dies_after_it_was_sent(
+    servers: Servers, moment: Moment, arrived: int
+) -> None:
+    async with servers.world() as world:
+        await live(world, Wire(Point(Boundary("relay: announce"), moment)))
+        await eventually(world.is_left_alone)
+        assert await world.db.fetchval("SELECT count(*) FROM pipeline.outbox_relay") == arrived
+
+
+Fates = Mapping[Point, asyncio.Task[None]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fates(servers: Servers, request: pytest.FixtureRequest) -> AsyncIterator[Fates]:
+    """Let it happen at every point that was selected, some of them at a time."""
+    selected: list[Point] = [
+        item.callspec.params["point"]  # type: ignore[misc]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_killed_at.__name__
+    ]
+    room = asyncio.Semaphore(AT_ONCE)
+    tasks = {point: asyncio.create_task(survive(point, servers, room)) for point in selected}
+    yield tasks
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def survive(point: Point, servers: Servers, room: asyncio.Semaphore) -> None:
+    """Kill a process at the point, start another, and look whether everything is right."""
+    wire = Wire(point)
+    async with room, servers.world() as world:
+        await live(world, wire)
+        assert wire.has_killed.is_set(), f"{point} was not met, but {sorted(wire.seen)}"
+        await world.recover()
+        await world.audit()
+
+
+@in_one_loop
+@pytest.mark.parametrize("point", POINTS, ids=str)
+async def test_killed_at(point: Point, fates: Fates) -> None:
+    """Trap 19 is the point between a COMMIT and its answer."""
+    await fates[point]

@@ -1,0 +1,293 @@
+"""Worlds for the crash matrix: a service with database, topics and group of its own, and a ledger.
+
+Many of them live side by side on the same servers.
+"""
+
+import asyncio
+import json
+import signal
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import asyncpg
+from aiokafka import AIOKafkaProducer, ConsumerRecord
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from sqlalchemy import make_url
+
+from .bank import Bank, Deposit
+from .conftest import administer, drop_databases, eventually, histories
+from .languages import Kafka, Postgres
+from .outgoing import Tail, following, id_of
+from .processes import environment
+from .wire import Wire
+from .zygote import Forked, Zygote
+
+SETTINGS = {
+    "log_json": False,
+    "health_port": 0,
+    "kafka_session_timeout": 4,
+    "transaction_timeout": 3,
+    "lock_timeout": 2,
+    "retry_pause": 0.2,
+    "offset_commit_interval": 0.1,
+    "batch_size": 4,
+    "relay_page": 2,
+    "relay_lease": 2,
+    "relay_cursor_interval": 0.01,
+    # A table to make at the start, and one generation after the other.
+    "inbox_generations_ahead": 3,
+    "inbox_generation_age": 0.001,
+    "housekeeping_interval": 0.3,
+}
+
+_PARTITIONS = range(2)
+_DATABASES_TO_DROP = 30
+
+_SHARDS_ARE_OF_ONE_ALIVE = """
+SELECT bool_and(owner = (SELECT owner FROM pipeline.outbox_relay ORDER BY lease_until DESC LIMIT 1))
+  FROM pipeline.outbox_cursor
+"""
+
+_IS_LEFT_ALONE = """
+SELECT (SELECT count(owner) FROM pipeline.outbox_cursor) = 0
+   AND NOT EXISTS (
+       SELECT FROM pg_stat_activity
+        WHERE datname = current_database() AND backend_type = 'client backend'
+          AND pid <> pg_backend_pid())
+"""
+
+_HALF_MADE_TABLES = """
+SELECT count(*) FROM pg_class
+ WHERE relkind = 'r' AND NOT relispartition AND relname ~ '^(outbox_p|inbox_g)[0-9]+$'
+"""
+
+# So that only a snapshot can bring all shards together.
+_PART_THE_SHARDS = """
+UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot() WHERE shard % 2 = 0
+"""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What the worlds share."""
+
+    database_url: str
+    template: str
+    kafka: str
+    admin: AIOKafkaAdminClient
+    zygote: Zygote
+    logs: Path
+    used_databases: list[str]
+
+    @asynccontextmanager
+    async def world(self) -> AsyncIterator["World"]:
+        """Make a world with its first deposits sent, and remove it after the block."""
+        name = f"crash_{uuid4().hex[:12]}"
+        bank = Bank(deposits=f"{name}-deposits", balances=f"{name}-balances", name=name)
+        url = make_url(self.database_url).set(database=name).render_as_string(hide_password=False)
+        topics = [bank.deposits, bank.balances]
+        await self.admin.create_topics([NewTopic(topic, len(_PARTITIONS), 1) for topic in topics])
+        await administer(self.database_url, f"CREATE DATABASE {name} TEMPLATE {self.template}")
+        db = await asyncpg.connect(url.replace("+asyncpg", ""))
+        await db.execute(_PART_THE_SHARDS)
+        try:
+            async with (
+                AIOKafkaProducer(bootstrap_servers=self.kafka) as producer,
+                following(self.kafka, bank.balances) as tail,
+            ):
+                world = World(self, bank, url, db, producer, tail)
+                try:
+                    await world.send_deposits()
+                    yield world
+                except Exception as error:
+                    # Printed, it would be shown beside the test that runs at the moment.
+                    error.add_note("\n".join(process.output for process in world.processes))
+                    raise
+        finally:
+            await db.close()
+            await self.admin.delete_topics(topics)
+            await self._discard(name)
+
+    async def _discard(self, database: str) -> None:
+        self.used_databases.append(database)
+        if len(self.used_databases) > _DATABASES_TO_DROP:
+            await drop_databases(self.database_url, self.used_databases)
+
+
+@dataclass
+class World:
+    """One service, and what it was sent."""
+
+    servers: Servers
+    bank: Bank
+    database_url: str
+    db: asyncpg.Connection
+    producer: AIOKafkaProducer
+    tail: Tail
+    sent: dict[int, list[Deposit]] = field(
+        default_factory=lambda: {partition: [] for partition in _PARTITIONS}
+    )
+    processes: list[Forked] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def running(self, wire: Wire | None = None) -> AsyncIterator[Forked]:
+        """Run the service, on the wire if there is one; it has ended after the block."""
+        async with AsyncExitStack() as stack:
+            database_url, kafka = self.database_url, self.servers.kafka
+            if wire is not None:
+                database_url, kafka = await self._through(wire, stack)
+            process = await self.servers.zygote.start(
+                "run",
+                environment=environment(
+                    self.bank, database_url=database_url, kafka_bootstrap_servers=kafka, **SETTINGS
+                ),
+                log=self.servers.logs / f"{self.bank.name}-{uuid4().hex[:4]}",
+            )
+            self.processes.append(process)
+            if wire is not None:
+                wire.lead_to(process.kill)
+            try:
+                yield process
+            finally:
+                process.kill()
+                await process.ended()
+
+    async def _through(self, wire: Wire, stack: AsyncExitStack) -> tuple[str, str]:
+        """Return the URL and the bootstrap server that lead through the wire."""
+        url = make_url(self.database_url)
+        assert url.host
+        assert url.port
+        host, _, port = self.servers.kafka.rpartition(":")
+        postgres = await wire.serve(stack, url.host, url.port, lambda _: Postgres())
+        kafka = await wire.serve(
+            stack, host, int(port), lambda ours: Kafka(host, int(port), ours=ours)
+        )
+        readable = url.set(port=postgres, query={"ssl": "disable"})
+        return readable.render_as_string(hide_password=False), f"{host}:{kafka}"
+
+    async def send_deposits(self) -> None:
+        """Send some to every partition: one again at once, others in a later batch or much later.
+
+        Most of them are in the topic before the service can take the first.
+        """
+        await asyncio.gather(*(self._send_deposits(partition) for partition in self.sent))
+
+    async def _send_deposits(self, partition: int) -> None:
+        last = self._last(partition)
+        a, b, c, d, e, f, g, h = range(last + 1, last + 9)
+        oldest = [1, 2] if last else []
+        for number in (a, b, c, b, d, a, e, f, *oldest, g, h, d):
+            await self._send(number, partition)
+
+    async def send_a_note(self) -> None:
+        """Send an event that changes and tells nothing."""
+        await self._send(self._last(0) + 1, 0, type="noted")
+
+    def _last(self, partition: int) -> int:
+        return max((one.amount for one in self.sent[partition]), default=0)
+
+    async def _send(self, number: int, partition: int, type: str = "deposited") -> None:
+        one = Deposit(
+            number,
+            account=f"{partition}-{number % 2}",
+            id=f"{partition}-{number}",
+            type=type,
+            partition=partition,
+        )
+        await one.send(self.producer, self.bank.deposits)
+        self.sent[partition].append(one)
+
+    async def set_back(self) -> None:
+        """Let a partition begin anew, as after a restore: all its records come again."""
+        await self.db.execute("UPDATE pipeline.position SET next_offset = 0 WHERE partition = 0")
+
+    async def is_settled(self) -> bool:
+        """Whether all that was sent is applied, and all that was staged is in Kafka."""
+        return await self._positions() == self._ends and await self._staged() <= set(self.tail.ids)
+
+    @property
+    def _ends(self) -> dict[int, int]:
+        return {partition: len(sent) for partition, sent in self.sent.items()}
+
+    async def _positions(self) -> dict[int, int]:
+        rows = await self.db.fetch("SELECT partition, next_offset FROM pipeline.position")
+        return {row["partition"]: row["next_offset"] for row in rows}
+
+    async def _staged(self) -> set[str]:
+        return {row["event_id"] for row in await self.db.fetch("SELECT * FROM pipeline.outbox")}
+
+    async def is_left_alone(self) -> bool:
+        """Whether no shard has an owner, and nobody but the test is connected."""
+        return bool(await self.db.fetchval(_IS_LEFT_ALONE))
+
+    async def recover(self) -> None:
+        """Run the service again until it has done what was left and more, and stop it."""
+        generation = await self._generation()
+
+        async def rotates() -> bool:
+            return await self._generation() > generation
+
+        async def owns_all_shards() -> bool:
+            return bool(await self.db.fetchval(_SHARDS_ARE_OF_ONE_ALIVE))
+
+        async with self.running() as process:
+            await self.send_deposits()
+            await eventually(self.is_settled)
+            await eventually(rotates)
+            await eventually(owns_all_shards)
+            process.send(signal.SIGTERM)
+            assert await process.ended() == 0
+        await eventually(self.is_left_alone)
+
+    async def _generation(self) -> int:
+        current: int = await self.db.fetchval("SELECT current FROM pipeline.inbox_generation")
+        return current
+
+    async def audit(self) -> None:
+        """Compare what was sent with every table, and with what was published."""
+        applied: dict[str, list[int]] = defaultdict(list)
+        for one in dict.fromkeys(one for sent in self.sent.values() for one in sent):
+            if one.type == "deposited":
+                applied[one.account].append(one.amount)
+        await self._audit_the_tables(applied)
+        await self._audit_the_topic(applied)
+        committed = await self.servers.admin.list_consumer_group_offsets(self.bank.name)
+        assert {one.partition: offset.offset for one, offset in committed.items()} == self._ends
+
+    async def _audit_the_tables(self, applied: Mapping[str, list[int]]) -> None:
+        assert await histories(self.db) == applied
+        accounts = await self.db.fetch("SELECT id, balance, version FROM account")
+        assert {row["id"]: (row["balance"], row["version"]) for row in accounts} == {
+            account: (sum(amounts), len(amounts)) for account, amounts in applied.items()
+        }
+        markers = await self.db.fetch("SELECT id FROM pipeline.inbox")
+        ids = {one.id for sent in self.sent.values() for one in sent}
+        assert sorted(row["id"] for row in markers) == sorted(map(str, ids))
+        assert await self._positions() == self._ends
+        assert await self.db.fetchval(_HALF_MADE_TABLES) == 0
+
+    async def _audit_the_topic(self, applied: Mapping[str, list[int]]) -> None:
+        first: dict[str, ConsumerRecord] = {}
+        for record in self.tail.records:
+            original = first.setdefault(id_of(record), record)
+            assert _contents(record) == _contents(original), "a repeat is the same in every byte"
+        assert set(first) == await self._staged()
+        told: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        for record in first.values():
+            event = json.loads(record.value)
+            sequence = int(dict(record.headers)["ce_sequence"])
+            told[record.key.decode()].append((sequence, event["amount"], event["balance"]))
+        assert told == {
+            account: [
+                (place, amount, sum(amounts[:place])) for place, amount in enumerate(amounts, 1)
+            ]
+            for account, amounts in applied.items()
+        }
+
+
+def _contents(record: ConsumerRecord) -> tuple[object, ...]:
+    return record.partition, record.key, record.value, record.headers
