@@ -85,6 +85,8 @@ num.io.threads=4
 log.segment.bytes=67108864
 log.index.size.max.bytes=1048576
 log.cleaner.dedupe.buffer.size=8388608
+# Compacted topics are compacted at once, and not only every 15 seconds.
+log.cleaner.backoff.ms=500
 """
 
 INSTALL_HINT = """\

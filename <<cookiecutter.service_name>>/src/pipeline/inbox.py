@@ -237,7 +237,7 @@ async def mark(
             )
         )
     # Sorted, so that two batches with the same keys wait for each other and never in a circle.
-    new = [first[key] for key in sorted(first.keys() - known.keys())]
+    new = [first[key] for key in sorted(key for key in first if key not in known)]
     inserted = await _insert(connection, slot, generations.current, new) if new else set()
     if raced := [marker.key for marker in new if marker.key not in inserted]:
         known |= _by_key(

@@ -94,6 +94,8 @@ class Deposit:
     value: bytes | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
     partition: int | None = 0
+    timestamp: int | None = None
+    """The record's, in milliseconds; unless it is given, when the record is sent."""
 
     async def send(self, producer: AIOKafkaProducer, topic: str) -> None:
         """Send it and wait for the acknowledgement."""
@@ -102,6 +104,7 @@ class Deposit:
             self._payload(),
             key=self.account.encode(),
             partition=self.partition,
+            timestamp_ms=self.timestamp,
             headers=self._headers(),
         )
 
@@ -111,7 +114,7 @@ class Deposit:
             topic=topic,
             partition=self.partition or 0,
             offset=offset,
-            timestamp=1_700_000_000_000,
+            timestamp=self.timestamp or 1_700_000_000_000,
             timestamp_type=0,
             key=self.account.encode(),
             value=self._payload(),

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 
 import asyncpg
 import pytest
@@ -68,6 +69,21 @@ async def test_a_record_sent_again_with_another_time_is_a_duplicate(
         await desk.apply(Deposit(1, headers=(("ce_time", b"2026-01-31T23:" + minute + b":59Z"),)))
     assert await histories(db) == {"ada": [1]}
     assert await desk.position() == 2
+
+
+async def test_a_record_sent_again_days_later_is_a_duplicate_whatever_its_times_say(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    """Traps 9 and 31."""
+    _, desk = ledger
+    first = datetime(2026, 1, 31, 23, 59, 59, tzinfo=UTC)
+    for days in (0, 0, 1, 5, 40, -3):
+        time = first + timedelta(days)
+        stamp = ("ce_time", time.isoformat().encode())
+        await desk.apply(Deposit(1, headers=(stamp,), timestamp=round(time.timestamp() * 1_000)))
+        await close_generation(db, settings)
+    assert await histories(db) == {"ada": [1]}
+    assert await desk.position() == 6
 
 
 async def test_the_same_id_of_two_sources_is_two_events(

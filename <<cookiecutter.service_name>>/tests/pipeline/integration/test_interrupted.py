@@ -6,15 +6,17 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 import pytest
+from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 
 from pipeline import Event, Transaction, inbox, outbox
 from pipeline.batch import Stuck
 from pipeline.database import autocommitting
 from pipeline.inbox import PositionMoved
+from pipeline.runtime import Part
 
 from .bank import Account, Bank, Deposit, Deposited
-from .conftest import eventually, histories
+from .conftest import Running, eventually, histories, position_reaches
 from .desk import Desk, NewDesk
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -167,10 +169,13 @@ async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_ma
 
 
 @asynccontextmanager
-async def wire(url: str, cut: Callable[[bytes], bool]) -> AsyncIterator[str]:
+async def wire(
+    url: str, cut: Callable[[bytes], bool], *, delivers: bool = True
+) -> AsyncIterator[str]:
     """Forward connections to the server of the URL, and give the URL that leads through here.
 
-    After a message for which `cut` is true the server's answer is awaited, and never delivered.
+    After a message for which `cut` is true the server's answer is awaited, and never delivered;
+    unless it `delivers`, the message isn't either.
     """
     there = make_url(url)
 
@@ -188,6 +193,8 @@ async def wire(url: str, cut: Callable[[bytes], bool]) -> AsyncIterator[str]:
         answering = asyncio.create_task(answers())
         while data := await here.read(65_536):
             lost = lost or cut(data)
+            if lost and not delivers:
+                break
             to_server.write(data)
         to_server.close()
         await answering
@@ -223,6 +230,42 @@ async def test_a_commit_whose_answer_is_lost_is_settled_by_the_position(
     assert cuts == 1
     assert bank.calls == [1, 2, 3]
     assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("delivers", [True, False], ids=["done", "not done"])
+async def test_a_service_that_loses_its_connection_at_every_second_commit_applies_all_once(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    database_url: str,
+    delivers: bool,
+) -> None:
+    """Trap 19: whether the server has done it can't be told from here."""
+    commits = 0
+
+    def cut(message: bytes) -> bool:
+        nonlocal commits
+        is_commit = b"COMMIT;" in message  # and not BEGIN … READ COMMITTED
+        commits += is_commit
+        return is_commit and commits % 2 == 0
+
+    amounts = range(20)
+    for amount in amounts:
+        await Deposit(amount).send(producer, bank.deposits)
+    async with (
+        wire(database_url, cut, delivers=delivers) as url,
+        running(bank.service, Part.CONSUME, batch_size=4, database_url=url) as health,
+    ):
+        await eventually(position_reaches(db, bank.deposits, len(amounts)))
+        await eventually(lambda: health.is_ready)
+    assert commits > 4
+    assert await histories(db) == {"ada": list(amounts)}
+    events = await outbox_of(db)
+    assert [sequence for _, sequence in events] == [amount + 1 for amount in amounts]
+    assert len({id for id, _ in events}) == len(amounts)
+    # What was committed has not been tried again; what was not, has.
+    assert (len(bank.calls) == len(amounts)) == delivers
 
 
 async def test_a_connection_killed_during_the_commit_of_a_batch_is_tried_again(
