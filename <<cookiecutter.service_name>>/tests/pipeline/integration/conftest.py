@@ -74,7 +74,13 @@ def way_in(server_url: str) -> Iterator[str]:
 def template(server_url: str) -> Iterator[str]:
     """Name of a migrated database that every test gets a copy of."""
     asyncio.run(administer(server_url, f"CREATE DATABASE {TEMPLATE}"))
-    url = _database_url(server_url, TEMPLATE)
+    build(_database_url(server_url, TEMPLATE))
+    yield TEMPLATE
+    asyncio.run(administer(server_url, f"DROP DATABASE {TEMPLATE} WITH (FORCE)"))
+
+
+def build(url: str) -> None:
+    """Make the engine's and the bank's tables in an empty database."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("alembic")))
     config.set_main_option("version_locations", "pipeline:migrations/versions")
@@ -83,8 +89,6 @@ def template(server_url: str) -> Iterator[str]:
         patch.setenv("PIPELINE_DATABASE_URL", url)
         command.upgrade(config, "heads")
     asyncio.run(_furnish(url))
-    yield TEMPLATE
-    asyncio.run(administer(server_url, f"DROP DATABASE {TEMPLATE} WITH (FORCE)"))
 
 
 @contextmanager

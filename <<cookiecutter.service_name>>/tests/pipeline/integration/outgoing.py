@@ -163,8 +163,8 @@ async def following(kafka: str, topic: str) -> AsyncIterator[Tail]:
                 await task
 
 
-async def ids_in(kafka: str, topic: str) -> list[str]:
-    """Return the ids of all records that the topic holds now, repeats too."""
+async def records_in(kafka: str, topic: str) -> list[ConsumerRecord]:
+    """Return all records that the topic holds now, in the order of each partition."""
     async with (
         following(kafka, topic) as tail,
         AIOKafkaConsumer(topic, bootstrap_servers=kafka) as consumer,
@@ -172,7 +172,12 @@ async def ids_in(kafka: str, topic: str) -> list[str]:
         ends = await consumer.end_offsets(list(consumer.assignment()))
         # Nobody writes transactions here, so offsets have no gaps.
         await tail.until(lambda: len(tail.records) >= sum(ends.values()))
-        return tail.ids
+        return tail.records
+
+
+async def ids_in(kafka: str, topic: str) -> list[str]:
+    """Return the ids of all records that the topic holds now, repeats too."""
+    return [id_of(record) for record in await records_in(kafka, topic)]
 
 
 async def empty_database(server_url: str, used_databases: list[str]) -> str:

@@ -107,9 +107,14 @@ async def test_records_behind_an_open_transaction_wait_until_it_is_decided(
             assert await position_of(db, bank.deposits) == 0
     await (transactions.commit_transaction() if commits else transactions.abort_transaction())
     await Deposit(3).send(producer, bank.deposits)
+    wanted = {"ada": [1, 2, 3] if commits else [2, 3], "bob": [10, 20]}
+
+    async def all_is_applied() -> bool:
+        return await histories(db) == wanted
+
+    # Kafka may write its marker before the last record or behind it.
     async with running(bank.service, Part.CONSUME, batch_size=1):
-        await eventually(position_reaches(db, bank.deposits, 4))
-    assert await histories(db) == {"ada": [1, 2, 3] if commits else [2, 3], "bob": [10, 20]}
+        await eventually(all_is_applied)
 
 
 async def test_a_restart_behind_kafkas_own_markers_loses_nothing(
