@@ -21,7 +21,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest test test-raw test-pooler test-baked
+.PHONY: help setup up down demo chaos chaos-selftest model test test-raw test-pooler test-baked
 .PHONY: check check-raw format requirements clean
 
 help: ## list the commands
@@ -49,6 +49,9 @@ chaos: $(INSTALLED) ## feed a service, break everything around it on a schedule,
 
 chaos-selftest: $(INSTALLED) ## break the engine on purpose: the same check must catch it
 	@exec $(BIN)/python -m chaos.selftest
+
+model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it is and with faults
+	@$(BIN)/python -m model.check
 
 test: check ## everything that a contributor needs to trust a change, real servers included
 	@$(STACK) run -- $(MAKE) --no-print-directory --keep-going test-raw test-pooler test-baked

@@ -1,0 +1,256 @@
+"""Run the models: as they are they must keep every promise, and with each fault break one.
+
+`python -m model.check` searches all that `docs/model.md` lists, `--quick` what `make test` does.
+What Spin makes, and a readable counter-example of each fault, is kept in `build/model`.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+MODELS = Path(__file__).resolve().parent
+BUILD = MODELS.parent / "build" / "model"
+
+PACKAGES = ("spin", "gcc", "libc6-dev")
+INSTALL_HINT = """\
+  Debian, Ubuntu:  sudo apt-get install spin gcc libc6-dev
+  macOS:           brew install spin"""
+
+MEMORY_MB = 2000
+DEPTH = 10_000
+COLUMNS = "{:<8} {:<30} {:<36} {:>10}  {}"
+
+
+class CheckError(Exception):
+    """The models could not be searched; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One exhaustive search."""
+
+    model: str
+    bounds: str = ""
+    """Constants of the model that differ from its defaults."""
+    fault: str = ""
+    breaks: str = ""
+    """The promise of `common.pml` that the fault breaks, `DEADLOCK` or `LIVELOCK`."""
+    is_for_cycles: bool = False
+    """Look for runs that never end, in place of broken promises."""
+
+    def __str__(self) -> str:
+        kind = self.fault or ("ends" if self.is_for_cycles else "kept")
+        return "-".join([self.model, kind, *self.breaks.split(), *self.bounds.split()]).lower()
+
+    @property
+    def title(self) -> str:
+        """What is searched, for the table."""
+        if self.fault:
+            return self.fault.lower().replace("_", " ")
+        return "every run ends" if self.is_for_cycles else "every promise is kept"
+
+    @property
+    def definitions(self) -> list[str]:
+        """Arguments for Spin's preprocessor."""
+        promise = f"BREAKS={self.breaks}" if self.breaks in PROMISES else ""
+        return [f"-D{it}" for it in [*self.bounds.split(), self.fault, promise] if it]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search has found."""
+
+    run: Run
+    states: int
+    depth: int
+    found: str
+    """What Spin calls the error, or nothing."""
+    gap: str
+    """Why the search proves nothing, or nothing."""
+
+    @property
+    def is_as_expected(self) -> bool:
+        """Whether the models keep what they must, and break what they should."""
+        if self.gap:
+            return False
+        expected = ERRORS.get(self.run.breaks, BROKEN_PROMISE) if self.run.fault else "$"
+        return re.match(expected, self.found) is not None
+
+    @property
+    def result(self) -> str:
+        """The verdict in a few words."""
+        if self.gap:
+            return f"FAILED: {self.gap}"
+        if not self.is_as_expected:
+            return f"FAILED: {self.found or 'nothing was found'}"
+        return f"{self.run.breaks}, {self.depth} steps" if self.run.fault else "yes"
+
+
+PROMISES = ("NO_LOSS", "NO_DOUBLE", "IN_ORDER", "FENCED")
+BROKEN_PROMISE = r"assertion violated \(\((\d)!=\1\)"  # the one that was asked for by BREAKS
+ERRORS = {"DEADLOCK": "invalid end state", "LIVELOCK": "non-progress cycle"}
+
+QUICK = (
+    Run("consume"),
+    Run("consume", "LENGTH=2", is_for_cycles=True),
+    Run("relay", "MISHAPS=1"),
+    Run("relay", "MISHAPS=0", is_for_cycles=True),
+)
+FULL = (
+    Run("relay"),
+    Run("relay", "ROWS=4 MISHAPS=1"),
+    Run("relay", "MISHAPS=1", is_for_cycles=True),
+    Run("consume", "GENERATIONS=3"),
+    Run("consume", "MISHAPS=2"),
+    Run("consume", is_for_cycles=True),
+)
+FAULTS = (
+    Run("consume", "", "POSITION_FIRST", "NO_LOSS"),
+    Run("consume", "", "POSITION_FIRST", "IN_ORDER"),
+    Run("consume", "", "MARKER_IN_ITS_OWN_TRANSACTION", "NO_LOSS"),
+    Run("consume", "", "NO_COMPARE_AND_SET", "FENCED"),
+    Run("consume", "", "NO_COMPARE_AND_SET", "NO_DOUBLE"),
+    Run("consume", "", "NO_SECOND_LOOK", "LIVELOCK", is_for_cycles=True),
+    Run("consume", "", "LOCK_AND_READ_IN_ONE", "NO_DOUBLE"),
+    Run("consume", "", "ROTATION_WITHOUT_LOCK", "NO_DOUBLE"),
+    Run("consume", "", "NO_LOOK_UP", "NO_DOUBLE"),
+    Run("consume", "", "MARKERS_WITHOUT_UNIQUE_KEY", "NO_DOUBLE"),
+    Run("consume", "MISHAPS=0", "MARKERS_UNSORTED", "DEADLOCK"),
+    Run("relay", "PAGE=3 MISHAPS=0", "CURSOR_ON_ID", "NO_LOSS"),
+    Run("relay", "PAGE=3 MISHAPS=0", "CURSOR_ON_OLDEST_RUNNING", "IN_ORDER"),
+    Run("relay", "PAGE=3 MISHAPS=0", "ORDER_BY_XID", "IN_ORDER"),
+    Run("relay", "PAGE=3 MISHAPS=0", "BOUNDED_BY_ID", "NO_LOSS"),
+    Run("relay", "MISHAPS=0", "NO_RUNNING_LIST", "NO_LOSS"),
+    Run("relay", "MISHAPS=0", "SNAPSHOT_OF_A_WRITER", "NO_LOSS"),
+    Run("relay", "MISHAPS=0 ROWS=4 PAGE=1", "PAGE_PAST_ITS_TARGET", "NO_LOSS"),
+    Run("relay", "MISHAPS=0", "LOCK_AFTER_INSERT", "IN_ORDER"),
+    Run("relay", "MISHAPS=1", "PAST_A_FAILED_SEND", "NO_LOSS"),
+    Run("relay", "MISHAPS=1", "PAST_A_FAILED_SEND", "IN_ORDER"),
+    Run("relay", "MISHAPS=2", "NO_TOKEN", "FENCED"),
+    Run("relay", "MISHAPS=1", "NO_LOCAL_DEADLINE", "FENCED"),
+)
+
+
+def require_tools() -> None:
+    """Install Spin and a C compiler where we may; raises `CheckError` if they are missing."""
+    if _has_tools():
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        print(f"installing {' '.join(PACKAGES)} with apt-get", file=sys.stderr, flush=True)
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        install = ["install", "-y", "--no-install-recommends", *PACKAGES]
+        for arguments in (["update"], install):
+            subprocess.run(
+                ["apt-get", "-q", *arguments], env=environment, stdout=subprocess.DEVNULL
+            )
+    if not _has_tools():
+        raise CheckError(f"The models need Spin and gcc. Install them:\n{INSTALL_HINT}")
+
+
+def _has_tools() -> bool:
+    return all(shutil.which(tool) for tool in ("spin", "gcc"))
+
+
+def search(runs: Sequence[Run]) -> Iterator[Outcome]:
+    """Search them, as many at once as there are processors; in the order given."""
+    require_tools()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(_search, runs)
+
+
+def _search(run: Run) -> Outcome:
+    folder = BUILD / str(run)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    source = os.path.relpath(MODELS / f"{run.model}.pml", folder)
+    _execute(folder, "spin", *run.definitions, "-a", source)
+    _execute(folder, "gcc", "-w", "-O1", f"-DMEMLIM={MEMORY_MB}", *_options(run), "-opan", "pan.c")
+    said = _execute(folder, "./pan", f"-m{DEPTH}", *(["-l"] if run.is_for_cycles else []))
+    outcome = _read(run, said)
+    if outcome.found:
+        trail = next(folder.glob("*.trail")).name
+        told = _execute(folder, "spin", *run.definitions, "-t", "-k", trail, source)
+        (BUILD / f"{run}.txt").write_text(_story(outcome, told), "utf-8")
+    return outcome
+
+
+def _options(run: Run) -> list[str]:
+    """How the verifier is built: breadth first, the first counter-example is a shortest one."""
+    if run.is_for_cycles:
+        return ["-DNP", "-DCOLLAPSE"]
+    return ["-DSAFETY", "-DBFS" if run.fault else "-DCOLLAPSE"]
+
+
+def _execute(folder: Path, *command: str) -> str:
+    result = subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    # The verifier and the replay of a trail end with an error when they have found one.
+    if result.returncode and "pan:" not in result.stdout and "-t" not in command:
+        raise CheckError(f"{' '.join(command)} failed in {folder}:\n{result.stdout}")
+    return result.stdout
+
+
+def _read(run: Run, said: str) -> Outcome:
+    error = re.search(r"^pan:1: (.*?)(?: \(at depth \d+\))?$", said, re.MULTILINE)
+    states = re.search(r"^\s*([\d.e+]+) states, stored", said, re.MULTILINE)
+    depth = re.search(r"depth reached (\d+)", said)
+    found = error.group(1) if error else ""
+    return Outcome(
+        run=run,
+        states=int(float(states.group(1))) if states else 0,
+        depth=int(depth.group(1)) if depth else 0,
+        found=found,
+        gap="" if found else _gap(said),
+    )
+
+
+def _gap(said: str) -> str:
+    """Why a search without an error does not cover the model, or nothing."""
+    if "errors: 0" not in said or "Search not completed" in said:
+        return "the search did not end: memory?"
+    if "max search depth too small" in said:
+        return "the search was not deep enough"
+    return ""
+
+
+def _story(outcome: Outcome, told: str) -> str:
+    """What happens in a counter-example, step by step."""
+    steps = [line.strip() for line in told.splitlines()]
+    end = next((at for at, step in enumerate(steps) if step.startswith("spin: trail ends")), None)
+    steps = [step for step in steps[:end] if step and not step.startswith(("spin:", "Never"))]
+    return "\n".join([f"{outcome.run.title}: {outcome.result}", "", *steps, ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row for each search; returns 1 if one is not as expected."""
+    parser = argparse.ArgumentParser(prog="python -m model.check", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small bounds only")
+    options = parser.parse_args(arguments)
+    runs = [*(QUICK if options.quick else FULL), *FAULTS]
+    print(COLUMNS.format("model", "what", "bounds", "states", "result"))
+    failures = 0
+    try:
+        for outcome in search(runs):
+            run = outcome.run
+            row = (run.model, run.title, run.bounds, f"{outcome.states:,}", outcome.result)
+            print(COLUMNS.format(*row), flush=True)
+            failures += not outcome.is_as_expected
+    except CheckError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"\nCounter-examples, to be read: {os.path.relpath(BUILD)}/*.txt")
+    if failures:
+        print(f"{failures} of {len(runs)} searches did not end as they should.", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,311 @@
+/*
+ * The consume transaction: inbox.py, consume.py and reader.py as a model.
+ *
+ * Two processes consume two partitions. Nobody assigns partitions here: each process may take up
+ * either partition at any time, and may rest between any two steps for as long as it likes. So each
+ * is now the owner and now a zombie, and nothing relies on what a coordinator would prevent.
+ *
+ * Each option of Consumer's loop is what PostgreSQL does in one moment: grant a lock, take a
+ * snapshot, write rows, commit. The connection may be cut before any of them. The server then rolls
+ * back, and the process tries the same batch again, or it is dead and a new one knows nothing. The
+ * answer to COMMIT is a step of its own, so that it can be lost too.
+ *
+ * -D<fault> builds a mistake in; check.py has the list.
+ */
+
+#include "common.pml"
+
+#ifndef LENGTH
+#define LENGTH      3  /* records in a partition */
+#endif
+#ifndef BATCH
+#define BATCH       2  /* records, at most */
+#endif
+#ifndef GENERATIONS
+#define GENERATIONS 2  /* of the inbox: it is rotated once less */
+#endif
+#ifndef MISHAPS
+#define MISHAPS     1  /* how often a connection is cut or a process dies */
+#endif
+#define CONSUMERS   2
+#define PARTITIONS  2
+#define EVENTS      2
+
+/* One partition holds the events 0 1 0, the other 1 0 1: each is sent three times. */
+#define event_at(partition, offset) ((partition + offset) % EVENTS)
+
+/* ---- What PostgreSQL holds ---- */
+
+#define NOBODY    255
+#define ABSENT    254
+#define COMMITTED 253  /* for everybody to see; any other value is who has inserted it */
+
+byte position[PARTITIONS];                    /* pipeline.position, next_offset */
+byte position_locked_by[PARTITIONS] = NOBODY;
+byte current, oldest;                         /* pipeline.inbox_generation */
+byte markers[GENERATIONS * EVENTS] = ABSENT;  /* pipeline.inbox */
+byte sharing;                                 /* transactions with GENERATION_LOCK shared */
+
+#define marker(generation, event) markers[(generation) * EVENTS + (event)]
+#define is_all_read               (position[0] == LENGTH && position[1] == LENGTH)
+
+/* ---- What only the promises look at ---- */
+
+#define NEVER 255
+
+byte applied_in[EVENTS] = NEVER;              /* the generation that remembers the effect */
+byte handled[PARTITIONS];                     /* the offsets whose handlers had an effect */
+
+byte mishaps = MISHAPS;
+byte ended;
+
+/* ---- Faults, and what holds without them ---- */
+
+#if defined(POSITION_FIRST) || defined(NO_COMPARE_AND_SET)
+#define is_where_we_think true
+#else
+#define is_where_we_think (position[partition] == from)
+#endif
+
+#ifdef MARKER_IN_ITS_OWN_TRANSACTION
+#define inserted COMMITTED
+#else
+#define inserted me
+#endif
+
+#ifdef MARKERS_UNSORTED
+#define first_key event_at(partition, from)
+#else
+#define first_key 0
+#endif
+
+#ifdef MARKERS_WITHOUT_UNIQUE_KEY
+#define is_decided(marker) true
+#else
+#define is_decided(marker) (marker == ABSENT || marker == COMMITTED)
+#endif
+
+#ifdef ROTATION_WITHOUT_LOCK
+#define may_rotate true
+#else
+#define may_rotate (sharing == 0)
+#endif
+
+/*
+ * inbox.rotate: _LOCK_GENERATION, _CLOSE_GENERATION and COMMIT. They are one step, as everybody
+ * who could notice waits for the lock meanwhile. What will raise `oldest`, before it drops a
+ * generation, does it in the same way.
+ */
+active proctype Housekeeping()
+{
+    byte event;
+
+    do
+    :: d_step {
+           current < GENERATIONS - 1 && may_rotate ->
+           current++;
+           printf("generation %d is closed\n", current - 1)
+       }
+    :: d_step {
+           oldest < current && may_rotate ->
+           for (event : 0 .. EVENTS - 1) { marker(oldest, event) = ABSENT }
+           event = 0;
+           oldest++;
+           printf("generation %d is forgotten\n", oldest - 1)
+       }
+    :: break
+    od
+}
+
+/* Reader._locate: read the position of some partition. */
+inline locate()
+{
+    if
+    :: position[0] < LENGTH -> partition = 0
+    :: position[1] < LENGTH -> partition = 1
+    fi;
+    from = position[partition];
+    at = LOCATED;
+    printf("consumer %d reads that partition %d goes on at %d\n", me, partition, from)
+}
+
+/* Reader._fetch: the broker returns the records from there on, as often as it is asked. */
+inline fetch()
+{
+    if
+    :: end = from + 1
+    :: from + BATCH <= LENGTH -> end = from + BATCH
+    fi;
+    printf("consumer %d fetches %d to %d of partition %d\n", me, from, end - 1, partition);
+    at = FETCHED;
+#ifdef POSITION_FIRST
+    if
+    :: position[partition] == from -> position[partition] = end
+    :: else -> forget_batch()
+    fi
+#endif
+}
+
+inline forget_batch() { from = 0; end = 0; partition = 0; at = LOST }
+
+/* inbox.begin, _BEGIN: waits while the generations are moved. */
+inline begin() { sharing++; is_open = true; at = BEGUN; printf("consumer %d begins\n", me) }
+
+inline read_generations() { generation = current; remembered = oldest }
+
+/* _FIND_IN_CLOSED_GENERATIONS: in one snapshot, without a lock. */
+inline look_up()
+{
+    for (i : from .. end - 1) { to_mark = with(to_mark, event_at(partition, i)) }
+#ifndef NO_LOOK_UP
+    for (i : remembered * EVENTS .. generation * EVENTS - 1) {
+        if
+        :: markers[i] == COMMITTED -> to_mark = without(to_mark, i % EVENTS)
+        :: else
+        fi
+    }
+#endif
+}
+
+/* _MARK, one of its rows: sorted by key, ON CONFLICT DO NOTHING RETURNING. It waits for an insert
+   of the same key that is not decided yet. */
+#define next_key (has(to_mark, first_key) -> first_key : 1 - first_key)
+
+inline mark()
+{
+    i = next_key;
+    to_mark = without(to_mark, i);
+    if
+    :: marker(generation, i) == COMMITTED
+    :: else ->
+        marker(generation, i) = inserted;
+        new = with(new, i);
+        printf("consumer %d marks event %d in generation %d\n", me, i, generation)
+    fi
+}
+
+/* What the handlers did becomes true, in the order of the partition. */
+inline take_effect()
+{
+    for (i : from .. end - 1) {
+        if
+        :: has(new, event_at(partition, i)) ->
+            new = without(new, event_at(partition, i));  /* its first record in the batch */
+            printf("consumer %d applies event %d\n", me, event_at(partition, i));
+            promise(NO_DOUBLE, !has(handled[partition], i));
+            promise(NO_DOUBLE, applied_in[event_at(partition, i)] == NEVER
+                            || applied_in[event_at(partition, i)] < oldest);
+            promise(IN_ORDER, handled[partition] < only(i));
+            applied_in[event_at(partition, i)] = generation;
+            handled[partition] = with(handled[partition], i)
+        :: else
+        fi
+    }
+}
+
+inline commit()
+{
+    take_effect();
+    for (i : 0 .. GENERATIONS * EVENTS - 1) {
+        if
+        :: markers[i] == me -> markers[i] = COMMITTED
+        :: else
+        fi
+    }
+#ifndef POSITION_FIRST
+    promise(FENCED, position[partition] == from);
+    position[partition] = end;
+#endif
+    for (i : 0 .. end - 1) { promise(NO_LOSS, applied_in[event_at(partition, i)] != NEVER) }
+    printf("consumer %d commits, partition %d goes on at %d\n", me, partition, position[partition])
+}
+
+/* What the transaction has written and not committed is gone, and all its locks. */
+inline end_transaction()
+{
+    for (i : 0 .. GENERATIONS * EVENTS - 1) {
+        if
+        :: markers[i] == me -> markers[i] = ABSENT
+        :: else
+        fi
+    }
+    if
+    :: position_locked_by[partition] == me -> position_locked_by[partition] = NOBODY
+    :: else
+    fi;
+    sharing = sharing - is_open;
+    is_open = false;
+    to_mark = 0; new = 0; generation = 0; remembered = 0; i = 0
+}
+
+mtype = { LOST, LOCATED, FETCHED, QUEUED, BEGUN, MOVED, MARKING, COMMITTED_UNHEARD }
+
+#define can_move (position_locked_by[partition] == NOBODY)
+
+proctype Consumer(byte me)
+{
+    mtype at = LOST;
+    byte partition, from, end;    /* the batch */
+    byte generation, remembered;  /* current and oldest, as the transaction has read them */
+    byte to_mark, new;            /* events to insert a marker for; events to apply */
+    bool is_open;
+    byte i;
+
+    do
+    :: atomic { at == LOST && !is_all_read -> locate() }
+    :: at == LOST && is_all_read -> break
+    :: atomic { at == LOCATED -> fetch() }
+#ifndef LOCK_AND_READ_IN_ONE
+    :: d_step { at == FETCHED -> begin() }
+#else
+    :: d_step {
+           at == FETCHED ->
+           read_generations();
+           printf("consumer %d has a snapshot, and waits for the lock\n", me);
+           at = QUEUED
+       }
+    :: d_step { at == QUEUED -> begin() }
+#endif
+    :: d_step {
+           at == BEGUN && can_move && is_where_we_think ->
+           position_locked_by[partition] = me;
+#ifndef LOCK_AND_READ_IN_ONE
+           read_generations();
+#endif
+           at = MOVED
+       }
+    :: d_step {
+           at == BEGUN && can_move && !is_where_we_think ->
+           printf("consumer %d: PositionMoved\n", me);
+           end_transaction();
+#ifdef NO_SECOND_LOOK
+           at = FETCHED
+#else
+           forget_batch()
+#endif
+       }
+    :: d_step { at == MOVED -> look_up(); at = MARKING }
+    :: d_step { at == MARKING && to_mark && is_decided(marker(generation, next_key)) -> mark() }
+    :: d_step { at == MARKING && !to_mark -> commit(); end_transaction(); at = COMMITTED_UNHEARD }
+    :: atomic { at == COMMITTED_UNHEARD && end < LENGTH -> from = end; fetch() }
+    :: d_step { at == COMMITTED_UNHEARD && end == LENGTH -> forget_batch() }
+    :: atomic {
+           mishaps > 0 && at != LOST ->
+           mishaps--;
+           printf("consumer %d is cut off\n", me);
+           end_transaction();
+           if
+           :: end > from -> at = FETCHED  /* Consume._attempt: the same batch again */
+           :: forget_batch()              /* a new process */
+           fi
+       }
+    od;
+    ended++
+}
+
+init
+{
+    atomic { run Consumer(0); run Consumer(1) };
+    ended == CONSUMERS ->
+    promise(NO_LOSS, applied_in[0] != NEVER && applied_in[1] != NEVER)
+}
