@@ -27,6 +27,13 @@ UPDATE pipeline.outbox_cursor
 
 _RENEW_EVENTS = "UPDATE pipeline.outbox SET xid = DEFAULT"
 
+# Logical replication carries rows over and leaves sequences behind.
+_RAISE_SEQUENCE = """
+SELECT setval('pipeline.outbox_id_seq', newest)
+  FROM (SELECT max(id) AS newest FROM pipeline.outbox) AS outbox
+ WHERE newest > COALESCE(pg_sequence_last_value('pipeline.outbox_id_seq'), 0)
+"""
+
 _OPEN_EPOCH = """
 UPDATE pipeline.outbox_epoch
    SET system_identifier = (SELECT system_identifier FROM pg_control_system())
@@ -67,4 +74,5 @@ async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> None:
     async with connection.transaction():
         if not keep_progress:
             await connection.execute(_RENEW_EVENTS, timeout=_SECONDS)
+            await connection.execute(_RAISE_SEQUENCE, timeout=_SECONDS)
         await connection.execute(_OPEN_EPOCH)

@@ -427,11 +427,12 @@ async def test_after_a_dump_is_restored_nothing_is_published_before_a_reset(
     # Another cluster's transaction ids, as a dump carries them.
     await db.execute("UPDATE pipeline.outbox SET xid = '9000000000'")
     await db.execute("UPDATE pipeline.outbox_cursor SET seen = '9000000009:9000000009:'")
+    # Logical replication leaves the sequence behind: the next event would overtake all of them.
+    await db.execute("SELECT setval('pipeline.outbox_id_seq', 1)")
     assert await ids_in(kafka, topic) == []
     await epoch.reset(db, keep_progress=False)
+    await stage(db, numbered(topic, [3]))
     async with following(kafka, topic) as tail, relaying(settings()) as one:
-        await tail.until_ids(range(3))
-        await stage(db, numbered(topic, [3]))
         await tail.until_ids(range(4))
     assert tail.ids == ["0", "1", "2", "3"]
 
