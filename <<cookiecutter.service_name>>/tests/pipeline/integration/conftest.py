@@ -187,15 +187,18 @@ def settings(database_url: str, kafka: str) -> Callable[..., Settings]:
 
 
 @pytest.fixture
-async def connect(
-    server_url: str, database_url: str
-) -> AsyncIterator[Callable[[], Awaitable[asyncpg.Connection]]]:
+def direct_url(server_url: str, database_url: str) -> str:
+    """URL of the test's database, past any pooler."""
+    return _database_url(server_url, make_url(database_url).database or "")
+
+
+@pytest.fixture
+async def connect(direct_url: str) -> AsyncIterator[Callable[[], Awaitable[asyncpg.Connection]]]:
     """Open connections to the test's database, past any pooler, closed at the test's end."""
     opened: list[asyncpg.Connection] = []
-    direct = _database_url(server_url, make_url(database_url).database or "")
 
     async def open_one() -> asyncpg.Connection:
-        opened.append(await asyncpg.connect(direct.replace("+asyncpg", "")))
+        opened.append(await asyncpg.connect(direct_url.replace("+asyncpg", "")))
         return opened[-1]
 
     yield open_one

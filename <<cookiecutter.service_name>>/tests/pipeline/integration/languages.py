@@ -51,7 +51,7 @@ _SHAPES = {
     "BEGIN$": "housekeeping: begin",
     # What SQLAlchemy and asyncpg ask a new connection.
     r"select pg_catalog\.version|select current_schema|show |SELECT current_setting\('jit'\)"
-    r"|.*\btypeinfo_tree\b": "connection: set up",
+    r"|SELECT set_config\('jit'|.*\btypeinfo_tree\b": "connection: set up",
 }
 """Statements that are put together when they are needed, by how they look."""
 

@@ -30,8 +30,8 @@ auth_type = scram-sha-256
 auth_file = {users}
 pool_mode = transaction
 max_client_conn = 1000
-default_pool_size = 60
-max_db_connections = 60
+default_pool_size = 120
+max_db_connections = 120
 server_idle_timeout = 2
 """
 

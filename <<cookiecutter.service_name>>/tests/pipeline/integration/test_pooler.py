@@ -26,11 +26,17 @@ SELECT (SELECT count(*) FROM pg_prepared_statements) AS statements,
 
 @pytest.mark.parametrize(("pooler", "statements"), [(True, 0), (False, 1)])
 async def test_a_transaction_leaves_nothing_behind_in_its_session(
-    new_desk: NewDesk, pooler: bool, statements: int
+    new_desk: NewDesk, direct_url: str, pooler: bool, statements: int
 ) -> None:
     """Trap 22; without the setting prepared statements stay, which is faster where it works."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk: Desk = await new_desk(bank.handlers, topic=bank.deposits, database_pooler=pooler, lanes=1)
+    desk: Desk = await new_desk(
+        bank.handlers,
+        topic=bank.deposits,
+        database_url=direct_url,
+        database_pooler=pooler,
+        lanes=1,
+    )
     await desk.apply(*(Deposit(amount) for amount in range(20)))
     async with autocommitting(desk.engine) as driver:
         await keep_house(
