@@ -52,9 +52,9 @@ class Batch:
     """The record at `end`, if it can't be decoded."""
 
     @property
-    def anchor(self) -> Anchor:
-        """The last record, which stays beside the position."""
-        return Anchor.of(self.records[-1])
+    def anchor(self) -> Anchor | None:
+        """The last record, which stays beside the position; None for a gap without records."""
+        return Anchor.of(self.records[-1]) if self.records else None
 
     @property
     def offsets(self) -> list[int]:

@@ -171,6 +171,8 @@ async def _connected(service: Service, settings: Settings) -> AsyncIterator[asyn
     try:
         async with autocommitting(engine) as connection:
             yield connection
+    except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
+        raise NotMigrated from None
     finally:
         await engine.dispose()
 
@@ -184,6 +186,8 @@ async def _reset(service: Service, settings: Settings, *, keep_progress: bool, a
     async with _connected(service, settings) as connection:
         events = 0 if keep_progress else await epoch.count(connection)
         question = f"Publish {events:,} events again, with their ids?"
+        if await epoch.is_ours(connection):
+            question = f"The outbox is this database cluster's already. {question}"
         if asks and not typer.confirm(
             "Go on where the relays were?" if keep_progress else question
         ):
@@ -198,7 +202,8 @@ async def _show(
     async with _connected(service, settings) as connection:
         found = await remembered(connection, service, id, source)
     if not found and not as_json:
-        raise Refused(f"no event {id!r} is remembered: it was never handled, or it is forgotten")
+        whose = f" of source {source!r}" if source else ""
+        raise Refused(f"no event {id!r}{whose} is remembered: never handled, or forgotten")
     if as_json:
         typer.echo(to_json(found, indent=2, bytes_mode="hex").decode())
     else:
@@ -244,9 +249,11 @@ async def _seek(
 
 def _moved(one: Move, verb: str) -> str:
     old = "the beginning" if one.old is None else one.old
+    passed = one.new - max(one.first, one.old or one.first)
     return (
         f"{one.slot.topic}/{one.slot.partition} {verb} from {old} to {one.new}"
         f" (the brokers have {one.first} to {one.end})"
+        + (f"; passes over {passed} offsets, which are lost to this service" if passed > 0 else "")
     )
 
 

@@ -24,6 +24,9 @@ from .outbox import Outbox
 from .settings import Settings
 from .transaction import Rows, Transaction
 
+_EARLY = 0.01
+"""Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
+
 
 class Outcome(NamedTuple):
     """What became of a message at one of its handlers."""
@@ -99,7 +102,7 @@ class Consume:
             # Once more: a row that another partition has created meanwhile is found now, and what
             # took so long may have been the way to the server, which is a new one now.
             try:
-                return await self._commit(slot, batch)
+                return await attempts.copy()(self._commit, slot, batch)
             except _Unclear as still:
                 raise Stuck(batch.offsets[0], still.reason, still.error) from still.error
 
@@ -115,7 +118,7 @@ class Consume:
                 # Outside the limit: waiting for a connection is not the batch's doing.
                 connection = await session.connection()
                 with _blaming(batch, limit):
-                    async with asyncio.timeout(limit):
+                    async with asyncio.timeout(limit + _EARLY):
                         outcomes, staged = await self._execute(session, connection, slot, batch)
                     await transaction.commit()
             except (Stuck, _Unclear, PositionMoved):
@@ -201,7 +204,11 @@ class Consume:
         try:
             with tx, telemetry.process_span(message, consumer, self._group):
                 result = await item.handler.function(item.event, tx)
-            return None if result is None else pydantic_core.to_json(result).decode()
+            return (
+                None
+                if result is None
+                else pydantic_core.to_json(result, inf_nan_mode="strings").decode()
+            )
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():

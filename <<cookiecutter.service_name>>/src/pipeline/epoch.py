@@ -14,8 +14,9 @@ IS_OURS = """EXISTS (
 _SECONDS = 86_400.0
 """A reset rewrites the whole outbox."""
 
+# The owners stay: who takes their shards has to know whom to fence.
 _TAKE_SHARDS = """
-UPDATE pipeline.outbox_cursor SET token = token + 1, owner = NULL, lease_until = NULL
+UPDATE pipeline.outbox_cursor SET token = token + 1, lease_until = clock_timestamp()
 """
 
 _CLOSE_EPOCH = "UPDATE pipeline.outbox_epoch SET system_identifier = NULL"
@@ -36,7 +37,8 @@ SELECT setval('pipeline.outbox_id_seq', newest)
 
 _OPEN_EPOCH = """
 UPDATE pipeline.outbox_epoch
-   SET system_identifier = (SELECT system_identifier FROM pg_control_system())
+   SET system_identifier = (SELECT system_identifier FROM pg_control_system()),
+       reset_xid = CASE WHEN $1 THEN reset_xid ELSE pg_current_xact_id() END
 """
 
 
@@ -50,6 +52,11 @@ class OtherEpoch(Exception):
             " publishes everything in it again, with the same event ids; after pg_upgrade, which"
             " carries transaction ids over: `service relay reset --keep-progress`"
         )
+
+
+async def is_ours(connection: asyncpg.Connection) -> bool:
+    """Whether the outbox is this cluster's, so that nothing has to be reset."""
+    return bool(await connection.fetchval(f"SELECT {IS_OURS}"))
 
 
 async def count(connection: asyncpg.Connection) -> int:
@@ -75,4 +82,4 @@ async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> None:
         if not keep_progress:
             await connection.execute(_RENEW_EVENTS, timeout=_SECONDS)
             await connection.execute(_RAISE_SEQUENCE, timeout=_SECONDS)
-        await connection.execute(_OPEN_EPOCH)
+        await connection.execute(_OPEN_EPOCH, keep_progress)

@@ -66,7 +66,8 @@ def told(error: BaseException) -> str:
 
 def named(error: BaseException) -> str:
     """Return the error's type and what `told` says of it."""
-    return f"{type(error).__name__}: {told(error)}"
+    text = told(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def patiently(what: str, unless: Callable[[], bool], away: Callable[[str], None]) -> AsyncRetrying:

@@ -108,7 +108,10 @@ SELECT set_config('idle_in_transaction_session_timeout', :transaction_timeout, t
 _MOVE_POSITION = """
 WITH moved AS (
     UPDATE pipeline.position
-       SET next_offset = $5, anchor_offset = $6, anchor_time = $7, anchor_hash = $8,
+       SET next_offset = $5,
+           anchor_offset = COALESCE($6, anchor_offset),
+           anchor_time = COALESCE($7, anchor_time),
+           anchor_hash = COALESCE($8, anchor_hash),
            moved_at = clock_timestamp()
      WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
     RETURNING 1
@@ -204,12 +207,15 @@ async def move_position(
     *,
     fetched_from: int,
     next_offset: int,
-    anchor: Anchor,
+    anchor: Anchor | None,
 ) -> Generations:
-    """Move the position over the batch; raises `PositionMoved` if it is not where we think."""
-    row = await connection.fetchrow(
-        _MOVE_POSITION, slot.group, slot.topic, slot.partition, fetched_from, next_offset, *anchor
-    )
+    """Move the position over the batch; raises `PositionMoved` if it is not where we think.
+
+    Without a new anchor, over a gap in the offsets, the old one stays.
+    """
+    place = slot.group, slot.topic, slot.partition
+    last = anchor or (None, None, None)
+    row = await connection.fetchrow(_MOVE_POSITION, *place, fetched_from, next_offset, *last)
     if row is None or not row["moved"]:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
     return Generations(row["current"], row["oldest"])

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import asyncpg
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
 from pydantic_core import from_json
 
 from . import inbox
@@ -15,6 +16,9 @@ from .message import marker_key
 from .outbox import event_id
 from .service import Service
 
+_SECONDS = 86_400.0
+"""Without a source all that is remembered has to be looked through."""
+
 _ORDINALS = 1_000
 """Events of one message that are looked for in the outbox."""
 
@@ -22,14 +26,17 @@ _MARKERS = """
 SELECT generation, consumer, source, id, type, topic, partition, "offset", created_at, xid,
        traceparent, hash, result::text
   FROM pipeline.inbox
- WHERE id = $1 AND ($2::bytea[] IS NULL OR key = ANY ($2))
+ WHERE generation = ANY (ARRAY(
+           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))
+   AND id = $1 AND ($2::bytea[] IS NULL OR key = ANY ($2))
  ORDER BY created_at, consumer
 """
 
 _EVENTS = """
 SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
   FROM pipeline.outbox
- WHERE xid = $1 AND event_id = ANY ($2)
+ WHERE xid = ANY (ARRAY[$1::xid8, (SELECT reset_xid FROM pipeline.outbox_epoch)])
+   AND event_id = ANY ($2)
  ORDER BY id
 """
 
@@ -73,7 +80,7 @@ async def remembered(
     if source is not None:
         keys = [marker_key(consumer, source, id) for consumer in service.handlers.consumers]
     found = []
-    for row in await connection.fetch(_MARKERS, id, keys):
+    for row in await connection.fetch(_MARKERS, id, keys, timeout=_SECONDS):
         identity = row["consumer"], row["source"], row["id"], row["hash"]
         ids = [event_id(*identity, ordinal) for ordinal in range(_ORDINALS)]
         found.append(
@@ -122,15 +129,13 @@ async def moves(
     if topic not in service.handlers.topics:
         known = ", ".join(sorted(service.handlers.topics)) or "none"
         raise Refused(f"the service does not read topic {topic}; it reads {known}")
-    async with AIOKafkaConsumer(topic, bootstrap_servers=bootstrap_servers) as client:
-        numbers = sorted(client.partitions_for_topic(topic) or ())
-        if not numbers:
-            raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
-        if partition is None and isinstance(to, int) and len(numbers) > 1:
-            raise Refused(f"{topic} has {len(numbers)} partitions: name one by --partition")
-        if partition is not None and partition not in numbers:
-            raise Refused(f"{topic} has the partitions {numbers[0]} to {numbers[-1]}")
-        chosen = [TopicPartition(topic, n) for n in numbers if partition in (None, n)]
+    numbers = await _partitions(bootstrap_servers, topic)
+    if partition is None and isinstance(to, int) and len(numbers) > 1:
+        raise Refused(f"{topic} has {len(numbers)} partitions: name one by --partition")
+    if partition is not None and partition not in numbers:
+        raise Refused(f"{topic} has the partitions {numbers[0]} to {numbers[-1]}")
+    chosen = [TopicPartition(topic, n) for n in numbers if partition in (None, n)]
+    async with AIOKafkaConsumer(bootstrap_servers=bootstrap_servers) as client:
         first = await client.beginning_offsets(chosen)
         end = await client.end_offsets(chosen)
     found = []
@@ -145,3 +150,15 @@ async def moves(
         old = stored.next_offset if stored else None
         found.append(Move(slot, old, int(new), first[one], end[one]))
     return found
+
+
+async def _partitions(bootstrap_servers: str, topic: str) -> list[int]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
+    try:
+        await admin.start()
+        (found,) = await admin.describe_topics([topic])
+    finally:
+        await admin.close()
+    if not found["partitions"]:
+        raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
+    return sorted(one["partition"] for one in found["partitions"])

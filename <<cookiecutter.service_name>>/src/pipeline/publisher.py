@@ -1,13 +1,14 @@
 """The publisher: sends a page of outbox events to Kafka, in order, and waits for all of it."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, ProducerClosed
 from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
@@ -16,10 +17,11 @@ from .failures import named
 from .message import event_headers
 from .settings import Settings
 
+log = logging.getLogger(__name__)
+
 _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
 _METADATA_SECONDS = 5.0
-_ANSWER_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 
 
@@ -75,21 +77,30 @@ class Publisher:
             await self.discard()
             raise
 
-    async def fence(self, owners: Iterable[str]) -> None:
+    async def fence(self, owners: Sequence[str], *, within: float) -> list[str]:
         """Make the brokers refuse what these relays may still send: before taking their shards.
 
-        Without `relay_transactional` it arrives as repeats. Raises `NotSent`.
+        Returns those for whom that was done within so many seconds; the others stay as they are.
+        Without `relay_transactional` nothing is done: what they send arrives as repeats.
         """
-        if self._settings.relay_transactional:
-            for owner in owners:
+        if not self._settings.relay_transactional:
+            return list(owners)
+        outcomes = await asyncio.gather(*(self._fence(owner, within) for owner in owners))
+        return [owner for owner, is_fenced in zip(owners, outcomes, strict=True) if is_fenced]
+
+    async def _fence(self, owner: str, within: float) -> bool:
+        try:
+            async with asyncio.timeout(within):
                 # A new producer with its transactional id ends what the old one has open.
                 producer = await self._new_producer(owner)
                 try:
-                    await asyncio.wait_for(producer.begin_transaction(), _ANSWER_SECONDS)
-                except (KafkaError, TimeoutError) as error:
-                    raise NotSent(f"relay {owner} can't be fenced: {named(error)}") from error
+                    await producer.begin_transaction()
                 finally:
                     await _stop(producer)
+        except (KafkaError, TimeoutError) as error:
+            log.warning("relay: %s can't be fenced, its shards wait: %s", owner, named(error))
+            return False
+        return True
 
     async def discard(self) -> None:
         """Close the producer; the next `send` starts another."""
@@ -157,9 +168,14 @@ class Publisher:
 
 
 async def _stop(producer: AIOKafkaProducer) -> None:
-    # It has nothing left to send; a broker that hangs must not hold us.
-    with suppress(TimeoutError):
+    try:
         await asyncio.wait_for(producer.stop(), _STOP_SECONDS)
+    except TimeoutError:
+        # A broker that hangs must not hold us, and the client would go on trying out of our sight.
+        await producer.client.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(producer._sender.close(), _STOP_SECONDS)
+        producer._message_accumulator.fail_all(ProducerClosed())
 
 
 async def _commit(producer: AIOKafkaProducer) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import NoReturn
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -106,8 +107,12 @@ class Reader:
 
     async def _locate(self) -> None:
         """Find out where to go on, and make the client fetch from there and nowhere else."""
-        attempts = self._patiently("reading the position")
-        stored: StoredPosition = await attempts(self._stored_position)
+        stored = await self._stored_position()
+        if stored is None:
+            beginning = await self._beginning()
+            await self._patiently("storing the start")(self._start_at, beginning)
+            stored = await self._stored_position()
+        assert stored is not None
         self._anchor = await self._find_anchor(stored)
         self._move_to(stored.next_offset)
         # The record before the position is read again, to see that it is still the same.
@@ -133,17 +138,18 @@ class Reader:
     def _refuse(self, position: int, what: str) -> NoReturn:
         raise Stuck(position, "topic changed", TopicChanged(self._slot, position, what))
 
-    async def _stored_position(self) -> StoredPosition:
+    async def _stored_position(self) -> StoredPosition | None:
+        return await self._patiently("reading the position")(self._read_position)
+
+    async def _read_position(self) -> StoredPosition | None:
+        # A connection that died without a word would be waited for much longer.
+        async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
+            return await inbox.position(driver, self._slot)
+
+    async def _start_at(self, beginning: int) -> None:
+        """Store the start before the first fetch, so that it can't move under our feet."""
         async with autocommitting(self._engine) as driver:
-            stored = await inbox.position(driver, self._slot)
-        if stored is None:
-            beginning = await self._beginning()
-            async with autocommitting(self._engine) as driver:
-                # Stored before the first fetch, so that the start can't move under our feet.
-                await inbox.start_at(driver, self._slot, beginning)
-                stored = await inbox.position(driver, self._slot)
-        assert stored is not None
-        return stored
+            await inbox.start_at(driver, self._slot, beginning)
 
     async def _beginning(self) -> int:
         earliest = self._settings.consumer_start == "earliest"
@@ -177,7 +183,14 @@ class Reader:
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""
         records: list[ConsumerRecord] = []
+        look_at = monotonic() + self._settings.offset_commit_interval
         while not records:
+            if monotonic() >= look_at:
+                look_at = monotonic() + self._settings.offset_commit_interval
+                stored = await self._stored_position()
+                # A person may have moved it. What is being applied has it at one of these two.
+                if stored and stored.next_offset not in (self.position, start):
+                    raise PositionMoved(f"{self._part} goes on at {stored.next_offset}")
             fetched = await self._client.getmany(
                 self._partition, timeout_ms=1_000, max_records=self._settings.batch_size
             )

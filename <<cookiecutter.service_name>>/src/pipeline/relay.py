@@ -31,7 +31,17 @@ _PAGE_BYTES = 16 * 2**20
 _ROW_BYTES = 500
 """Size of an event beside its payload, about."""
 
-_EXPLAINED = (LeaseExpired, NotSent, OtherEpoch)
+
+class ServerChanged(Exception):
+    """Behind a pooler another server has taken over: what it has seen is only in its cursor."""
+
+    def __init__(self) -> None:
+        super().__init__("the database server was restarted or replaced: reading the cursor again")
+
+
+_EXPLAINED = (LeaseExpired, NotSent, OtherEpoch, ServerChanged)
+
+_SERVER = "SELECT pg_postmaster_start_time()"
 
 _ANNOUNCE = """
 INSERT INTO pipeline.outbox_relay (owner, lease_until)
@@ -48,7 +58,8 @@ SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE lease_until >= clock_ti
 """
 
 _GONE = """
-SELECT DISTINCT owner FROM pipeline.outbox_cursor
+SELECT array_agg(DISTINCT owner) AS owners, max(lease_until) AS until
+  FROM pipeline.outbox_cursor
  WHERE lease_until < clock_timestamp() AND owner <> $1
 """
 
@@ -59,7 +70,8 @@ UPDATE pipeline.outbox_cursor
        SELECT shard FROM pipeline.outbox_cursor
         WHERE (lease_until IS NULL OR lease_until < clock_timestamp()
                OR (owner = $1 AND shard <> ALL ($4)))
-          AND (owner IS NULL OR owner = $1 OR owner = ANY ($5)) AND {IS_OURS}
+          AND (owner IS NULL OR owner = $1 OR (owner = ANY ($5) AND lease_until <= $6))
+          AND pg_postmaster_start_time() = $7 AND {IS_OURS}
         ORDER BY shard LIMIT $3
           FOR UPDATE SKIP LOCKED)
 RETURNING shard, token, seen, target, last_id, high_id
@@ -72,6 +84,7 @@ UPDATE pipeline.outbox_cursor AS cursor
        owner = CASE WHEN $7 THEN owner END
   FROM unnest($1::smallint[], $2::bigint[]) AS mine (shard, token)
  WHERE cursor.shard = mine.shard AND cursor.token = mine.token
+   AND pg_postmaster_start_time() = $9
 RETURNING cursor.shard
 """
 
@@ -89,6 +102,7 @@ class Relay:
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=self._owner)
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, int] = {}
+        self._server: datetime | None = None
         self._lease_ends = 0.0
         self._extend_at = 0.0
         self._renew_at = 0.0
@@ -138,6 +152,7 @@ class Relay:
         # What was in memory is not known to be still ours: begin with what the database says.
         self._forget()
         async with autocommitting(self._engine) as driver:
+            self._server = await driver.fetchval(_SERVER)
             try:
                 await self._publish_until_stopped(driver)
             except Exception:
@@ -191,6 +206,8 @@ class Relay:
                 pages += [
                     (shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged
                 ]
+        if not {one.server for _, one in pages} <= {self._server, None}:
+            raise ServerChanged
         events = [event for _, one in pages for event in one.events]
         _observe([one for _, one in pages])
         if events:
@@ -260,19 +277,38 @@ class Relay:
         if len(self._progress) > share:
             await self._write(driver, sorted(self._progress)[share:], keep=False)
         elif len(self._progress) < share:
-            gone = [row["owner"] for row in await driver.fetch(_GONE, self._owner)]
-            await self._publisher.fence(gone)
-            missing = share - len(self._progress)
-            for row in await driver.fetch(
-                _CLAIM, self._owner, lease, missing, list(self._progress), gone
-            ):
-                self._tokens[row["shard"]] = row["token"]
-                self._progress[row["shard"]] = Progress(
-                    row["seen"], row["target"], row["last_id"], row["high_id"]
-                )
+            await self._claim(driver, share)
+            gone = await driver.fetchrow(_GONE, self._owner)
+            if gone["owners"] and len(self._progress) < share:
+                fenced = await self._publisher.fence(gone["owners"], within=lease / 3)
+                await self._claim(driver, share, fenced, gone["until"])
         # A relay that lives extends its leases long before: the first to end is a dead one's.
         self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
         telemetry.relay_progress(len(self._progress))
+
+    async def _claim(
+        self,
+        driver: asyncpg.Connection,
+        share: int,
+        gone: Sequence[str] = (),
+        until: datetime | None = None,
+    ) -> None:
+        """Take shards that are free, and those of relays that are gone since `until` or before."""
+        known = list(self._progress)
+        for row in await driver.fetch(
+            _CLAIM,
+            self._owner,
+            self._settings.relay_lease,
+            share - len(known),
+            known,
+            gone,
+            until,
+            self._server,
+        ):
+            self._tokens[row["shard"]] = row["token"]
+            self._progress[row["shard"]] = Progress(
+                row["seen"], row["target"], row["last_id"], row["high_id"]
+            )
 
     async def _write(
         self, driver: asyncpg.Connection, shards: Sequence[int], *, keep: bool = True
@@ -293,6 +329,7 @@ class Relay:
                 progress.high_id,
                 keep,
                 self._settings.relay_lease,
+                self._server,
             )
             still_ours = {row["shard"] for row in rows}
             for shard in members:

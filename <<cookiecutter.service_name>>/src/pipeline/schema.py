@@ -140,6 +140,7 @@ outbox_epoch = sa.Table(
     metadata,
     sa.Column("singleton", sa.Boolean, sa.CheckConstraint("singleton"), primary_key=True),
     sa.Column("system_identifier", sa.BigInteger, comment="null while the outbox is reset"),
+    sa.Column("reset_xid", Xid8, comment="the transaction that older rows of the outbox carry"),
     comment="One row: the database cluster whose transaction ids outbox and cursor hold.",
 )
 

@@ -7,6 +7,7 @@ to gaps in `id` and no waiting behind a long transaction. PgQ's ticks are the an
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 import asyncpg
 
@@ -27,14 +28,14 @@ _COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subje
 # `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
 # parallel plan, in which the first row might not come first.
 _FRESH = f"""
-SELECT pg_current_snapshot() AS target,
+SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
        pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
        NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic, NULL::bytea AS key,
        NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type, NULL AS subject,
        NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent, NULL AS tracestate,
        NULL AS baggage
 UNION ALL (
-SELECT NULL, NULL, {_COLUMNS}
+SELECT NULL, NULL, NULL, {_COLUMNS}
   FROM (SELECT {_COLUMNS}
           FROM pipeline.outbox
          WHERE xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())
@@ -52,7 +53,7 @@ SELECT NULL, NULL, {_COLUMNS}
 
 # Functions instead of comparisons of xid: the planner must take the index on id.
 _PAGE = f"""
-SELECT {_COLUMNS}
+SELECT pg_postmaster_start_time() AS server, {_COLUMNS}
   FROM pipeline.outbox
  WHERE id > $3 AND id <= $4
    AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
@@ -78,6 +79,8 @@ class Page:
 
     events: Sequence[asyncpg.Record]
     then: Progress
+    server: datetime | None
+    """When the server that answered was started; unknown for a PAGE without events."""
 
 
 async def fresh(
@@ -88,11 +91,12 @@ async def fresh(
     if head["target"][1] < progress.seen[1]:
         raise OtherEpoch
     if len(events) <= limit:
-        return Page(events, replace(progress, seen=head["target"]))
+        return Page(events, replace(progress, seen=head["target"]), head["server"])
     events.pop()
     return Page(
         events,
         Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"]),
+        head["server"],
     )
 
 
@@ -104,9 +108,10 @@ async def page(
     events = await connection.fetch(
         _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit
     )
+    server = events[0]["server"] if events else None
     if len(events) == limit:
-        return Page(events, replace(progress, last_id=events[-1]["id"]))
+        return Page(events, replace(progress, last_id=events[-1]["id"]), server)
     if upto < progress.high_id:
-        return Page(events, replace(progress, last_id=upto))
+        return Page(events, replace(progress, last_id=upto), server)
     assert progress.target is not None
-    return Page(events, Progress(progress.target, None, 0, 0))
+    return Page(events, Progress(progress.target, None, 0, 0), server)

@@ -67,6 +67,7 @@ BOUNDARIES = (
     Boundary("consume: ask for a swallowed error"),
     Boundary("consume: commit", 2),
     Boundary("consume: rollback"),
+    Boundary("relay: ask which server it is"),
     Boundary("relay: announce", 2),
     Boundary("relay: extend the leases", 2),
     Boundary("relay: count the relays", 2),

@@ -64,8 +64,8 @@ def _environment(name: str) -> str:
 def way_in(server_url: str) -> Iterator[str]:
     """URL that services reach the server by: directly, or `make test-pooler`: by PgBouncer."""
     if POOLED:
-        with pooling(server_url) as url:
-            yield url
+        with pooling(server_url) as pooler:
+            yield pooler.url
     else:
         yield server_url
 

@@ -27,6 +27,7 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._MARK: "consume: mark",
     inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",
     inbox._KEEP_RESULTS: "consume: keep results",
+    relay._SERVER: "relay: ask which server it is",
     relay._ANNOUNCE: "relay: announce",
     relay._COUNT_RELAYS: "relay: count the relays",
     relay._GONE: "relay: look for relays that are gone",

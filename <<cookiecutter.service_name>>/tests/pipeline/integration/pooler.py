@@ -1,13 +1,16 @@
 """PgBouncer in transaction mode between services and PostgreSQL, for `make test-pooler`."""
 
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,9 +39,32 @@ server_idle_timeout = 2
 """
 
 
+@dataclass
+class Pooler:
+    """A PgBouncer that runs."""
+
+    url: str
+    """Leads through it."""
+    config: Path
+    process: subprocess.Popen[bytes]
+
+    def pause(self) -> None:
+        """Let clients wait, and disconnect from the server when its transactions have ended."""
+        self.process.send_signal(signal.SIGUSR1)
+
+    def resume_at(self, port: int) -> None:
+        """Go on with another server, of which clients are not told."""
+        old = self.config.read_text()
+        self.config.write_text(
+            re.sub(r"^(\* = .*port=)\d+", rf"\g<1>{port}", old, flags=re.MULTILINE)
+        )
+        self.process.send_signal(signal.SIGHUP)
+        self.process.send_signal(signal.SIGUSR2)
+
+
 @contextmanager
-def pooling(server_url: str) -> Iterator[str]:
-    """Run PgBouncer before the server; gives the URL that leads through it."""
+def pooling(server_url: str) -> Iterator[Pooler]:
+    """Run PgBouncer before the server."""
     program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         pytest.exit("install PgBouncer (Debian: apt-get install pgbouncer)", returncode=2)
@@ -63,7 +89,8 @@ def pooling(server_url: str) -> Iterator[str]:
             )
         try:
             _wait_for(port, process, log)
-            yield server.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
+            url = server.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
+            yield Pooler(url, config, process)
         finally:
             process.terminate()
             process.wait()

@@ -8,13 +8,13 @@ import asyncpg
 import pytest
 from pydantic import BaseModel
 
-from pipeline import Transaction
+from pipeline import Transaction, epoch
 from pipeline.inbox import rotate
 
 from .bank import Account, Bank, Deposit, Deposited
 from .conftest import eventually
 from .desk import Desk, NewDesk
-from .outgoing import following, numbered, stage
+from .outgoing import empty_database, following, numbered, stage
 from .processes import Start, starting
 
 
@@ -135,3 +135,34 @@ async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(
         assert await reset.ended() == 0, reset.output
         await tail.until_ids(range(3))
         assert tail.ids == ["0", "1", "2"]
+
+
+async def test_inbox_show_knows_what_was_published_after_a_reset_too(
+    desk: Desk, db: asyncpg.Connection, start: Start
+) -> None:
+    await desk.apply(Deposit(5))
+    await epoch.reset(db, keep_progress=False)
+    process = await start("inbox", "show", "5")
+    assert await process.ended() == 0, process.output
+    assert "published balance.changed" in process.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("inbox", "show", "x"), ("relay", "reset", "--yes")], ids="-".join
+)
+async def test_without_tables_a_command_says_so(
+    bank: Bank,
+    server_url: str,
+    used_databases: list[str],
+    kafka: str,
+    unused_tcp_port_factory: Callable[[], int],
+    arguments: tuple[str, ...],
+) -> None:
+    url = await empty_database(server_url, used_databases)
+    async with starting(
+        bank, unused_tcp_port_factory, database_url=url, kafka_bootstrap_servers=kafka
+    ) as start:
+        process = await start(*arguments, database_pooler=False)
+        assert await process.ended() == 1
+    assert "run `service migrate` first" in process.output
+    assert "Traceback" not in process.output

@@ -41,6 +41,7 @@ from .outgoing import (
     relaying,
     stage,
 )
+from .pooler import pooling
 from .processes import Start, forwarding, starting
 
 ACCOUNTS = ("ada", "bob")
@@ -297,6 +298,45 @@ async def test_a_service_outlives_a_failover_that_loses_transactions(
                 await chain.check(range(1, 51), repeated=range(21, 41))
                 await until_applied(db, range(1, 51))
                 assert await last_xid(db) < lost
+
+
+async def test_a_relay_behind_a_pooler_notices_a_failover_that_it_does_not_see(
+    settings: Callable[..., Settings],
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    cluster: Cluster,
+    bank_url: str,
+) -> None:
+    """Its connection outlives the server, and ids of the time that is lost are used again."""
+    topic = await new_topic()
+    with clusters.standing_by(cluster) as standby, pooling(bank_url) as pooler:
+        promoted_url = owned(standby, str(make_url(bank_url).database))
+        async with (
+            connected(standby.url()) as superuser,
+            connected(promoted_url) as there,
+            following(kafka, topic) as tail,
+            relaying(settings(database_url=pooler.url, database_pooler=True)),
+        ):
+            async with connected(bank_url) as db:
+                await stage(db, numbered(topic, [1]))
+                await tail.until_ids([1])
+                await eventually(holds(there, [1]))
+                await stop_following(superuser)
+                for _ in range(30):
+                    await db.execute("SELECT pg_current_xact_id()")
+                await stage(db, numbered(topic, [2]))
+                await tail.until_ids([2])
+            pooler.pause()
+            await asyncio.to_thread(cluster.crash)
+            await superuser.execute("SELECT pg_promote()")
+            async with connected(promoted_url) as db:
+                # Others are first: when the relay looks, nothing is ahead of this server.
+                await stage(db, numbered(topic, [3]))
+                for _ in range(60):
+                    await db.execute("SELECT pg_current_xact_id()")
+                pooler.resume_at(standby.port)
+                await stage(db, numbered(topic, [4]))
+                await tail.until_ids([3, 4])
 
 
 async def stop_following(standby: asyncpg.Connection) -> None:

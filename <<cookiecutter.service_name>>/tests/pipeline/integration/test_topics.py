@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -57,6 +58,13 @@ async def send(producer: AIOKafkaProducer, bank: Bank, *amounts: int) -> None:
 
 def reason(bank: Bank, health: Health) -> str:
     return health.reasons.get(f"partition {bank.deposits}/0", "")
+
+
+@pytest.fixture
+def unborn() -> Bank:
+    """Return a bank whose topics do not exist."""
+    name = uuid4().hex[:12]
+    return Bank(deposits=f"test-{name}-in", balances=f"test-{name}-out", name=f"bank-{name}")
 
 
 @pytest.fixture
@@ -158,6 +166,53 @@ async def test_offsets_that_expire_while_they_are_waited_for_are_an_incident(
         assert await position_of(db, handled.deposits) == 5
 
 
+async def test_a_partition_on_which_nothing_comes_goes_on_where_somebody_says(
+    handled: Bank, running: Running, db: asyncpg.Connection, start: Start
+) -> None:
+    await db.execute("DELETE FROM pipeline.inbox")  # so that it shows
+    async with running(handled.service, Part.CONSUME) as health:
+        await eventually(lambda: health.is_ready)
+        await seek(start, handled.deposits, "--to", "3")
+        await eventually(position_reaches(db, handled.deposits, 5))
+        await eventually(lambda: handled.calls == [1, 2, 3, 4, 5, 4, 5])
+
+
+async def test_who_skips_records_is_told_so(handled: Bank, start: Start) -> None:
+    await seek(start, handled.deposits, "--to", "2")
+    assert "passes over 3 offsets" in await seek(start, handled.deposits, "--to", "latest")
+
+
+@pytest.mark.parametrize("value", [b"{", b'{"account": "ada", "amount": 2}'])
+async def test_a_record_at_fault_behind_a_gap_is_named_and_the_gap_is_passed(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    value: bytes,
+) -> None:
+    async with AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=bank.name) as one:
+        await one.begin_transaction()
+        await Deposit(1).send(one, bank.deposits)
+        await one.abort_transaction()
+    bank.refused.add(2)
+    await Deposit(2, value=value).send(producer, bank.deposits)
+    async with running(bank.service, Part.CONSUME) as health:
+        await eventually(lambda: reason(bank, health).startswith("offset "))
+        words = ("invalid payload", "2 is refused")
+        await eventually(lambda: any(word in reason(bank, health) for word in words))
+        await eventually(lambda: _stands_before_it(db, bank))
+        bank.refused.clear()
+        if value != b"{":
+            await eventually(lambda: health.is_ready)
+            assert await histories(db) == {"ada": [2]}
+
+
+async def _stands_before_it(db: asyncpg.Connection, bank: Bank) -> bool:
+    position = await position_of(db, bank.deposits)
+    return position is not None and position > 0
+
+
 @pytest.mark.parametrize("first", [3, 5])
 async def test_retention_may_delete_what_was_read(
     handled: Bank,
@@ -256,3 +311,18 @@ async def test_what_a_topic_does_not_have_can_not_be_sought(
     assert hint in process.output
     assert "Traceback" not in process.output
     assert await position_of(db, handled.deposits) == 5
+
+
+async def test_a_topic_that_is_not_there_can_not_be_sought(
+    unborn: Bank,
+    database_url: str,
+    kafka: str,
+    unused_tcp_port_factory: Callable[[], int],
+) -> None:
+    async with starting(
+        unborn, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
+    ) as start:
+        process = await start("topics", "seek", unborn.deposits, "--to", "earliest")
+        assert await process.ended() == 1
+    assert f"there is no topic {unborn.deposits}: create it" in process.output
+    assert "Unclosed" not in process.output

@@ -8,13 +8,15 @@ from typing import Any
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
+from aiokafka.errors import CoordinatorNotAvailableError, ProducerClosed
 
+from pipeline import publisher
 from pipeline.publisher import Publisher
 from pipeline.relay import Relay
 from pipeline.settings import Settings
 
 from .conftest import eventually
-from .outgoing import following, id_of, let_leases_end, numbered, relaying, stage
+from .outgoing import following, id_of, let_leases_end, numbered, relaying, shares, stage
 
 
 class Stopped(Relay):
@@ -123,3 +125,76 @@ async def test_many_pages_in_transactions_of_their_own(
     async with following(kafka, topic) as tail, relaying(chosen):
         await eventually(lambda: len(tail.records) == 450)
     assert tail.first_ids() == {key.encode(): [f"{key}/{n}" for n in range(50)] for key in keys}
+
+
+async def test_a_relay_that_can_not_be_fenced_keeps_nobody_from_its_own_shards(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    """Only what the dead one held has to wait until the brokers answer for it."""
+
+    class Unheard(Publisher):
+        async def _new_producer(self, owner: str) -> AIOKafkaProducer:
+            if owner != self._owner and not heard.is_set():
+                raise CoordinatorNotAvailableError
+            return await super()._new_producer(owner)
+
+    class UnheardRelay(Relay):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._publisher = Unheard(self._settings, client_id="bank-relay", owner=self._owner)
+
+    heard = asyncio.Event()
+    topic = await new_topic()
+    chosen = settings(relay_transactional=True, relay_lease=1)
+
+    async def both_have_half() -> bool:
+        return await shares(db) == [32, 32]
+
+    async with (
+        following(kafka, topic) as tail,
+        relaying(chosen) as dead,
+        relaying(chosen, UnheardRelay),
+    ):
+        await eventually(both_have_half)
+        await dead.kill()
+        for number in range(64):
+            await stage(db, numbered(topic, [number], f"key-{number}"))
+        rows = await db.fetch(
+            "SELECT event_id FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)"
+            " WHERE owner = (SELECT owner FROM pipeline.outbox_relay ORDER BY lease_until DESC"
+            " LIMIT 1)"
+        )
+        await tail.until_ids(row["event_id"] for row in rows)
+        await eventually(lambda: len(tail.ids) >= len(rows))
+        heard.set()
+        await tail.until_ids(range(64))
+
+
+async def test_a_producer_whose_broker_hangs_leaves_nothing_running(
+    settings: Callable[..., Settings],
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher, "_STOP_SECONDS", 0.2)
+    topic = await new_topic()
+    one = Publisher(settings(), client_id="bank-relay", owner="me")
+    before = asyncio.all_tasks()
+    producer = await one._started()
+    await producer.partitions_for(topic)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    producer.client.send = never
+    batch = producer.create_batch()
+    batch.append(timestamp=None, key=b"ada", value=b"{}", headers=[])
+    sent = await producer.send_batch(batch, topic, partition=0)
+    await asyncio.sleep(0)
+    await one.discard()
+    await eventually(lambda: asyncio.all_tasks() <= before)
+    with pytest.raises(ProducerClosed):
+        await sent

@@ -131,7 +131,8 @@ def upgrade() -> None:
     op.execute("""
         CREATE TABLE pipeline.outbox_epoch (
             singleton         boolean PRIMARY KEY CHECK (singleton),
-            system_identifier bigint
+            system_identifier bigint,
+            reset_xid         xid8
         )""")
     op.execute("""
         COMMENT ON TABLE pipeline.outbox_epoch IS
@@ -140,7 +141,10 @@ def upgrade() -> None:
         COMMENT ON COLUMN pipeline.outbox_epoch.system_identifier IS
         'null while the outbox is reset'""")
     op.execute("""
-        INSERT INTO pipeline.outbox_epoch
+        COMMENT ON COLUMN pipeline.outbox_epoch.reset_xid IS
+        'the transaction that older rows of the outbox carry'""")
+    op.execute("""
+        INSERT INTO pipeline.outbox_epoch (singleton, system_identifier)
         SELECT true, system_identifier FROM pg_control_system()""")
 
     op.execute("""
