@@ -489,7 +489,7 @@ def move(
     request: pytest.FixtureRequest,
     cluster: Cluster,
     bank_url: str,
-    database_url: str,
+    direct_url: str,
     server_url: str,
     used_databases: list[str],
 ) -> tuple[str, str]:
@@ -498,7 +498,7 @@ def move(
     The private cluster's transaction ids are higher.
     """
     if request.param == "to higher ids":
-        return database_url, asyncio.run(own_database(cluster))
+        return direct_url, asyncio.run(own_database(cluster))
     return bank_url, asyncio.run(empty_database(server_url, used_databases))
 
 
@@ -532,13 +532,13 @@ async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_pe
 async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_by_itself(
     chain: Chain,
     running: Running,
-    database_url: str,
+    direct_url: str,
     server_url: str,
     used_databases: list[str],
     tmp_path: Path,
 ) -> None:
     new = await empty_database(server_url, used_databases)
-    await dump_amid_traffic(chain, running, database_url, tmp_path / "dump")
+    await dump_amid_traffic(chain, running, direct_url, tmp_path / "dump")
     await asyncio.to_thread(clusters.load, tmp_path / "dump", new)
     async with running(chain.bank.service, database_url=new), connected(new) as db:
         await chain.deposit(range(26, 31))
@@ -550,7 +550,7 @@ async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_by_i
 async def test_an_event_that_cannot_come_again_the_same_is_not_dropped_in_silence(
     chain: Chain,
     running: Running,
-    database_url: str,
+    direct_url: str,
     server_url: str,
     used_databases: list[str],
     tmp_path: Path,
@@ -558,12 +558,12 @@ async def test_an_event_that_cannot_come_again_the_same_is_not_dropped_in_silenc
     """The lost time knew a change that no message had caused: the balance comes out otherwise."""
     new = await empty_database(server_url, used_databases)
     async with (
-        running(chain.bank.service, database_url=database_url),
-        connected(database_url) as db,
+        running(chain.bank.service, database_url=direct_url),
+        connected(direct_url) as db,
     ):
         await chain.deposit([1])
         await chain.until_mirrored([1])
-        await asyncio.to_thread(clusters.dump, database_url, tmp_path / "dump")
+        await asyncio.to_thread(clusters.dump, direct_url, tmp_path / "dump")
         await db.execute("UPDATE account SET balance = balance + 1000")
         await chain.deposit([3])
         await until_applied(chain.mirrored, [1, 3])
