@@ -187,10 +187,8 @@ class Reader:
         while not records:
             if monotonic() >= look_at:
                 look_at = monotonic() + self._settings.offset_commit_interval
-                stored = await self._stored_position()
-                # A person may have moved it. What is being applied has it at one of these two.
-                if stored and stored.next_offset not in (self.position, start):
-                    raise PositionMoved(f"{self._part} goes on at {stored.next_offset}")
+                if await self._is_elsewhere(start):
+                    raise PositionMoved(f"{self._part} is not at {start}: somebody has moved it")
             fetched = await self._client.getmany(
                 self._partition, timeout_ms=1_000, max_records=self._settings.batch_size
             )
@@ -200,6 +198,17 @@ class Reader:
                 self._release()
                 self._health.ready(self._part)
         return read(self._handlers, self._partition.topic, start, records)
+
+    async def _is_elsewhere(self, start: int) -> bool:
+        """Whether a person has moved the position; without the database nobody can tell."""
+        try:
+            stored = await self._read_position()
+        except Exception as error:
+            if not is_infrastructure(error):
+                raise
+            return False
+        # While a batch is being applied it is at one of these two.
+        return stored is not None and stored.next_offset not in (self.position, start)
 
     def _recognised(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
         """Return the records from `start` on; raises `Stuck` if the anchor is another record."""

@@ -1,5 +1,6 @@
 """Topics that do not hold what the position says: an incident, and a person says where to go on."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from uuid import uuid4
@@ -175,6 +176,20 @@ async def test_a_partition_on_which_nothing_comes_goes_on_where_somebody_says(
         await seek(start, handled.deposits, "--to", "3")
         await eventually(position_reaches(db, handled.deposits, 5))
         await eventually(lambda: handled.calls == [1, 2, 3, 4, 5, 4, 5])
+
+
+async def test_an_idle_partition_is_ready_again_after_connections_were_lost(
+    handled: Bank, running: Running, db: asyncpg.Connection
+) -> None:
+    async with running(handled.service, Part.CONSUME) as health:
+        await eventually(lambda: health.is_ready)
+        for _ in range(20):
+            await db.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+            await asyncio.sleep(0.1)
+        await eventually(lambda: health.is_ready)
 
 
 async def test_who_skips_records_is_told_so(handled: Bank, start: Start) -> None:
