@@ -301,7 +301,7 @@ class Relay:
             self._settings.relay_lease,
             share - len(known),
             known,
-            gone,
+            list(gone),
             until,
             self._server,
         ):
