@@ -23,6 +23,8 @@ _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
 _METADATA_SECONDS = 5.0
 _STOP_SECONDS = 5.0
+_FENCE_SECONDS = 1.0
+"""Our own shards wait meanwhile."""
 
 
 class LeaseExpired(Exception):
@@ -45,6 +47,8 @@ class Publisher:
         self._client_id = client_id
         self._owner = owner
         self._producer: AIOKafkaProducer | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._unfenced: set[str] = set()
 
     async def send(self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]) -> None:
         """Send the events and return when all of them are acknowledged by all replicas in sync.
@@ -77,29 +81,34 @@ class Publisher:
             await self.discard()
             raise
 
-    async def fence(self, owners: Sequence[str], *, within: float) -> list[str]:
+    async def fence(self, owners: Sequence[str]) -> list[str]:
         """Make the brokers refuse what these relays may still send: before taking their shards.
 
-        Returns those for whom that was done within so many seconds; the others stay as they are.
+        Returns those for whom that was done; the others wait until the brokers answer for them.
         Without `relay_transactional` nothing is done: what they send arrives as repeats.
         """
         if not self._settings.relay_transactional:
             return list(owners)
-        outcomes = await asyncio.gather(*(self._fence(owner, within) for owner in owners))
+        outcomes = await asyncio.gather(*(self._fence(owner) for owner in owners))
         return [owner for owner, is_fenced in zip(owners, outcomes, strict=True) if is_fenced]
 
-    async def _fence(self, owner: str, within: float) -> bool:
+    async def _fence(self, owner: str) -> bool:
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(_FENCE_SECONDS):
                 # A new producer with its transactional id ends what the old one has open.
                 producer = await self._new_producer(owner)
                 try:
                     await producer.begin_transaction()
                 finally:
-                    await _stop(producer)
+                    stopping = asyncio.create_task(_stop(producer))
+                    self._stopping.add(stopping)
+                    stopping.add_done_callback(self._stopping.discard)
         except (KafkaError, TimeoutError) as error:
-            log.warning("relay: %s can't be fenced, its shards wait: %s", owner, named(error))
+            if owner not in self._unfenced:
+                log.warning("relay: %s can't be fenced, its shards wait: %s", owner, named(error))
+            self._unfenced.add(owner)
             return False
+        self._unfenced.discard(owner)
         return True
 
     async def discard(self) -> None:
@@ -107,6 +116,7 @@ class Publisher:
         producer, self._producer = self._producer, None
         if producer is not None:
             await _stop(producer)
+        await asyncio.gather(*self._stopping)
 
     async def _started(self) -> AIOKafkaProducer:
         if self._producer is None:

@@ -280,7 +280,7 @@ class Relay:
             await self._claim(driver, share)
             gone = await driver.fetchrow(_GONE, self._owner)
             if gone["owners"] and len(self._progress) < share:
-                fenced = await self._publisher.fence(gone["owners"], within=lease / 3)
+                fenced = await self._publisher.fence(gone["owners"])
                 await self._claim(driver, share, fenced, gone["until"])
         # A relay that lives extends its leases long before: the first to end is a dead one's.
         self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
