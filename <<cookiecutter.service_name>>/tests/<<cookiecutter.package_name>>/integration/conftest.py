@@ -23,6 +23,7 @@ from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     connect,
     database_url,
     db,
+    direct_url,
     eventually,
     kafka,
     migrated,
@@ -31,6 +32,7 @@ from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     server_url,
     settings,
     used_databases,
+    way_in,
 )
 
 ROOT = Path(__file__).parents[3]
