@@ -442,3 +442,25 @@ async def test_a_handler_that_hangs_is_stuck_and_its_neighbours_are_not(
             await desk.apply(*(Deposit(amount) for amount in (1, 2, 3, 4)))
     assert stuck.value.offset == 2
     assert await histories(db) == {"ada": [1, 2]}
+
+
+async def test_what_took_too_long_once_is_tried_again_before_a_record_is_blamed(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """A connection that died without a word takes as long as a handler that hangs."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    calls = 0
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="slow-once")
+    async def slow_once(event: Deposited, tx: Transaction) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await asyncio.Event().wait()
+
+    desk = await new_desk(
+        bank.handlers, topic=bank.deposits, lock_timeout=0.2, transaction_timeout=0.5
+    )
+    await desk.apply(Deposit(1))
+    assert calls == 2
+    assert await histories(db) == {"ada": [1]}
