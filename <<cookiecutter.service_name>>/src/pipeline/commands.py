@@ -184,16 +184,19 @@ async def _make_ahead(service: Service, settings: Settings) -> None:
 
 async def _reset(service: Service, settings: Settings, *, keep_progress: bool, asks: bool) -> None:
     async with _connected(service, settings) as connection:
-        events = 0 if keep_progress else await epoch.count(connection)
-        question = f"Publish {events:,} events again, with their ids?"
-        if await epoch.is_ours(connection):
-            question = f"The outbox is this database cluster's already. {question}"
-        if asks and not typer.confirm(
-            "Go on where the relays were?" if keep_progress else question
-        ):
+        if asks and not typer.confirm(await _question(connection, keep_progress)):
             raise typer.Abort
         await epoch.reset(connection, keep_progress=keep_progress)
     typer.echo("The outbox belongs to this database cluster now; relays publish it.")
+
+
+async def _question(connection: asyncpg.Connection, keep_progress: bool) -> str:
+    if keep_progress:
+        return "Go on where the relays were?"
+    question = f"Publish {await epoch.count(connection):,} events again, with their ids?"
+    if await epoch.is_ours(connection):
+        return f"The outbox is this database cluster's already. {question}"
+    return question
 
 
 async def _show(
@@ -205,7 +208,7 @@ async def _show(
         whose = f" of source {source!r}" if source else ""
         raise Refused(f"no event {id!r}{whose} is remembered: never handled, or forgotten")
     if as_json:
-        typer.echo(to_json(found, indent=2, bytes_mode="hex").decode())
+        typer.echo(to_json(found, indent=2).decode())
     else:
         typer.echo("\n\n".join(_told(one) for one in found))
 

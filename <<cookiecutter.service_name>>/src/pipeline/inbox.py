@@ -162,7 +162,7 @@ VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
 """
 
 _SEEK = """
-INSERT INTO pipeline.position AS stored (consumer_group, topic, partition, next_offset)
+INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
 VALUES ($1, $2, $3, $4)
     ON CONFLICT (consumer_group, topic, partition) DO UPDATE
    SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,

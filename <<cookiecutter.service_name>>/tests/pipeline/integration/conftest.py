@@ -244,6 +244,13 @@ async def bank(new_topic: Callable[..., Awaitable[str]]) -> Bank:
     )
 
 
+@pytest.fixture
+def unborn() -> Bank:
+    """Return a bank whose topics do not exist."""
+    name = uuid4().hex[:12]
+    return Bank(deposits=f"test-{name}-in", balances=f"test-{name}-out", name=f"bank-{name}")
+
+
 Running = Callable[..., AbstractAsyncContextManager[Health]]
 
 

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -23,13 +22,6 @@ script_location = {Path(__file__).with_name("alembic")}
 version_locations = pipeline:migrations/versions
 path_separator = newline
 """
-
-
-@pytest.fixture
-def unborn() -> Bank:
-    """Return a bank whose topics do not exist."""
-    name = uuid4().hex[:12]
-    return Bank(deposits=f"test-{name}-in", balances=f"test-{name}-out", name=f"bank-{name}")
 
 
 @pytest.fixture

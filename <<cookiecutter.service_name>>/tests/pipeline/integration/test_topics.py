@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -59,13 +58,6 @@ async def send(producer: AIOKafkaProducer, bank: Bank, *amounts: int) -> None:
 
 def reason(bank: Bank, health: Health) -> str:
     return health.reasons.get(f"partition {bank.deposits}/0", "")
-
-
-@pytest.fixture
-def unborn() -> Bank:
-    """Return a bank whose topics do not exist."""
-    name = uuid4().hex[:12]
-    return Bank(deposits=f"test-{name}-in", balances=f"test-{name}-out", name=f"bank-{name}")
 
 
 @pytest.fixture
