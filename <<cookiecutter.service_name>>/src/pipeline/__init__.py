@@ -2,13 +2,15 @@
 
 Read it along the way of a message:
 `consumer` -> `reader` -> `batch` -> `consume` (`inbox` -> your handler -> `outbox` -> commit)
--> `relay` (`window` -> `publisher`).
+-> `relay` (`window` -> `publisher`). What can't be done now takes the way round: `policy` ->
+`backlog` -> `lanes` -> `consume`.
 """
 
 from .aggregate import Aggregate
 from .events import Event, Tombstone
 from .handlers import Handlers
 from .message import Header, Message, PayloadFields, Plain, Position
+from .policy import Park, Policy, Reject, Retry
 from .service import Service
 from .transaction import Transaction
 
@@ -18,9 +20,13 @@ __all__ = [
     "Handlers",
     "Header",
     "Message",
+    "Park",
     "PayloadFields",
     "Plain",
+    "Policy",
     "Position",
+    "Reject",
+    "Retry",
     "Service",
     "Tombstone",
     "Transaction",

@@ -3,15 +3,16 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from operator import attrgetter
 
 from aiokafka import ConsumerRecord
 
 from .events import Event, Tombstone
-from .failures import told
 from .handlers import Handler, Handlers
 from .inbox import Anchor, Marker
-from .message import Message, Plain, Position, Undecodable, decode, marker_key
+from .message import Message, Plain, Position, Record, Undecodable, decode, marker_key
 
 _offset = attrgetter("offset")
 
@@ -19,14 +20,14 @@ _BARE_TOMBSTONE = Plain(Tombstone.event_type, Position())
 """Compacted topics carry tombstones without any header: their place names them."""
 
 
-class Stuck(Exception):
-    """A record that can't be handled. Its partition stands still before it."""
+class UnknownType(Exception):
+    """No handler takes the type, and the topic is declared to hold no other."""
 
-    def __init__(self, offset: int, reason: str, error: BaseException) -> None:
-        super().__init__(f"offset {offset}: {reason}: {told(error)}")
-        self.offset = offset
-        self.reason = reason
-        self.error = error
+    def __init__(self, message: Message) -> None:
+        super().__init__(
+            f"no handler takes {message.type!r} of {message.topic}: add one, or leave"
+            " handlers.demand_types(…) out to skip and count what nobody takes"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,32 @@ class Item:
 
     handler: Handler
     marker: Marker
-    event: Event
+    record: Record
+    event: Event | None
+    """None if the payload does not fit the handler's model: then `fault` says why."""
+    fault: Exception | None = None
+    attempts: int = 0
+    """Attempts before this one."""
+    waited: float = 0.0
+    """Seconds that its policy has let it wait so far."""
+    row: bytes | None = None
+    """Key of its row, if it comes from the backlog."""
+    is_suspect: bool = False
+    """Whether a process has died over it."""
+
+    @property
+    def order_key(self) -> bytes:
+        """What it keeps its order with: (consumer, topic, key). Without a key it is by itself."""
+        return order_key(self.marker.consumer, self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A record that can't be given to any handler."""
+
+    record: Record
+    reason: str
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +74,7 @@ class Batch:
     items: Sequence[Item]
     skipped: Sequence[int] = ()
     """Offsets of the records that no handler takes."""
-    stuck: Stuck | None = None
-    """The record at `end`, if it can't be decoded."""
+    quarantined: Sequence[Quarantined] = ()
 
     @property
     def anchor(self) -> Anchor | None:
@@ -70,50 +95,72 @@ class Batch:
             self.records[first:last],
             [item for item in self.items if start <= item.marker.message.offset < end],
             [offset for offset in self.skipped if start <= offset < end],
+            [one for one in self.quarantined if start <= one.record.offset < end],
         )
 
 
 def read(handlers: Handlers, topic: str, start: int, records: Sequence[ConsumerRecord]) -> Batch:
-    """Decode and validate records; the batch ends before the first one that can't be."""
-    plain = handlers.plain_of(topic)
-    tombstones = handlers.takes_tombstones(topic)
+    """Decode and validate records; every one of them is an item, skipped or quarantined."""
     items: list[Item] = []
     skipped: list[int] = []
-    stuck = None
-    end = start
-    taken = len(records)
-    for place, record in enumerate(records):
-        try:
-            found: list[Item] = []
-            if record.value is not None or tombstones:
-                how = plain or (_BARE_TOMBSTONE if record.value is None else None)
-                found = list(_items(handlers, decode(record, how)))
-            if found:
-                items += found
-            else:
-                skipped.append(record.offset)
-        except Undecodable as error:
-            stuck = Stuck(record.offset, error.reason, error)
-        except Exception as error:  # a model's own validator may raise anything
-            stuck = Stuck(record.offset, "invalid payload", error)
-        if stuck:
-            end, taken = record.offset, place
-            break
-        end = record.offset + 1
-    return Batch(start, end, records[:taken], items, skipped, stuck)
+    quarantined: list[Quarantined] = []
+    for record in records:
+        found = items_of(handlers, record)
+        if isinstance(found, Quarantined):
+            quarantined.append(found)
+        elif found:
+            items += found
+        else:
+            skipped.append(record.offset)
+    end = records[-1].offset + 1 if records else start
+    return Batch(start, end, records, items, skipped, quarantined)
 
 
-def _items(handlers: Handlers, message: Message) -> Iterator[Item]:
+def items_of(handlers: Handlers, record: Record) -> list[Item] | Quarantined:
+    """Return what the record is to each of its handlers."""
+    topic = record.topic
+    if record.value is None and not handlers.takes_tombstones(topic):
+        return []
+    plain = handlers.plain_of(topic) or (_BARE_TOMBSTONE if record.value is None else None)
+    try:
+        message = decode(record, plain)
+    except Undecodable as error:
+        return Quarantined(record, error.reason, error)
+    found = list(_items(handlers, record, message))
+    if not found and handlers.demands_types(topic):
+        return Quarantined(record, "unknown type", UnknownType(message))
+    return found
+
+
+def _items(handlers: Handlers, record: Record, message: Message) -> Iterator[Item]:
     type = Tombstone.event_type if message.data is None else message.type
     event: Event | None = None
+    fault: Exception | None = None
     for handler in handlers.of(message.topic, type):
-        if event is None:
-            event = _validated(handler.event, message)
+        if event is None and fault is None:
+            try:
+                event = _validated(handler.event, message)
+            except Exception as error:  # a model's own validator may raise anything
+                fault = error
         key = marker_key(handler.consumer, message.source, message.id)
-        yield Item(handler, Marker(key, handler.consumer, message), event)
+        yield Item(handler, Marker(key, handler.consumer, message), record, event, fault)
 
 
 def _validated(model: type[Event], message: Message) -> Event:
     if message.data is None:
         return Tombstone(key=(message.key or b"").decode("utf-8", "backslashreplace"))
     return model.model_validate_json(message.data)
+
+
+def order_key(consumer: str, record: Record) -> bytes:
+    """Return the 16 bytes of (consumer, topic, key); of the record's place if it has no key."""
+    if record.key is None:
+        place = f"{record.partition}:{record.offset}".encode()
+        return _order_key(consumer, record.topic, b"-" + place)
+    return _order_key(consumer, record.topic, b"+" + record.key)
+
+
+@lru_cache(maxsize=65_536)
+def _order_key(consumer: str, topic: str, key: bytes) -> bytes:
+    text = f"{len(consumer)}:{len(topic)}:{consumer}{topic}".encode()
+    return blake2b(text + key, digest_size=16).digest()

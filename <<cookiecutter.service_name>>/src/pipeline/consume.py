@@ -1,41 +1,48 @@
-"""The consume transaction: one batch of a topic partition takes effect as a whole."""
+"""The consume transaction: a batch of a partition or of the backlog takes effect as a whole."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
 
 import asyncpg
-import pydantic_core
-import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 from tenacity import AsyncRetrying
 
-from . import inbox, telemetry
-from .aggregate import Aggregate, Key
-from .batch import Batch, Item, Stuck
+from . import inbox
+from .backlog import LaneLost
+from .batch import Item
+from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
-from .failures import is_infrastructure, is_of_the_database
-from .inbox import Generations, IdentityMismatch, PositionMoved, Slot
+from .failures import is_contention, is_infrastructure
+from .handling import Attempt, Handled, handle_all
+from .inbox import Generations, IdentityMismatch, Known, PositionMoved
 from .outbox import Outbox
+from .payload import HASH_VERSION
+from .policy import FOLLOWER, UNDECIDED, Fate, Park, Reject, after_failure, dead
+from .results import Outcome, Results
 from .settings import Settings
-from .transaction import Rows, Transaction
+from .transaction import Rows
+from .work import Work
+
+log = logging.getLogger(__name__)
 
 _EARLY = 0.01
 """Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
+_CONTENTIONS = 3
+"""Deadlocks and lock time-outs in a row after which they are the batch's doing."""
 
 
-class Outcome(NamedTuple):
-    """What became of a message at one of its handlers."""
+class TooOld(Exception):
+    """The message is older than the inbox remembers: nobody can tell whether it is a repeat."""
 
-    item: Item
-    is_new: bool
-    """False for a duplicate, whose handler was not called."""
-    result: Any
-    """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
+    def __init__(self, since: object) -> None:
+        super().__init__(
+            f"the inbox remembers since {since}: whether it was applied before is not known;"
+            " register the handler with takes_old=True to apply such messages"
+        )
 
 
 class _Unclear(Exception):
@@ -45,6 +52,19 @@ class _Unclear(Exception):
         super().__init__(str(error))
         self.reason = reason
         self.error = error
+
+
+class _Guilty(Exception):
+    """Some messages have failed; what becomes of them is known, and the others go on."""
+
+    def __init__(self, fates: dict[bytes, Fate], *, is_cut_off: bool) -> None:
+        super().__init__(f"{len(fates)} messages failed")
+        self.fates = fates
+        self.is_cut_off = is_cut_off
+
+
+_IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, _Guilty, _Unclear)
+"""Raised in order: the transaction is rolled back, its connection is as good as before."""
 
 
 class _Session(Session):
@@ -64,66 +84,105 @@ class Consume:
         group: str,
         source: str,
         settings: Settings,
+        breaker: Breaker,
         staged: Callable[[], None],
+        parked: Callable[[], None],
     ) -> None:
+        """`staged` and `parked` are told of new rows in the outbox and of what is due at once."""
         self._engine = engine
         self._group = group
         self._source = source
         self._settings = settings
+        self._breaker = breaker
         self._staged = staged
-        self._lanes = asyncio.Semaphore(settings.lanes)
+        self._parked = parked
+        self._turns = asyncio.Semaphore(settings.concurrency)
 
-    async def apply(self, slot: Slot, batch: Batch, attempts: AsyncRetrying) -> Sequence[Outcome]:
-        """Commit the batch; returns what became of it when its last record has taken effect.
+    async def apply(self, work: Work, attempts: AsyncRetrying) -> Sequence[Outcome]:
+        """Commit the work; returns what became of it when all of it has taken effect or is stored.
 
-        Raises `Stuck` for the first record at fault, when all before it is committed, and
-        `PositionMoved` if the partition is not where the batch was read from.
+        Raises `BreakerOpen` when a consumer fails for whatever comes, and `PositionMoved` or
+        `LaneLost` if the work is somebody else's.
         """
-        try:
-            return await self._attempt(slot, batch, attempts)
-        except Stuck as stuck:
-            if stuck.offset > batch.start:
-                await self.apply(slot, batch.between(batch.start, stuck.offset), attempts)
-            raise
-        except _Unclear:
-            middle = batch.offsets[len(batch.offsets) // 2]
-            before = await self.apply(slot, batch.between(batch.start, middle), attempts)
-            return [*before, *await self.apply(slot, batch.between(middle, batch.end), attempts)]
+        return await self._apply(work, work.fates, attempts)
+
+    async def _apply(
+        self, work: Work, fates: dict[bytes, Fate], attempts: AsyncRetrying
+    ) -> Sequence[Outcome]:
+        while True:
+            try:
+                return await self._attempt(work, fates, attempts)
+            except _Guilty as guilty:
+                # Again without them, as often as more of them are found.
+                fates = fates | guilty.fates
+            except _Unclear as unclear:
+                parts = work.halves()
+                if len(parts) == 1 and len(parts[0].items) == len(work.items):
+                    fates = fates | self._blamed(work.items, unclear, fates)
+                else:
+                    return [o for one in parts for o in await self._apply(one, fates, attempts)]
 
     async def _attempt(
-        self, slot: Slot, batch: Batch, attempts: AsyncRetrying
+        self, work: Work, fates: dict[bytes, Fate], attempts: AsyncRetrying
     ) -> Sequence[Outcome]:
-        """Commit the batch, again and again while infrastructure fails."""
+        """Commit the work, again and again while infrastructure fails."""
+        contentions = 0
+
+        async def commit() -> Sequence[Outcome]:
+            nonlocal contentions
+            try:
+                return await self._commit(work, fates)
+            except Exception as error:
+                contentions += is_contention(error)
+                if contentions > _CONTENTIONS:
+                    raise _Unclear("locked out", error) from error
+                raise
+
         try:
-            return await attempts.copy()(self._commit, slot, batch)
+            return await attempts.copy()(commit)
         except _Unclear:
-            if len(batch.offsets) > 1:
+            if len({item.marker.message.offset for item in work.items}) > 1:
                 raise
             # Once more: a row that another partition has created meanwhile is found now, and what
             # took so long may have been the way to the server, which is a new one now.
-            try:
-                return await attempts.copy()(self._commit, slot, batch)
-            except _Unclear as still:
-                raise Stuck(batch.offsets[0], still.reason, still.error) from still.error
+            contentions = 0
+            return await attempts.copy()(commit)
 
-    async def _commit(self, slot: Slot, batch: Batch) -> Sequence[Outcome]:
+    def _blamed(
+        self, items: Sequence[Item], unclear: _Unclear, fates: dict[bytes, Fate]
+    ) -> dict[bytes, Fate]:
+        """Return the fates of the messages of one record, one of which must be at fault."""
+        suspects = [item for item in items if item.marker.key not in fates]
+        if not suspects:
+            raise unclear.error
+        if len(suspects) > 1:
+            return {item.marker.key: UNDECIDED for item in suspects}
+        (item,) = suspects
+        failure = Failure(item.marker.consumer, item.order_key, unclear.error)
+        self._breaker.observe((), [failure])
+        return {item.marker.key: _judged(item, unclear.error, unclear.reason)}
+
+    async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Sequence[Outcome]:
         started = perf_counter()
         limit = self._settings.transaction_timeout
         new_session = AsyncSession(
             self._engine, sync_session_class=_Session, expire_on_commit=False
         )
-        async with self._lanes, new_session as session:
+        async with self._turns, new_session as session:
             try:
                 transaction = await session.begin()
                 # Outside the limit: waiting for a connection is not the batch's doing.
                 connection = await session.connection()
-                with _blaming(batch, limit):
+                with _blaming(work, limit):
                     async with asyncio.timeout(limit + _EARLY):
-                        outcomes, staged = await self._execute(session, connection, slot, batch)
+                        outcomes, results, staged = await self._execute(
+                            session, connection, work, fates
+                        )
                     await transaction.commit()
-            except (Stuck, _Unclear, PositionMoved):
-                if perf_counter() - started > limit:
-                    await session.invalidate()  # the server may have cut it off
+            except _IN_ORDER as error:
+                is_cut_off = isinstance(error, _Guilty) and error.is_cut_off
+                if is_cut_off or perf_counter() - started > limit:
+                    await session.invalidate()  # it may be in the middle of a statement
                 raise
             except BaseException:
                 # Lost, cut off or cancelled in the middle: nobody else may get this connection.
@@ -131,12 +190,19 @@ class Consume:
                 raise
         if staged:
             self._staged()
-        self._count(slot, batch, outcomes, perf_counter() - started)
+        if any(fate.due_in == 0.0 for _, fate in results.fates):
+            self._parked()
+        results.tell(work.quarantined, self._group)
+        work.count(self._group, results.applied, perf_counter() - started)
         return outcomes
 
     async def _execute(
-        self, session: AsyncSession, connection: AsyncConnection, slot: Slot, batch: Batch
-    ) -> tuple[Sequence[Outcome], int]:
+        self,
+        session: AsyncSession,
+        connection: AsyncConnection,
+        work: Work,
+        fates: dict[bytes, Fate],
+    ) -> tuple[Sequence[Outcome], Results, int]:
         settings = self._settings
         await inbox.begin(
             connection,
@@ -144,114 +210,130 @@ class Consume:
             lock_timeout=settings.lock_timeout,
         )
         driver = await driver_of(connection)
-        generations = await inbox.move_position(
-            driver,
-            slot,
-            fetched_from=batch.start,
-            next_offset=batch.end,
-            anchor=batch.anchor,
-        )
-        rows = Rows(session)
+        generations = await work.open(driver)
         outbox = Outbox(self._source, settings.max_event_bytes)
-        known = await self._mark(driver, slot, generations, batch)
-        new: dict[bytes, Item] = {}
-        for item in batch.items:
-            if item.marker.key not in known:
-                new.setdefault(item.marker.key, item)
-        for entity, keys in _declared(new.values()):
-            await rows.lock(entity, keys)
-        returned: dict[bytes, str] = {}
-        for key, item in new.items():
-            result = await self._handle(item, session, rows, outbox, driver)
-            if result is not None:
-                returned[key] = result
+        results = Results()
+        new, waiting, known, stored = await _look_up(driver, generations, work, results)
+        items = _sort_out(new, waiting, fates, generations, results)
+        handled = await handle_all(
+            items, Attempt(session, driver, Rows(session), outbox, self._group)
+        )
+        results.applied = handled.applied
+        self._judge(work, handled, results)
         await session.flush()
         if not connection.in_transaction():
             raise RuntimeError("a handler has rolled the transaction back: it is the batch's")
-        if returned:
-            await inbox.keep_results(driver, generations, returned)
+        if handled.returned:
+            await inbox.keep_results(driver, generations, handled.returned)
+        stored.update(item.marker.key for item, _ in results.fates)
+        if stored:
+            await inbox.unmark(driver, generations, list(stored))
+        await work.settle(driver, results)
         if len(outbox):
             await outbox.write(driver)
-        elif new:
+        elif results.applied:
             # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
             await driver.execute("SELECT")
-        return _outcomes(batch, new, known | returned), len(outbox)
+        return results.outcomes(work.items, known, handled.returned), results, len(outbox)
 
-    async def _mark(
-        self, driver: asyncpg.Connection, slot: Slot, generations: Generations, batch: Batch
-    ) -> dict[bytes, str | None]:
-        """Remember the messages; returns the results of those remembered before, by key."""
+    def _judge(self, work: Work, handled: Handled, results: Results) -> None:
+        """Raise `_Guilty` if any message has failed, or `BreakerOpen` if it is not the messages."""
+        readable, failures = work.reading
+        failures += [
+            Failure(item.marker.consumer, item.order_key, item.fault)
+            for item, fate in results.fates
+            if item.fault is not None and fate.is_dead
+        ]
+        failures += [
+            Failure(item.marker.consumer, item.order_key, error)
+            for item, error in handled.failed
+            if not isinstance(error, Park | Reject)  # decisions
+        ]
+        succeeded = {item.marker.consumer for item in handled.applied}
+        self._breaker.observe(readable | succeeded, failures)
+        if handled.failed:
+            (first, error), *others = handled.failed
+            fates = {item.marker.key: UNDECIDED for item, _ in others}
+            fates[first.marker.key] = _judged(first, error, "failed")
+            raise _Guilty(fates, is_cut_off=handled.is_cut_off)
+
+
+async def _look_up(
+    driver: asyncpg.Connection, generations: Generations, work: Work, results: Results
+) -> tuple[list[Item], set[bytes], dict[bytes, Known], set[bytes]]:
+    """Mark the messages, and find those that came before.
+
+    Returns the new ones, which order keys have something waiting in the backlog, what was
+    remembered, and which of it only the backlog remembers.
+    """
+    known = await inbox.mark(driver, generations, [item.marker for item in work.items])
+    first: dict[bytes, Item] = {}
+    for item in work.items:
+        if item.marker.key not in known:
+            first.setdefault(item.marker.key, item)
+    stored, waiting = await work.find(driver, list(first.values())) if first else ({}, set())
+    known |= stored
+    new: list[Item] = []
+    for item in work.items:
+        key = item.marker.key
+        if first.get(key) is item and key not in stored:
+            new.append(item)
+            continue
+        before = known.get(key) or Known(first[key].marker.message.hash, HASH_VERSION)
         try:
-            return await inbox.mark(
-                driver, slot, generations, [item.marker for item in batch.items]
-            )
+            before.check(item.marker.message)
         except IdentityMismatch as error:
-            raise Stuck(error.offset, "identity mismatch", error) from error
-
-    async def _handle(
-        self,
-        item: Item,
-        session: AsyncSession,
-        rows: Rows,
-        outbox: Outbox,
-        driver: asyncpg.Connection,
-    ) -> str | None:
-        """Call the handler; returns what it returned, as JSON."""
-        message, consumer = item.marker.message, item.handler.consumer
-        tx = Transaction(
-            session=session, rows=rows, outbox=outbox, consumer=consumer, message=message
-        )
-        try:
-            with tx, telemetry.process_span(message, consumer, self._group):
-                result = await item.handler.function(item.event, tx)
-            return (
-                None
-                if result is None
-                else pydantic_core.to_json(result, inf_nan_mode="strings").decode()
-            )
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise Stuck(message.offset, f"{consumer} failed", error) from error
-        except Exception as error:
-            if is_of_the_database(error) or driver.is_closed():
-                raise
-            raise Stuck(message.offset, f"{consumer} failed", error) from error
-
-    def _count(self, slot: Slot, batch: Batch, outcomes: Sequence[Outcome], seconds: float) -> None:
-        applied = Counter(one.item.handler.consumer for one in outcomes if one.is_new)
-        seen = Counter(item.handler.consumer for item in batch.items)
-        for consumer, count in seen.items():
-            fresh = applied[consumer]
-            telemetry.processed(slot.topic, consumer, "new", fresh, self._group)
-            telemetry.processed(slot.topic, consumer, "duplicate", count - fresh, self._group)
-        if batch.skipped:
-            telemetry.processed(slot.topic, "", "skipped", len(batch.skipped), self._group)
-        telemetry.batch_applied(slot.topic, len(batch.items) + len(batch.skipped), seconds)
+            results.impostors.append((item, error))
+        else:
+            results.duplicates.append(item)
+    return new, waiting, known, set(stored)
 
 
-def _outcomes(
-    batch: Batch, new: Mapping[bytes, Item], results: Mapping[bytes, str | None]
-) -> list[Outcome]:
-    values = {key: pydantic_core.from_json(text) for key, text in results.items() if text}
-    return [
-        Outcome(item, new.get(item.marker.key) is item, values.get(item.marker.key))
-        for item in batch.items
-    ]
+def _sort_out(
+    new: Sequence[Item],
+    waiting: set[bytes],
+    fates: Mapping[bytes, Fate],
+    generations: Generations,
+    results: Results,
+) -> list[Item]:
+    """Return the messages to handle now; what becomes of the others goes into the results."""
+    behind = set(waiting)
+    now: list[Item] = []
+    for item in new:
+        fate = fates.get(item.marker.key)
+        if fate is None and behind and item.order_key in behind:
+            fate = FOLLOWER
+        if fate is None:
+            fate = _unfit(item, generations)
+        if fate is None:
+            now.append(item)
+            continue
+        results.fates.append((item, fate))
+        if not fate.is_dead or fate.holds:
+            behind.add(item.order_key)
+    return now
 
 
-def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
-    """Return the rows that the handlers are going to change, by table name."""
-    wanted: dict[type[Aggregate], set[Key]] = {}
-    for item in items:
-        if loads := item.handler.loads:
-            wanted.setdefault(loads.entity, set()).add(loads.key_of(item.event))
-    return sorted(wanted.items(), key=lambda one: str(sa.inspect(one[0]).local_table.fullname))
+def _judged(item: Item, error: BaseException, reason: str) -> Fate:
+    return after_failure(
+        item.handler.policy, error, attempts=item.attempts, waited=item.waited, reason=reason
+    )
+
+
+def _unfit(item: Item, generations: Generations) -> Fate | None:
+    """Return why the message can't be given to its handler, if so."""
+    policy = item.handler.policy
+    if item.fault is not None:
+        return dead(policy, "invalid payload", item.fault, attempts=item.attempts)
+    # What comes from the backlog was young enough when it was stored.
+    may_be_old = item.row is not None or item.handler.takes_old
+    if not may_be_old and generations.forgot(item.marker.message):
+        return dead(policy, "too old", TooOld(generations.since))
+    return None
 
 
 @contextmanager
-def _blaming(batch: Batch, limit: float) -> Iterator[None]:
+def _blaming(work: Work, limit: float) -> Iterator[None]:
     """Turn an error that any record of the batch may have caused into the question which.
 
     So is an outage, unless the batch has taken more seconds than the limit: then it was cut off.
@@ -259,11 +341,11 @@ def _blaming(batch: Batch, limit: float) -> Iterator[None]:
     started = perf_counter()
     try:
         yield
-    except (Stuck, _Unclear, PositionMoved):
+    except _IN_ORDER:
         raise
     except Exception as error:
         in_time = perf_counter() - started < limit
-        if not batch.items or (in_time and is_infrastructure(error)):
+        if not work.items or (in_time and is_infrastructure(error)):
             raise
         reason = "transaction failed" if in_time else f"takes longer than {limit} s"
         raise _Unclear(reason, error) from error

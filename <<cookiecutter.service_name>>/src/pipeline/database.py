@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from .settings import Settings
 
-_BESIDE_THE_LANES = 3
+_BESIDE_TRANSACTIONS = 3
 """Connections for the relay, for housekeeping and for reading a position."""
 
 _COMMAND_SECONDS = 60.0
@@ -20,7 +20,7 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
     """Return a pool that is as large as the process needs, and no larger."""
     return create_async_engine(
         settings.database_url.get_secret_value(),
-        pool_size=settings.lanes + _BESIDE_THE_LANES,
+        pool_size=settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS,
         max_overflow=0,
         # Errors are logged, and parameters are payloads.
         hide_parameters=True,

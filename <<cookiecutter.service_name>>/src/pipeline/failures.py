@@ -43,6 +43,16 @@ def is_infrastructure(error: BaseException) -> bool:
     )
 
 
+_CONTENTION = ("40001", "40P01", "55P03")
+
+
+def is_contention(error: BaseException) -> bool:
+    """Whether others' locks were in the way: an outage if it passes, and else the batch's doing."""
+    if isinstance(error, sqlalchemy.exc.DBAPIError):
+        error = getattr(error.orig, "__cause__", None) or error
+    return isinstance(error, asyncpg.PostgresError) and error.sqlstate in _CONTENTION
+
+
 def is_of_the_database(error: BaseException) -> bool:
     """Whether PostgreSQL or SQLAlchemy raised it, so that it may belong to an earlier record.
 

@@ -3,11 +3,12 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .aggregate import Loads
 from .events import Event, Tombstone
 from .message import Plain
+from .policy import Policy
 from .transaction import Transaction
 
 E = TypeVar("E", bound=Event)
@@ -23,6 +24,10 @@ class Handler:
     consumer: str
     loads: Loads[Any] | None
     function: Function[Any]
+    policy: Policy
+    mode: Literal["immediate", "deferred"]
+    timeout: float
+    takes_old: bool
 
 
 class Handlers:
@@ -31,6 +36,7 @@ class Handlers:
     def __init__(self) -> None:
         self._by_topic: dict[str, dict[str, tuple[Handler, ...]]] = {}
         self._plain: dict[str, Plain] = {}
+        self._demanding: set[str] = set()
 
     def on(
         self,
@@ -39,6 +45,10 @@ class Handlers:
         topic: str,
         consumer: str,
         loads: Loads[Any] | None = None,
+        policy: Policy = Policy(),  # noqa: B008  # it is frozen
+        mode: Literal["immediate", "deferred"] = "immediate",
+        timeout: float = 2.0,
+        takes_old: bool = False,
     ) -> Callable[[Function[E]], Function[E]]:
         """Register the decorated coroutine function for the events of a topic.
 
@@ -46,14 +56,22 @@ class Handlers:
         rename the function. `loads` names the rows that the handler is going to change; they are
         fetched and locked for the whole batch in one query.
 
+        `policy` says what becomes of a message that the function fails on; later messages of its
+        key wait behind it. With `mode="deferred"` every message is stored at once and handled
+        later, from the backlog. After `timeout` seconds a call is ended, and has failed. With
+        `takes_old=True` also what is older than the inbox remembers is applied, at the risk of
+        a second time; otherwise it is a dead letter.
+
         What the function returns is kept as JSON beside the marker; a duplicate gets it back, and
         `service inbox show` prints it.
 
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
-        function does not fit.
+        function does not fit, and `ValueError` for a time-out that is none.
         """
         if loads is not None:
             loads.check(event)
+        if not timeout > 0:
+            raise ValueError(f"timeout is in seconds, not {timeout}")
 
         def register(function: Function[E]) -> Function[E]:
             if not iscoroutinefunction(function):
@@ -71,7 +89,9 @@ class Handlers:
                         f"consumer {consumer!r} already takes {event.event_type!r} of topic"
                         f" {topic!r}: give the second handler a name of its own"
                     )
-            handler = Handler(event, topic, consumer, loads, function)
+            handler = Handler(
+                event, topic, consumer, loads, function, policy, mode, timeout, takes_old
+            )
             registered[event.event_type] = (*others, handler)
             return function
 
@@ -85,6 +105,10 @@ class Handlers:
         if topic in self._plain:
             raise TypeError(f"topic {topic!r} is described twice")
         self._plain[topic] = how
+
+    def demand_types(self, topic: str) -> None:
+        """Make a type that no handler takes a dead letter; elsewhere it is skipped and counted."""
+        self._demanding.add(topic)
 
     @property
     def topics(self) -> frozenset[str]:
@@ -108,6 +132,10 @@ class Handlers:
     def plain_of(self, topic: str) -> Plain | None:
         """Return what `plain` was told of the topic."""
         return self._plain.get(topic)
+
+    def demands_types(self, topic: str) -> bool:
+        """Whether a type that no handler takes is a dead letter."""
+        return topic in self._demanding
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""

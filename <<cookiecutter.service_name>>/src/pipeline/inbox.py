@@ -35,11 +35,11 @@ class IdentityMismatch(Exception):
 
     def __init__(self, message: Message, remembered: bytes) -> None:
         super().__init__(
-            f"{message.type} {message.id!r} of {message.source!r} was applied with payload hash"
+            f"{message.type} {message.id!r} of {message.source!r} came before with payload hash"
             f" {remembered.hex()}, and now comes with {message.hash.hex()}:"
             " its producer must give a changed event a new id"
         )
-        self.offset = message.offset
+        self.remembered = remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,17 @@ class Generations:
 
     current: int
     oldest: int
+    since: datetime | None
+    """What happened before is not remembered; None: nothing was forgotten yet."""
+
+    def forgot(self, message: Message) -> bool:
+        """Whether the message may have taken effect so long ago that no marker tells of it."""
+        if self.since is None:
+            return False
+        milliseconds = self.since.timestamp() * 1000
+        return 0 <= message.timestamp < milliseconds or (
+            message.time is not None and message.time < self.since
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,21 @@ class Marker:
     key: bytes
     consumer: str
     message: Message
+
+
+class Known(NamedTuple):
+    """What is remembered of a message that came before."""
+
+    hash: bytes
+    hash_version: int
+    result: str | None = None
+    """What its handler returned, as JSON."""
+
+    def check(self, message: Message) -> None:
+        """Raise `IdentityMismatch` if the message has another payload."""
+        # A hash of another version can't be compared: the id alone says that it is the same event.
+        if self.hash_version == HASH_VERSION and self.hash != message.hash:
+            raise IdentityMismatch(message, self.hash)
 
 
 _BEGIN = sa.text("""
@@ -112,15 +138,16 @@ WITH moved AS (
            anchor_offset = COALESCE($6, anchor_offset),
            anchor_time = COALESCE($7, anchor_time),
            anchor_hash = COALESCE($8, anchor_hash),
+           starts = $9,
            moved_at = clock_timestamp()
      WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
     RETURNING 1
 )
-SELECT current, oldest, EXISTS (SELECT FROM moved) AS moved FROM pipeline.inbox_generation
+SELECT current, oldest, since, EXISTS (SELECT FROM moved) AS ours FROM pipeline.inbox_generation
 """
 
 _FIND_IN_CLOSED_GENERATIONS = """
-SELECT key, hash, hash_version, result::text
+SELECT key, hash, hash_version, result::text AS result
   FROM pipeline.inbox
  WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
 """
@@ -129,16 +156,16 @@ _MARK = """
 INSERT INTO pipeline.inbox
        (generation, key, hash, hash_version, consumer, source, id, type,
         topic, partition, "offset", traceparent)
-SELECT $1, key, hash, $2, consumer, source, id, type, $3, $4, "offset", traceparent
-  FROM unnest($5::bytea[], $6::bytea[], $7::text[], $8::text[], $9::text[], $10::text[],
-              $11::bigint[], $12::text[])
-       AS new (key, hash, consumer, source, id, type, "offset", traceparent)
+SELECT $1, key, hash, $2, consumer, source, id, type, topic, partition, "offset", traceparent
+  FROM unnest($3::bytea[], $4::bytea[], $5::text[], $6::text[], $7::text[], $8::text[],
+              $9::text[], $10::integer[], $11::bigint[], $12::text[])
+       AS new (key, hash, consumer, source, id, type, topic, partition, "offset", traceparent)
     ON CONFLICT DO NOTHING
 RETURNING key
 """
 
 _FIND_IN_CURRENT_GENERATION = """
-SELECT key, hash, hash_version, result::text
+SELECT key, hash, hash_version, result::text AS result
   FROM pipeline.inbox
  WHERE generation = $1 AND key = ANY ($2)
 """
@@ -148,6 +175,19 @@ UPDATE pipeline.inbox AS marker
    SET result = returned.result::json
   FROM unnest($2::bytea[], $3::text[]) AS returned (key, result)
  WHERE marker.generation = $1 AND marker.key = returned.key
+"""
+
+_UNMARK = "DELETE FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)"
+
+_COUNT_START = """
+UPDATE pipeline.position SET starts = starts + 1
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
+RETURNING starts
+"""
+
+_FORGIVE_START = """
+UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
 """
 
 _POSITION = """
@@ -166,7 +206,7 @@ INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
 VALUES ($1, $2, $3, $4)
     ON CONFLICT (consumer_group, topic, partition) DO UPDATE
    SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,
-       anchor_hash = NULL, moved_at = clock_timestamp()
+       anchor_hash = NULL, starts = 0, moved_at = clock_timestamp()
 """
 
 _LOCK_GENERATION = "SELECT set_config('lock_timeout', '100ms', true), pg_advisory_xact_lock($1)"
@@ -208,34 +248,31 @@ async def move_position(
     fetched_from: int,
     next_offset: int,
     anchor: Anchor | None,
+    starts: int,
 ) -> Generations:
     """Move the position over the batch; raises `PositionMoved` if it is not where we think.
 
-    Without a new anchor, over a gap in the offsets, the old one stays.
+    Without a new anchor, over a gap in the offsets, the old one stays. `starts` is what the next
+    position is suspected of: 0, or more while records are tried one by one.
     """
     place = slot.group, slot.topic, slot.partition
     last = anchor or (None, None, None)
-    row = await connection.fetchrow(_MOVE_POSITION, *place, fetched_from, next_offset, *last)
-    if row is None or not row["moved"]:
+    row = await connection.fetchrow(
+        _MOVE_POSITION, *place, fetched_from, next_offset, *last, starts
+    )
+    if row is None or not row["ours"]:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
-    return Generations(row["current"], row["oldest"])
+    return Generations(row["current"], row["oldest"], row["since"])
 
 
 async def mark(
-    connection: asyncpg.Connection,
-    slot: Slot,
-    generations: Generations,
-    markers: Sequence[Marker],
-) -> dict[bytes, str | None]:
-    """Remember the messages; returns those remembered before, with their result as JSON, by key.
-
-    Raises `IdentityMismatch` for one that came before with another payload.
-    """
+    connection: asyncpg.Connection, generations: Generations, markers: Sequence[Marker]
+) -> dict[bytes, Known]:
+    """Remember the messages; returns what was remembered of some of them before, by key."""
     first: dict[bytes, Marker] = {}
     for marker in markers:
-        if first.setdefault(marker.key, marker).message.hash != marker.message.hash:
-            raise IdentityMismatch(marker.message, first[marker.key].message.hash)
-    known: dict[bytes, asyncpg.Record] = {}
+        first.setdefault(marker.key, marker)
+    known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
         known |= _by_key(
             await connection.fetch(
@@ -244,17 +281,19 @@ async def mark(
         )
     # Sorted, so that two batches with the same keys wait for each other and never in a circle.
     new = [first[key] for key in sorted(key for key in first if key not in known)]
-    inserted = await _insert(connection, slot, generations.current, new) if new else set()
+    inserted = await _insert(connection, generations.current, new) if new else set()
     if raced := [marker.key for marker in new if marker.key not in inserted]:
         known |= _by_key(
             await connection.fetch(_FIND_IN_CURRENT_GENERATION, generations.current, raced)
         )
-    for marker in markers:
-        row = known.get(marker.key)
-        # A hash of another version can't be compared: the id alone says that it is the same event.
-        if row and row["hash_version"] == HASH_VERSION and row["hash"] != marker.message.hash:
-            raise IdentityMismatch(marker.message, row["hash"])
-    return {key: row["result"] for key, row in known.items()}
+    return known
+
+
+async def unmark(
+    connection: asyncpg.Connection, generations: Generations, keys: Sequence[bytes]
+) -> None:
+    """Forget messages that this transaction has marked: they are in the backlog instead."""
+    await connection.execute(_UNMARK, generations.current, keys)
 
 
 async def keep_results(
@@ -267,29 +306,29 @@ async def keep_results(
 
 
 async def _insert(
-    connection: asyncpg.Connection, slot: Slot, generation: int, markers: Sequence[Marker]
+    connection: asyncpg.Connection, generation: int, markers: Sequence[Marker]
 ) -> set[bytes]:
     messages = [marker.message for marker in markers]
     rows = await connection.fetch(
         _MARK,
         generation,
         HASH_VERSION,
-        slot.topic,
-        slot.partition,
         [marker.key for marker in markers],
         [message.hash for message in messages],
         [marker.consumer for marker in markers],
         [message.source for message in messages],
         [message.id for message in messages],
         [message.type for message in messages],
+        [message.topic for message in messages],
+        [message.partition for message in messages],
         [message.offset for message in messages],
         [message.traceparent for message in messages],
     )
     return {row["key"] for row in rows}
 
 
-def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, asyncpg.Record]:
-    return {row["key"]: row for row in rows}
+def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, Known]:
+    return {row["key"]: Known(row["hash"], row["hash_version"], row["result"]) for row in rows}
 
 
 async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition | None:
@@ -304,6 +343,22 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
 async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
     """Store where a partition begins; keeps the position if another process was first."""
     await connection.execute(_START_AT, slot.group, slot.topic, slot.partition, offset)
+
+
+async def count_start(connection: asyncpg.Connection, slot: Slot, position: int) -> int:
+    """Count that a process begins to work at the position; returns how many have, without end.
+
+    In a transaction of its own: a record that kills the process leaves no other trace.
+    """
+    return (
+        await connection.fetchval(_COUNT_START, slot.group, slot.topic, slot.partition, position)
+        or 0
+    )
+
+
+async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: int) -> None:
+    """Take back a start that has ended in order."""
+    await connection.execute(_FORGIVE_START, slot.group, slot.topic, slot.partition, position)
 
 
 async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:

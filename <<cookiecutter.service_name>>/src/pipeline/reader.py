@@ -8,26 +8,27 @@ from time import monotonic
 from typing import NoReturn
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from tenacity import AsyncRetrying
 
 from . import inbox, telemetry
-from .batch import Batch, Stuck, read
+from .batch import Batch, read
+from .breaker import BreakerOpen
 from .consume import Consume
 from .database import autocommitting
-from .failures import is_infrastructure, patiently
+from .failures import is_infrastructure, patiently, told
 from .handlers import Handlers
 from .health import Health
-from .inbox import Anchor, IdentityMismatch, PositionMoved, Slot, StoredPosition
-from .message import Undecodable
+from .inbox import Anchor, PositionMoved, Slot, StoredPosition
 from .settings import Settings
+from .work import FromPartition
 
 log = logging.getLogger(__name__)
 
 Offsets = Mapping[TopicPartition, int]
 
 _ANSWER_SECONDS = 5.0
+_FAREWELL_SECONDS = 1.0
 
 
 class TopicChanged(Exception):
@@ -41,7 +42,17 @@ class TopicChanged(Exception):
         )
 
 
-_EXPLAINED = (IdentityMismatch, TopicChanged, Undecodable, ValidationError)
+class Stuck(Exception):
+    """The partition stands still before an offset: its service, topic or servers are at fault."""
+
+    def __init__(self, offset: int, reason: str, error: BaseException) -> None:
+        super().__init__(f"offset {offset}: {reason}: {told(error)}")
+        self.offset = offset
+        self.reason = reason
+        self.error = error
+
+
+_EXPLAINED = (BreakerOpen, TopicChanged)
 
 
 class Reader:
@@ -73,6 +84,7 @@ class Reader:
         self._held: Stuck | None = None
         self._is_cut_off = False
         self._anchor: Anchor | None = None
+        self._started_at: int | None = None
         self.position: int | None = None
         """The offset after the last record that took effect."""
 
@@ -87,6 +99,7 @@ class Reader:
             await asyncio.wait({self._task}, timeout=grace)
             self._task.cancel()
             await asyncio.wait({self._task})
+        await self._end_in_order()
         self._release()
         self._health.forget(self._part)
 
@@ -97,6 +110,8 @@ class Reader:
                 await self._read_on()
             except PositionMoved as moved:
                 log.warning("%s: %s; reading the position again", self._part, moved)
+            except BreakerOpen as error:
+                await self._hold(Stuck(self.position or 0, "breaker open", error))
             except Stuck as stuck:
                 await self._hold(stuck)
             except Exception as error:
@@ -171,14 +186,49 @@ class Reader:
                 # The next batch is fetched and decoded while this one takes effect.
                 following = asyncio.create_task(self._fetch(batch.end))
                 if batch.end > batch.start:
-                    attempts = self._patiently("the consume transaction")
-                    await self._consume.apply(self._slot, batch, attempts)
-                    self._move_to(batch.end)
-                if batch.stuck:
-                    raise batch.stuck
+                    for work in await self._works(batch):
+                        await self._consume.apply(work, self._patiently("the consume transaction"))
+                        self._move_to(work.batch.end)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+
+    async def _works(self, batch: Batch) -> Sequence[FromPartition]:
+        """Return the batch as it is to be applied: whole, unless processes have died over it."""
+        starts = 0
+        if self._started_at is None:
+            self._started_at = batch.start
+            starts = await self._patiently("counting the start")(self._count_start, batch.start)
+        singly = self._settings.unclean_starts + 1
+        if starts < singly:
+            return [FromPartition(self._slot, batch)]
+        log.warning("%s: %s processes have died here: one by one", self._part, starts - 1)
+        ends = [record.offset + 1 for record in batch.records]
+        return [
+            FromPartition(
+                self._slot,
+                batch.between(start, end),
+                # Where the next process begins, it knows that this record was tried alone.
+                starts=singly if end < batch.end else 0,
+                deaths=starts - 1 if start == batch.start and starts > singly else 0,
+            )
+            for start, end in zip([batch.start, *ends], ends, strict=False)
+        ]
+
+    async def _count_start(self, position: int) -> int:
+        async with autocommitting(self._engine) as driver:
+            return await inbox.count_start(driver, self._slot, position)
+
+    async def _end_in_order(self) -> None:
+        """Take the start back if nothing came of it: what ends in order has killed nobody."""
+        started_at, self._started_at = self._started_at, None
+        if started_at is not None and started_at == self.position:
+            with suppress(Exception):
+                async with (
+                    asyncio.timeout(_FAREWELL_SECONDS),
+                    autocommitting(self._engine) as driver,
+                ):
+                    await inbox.forgive_start(driver, self._slot, started_at)
 
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""

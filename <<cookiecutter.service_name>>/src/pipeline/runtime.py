@@ -1,9 +1,10 @@
 """The runtime: starts everything and stops it in order. The only module that knows everyone."""
 
 import asyncio
+import faulthandler
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from enum import Flag, auto
 from typing import Any
@@ -12,11 +13,13 @@ import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import exporters, logs
+from .breaker import Breaker
 from .consume import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
 from .failures import patiently
 from .health import Health, HealthServer
+from .lanes import Lanes
 from .relay import Relay
 from .retention import keep_house, make_ahead
 from .service import Service
@@ -52,7 +55,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     )
     log.info("%s starts; health and metrics on port %s", service.name, port)
     try:
-        async with _in_background(_beat(health)):
+        async with _in_background(_beat(health, settings.hang_timeout)):
             await serve(service, settings, parts, health=health, stopping=_stopping_on_signals())
     finally:
         server.stop()
@@ -85,8 +88,25 @@ async def _serve(
     if stopping.is_set():
         return
     relay = Relay(engine, name=service.name, settings=settings, health=health)
+    breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
+    parked = asyncio.Event()
     consume = Consume(
-        engine, group=service.name, source=service.source, settings=settings, staged=relay.wake
+        engine,
+        group=service.name,
+        source=service.source,
+        settings=settings,
+        breaker=breaker,
+        staged=relay.wake,
+        parked=parked.set,
+    )
+    lanes = Lanes(
+        engine,
+        consume,
+        handlers=service.handlers,
+        settings=settings,
+        breaker=breaker,
+        health=health,
+        parked=parked,
     )
     consumer = Consumer(
         engine,
@@ -96,18 +116,27 @@ async def _serve(
         settings=settings,
         health=health,
     )
-    # In this order they stop: the relay publishes what the consumer has committed last.
-    every: list[tuple[Part, Consumer | Relay]] = [(Part.CONSUME, consumer), (Part.RELAY, relay)]
-    chosen = [one for part, one in every if part in parts]
+    # In this order they stop: the relay publishes what the others have committed last.
+    every: list[tuple[Part, Sequence[Consumer | Lanes | Relay]]] = [
+        (Part.CONSUME, [consumer, lanes]),
+        (Part.RELAY, [relay]),
+    ]
     async with _in_background(_keep_house(engine, settings, health, stopping)) as housekeeping:
-        tasks = [asyncio.create_task(one.run()) for one in chosen]
+        chosen = [
+            [(one, asyncio.create_task(one.run())) for one in together]
+            for part, together in every
+            if part in parts
+        ]
+        tasks = [task for together in chosen for _, task in together]
         stop = asyncio.create_task(stopping.wait())
         await asyncio.wait({stop, housekeeping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        for one, task in zip(chosen, tasks, strict=True):
-            one.stop()
-            await asyncio.wait({task}, timeout=settings.shutdown_grace / 2)
-            task.cancel()
+        for together in chosen:
+            for one, _ in together:
+                one.stop()
+            await asyncio.wait({task for _, task in together}, timeout=settings.shutdown_grace / 2)
+            for _, task in together:
+                task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
                 raise outcome
@@ -144,16 +173,22 @@ async def _patiently(
         health.ready("housekeeping")
 
 
-async def _beat(health: Health) -> None:
+async def _beat(health: Health, hang_timeout: float) -> None:
     """Tell that the loop turns, and log when the process becomes ready or stops being so."""
     was: str | None = None
-    while True:
-        health.beat()
-        now = "; ".join(f"{part}: {reason}" for part, reason in health.reasons.items())
-        if now != was:
-            log.info("not ready: %s", now) if now else log.info("ready")
-        was = now
-        await asyncio.sleep(_BEAT)
+    try:
+        while True:
+            health.beat()
+            # Ends the process from outside of Python, unless the next beat comes before. A handler
+            # that blocks the loop for ever is found by the count of starts at its record.
+            faulthandler.dump_traceback_later(hang_timeout, exit=True)
+            now = "; ".join(f"{part}: {reason}" for part, reason in health.reasons.items())
+            if now != was:
+                log.info("not ready: %s", now) if now else log.info("ready")
+            was = now
+            await asyncio.sleep(_BEAT)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _stopping_on_signals() -> asyncio.Event:

@@ -11,6 +11,9 @@ SCHEMA = "pipeline"
 SHARDS = 64
 """Virtual shards of the outbox; fixed, because every row's shard is stored."""
 
+LANES = 32
+"""Lanes of the backlog, and as many for deferred messages; fixed, because every row has one."""
+
 metadata = sa.MetaData(schema=SCHEMA)
 
 
@@ -44,6 +47,13 @@ position = sa.Table(
     sa.Column("anchor_offset", sa.BigInteger, comment="the last record before the position"),
     sa.Column("anchor_time", sa.DateTime(timezone=True)),
     sa.Column("anchor_hash", pg.BYTEA, comment="tells whether the topic still holds that record"),
+    sa.Column(
+        "starts",
+        sa.Integer,
+        nullable=False,
+        server_default="0",
+        comment="processes that began here and have neither moved it nor ended in order",
+    ),
     sa.Column("moved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
     comment="The offset that each partition goes on from; moved by the consume transaction itself.",
 )
@@ -55,6 +65,9 @@ generation = sa.Table(
     sa.Column("current", sa.Integer, nullable=False),
     sa.Column("oldest", sa.Integer, nullable=False),
     sa.Column("opened_at", sa.DateTime(timezone=True), nullable=False),
+    sa.Column(
+        "since", sa.DateTime(timezone=True), comment="what is older is not remembered; null: all is"
+    ),
     comment="One row: which generation takes new markers, and the oldest still remembered.",
 )
 
@@ -80,6 +93,75 @@ inbox = sa.Table(
     ),
     comment="A marker for every event that took effect.",
     postgresql_partition_by="LIST (generation)",
+)
+
+backlog = sa.Table(
+    "backlog",
+    metadata,
+    sa.Column(
+        "key", pg.BYTEA, primary_key=True, comment="the marker's, where there is an identity"
+    ),
+    sa.Column("lane", sa.SmallInteger, nullable=False),
+    sa.Column("order_key", pg.BYTEA, nullable=False, comment="hash of (consumer, topic, key)"),
+    sa.Column("consumer", sa.Text, nullable=False, comment="empty: a record that is nobody's yet"),
+    sa.Column("topic", sa.Text, nullable=False),
+    sa.Column("partition", sa.Integer, nullable=False),
+    sa.Column("offset", sa.BigInteger, nullable=False),
+    sa.Column("timestamp", sa.BigInteger, nullable=False, comment="the record's, in milliseconds"),
+    sa.Column("record_key", pg.BYTEA),
+    sa.Column("value", pg.BYTEA),
+    sa.Column("headers", sa.Text, nullable=False, comment="JSON pairs; a byte is a character"),
+    sa.Column("source", sa.Text),
+    sa.Column("id", sa.Text),
+    sa.Column("type", sa.Text),
+    sa.Column("hash", pg.BYTEA, comment="hash of type and data"),
+    sa.Column("hash_version", sa.SmallInteger, nullable=False),
+    sa.Column("remembered_hash", pg.BYTEA, comment="the other payload's, of an identity mismatch"),
+    sa.Column("traceparent", sa.Text),
+    sa.Column(
+        "received_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()
+    ),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("attempts", sa.Integer, nullable=False),
+    sa.Column("waited", sa.Double, nullable=False, comment="seconds its policy has let it wait"),
+    sa.Column("due_at", sa.DateTime(timezone=True), comment="null: behind another, or dead"),
+    sa.Column("died_at", sa.DateTime(timezone=True), comment="since when it is a dead letter"),
+    sa.Column("holds", sa.Boolean, nullable=False, comment="dead, and its key waits for a person"),
+    sa.Column("error", sa.Text),
+    sa.Column("traceback", sa.Text),
+    sa.Column("discarded_at", sa.DateTime(timezone=True)),
+    sa.Column("discarded_by", sa.Text),
+    sa.Column("discarded_why", sa.Text),
+    sa.Index(
+        "backlog_order_idx",
+        "order_key",
+        "partition",
+        "offset",
+        postgresql_where=sa.text("died_at IS NULL OR holds"),
+    ),
+    sa.Index("backlog_due_idx", "lane", "due_at", postgresql_where=sa.text("due_at IS NOT NULL")),
+    sa.Index("backlog_died_idx", "died_at", postgresql_where=sa.text("died_at IS NOT NULL")),
+    comment="Messages to be handled later, in the order of their key, and dead letters.",
+)
+
+backlog_lane = sa.Table(
+    "backlog_lane",
+    metadata,
+    sa.Column("lane", sa.SmallInteger, primary_key=True, autoincrement=False),
+    sa.Column("token", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("owner", sa.Text),
+    sa.Column("lease_until", sa.DateTime(timezone=True)),
+    sa.Column(
+        "starts",
+        sa.Integer,
+        nullable=False,
+        server_default="0",
+        comment="workers that began and have not given it back",
+    ),
+    sa.Column(
+        "released_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()
+    ),
+    comment="Shares of the backlog's order keys, and which worker has each.",
 )
 
 outbox = sa.Table(

@@ -35,7 +35,7 @@ class Settings(BaseSettings):
     so that `latest` misses what was written to it before it was noticed."""
     batch_size: Count = 1_000
     """Records of one partition that share a transaction, at most."""
-    lanes: Count = 4
+    concurrency: Count = 4
     """Consume transactions that run at once, each on a connection of its own."""
     kafka_session_timeout: Annotated[float, Field(ge=1)] = 10.0
     """After this long without a heartbeat the group gives our partitions to others."""
@@ -46,7 +46,23 @@ class Settings(BaseSettings):
     offset_commit_interval: Seconds = 5.0
     """How often Kafka's committed offsets follow the positions; only lag tools read them."""
     retry_pause: Seconds = 5.0
-    """A partition that stands still before a record tries that record again after this long."""
+    """A partition that stands still, and an open breaker, are tried again after this long."""
+    breaker_keys: Count = 20
+    """So many keys in a row that fail alike at one consumer stop the setting aside of messages."""
+    unclean_starts: Count = 3
+    """So many processes that die at one position are followed by one that takes records singly."""
+    hang_timeout: Annotated[float, Field(ge=2)] = 30.0
+    """A process whose event loop is blocked for this long ends, with its stack in the log; what
+    supervises it is to start another."""
+
+    backlog_workers: Count = 2
+    """Lanes of the backlog that the process works at, at once."""
+    backlog_lease: Annotated[float, Field(ge=1)] = 10.0
+    """The lane of a worker that died is taken over after this long."""
+    backlog_poll_min: Seconds = 0.02
+    """Pause after something was found in the backlog, or was stored by this process."""
+    backlog_poll_max: Seconds = 0.5
+    """Pause that idle polls of the backlog grow to."""
 
     max_event_bytes: Count = 900_000
     """A larger event is refused when it is staged; stay below the topics' `max.message.bytes`."""
@@ -111,5 +127,10 @@ class Settings(BaseSettings):
                 "lock_timeout < transaction_timeout < kafka_session_timeout must hold; they are"
                 f" {self.lock_timeout}, {self.transaction_timeout} and"
                 f" {self.kafka_session_timeout} seconds"
+            )
+        if not self.transaction_timeout < self.backlog_lease:
+            raise ValueError(
+                "transaction_timeout < backlog_lease must hold; they are"
+                f" {self.transaction_timeout} and {self.backlog_lease} seconds"
             )
         return self

@@ -48,6 +48,16 @@ _duration = _meter.create_histogram(
 )
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
 _stuck = _meter.create_gauge("pipeline.partitions.stuck", "{partition}", "1 while it stands still.")
+_breaker = _meter.create_gauge("pipeline.breaker.open", "{consumer}", "1 while it is open.")
+_backlog = _meter.create_gauge("pipeline.backlog.waiting", "{message}", "Stored for later.")
+_dead = _meter.create_gauge("pipeline.backlog.dead", "{message}", "For a person to decide on.")
+_backlog_age = _meter.create_gauge("pipeline.backlog.age", "s", "Since the oldest was stored.")
+_backlog_duration = _meter.create_histogram(
+    "pipeline.backlog.duration",
+    "s",
+    "From received to applied.",
+    explicit_bucket_boundaries_advisory=[0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3_600.0, 86_400.0],
+)
 _shards = _meter.create_gauge("pipeline.relay.shards", "{shard}", "Shards this relay holds.")
 _lag_events = _meter.create_gauge("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
 _lag_seconds = _meter.create_gauge("pipeline.outbox.lag.duration", "s", "Age of the oldest.")
@@ -155,7 +165,7 @@ def _parse(traceparent: str) -> trace.SpanContext | None:
 
 
 def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
-    """Count messages; `outcome` is `new`, `duplicate`, `skipped` or `stuck`."""
+    """Count messages; `outcome` is `new`, `duplicate`, `skipped`, `parked` or `dead`."""
     attributes = {
         names.MESSAGING_DESTINATION_NAME: topic,
         names.MESSAGING_CONSUMER_GROUP_NAME: group,
@@ -183,6 +193,24 @@ def set_stuck(topic: str, partition: int, *, is_stuck: bool) -> None:
         names.MESSAGING_DESTINATION_PARTITION_ID: str(partition),
     }
     _stuck.set(int(is_stuck), attributes)
+
+
+def set_breaker(consumer: str, *, is_open: bool) -> None:
+    """Tell whether the consumer's breaker is open in this process."""
+    _breaker.set(int(is_open), {CONSUMER: consumer})
+
+
+def observe_backlog(consumer: str, waiting: int, dead: int, oldest_seconds: float) -> None:
+    """Tell what the backlog holds for a consumer."""
+    attributes = {CONSUMER: consumer}
+    _backlog.set(waiting, attributes)
+    _dead.set(dead, attributes)
+    _backlog_age.set(oldest_seconds, attributes)
+
+
+def backlog_applied(consumer: str, seconds: float) -> None:
+    """Record how long a message has waited in the backlog before it took effect."""
+    _backlog_duration.record(seconds, {CONSUMER: consumer})
 
 
 def relay_progress(shards_held: int) -> None:

@@ -1,8 +1,9 @@
 """The bank as a program, named by the environment: `python -m tests.pipeline.integration.app`."""
 
 import os
+import signal
 
-from pipeline import Event, Transaction
+from pipeline import Event, Policy, Transaction
 from pipeline.commands import command_line
 
 from .bank import Bank
@@ -22,6 +23,26 @@ class Noted(Event, type="noted"):
 async def note(event: Noted, tx: Transaction) -> str:
     """Do nothing, once, and say so."""
     return "noted"
+
+
+class Struck(Event, type="struck"):
+    """What nobody survives: the process dies of it, or hangs in a loop."""
+
+    how: str
+
+
+@bank.handlers.on(
+    Struck,
+    topic=bank.deposits,
+    consumer="strike",
+    policy=Policy(attempts=3, schedule=(0.1,)),
+    mode="deferred" if os.environ.get("BANK_STRIKES") == "deferred" else "immediate",
+)
+async def strike(event: Struck, tx: Transaction) -> None:
+    """Die."""
+    while event.how == "loop":
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiokafka import AIOKafkaProducer, ConsumerRecord
 from sqlalchemy import Text
@@ -54,6 +55,10 @@ class Bank:
     calls: list[int] = field(default_factory=list)
     """Amounts that the handler was called with, in that order, rolled back or not."""
     handlers: Handlers = field(default_factory=Handlers)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the handler: its policy, its mode, its time-out."""
+    errors: dict[int, Exception] = field(default_factory=dict)
+    """What the handler raises for an amount, other than `Refused`."""
 
     def __post_init__(self) -> None:
         class BalanceChanged(Event, type="balance.changed", topic=self.balances):
@@ -62,10 +67,16 @@ class Bank:
             amount: int
 
         @self.handlers.on(
-            Deposited, topic=self.deposits, consumer="deposit", loads=Account.by("account")
+            Deposited,
+            topic=self.deposits,
+            consumer="deposit",
+            loads=Account.by("account"),
+            **self.options,
         )
         async def deposit(event: Deposited, tx: Transaction) -> None:
             self.calls.append(event.amount)
+            if event.amount in self.errors:
+                raise self.errors[event.amount]
             if event.amount in self.refused:
                 raise Refused(f"{event.amount} is refused")
             account = await tx.load_or_create(Account, event.account)
@@ -96,13 +107,15 @@ class Deposit:
     partition: int | None = 0
     timestamp: int | None = None
     """The record's, in milliseconds; unless it is given, when the record is sent."""
+    key: str | None = "account"
+    """None leaves the key out; otherwise it is the account."""
 
     async def send(self, producer: AIOKafkaProducer, topic: str) -> None:
         """Send it and wait for the acknowledgement."""
         await producer.send_and_wait(
             topic,
             self._payload(),
-            key=self.account.encode(),
+            key=self._key(),
             partition=self.partition,
             timestamp_ms=self.timestamp,
             headers=self._headers(),
@@ -116,13 +129,16 @@ class Deposit:
             offset=offset,
             timestamp=self.timestamp or 1_700_000_000_000,
             timestamp_type=0,
-            key=self.account.encode(),
+            key=self._key(),
             value=self._payload(),
             checksum=None,
             serialized_key_size=0,
             serialized_value_size=0,
             headers=tuple(self._headers()),
         )
+
+    def _key(self) -> bytes | None:
+        return None if self.key is None else self.account.encode()
 
     def _payload(self) -> bytes:
         if self.value is not None:

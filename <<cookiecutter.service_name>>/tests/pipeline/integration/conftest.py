@@ -17,10 +17,12 @@ from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pipeline import Handlers, Service
+from pipeline.breaker import Breaker
 from pipeline.consume import Consume
 from pipeline.database import autocommitting, create_engine
 from pipeline.health import Health
 from pipeline.inbox import Slot
+from pipeline.lanes import Lanes
 from pipeline.retention import keep_house
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
@@ -324,10 +326,28 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         group = "desk"
         chosen = settings(**changes)
         engines.append(create_engine(chosen, name=group))
+        health = Health(stall_after=PATIENCE)
+        breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
+        parked = asyncio.Event()
         consume = Consume(
-            engines[-1], group=group, source=f"/{group}", settings=chosen, staged=lambda: None
+            engines[-1],
+            group=group,
+            source=f"/{group}",
+            settings=chosen,
+            breaker=breaker,
+            staged=lambda: None,
+            parked=parked.set,
         )
-        return Desk(engines[-1], consume, handlers, Slot(group, topic, partition))
+        lanes = Lanes(
+            engines[-1],
+            consume,
+            handlers=handlers,
+            settings=chosen,
+            breaker=breaker,
+            health=health,
+            parked=parked,
+        )
+        return Desk(engines[-1], consume, lanes, health, handlers, Slot(group, topic, partition))
 
     yield make
     for engine in engines:

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import asyncpg
 from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -12,7 +13,10 @@ from pipeline.batch import Batch, read
 from pipeline.consume import Consume, Outcome
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
+from pipeline.health import Health
 from pipeline.inbox import Slot
+from pipeline.lanes import Lanes
+from pipeline.work import FromPartition
 
 from .bank import Deposit
 
@@ -23,6 +27,8 @@ class Desk:
 
     engine: AsyncEngine
     consume: Consume
+    lanes: Lanes
+    health: Health
     handlers: Handlers
     slot: Slot
     outages: list[str] = field(default_factory=list)
@@ -45,7 +51,27 @@ class Desk:
     async def apply_batch(self, batch: Batch) -> Sequence[Outcome]:
         """Apply the batch as the reader does: infrastructure is tried again for ever."""
         attempts = patiently("the test", unless=lambda: False, away=self.outages.append)
-        return await self.consume.apply(self.slot, batch, attempts)
+        return await self.consume.apply(FromPartition(self.slot, batch), attempts)
+
+    async def work_off(self) -> None:
+        """Handle what is due in the backlog, as its workers do, until nothing is."""
+        while await self.lanes.work_off():
+            pass
+
+    async def make_due(self) -> None:
+        """Let the time pass that heads of keys wait for."""
+        async with autocommitting(self.engine) as driver:
+            await driver.execute(
+                "UPDATE pipeline.backlog SET due_at = now() WHERE due_at > clock_timestamp()"
+            )
+
+    async def backlog(self) -> list[asyncpg.Record]:
+        """Return the rows of the backlog, in the order of their records."""
+        async with autocommitting(self.engine) as driver:
+            return await driver.fetch(
+                "SELECT *, due_at > clock_timestamp() AS waits FROM pipeline.backlog"
+                ' ORDER BY consumer, topic, partition, "offset"'
+            )
 
     async def position(self) -> int:
         """Return the position stored; 0 is stored first if there is none."""

@@ -260,7 +260,7 @@ async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_a
     ids = (rounds + 1) * step
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     desks = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number, lanes=1)
+        await new_desk(bank.handlers, topic=bank.deposits, partition=number, concurrency=1)
         for number in range(writers)
     ]
     finished = asyncio.Event()

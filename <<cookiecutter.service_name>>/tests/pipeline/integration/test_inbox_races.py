@@ -252,9 +252,16 @@ async def waiting(db: asyncpg.Connection) -> int:
 @pytest.fixture
 async def hall(held: Held, new_desk: NewDesk) -> list[Desk]:
     """Return a hundred desks, each with a connection of its own."""
-    patient = {"lock_timeout": 40, "transaction_timeout": 45, "kafka_session_timeout": 50}
+    patient = {
+        "lock_timeout": 40,
+        "transaction_timeout": 45,
+        "kafka_session_timeout": 50,
+        "backlog_lease": 50,
+    }
     desks = [
-        await new_desk(held.handlers, topic=held.deposits, partition=number, lanes=1, **patient)
+        await new_desk(
+            held.handlers, topic=held.deposits, partition=number, concurrency=1, **patient
+        )
         for number in range(MANY)
     ]
     await asyncio.gather(*(desk.position() for desk in desks))

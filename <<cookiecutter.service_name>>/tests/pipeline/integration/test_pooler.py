@@ -35,7 +35,7 @@ async def test_a_transaction_leaves_nothing_behind_in_its_session(
         topic=bank.deposits,
         database_url=direct_url,
         database_pooler=pooler,
-        lanes=1,
+        concurrency=1,
     )
     await desk.apply(*(Deposit(amount) for amount in range(20)))
     async with autocommitting(desk.engine) as driver:

@@ -221,7 +221,7 @@ async def test_whatever_happens_to_writers_and_relays_every_event_arrives_in_its
 ) -> None:
     """Traps 1, 3 and 5."""
     monkeypatch.setattr(window, "_SCAN_AT_MOST", 20)
-    chosen = settings(relay_page=7, relay_lease=1, relay_cursor_interval=0.05, lanes=1)
+    chosen = settings(relay_page=7, relay_lease=1, relay_cursor_interval=0.05, concurrency=1)
     assert await faults_of(BLOWS, chosen, connect, db, await new_topic(4), seed) == set()
 
 
@@ -236,7 +236,7 @@ async def test_that_property_notices_a_relay_that_writes_without_its_token(
     checked = " AND cursor.token = mine.token"
     assert relay._WRITE.count(checked) == 1, "the statement is not what this test knows"
     monkeypatch.setattr(relay, "_WRITE", relay._WRITE.replace(checked, ""))
-    chosen = settings(relay_page=100, relay_lease=1, relay_cursor_interval=0.05, lanes=1)
+    chosen = settings(relay_page=100, relay_lease=1, relay_cursor_interval=0.05, concurrency=1)
     blows = ["stop before write"]
     found = await faults_of(blows, chosen, connect, db, await new_topic(4), seed=0)
     assert found == {"cursor went back"}
@@ -248,7 +248,7 @@ async def test_two_relays_never_share_a_key(
     """Trap 4: rows are not claimed one by one; nothing is sent twice though all look for work."""
     topic = await new_topic(3)
     keys = [f"key-{number}" for number in range(40)]
-    chosen = settings(relay_lease=1, relay_page=7, lanes=1)
+    chosen = settings(relay_lease=1, relay_page=7, concurrency=1)
     async with (
         following(kafka, topic) as tail,
         relaying(chosen),
@@ -288,7 +288,7 @@ async def test_the_shards_of_a_relay_that_died_are_taken_over_as_soon_as_its_lea
     # It would look at its own leases after twenty minutes.
     async with (
         following(kafka, topic) as tail,
-        relaying(settings(relay_lease=3_600, lanes=1)) as one,
+        relaying(settings(relay_lease=3_600, concurrency=1)) as one,
     ):
         await tail.until_ids(range(200))
         await eventually(lambda: _shares_are(db, [64]))
@@ -307,7 +307,7 @@ async def test_relays_that_come_and_go_share_the_shards_and_no_event_waits_for_a
 ) -> None:
     topic = await new_topic(3)
     lease = 6
-    chosen = settings(relay_lease=lease, lanes=1)
+    chosen = settings(relay_lease=lease, concurrency=1)
     closing = False
     staged = 0
 

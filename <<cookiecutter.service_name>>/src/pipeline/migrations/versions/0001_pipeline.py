@@ -25,6 +25,7 @@ def upgrade() -> None:
             anchor_offset  bigint,
             anchor_time    timestamptz,
             anchor_hash    bytea,
+            starts         integer NOT NULL DEFAULT 0,
             moved_at       timestamptz NOT NULL DEFAULT now(),
             CONSTRAINT position_pkey PRIMARY KEY (consumer_group, topic, partition)
         )""")
@@ -35,6 +36,9 @@ def upgrade() -> None:
         COMMENT ON COLUMN pipeline.position.anchor_hash IS
         'tells whether the topic still holds that record'""")
     op.execute("""
+        COMMENT ON COLUMN pipeline.position.starts IS
+        'processes that began here and have neither moved it nor ended in order'""")
+    op.execute("""
         COMMENT ON TABLE pipeline.position IS
         'The offset that each partition goes on from; moved by the consume transaction itself.'""")
 
@@ -43,8 +47,12 @@ def upgrade() -> None:
             singleton boolean PRIMARY KEY CHECK (singleton),
             current   integer NOT NULL,
             oldest    integer NOT NULL,
-            opened_at timestamptz NOT NULL
+            opened_at timestamptz NOT NULL,
+            since     timestamptz
         )""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.inbox_generation.since IS
+        'what is older is not remembered; null: all is'""")
     op.execute("""
         COMMENT ON TABLE pipeline.inbox_generation IS
         'One row: which generation takes new markers, and the oldest still remembered.'""")
@@ -73,6 +81,83 @@ def upgrade() -> None:
     op.execute("COMMENT ON COLUMN pipeline.inbox.key IS 'hash of (consumer, source, id)'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.hash IS 'hash of type and data'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.result IS 'what the handler returned'")
+
+    op.execute("""
+        CREATE TABLE pipeline.backlog (
+            key             bytea NOT NULL CONSTRAINT backlog_pkey PRIMARY KEY,
+            lane            smallint NOT NULL,
+            order_key       bytea NOT NULL,
+            consumer        text NOT NULL,
+            topic           text NOT NULL,
+            partition       integer NOT NULL,
+            "offset"        bigint NOT NULL,
+            timestamp       bigint NOT NULL,
+            record_key      bytea,
+            value           bytea,
+            headers         text NOT NULL,
+            source          text,
+            id              text,
+            type            text,
+            hash            bytea,
+            hash_version    smallint NOT NULL,
+            remembered_hash bytea,
+            traceparent     text,
+            received_at     timestamptz NOT NULL DEFAULT now(),
+            reason          text NOT NULL,
+            attempts        integer NOT NULL,
+            waited          double precision NOT NULL,
+            due_at          timestamptz,
+            died_at         timestamptz,
+            holds           boolean NOT NULL,
+            error           text,
+            traceback       text,
+            discarded_at    timestamptz,
+            discarded_by    text,
+            discarded_why   text
+        )""")
+    op.execute("""
+        CREATE INDEX backlog_order_idx ON pipeline.backlog (order_key, partition, "offset")
+         WHERE died_at IS NULL OR holds""")
+    op.execute("""
+        CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, due_at) WHERE due_at IS NOT NULL""")
+    op.execute("""
+        CREATE INDEX backlog_died_idx ON pipeline.backlog (died_at) WHERE died_at IS NOT NULL""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.backlog IS
+        'Messages to be handled later, in the order of their key, and dead letters.'""")
+    for column, comment in (
+        ("key", "the marker''s, where there is an identity"),
+        ("order_key", "hash of (consumer, topic, key)"),
+        ("consumer", "empty: a record that is nobody''s yet"),
+        ("timestamp", "the record''s, in milliseconds"),
+        ("headers", "JSON pairs; a byte is a character"),
+        ("hash", "hash of type and data"),
+        ("remembered_hash", "the other payload''s, of an identity mismatch"),
+        ("waited", "seconds its policy has let it wait"),
+        ("due_at", "null: behind another, or dead"),
+        ("died_at", "since when it is a dead letter"),
+        ("holds", "dead, and its key waits for a person"),
+    ):
+        op.execute(f"COMMENT ON COLUMN pipeline.backlog.{column} IS '{comment}'")
+
+    op.execute("""
+        CREATE TABLE pipeline.backlog_lane (
+            lane        smallint NOT NULL CONSTRAINT backlog_lane_pkey PRIMARY KEY,
+            token       bigint NOT NULL DEFAULT 0,
+            owner       text,
+            lease_until timestamptz,
+            starts      integer NOT NULL DEFAULT 0,
+            released_at timestamptz NOT NULL DEFAULT now()
+        ) WITH (fillfactor = 50)""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.backlog_lane IS
+        'Shares of the backlog''s order keys, and which worker has each.'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.backlog_lane.starts IS
+        'workers that began and have not given it back'""")
+    op.execute("""
+        INSERT INTO pipeline.backlog_lane (lane)
+        SELECT lane FROM generate_series(0, 63) AS lane""")
 
     op.execute("""
         CREATE TABLE pipeline.outbox (

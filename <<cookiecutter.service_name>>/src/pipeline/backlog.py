@@ -1,0 +1,442 @@
+"""The backlog: messages that are stored, to be handled later in the order of their key.
+
+Retries, deferred messages and dead letters are rows of one table, and nothing else knows of them.
+A lane is a share of the order keys. Only who holds a lane's lease changes its rows; consume
+transactions add some. A row is due when it is added, also behind others of its key, because those
+may be gone by the time it is seen; who holds the lane lets only the first row of a key be due.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import asyncpg
+import orjson
+
+from .batch import Item, Quarantined, items_of, order_key
+from .handlers import Handlers
+from .inbox import Generations, IdentityMismatch, Known
+from .message import Record
+from .payload import HASH_VERSION
+from .policy import DIED, Fate, Policy, dead
+from .schema import LANES
+
+_RUN_BYTES = 16 * 2**20
+"""What the rows of one transaction may take in memory, about."""
+_DEMOTED = 10_000
+"""Rows of a key that one statement stops from being due, so that none takes long."""
+
+
+class LaneLost(Exception):
+    """The lane's lease is not ours any more: another worker, or a person, has taken it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A lane as its worker holds it."""
+
+    number: int
+    token: int
+    starts: int
+    """Workers that have begun and not come back, this one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A record as it was read from Kafka."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
+    stored_for: float
+    """Seconds that it has been in the backlog."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A message or record to be stored, and what becomes of it."""
+
+    key: bytes
+    """The marker's key where there is an identity: nothing is stored twice."""
+    consumer: str
+    """Empty for a record that could not be decoded, which is nobody's yet."""
+    record: Record
+    fate: Fate
+    item: Item | None = None
+    remembered: bytes | None = None
+    """The payload hash that the message's identity came with before, if that was another."""
+
+
+_FIND = """
+SELECT b.key, NULL::bytea AS order_key, b.hash, b.hash_version
+  FROM pipeline.backlog b WHERE b.key = ANY ($1)
+UNION ALL
+SELECT NULL, wanted.key, NULL, NULL
+  FROM unnest($2::bytea[]) AS wanted (key)
+ WHERE EXISTS (SELECT FROM pipeline.backlog b
+                WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))
+"""
+
+_ADD = """
+INSERT INTO pipeline.backlog
+       (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
+        headers, source, id, type, hash, hash_version, remembered_hash, traceparent,
+        reason, attempts, waited, due_at, died_at, holds, error, traceback)
+SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
+       headers, source, id, type, hash, $1, remembered_hash, traceparent,
+       reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),
+       CASE WHEN due_in IS NULL THEN clock_timestamp() END, holds, error, traceback
+  FROM unnest($2::bytea[], $3::smallint[], $4::bytea[], $5::text[], $6::text[], $7::integer[],
+              $8::bigint[], $9::bigint[], $10::bytea[], $11::bytea[], $12::text[], $13::text[],
+              $14::text[], $15::text[], $16::bytea[], $17::bytea[], $18::text[], $19::text[],
+              $20::integer[], $21::float[], $22::float[], $23::boolean[], $24::text[], $25::text[])
+       AS new (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key,
+               value, headers, source, id, type, hash, remembered_hash, traceparent,
+               reason, attempts, waited, due_in, holds, error, traceback)
+    ON CONFLICT DO NOTHING
+"""
+
+_CLAIM = """
+UPDATE pipeline.backlog_lane
+   SET owner = $1, token = token + 1, starts = starts + 1,
+       lease_until = clock_timestamp() + make_interval(secs => $2)
+ WHERE lane = (
+       SELECT lane FROM pipeline.backlog_lane l
+        WHERE (lease_until IS NULL OR lease_until < clock_timestamp())
+          AND EXISTS (SELECT FROM pipeline.backlog b
+                       WHERE b.lane = l.lane AND due_at <= clock_timestamp()
+                         AND consumer = ANY ($3))
+        ORDER BY released_at LIMIT 1
+          FOR UPDATE SKIP LOCKED)
+RETURNING lane, token, starts
+"""
+
+_HOLD = """
+WITH held AS (
+    UPDATE pipeline.backlog_lane
+       SET lease_until = clock_timestamp() + make_interval(secs => $3)
+     WHERE lane = $1 AND token = $2
+    RETURNING 1
+)
+SELECT current, oldest, since, EXISTS (SELECT FROM held) AS ours FROM pipeline.inbox_generation
+"""
+
+_RELEASE = """
+UPDATE pipeline.backlog_lane
+   SET owner = NULL, lease_until = NULL, starts = 0, released_at = clock_timestamp()
+ WHERE lane = $1 AND token = $2
+"""
+
+_TAKE = """
+WITH due AS MATERIALIZED (
+    SELECT order_key, min(due_at) AS due_at
+      FROM (SELECT order_key, due_at FROM pipeline.backlog
+             WHERE lane = $1 AND due_at <= clock_timestamp() AND consumer = ANY ($2)
+             ORDER BY due_at LIMIT $3) AS first
+     GROUP BY order_key
+), run AS (
+    SELECT due.due_at AS key_due_at, b.*, b.due_at > clock_timestamp() AS is_early,
+           extract(epoch FROM clock_timestamp() - b.received_at)::float AS stored_for
+      FROM due CROSS JOIN LATERAL (
+           SELECT * FROM pipeline.backlog b
+            WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
+            ORDER BY partition, "offset"
+            LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b
+)
+SELECT * FROM (
+    SELECT run.*,
+           sum(octet_length(value)) OVER (
+               ORDER BY key_due_at, order_key, partition, "offset") AS bytes,
+           row_number() OVER (ORDER BY key_due_at, order_key, partition, "offset") AS place
+      FROM run) AS sized
+ WHERE bytes <= $4 OR bytes IS NULL OR place = 1
+ ORDER BY place
+"""
+
+_DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
+
+_SET = """
+UPDATE pipeline.backlog AS b
+   SET reason = new.reason, attempts = new.attempts, waited = new.waited, holds = new.holds,
+       error = new.error, traceback = new.traceback,
+       remembered_hash = new.remembered_hash,
+       due_at = clock_timestamp() + make_interval(secs => new.due_in),
+       died_at = CASE WHEN new.due_in IS NULL THEN clock_timestamp() END
+  FROM unnest($1::bytea[], $2::text[], $3::integer[], $4::float[], $5::float[], $6::boolean[],
+              $7::text[], $8::text[], $9::bytea[])
+       AS new (key, reason, attempts, waited, due_in, holds, error, traceback, remembered_hash)
+ WHERE b.key = new.key
+"""
+
+_ONLY_HEADS_ARE_DUE = """
+WITH head AS MATERIALIZED (
+    SELECT wanted.key AS order_key, b.key, b.died_at
+      FROM unnest($1::bytea[]) AS wanted (key) CROSS JOIN LATERAL (
+           SELECT key, died_at FROM pipeline.backlog b
+            WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)
+            ORDER BY partition, "offset" LIMIT 1) AS b
+), behind AS MATERIALIZED (
+    SELECT b.key FROM head JOIN pipeline.backlog b ON b.order_key = head.order_key
+     WHERE b.lane = ANY ($2) AND b.due_at <= clock_timestamp() AND b.key <> head.key
+     LIMIT $3
+), demoted AS (
+    UPDATE pipeline.backlog SET due_at = NULL WHERE key IN (SELECT key FROM behind)
+)
+UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
+  FROM head WHERE b.key = head.key AND b.due_at IS NULL AND b.died_at IS NULL
+"""
+
+
+_COUNT = """
+SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
+       count(*) FILTER (WHERE died_at IS NOT NULL AND discarded_at IS NULL),
+       COALESCE(extract(epoch FROM clock_timestamp()
+                        - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float
+  FROM pipeline.backlog GROUP BY consumer
+"""
+
+
+async def find(
+    connection: asyncpg.Connection, items: Sequence[Item]
+) -> tuple[dict[bytes, Known], set[bytes]]:
+    """Return what the backlog holds of these messages, and which of their keys it keeps waiting.
+
+    A statement after the one that marks them, so that it sees what that one has waited for.
+    """
+    rows = await connection.fetch(
+        _FIND,
+        [item.marker.key for item in items],
+        list({item.order_key for item in items}),
+    )
+    known = {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows if row["key"]}
+    return known, {row["order_key"] for row in rows if row["order_key"]}
+
+
+async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
+    """Store rows; what is stored already stays as it is."""
+    messages = [row.item.marker.message if row.item else None for row in rows]
+    keys = [order_key(row.consumer, row.record) for row in rows]
+    await connection.execute(
+        _ADD,
+        HASH_VERSION,
+        [row.key for row in rows],
+        [
+            lane_of(key, is_deferred=row.item is not None and row.item.handler.mode == "deferred")
+            for key, row in zip(keys, rows, strict=True)
+        ],
+        keys,
+        [row.consumer for row in rows],
+        [row.record.topic for row in rows],
+        [row.record.partition for row in rows],
+        [row.record.offset for row in rows],
+        [row.record.timestamp for row in rows],
+        [row.record.key for row in rows],
+        [row.record.value for row in rows],
+        [_headers_as_json(row.record.headers) for row in rows],
+        [message and message.source for message in messages],
+        [message and message.id for message in messages],
+        [message and message.type for message in messages],
+        [message and message.hash for message in messages],
+        [row.remembered for row in rows],
+        [message and message.traceparent for message in messages],
+        [row.fate.reason for row in rows],
+        [row.fate.attempts for row in rows],
+        [row.fate.waited for row in rows],
+        [row.fate.due_in for row in rows],
+        [row.fate.holds for row in rows],
+        [row.fate.error for row in rows],
+        [row.fate.traceback for row in rows],
+    )
+
+
+def lane_of(order_key: bytes, *, is_deferred: bool) -> int:
+    """Return the lane of a key. Deferred messages have lanes of their own."""
+    return order_key[0] % LANES + (LANES if is_deferred else 0)
+
+
+def quarantined(one: Quarantined) -> Row:
+    """Return the dead letter of a record that can't be given to any handler."""
+    record = one.record
+    digest = blake2b(f"{record.topic}:{record.partition}:{record.offset}".encode(), digest_size=16)
+    # A topic that was created anew has other records at the same places.
+    for part in (record.key, record.value):
+        digest.update(b"-" if part is None else b"%d:%b" % (len(part), part))
+    return Row(digest.digest(), "", record, dead(Policy(), one.reason, one.error))
+
+
+def impostor(item: Item, error: IdentityMismatch) -> Row:
+    """Return the dead letter of a message that has the identity of another one."""
+    message = item.marker.message
+    key = blake2b(item.marker.key + message.hash, digest_size=16).digest()
+    fate = dead(item.handler.policy, "identity mismatch", error)
+    return Row(key, item.marker.consumer, item.record, fate, item, error.remembered)
+
+
+async def claim(
+    connection: asyncpg.Connection, owner: str, lease: float, consumers: Collection[str]
+) -> Lane | None:
+    """Take a lane that has something due for these consumers; the one that waits longest first.
+
+    A lane of a worker that died is free when its lease, in seconds, has run out.
+    """
+    row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers))
+    return Lane(*row) if row else None
+
+
+async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Generations:
+    """Hold the lane to the end of the transaction. Raises `LaneLost`."""
+    row = await connection.fetchrow(_HOLD, lane.number, lane.token, lease)
+    if row is None or not row["ours"]:
+        raise LaneLost(f"backlog lane {lane.number} went to somebody else")
+    return Generations(row["current"], row["oldest"], row["since"])
+
+
+async def release(connection: asyncpg.Connection, lane: Lane) -> None:
+    """Give the lane back, in order."""
+    await connection.execute(_RELEASE, lane.number, lane.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Rows of a lane whose turn it is, the first ones of each key, in its order."""
+
+    items: Sequence[Item]
+    """Messages to handle."""
+    readmitted: Mapping[bytes, Sequence[Item]]
+    """What records that were nobody's turn out to be now, by their row's key."""
+    hopeless: Mapping[bytes, Fate]
+    """Rows that can't be read any more."""
+    keys: Sequence[bytes]
+    """Order keys of all rows seen, also of those that turned out not to be due."""
+
+
+class NoHandler(Exception):
+    """No handler of the consumer takes the message any more."""
+
+
+async def take(
+    connection: asyncpg.Connection,
+    lane: Lane,
+    handlers: Handlers,
+    consumers: Collection[str],
+    limit: int,
+) -> Taken:
+    """Read what is due; keys take turns, and share the `limit`."""
+    rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES)
+    keys: list[bytes] = []
+    items: list[Item] = []
+    readmitted: dict[bytes, Sequence[Item]] = {}
+    hopeless: dict[bytes, Fate] = {}
+    waiting: set[bytes] = set()
+    for row in rows:
+        key = row["order_key"]
+        is_head = not keys or keys[-1] != key
+        if is_head:
+            keys.append(key)
+        if row["died_at"] is not None or (is_head and row["is_early"]):
+            waiting.add(key)
+        if key in waiting:
+            continue
+        found = _read(handlers, row)
+        if isinstance(found, Fate):
+            hopeless[row["key"]] = found
+        elif row["consumer"]:
+            items += found
+        else:
+            readmitted[row["key"]] = found
+    return Taken(items, readmitted, hopeless, keys)
+
+
+def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Fate:
+    """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
+    record = StoredRecord(
+        row["topic"],
+        row["partition"],
+        row["offset"],
+        row["timestamp"],
+        row["record_key"],
+        row["value"],
+        headers_of(row["headers"]),
+        row["stored_for"],
+    )
+    found = items_of(handlers, record)
+    consumer = row["consumer"]
+    if isinstance(found, Quarantined):
+        return dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+    if not consumer:
+        return found
+    for item in found:
+        if item.marker.consumer == consumer:
+            return [
+                replace(
+                    item,
+                    attempts=row["attempts"],
+                    waited=row["waited"],
+                    row=row["key"],
+                    is_suspect=row["reason"] == DIED,
+                )
+            ]
+    error = NoHandler(f"{consumer} has no handler for {row['type']!r} of {record.topic}")
+    return dead(Policy(), "no handler", error, attempts=row["attempts"])
+
+
+async def settle(
+    connection: asyncpg.Connection,
+    lane: Lane,
+    *,
+    done: Collection[bytes],
+    fates: Mapping[bytes, Fate],
+    impostors: Mapping[bytes, bytes],
+    keys: Collection[bytes],
+) -> None:
+    """Delete the rows that are done and change the others, by their keys, then let heads be due.
+
+    `impostors` are the payload hashes that the identities of some rows were remembered with.
+    """
+    if done:
+        await connection.execute(_DELETE, list(done))
+    if fates:
+        await connection.execute(
+            _SET,
+            list(fates),
+            [fate.reason for fate in fates.values()],
+            [fate.attempts for fate in fates.values()],
+            [fate.waited for fate in fates.values()],
+            [fate.due_in for fate in fates.values()],
+            [fate.holds for fate in fates.values()],
+            [fate.error for fate in fates.values()],
+            [fate.traceback for fate in fates.values()],
+            [impostors.get(key) for key in fates],
+        )
+    await let_heads_be_due(connection, [lane.number], keys)
+
+
+async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
+    """Return by consumer: messages that wait, dead letters, seconds since the oldest was stored."""
+    return [tuple(row) for row in await connection.fetch(_COUNT)]
+
+
+async def let_heads_be_due(
+    connection: asyncpg.Connection, lanes: Collection[int], keys: Collection[bytes]
+) -> None:
+    """Make the first row of each order key the only one that is due. Hold the lanes before."""
+    await connection.execute(_ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED)
+
+
+def _headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:
+    """Write headers as JSON; every byte of a value is one character of the same number."""
+    return orjson.dumps(
+        [[name, None if value is None else value.decode("latin-1")] for name, value in headers]
+    ).decode()
+
+
+def headers_of(text: str) -> list[tuple[str, bytes | None]]:
+    """Return the headers of a stored record."""
+    return [
+        (name, None if value is None else value.encode("latin-1"))
+        for name, value in orjson.loads(text)
+    ]

@@ -1,0 +1,93 @@
+"""The breaker: when the same error strikes key after key, it is not the messages that are wrong."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import NamedTuple
+
+from . import telemetry
+from .health import Health
+
+log = logging.getLogger(__name__)
+
+
+class Failure(NamedTuple):
+    """One message that failed."""
+
+    consumer: str
+    order_key: bytes
+    error: BaseException
+
+
+class BreakerOpen(Exception):
+    """A consumer fails alike for key after key: nothing is set aside, the batch waits."""
+
+
+@dataclass(slots=True)
+class _Consumer:
+    kind: type[BaseException]
+    keys: set[bytes] = field(default_factory=set)
+    probe_at: float = 0.0
+    is_open: bool = False
+
+
+class Breaker:
+    """What fails at the consumers of this process, since each has last succeeded.
+
+    It opens when one has failed for many keys in a row, all with the same type of error. Each try
+    after that is a probe; the first success closes it.
+    """
+
+    def __init__(self, *, keys: int, pause: float, health: Health) -> None:
+        """`keys` that fail alike open it; while it is open there is a `pause` in seconds."""
+        self._limit = keys
+        self._pause = pause
+        self._health = health
+        self._failing: dict[str, _Consumer] = {}
+
+    @property
+    def resting(self) -> set[str]:
+        """Consumers for whom it is open, and whose next probe is not due."""
+        now = monotonic()
+        return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
+
+    def observe(self, succeeded: Iterable[str], failures: Iterable[Failure]) -> None:
+        """Note how consumers fared in an attempt; raises `BreakerOpen` if nothing may be stored."""
+        for consumer in succeeded:
+            self._close(consumer)
+        failed: dict[str, BaseException] = {}
+        fared_well = set(succeeded)
+        for consumer, key, error in failures:
+            if consumer in fared_well:
+                continue
+            state = self._failing.get(consumer)
+            if state is None or state.kind is not type(error):
+                state = self._failing[consumer] = _Consumer(type(error))
+            if len(state.keys) < self._limit:
+                state.keys.add(key)
+            failed[consumer] = error
+        for consumer, error in failed.items():
+            if len(self._failing[consumer].keys) >= self._limit:
+                self._open(consumer, error)
+
+    def _open(self, consumer: str, error: BaseException) -> None:
+        state = self._failing[consumer]
+        state.probe_at = monotonic() + self._pause
+        text = (
+            f"{consumer} fails with {type(error).__qualname__} for {self._limit} keys and more,"
+            " one after the other: nothing is set aside, it is tried again until it succeeds"
+        )
+        if not state.is_open:
+            state.is_open = True
+            log.error("breaker: %s", text, exc_info=error)
+            telemetry.set_breaker(consumer, is_open=True)
+        self._health.not_ready(f"breaker of {consumer}", text)
+        raise BreakerOpen(text) from error
+
+    def _close(self, consumer: str) -> None:
+        state = self._failing.pop(consumer, None)
+        if state is not None and state.is_open:
+            log.info("breaker: %s succeeds again", consumer)
+            telemetry.set_breaker(consumer, is_open=False)
+            self._health.forget(f"breaker of {consumer}")

@@ -1,0 +1,196 @@
+"""The workers of the backlog: they take lanes that have something due, and handle it."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic
+from typing import TypeVar
+from uuid import uuid4
+
+import asyncpg
+from sqlalchemy.ext.asyncio import AsyncEngine
+from tenacity import AsyncRetrying
+
+from . import backlog, telemetry
+from .backlog import Lane, LaneLost, Taken
+from .batch import Item
+from .breaker import Breaker, BreakerOpen
+from .consume import Consume
+from .database import autocommitting
+from .failures import named, patiently
+from .handlers import Handlers
+from .health import Health
+from .policy import DIED, Fate, ProcessDied, after_failure
+from .settings import Settings
+from .work import FromLane
+
+log = logging.getLogger(__name__)
+
+_TURNS = 20
+"""Transactions after which a lane is given back, so that others have their turn."""
+_SAMPLE_SECONDS = 30.0
+_ANSWER_SECONDS = 20.0
+"""Longer than any question takes: a connection that died without a word is noticed by it."""
+
+T = TypeVar("T")
+
+
+class Lanes:
+    """A process's workers. Any number of processes share the lanes; each has one worker at most."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        consume: Consume,
+        *,
+        handlers: Handlers,
+        settings: Settings,
+        breaker: Breaker,
+        health: Health,
+        parked: asyncio.Event,
+    ) -> None:
+        """`parked` is set when this process has stored something that is due."""
+        self._engine = engine
+        self._consume = consume
+        self._handlers = handlers
+        self._settings = settings
+        self._breaker = breaker
+        self._health = health
+        self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
+        self._woken = parked
+        self._stopping = asyncio.Event()
+        self._sample_at = 0.0
+
+    def stop(self) -> None:
+        """Ask `run` to end after the transactions that run."""
+        self._stopping.set()
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Work until `stop`."""
+        workers = range(self._settings.backlog_workers)
+        async with asyncio.TaskGroup() as group:
+            for _ in workers:
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        pause = self._settings.backlog_poll_min
+        while not self._stopping.is_set():
+            self._woken.clear()
+            try:
+                is_idle = not await self.work_off()
+                self._health.ready("backlog")
+                await self._sample()
+            except Exception as error:
+                if self._stopping.is_set():
+                    return
+                log.exception("backlog: unexpected error, starting again")
+                self._health.not_ready("backlog", named(error))
+                await self._pause(self._settings.retry_pause)
+                continue
+            if is_idle and not await self._pause(pause):
+                pause = min(2 * pause, self._settings.backlog_poll_max)
+            else:
+                pause = self._settings.backlog_poll_min
+
+    async def _pause(self, seconds: float) -> bool:
+        """Sleep, or wake up for what is stored and for `stop`; says whether it was woken."""
+        if self._stopping.is_set():
+            return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), seconds)
+            return True
+        return False
+
+    async def work_off(self) -> bool:
+        """Handle what is due in the lane that waits longest; says whether there was one."""
+        lane = await self._ask("claiming a lane", self._claim)
+        if lane is None:
+            return False
+        try:
+            await self._serve(lane)
+        except LaneLost as lost:
+            log.warning("%s", lost)
+            return True
+        except BreakerOpen:
+            pass  # it has told, and the consumer rests
+        except Exception:
+            with suppress(Exception):
+                await self._release(lane)
+            raise
+        await self._release(lane)
+        return True
+
+    async def _release(self, lane: Lane) -> None:
+        await self._ask("giving a lane back", lambda driver: backlog.release(driver, lane))
+
+    async def _serve(self, lane: Lane) -> None:
+        """Handle what is due in the lane, for a while."""
+        for _ in range(_TURNS):
+            taken = await self._ask(
+                "reading the backlog",
+                lambda driver: backlog.take(
+                    driver, lane, self._handlers, self._consumers, self._settings.batch_size
+                ),
+            )
+            if not taken.keys or self._stopping.is_set():
+                return
+            await self._handle(lane, taken)
+
+    async def _handle(self, lane: Lane, taken: Taken) -> None:
+        """Handle rows in one transaction; a row that may kill the process in one of its own."""
+        work = FromLane(lane, self._settings.backlog_lease, taken)
+        risky = next((n for n, item in enumerate(taken.items) if self._is_risky(lane, item)), None)
+        if risky is not None:
+            work = replace(work, taken=replace(taken, items=taken.items[: risky or 1]))
+        if risky == 0:
+            # The worst is assumed before: who does not come back has spent an attempt.
+            (item,) = work.items
+            await self._apply(replace(work, assumed=_died(item)))
+        await self._apply(work)
+
+    def _is_risky(self, lane: Lane, item: Item) -> bool:
+        return item.is_suspect or lane.starts > 1
+
+    async def _apply(self, work: FromLane) -> None:
+        await self._consume.apply(work, self._patiently("the backlog"))
+
+    @property
+    def _consumers(self) -> set[str]:
+        """Whose rows are looked for; those that are nobody's as well."""
+        return {"", *self._handlers.consumers} - self._breaker.resting
+
+    async def _claim(self, driver: asyncpg.Connection) -> Lane | None:
+        lease = self._settings.backlog_lease
+        return await backlog.claim(driver, self._owner, lease, self._consumers)
+
+    async def _sample(self) -> None:
+        """Tell now and then what the backlog holds."""
+        if monotonic() >= self._sample_at:
+            self._sample_at = monotonic() + _SAMPLE_SECONDS
+            for row in await self._ask("counting the backlog", backlog.count):
+                telemetry.observe_backlog(*row)
+
+    async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+        async def ask() -> T:
+            async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
+                return await question(driver)
+
+        return await self._patiently(what)(ask)
+
+    def _patiently(self, what: str) -> AsyncRetrying:
+        return patiently(
+            f"backlog: {what}",
+            unless=self._stopping.is_set,
+            away=lambda reason: self._health.not_ready("backlog", f"PostgreSQL: {reason}"),
+        )
+
+
+def _died(item: Item) -> Fate:
+    error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
+    return after_failure(
+        item.handler.policy, error, attempts=item.attempts, waited=item.waited, reason=DIED
+    )

@@ -1,0 +1,149 @@
+"""What becomes of a message whose handler fails: tried again later, set aside, or dead."""
+
+import random
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .failures import told
+
+_JITTER = 0.1
+"""Share of a delay by which it differs, so that what failed together does not come back at once."""
+_TRACEBACK = 20_000
+"""Characters of a traceback that are kept."""
+
+
+class Retry(Exception):
+    """Raised by a handler: try this message again later; it counts as an attempt.
+
+    `after` is in seconds; without it the policy's schedule decides.
+    """
+
+    def __init__(self, text: str = "", *, after: float | None = None) -> None:
+        super().__init__(text)
+        self.after = after
+
+
+class Park(Exception):
+    """Raised by a handler: what this message needs is not there yet; set it aside.
+
+    It is tried again `after` seconds (by the policy's schedule without). That is no failure and
+    counts as no attempt, but is bounded by the policy's `max_age`.
+    """
+
+    def __init__(self, text: str = "", *, after: float | None = None) -> None:
+        super().__init__(text)
+        self.after = after
+
+
+class Reject(Exception):
+    """Raised by a handler: this message can never be applied. It is dead at once."""
+
+
+class ProcessDied(Exception):
+    """The process has died every time it handled this message: out of memory, or in a loop."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How often, how long and when a failed message is tried again, and what its death does."""
+
+    attempts: int = 6
+    """Attempts in all; after the last one the message is dead."""
+    max_age: float = 86_400.0
+    """Seconds that a message waits for its attempts, summed up. An outage, an open breaker and the
+    queue before it don't count, whatever a clock says."""
+    schedule: Sequence[float] = (30.0, 120.0, 480.0, 1_920.0, 3_600.0)
+    """Seconds to the next attempt, after the first, second, …; the last one repeats."""
+    after_death: Literal["go on", "hold"] = "go on"
+    """Whether later messages of the key go on, or wait until a person has decided."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.max_age <= 0 or not self.schedule or min(self.schedule) < 0:
+            raise ValueError("a policy has at least one attempt, an age and a schedule in seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of a message that is not applied now."""
+
+    reason: str
+    attempts: int = 0
+    waited: float = 0.0
+    """Seconds that its policy has let it wait so far."""
+    due_in: float | None = 0.0
+    """Seconds until it is tried; None: it is dead."""
+    holds: bool = False
+    """Whether a dead one keeps the later ones of its key waiting."""
+    error: str | None = None
+    traceback: str | None = None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether only a person can do more for it."""
+        return self.due_in is None
+
+
+DIED = "process died"
+"""Reason of a message that is tried alone, with the attempt spent beforehand."""
+FOLLOWER = Fate("follows another")
+"""An earlier message of its key waits or has failed."""
+DEFERRED = Fate("deferred")
+"""Its handler is called later, by design."""
+UNDECIDED = Fate("undecided")
+"""It failed after another one of its batch, and maybe because of that: it is tried by itself."""
+
+
+def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Fate:
+    """Return the fate of a message that only a person can do more for."""
+    return Fate(
+        reason,
+        attempts=attempts,
+        due_in=None,
+        holds=policy.after_death == "hold",
+        error=described(error),
+        traceback=_traceback(error),
+    )
+
+
+def after_failure(
+    policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str
+) -> Fate:
+    """Return what becomes of a message that has failed once more.
+
+    `attempts` and `waited` are its own from before.
+    """
+    if isinstance(error, Reject):
+        return dead(policy, "rejected", error, attempts=attempts + 1)
+    is_parked = isinstance(error, Park)
+    attempts += not is_parked
+    delay = policy.schedule[min(max(attempts, 1), len(policy.schedule)) - 1]
+    if isinstance(error, Retry | Park) and error.after is not None:
+        delay = error.after
+    if attempts >= policy.attempts:
+        return dead(policy, "attempts used up", error, attempts=attempts)
+    if waited + delay > policy.max_age:
+        return dead(policy, "waited too long", error, attempts=attempts)
+    delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
+    return Fate(
+        "parked by its handler" if is_parked else reason,
+        attempts=attempts,
+        waited=waited + delay,
+        due_in=delay,
+        error=described(error),
+        traceback=None if is_parked else _traceback(error),
+    )
+
+
+def described(error: BaseException) -> str:
+    """Return the error's type and text as PostgreSQL can store it."""
+    return _storable(f"{type(error).__qualname__}: {told(error)}")
+
+
+def _traceback(error: BaseException) -> str:
+    return _storable("".join(traceback.format_exception(error))[-_TRACEBACK:])
+
+
+def _storable(text: str) -> str:
+    return text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()

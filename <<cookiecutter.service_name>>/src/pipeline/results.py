@@ -1,0 +1,114 @@
+"""What has become of messages: told to the caller, to the log and to metrics."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pydantic_core
+
+from . import telemetry
+from .batch import Item, Quarantined
+from .inbox import IdentityMismatch, Known
+from .message import Record
+from .policy import Fate, dead, described
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(NamedTuple):
+    """What became of a message at one of its handlers."""
+
+    item: Item
+    is_new: bool
+    """False for a duplicate, and for what is not applied now: their handler was not called."""
+    result: Any
+    """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
+    fate: Fate | None = None
+    """What becomes of it if it is not applied now."""
+
+
+@dataclass
+class Results:
+    """What a transaction has made of its messages."""
+
+    applied: list[Item] = field(default_factory=list)
+    duplicates: list[Item] = field(default_factory=list)
+    impostors: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
+    fates: list[tuple[Item, Fate]] = field(default_factory=list)
+    """What is not applied now."""
+
+    def outcomes(
+        self, items: Sequence[Item], known: Mapping[bytes, Known], returned: Mapping[bytes, str]
+    ) -> list[Outcome]:
+        """Say of each of the items what became of it.
+
+        `returned` is what handlers have returned now, as JSON, and `known` holds what they have
+        returned before, by marker key.
+        """
+        new = {id(item) for item in self.applied}
+        fates = {id(item): fate for item, fate in self.fates}
+        texts = {key: one.result for key, one in known.items()} | dict(returned)
+        values = {key: pydantic_core.from_json(text) for key, text in texts.items() if text}
+        return [
+            Outcome(item, id(item) in new, values.get(item.marker.key), fates.get(id(item)))
+            for item in items
+        ]
+
+    def tell(self, quarantined: Sequence[Quarantined], group: str) -> None:
+        """Count and log what has been committed, and the records that nobody can read."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+
+        def count(item: Item, outcome: str) -> None:
+            counts[item.record.topic, item.marker.consumer, outcome] += 1
+
+        for item in self.applied:
+            count(item, "new")
+        for item in self.duplicates:
+            count(item, "duplicate")
+        for item, fate in self.fates:
+            count(item, "dead" if fate.is_dead else "parked")
+            if fate.error is not None:
+                _log_fate(item, fate)
+        for item, error in self.impostors:
+            count(item, "dead")
+            _log_fate(item, dead(item.handler.policy, "identity mismatch", error))
+        for one in quarantined:
+            counts[one.record.topic, "", "dead"] += 1
+            log.error(
+                "dead: %s/%s at offset %s: %s: %s",
+                one.record.topic,
+                one.record.partition,
+                one.record.offset,
+                one.reason,
+                described(one.error),
+                extra=_place(one.record) | {"reason": one.reason},
+            )
+        for (topic, consumer, outcome), number in counts.items():
+            telemetry.processed(topic, consumer, outcome, number, group)
+
+
+def _log_fate(item: Item, fate: Fate) -> None:
+    message = item.marker.message
+    policy = item.handler.policy
+    what = f"{item.marker.consumer}: {message.type} {message.id!r}"
+    if fate.is_dead:
+        level, then = logging.ERROR, f"is dead ({fate.reason}, attempt {fate.attempts})"
+    else:
+        attempt = f"attempt {fate.attempts} of {policy.attempts}"
+        level, then = logging.WARNING, f"{fate.reason} ({attempt}), again in {fate.due_in:.0f} s"
+    log.log(
+        level,
+        "%s %s: %s",
+        what,
+        then,
+        fate.error,
+        extra=_place(item.record)
+        | {"consumer": item.marker.consumer, "reason": fate.reason}
+        | {"message_id": message.id, "message_type": message.type},
+    )
+
+
+def _place(record: Record) -> dict[str, object]:
+    return {"topic": record.topic, "partition": record.partition, "offset": record.offset}

@@ -1,0 +1,245 @@
+"""Work for a consume transaction: a batch of a partition, or rows of a lane of the backlog."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import asyncpg
+
+from . import backlog, inbox, telemetry
+from .backlog import Lane, Row, StoredRecord, Taken
+from .batch import Batch, Item, Quarantined, order_key
+from .breaker import Failure
+from .inbox import Generations, Known, Slot
+from .policy import DEFERRED, DIED, FOLLOWER, UNDECIDED, Fate, ProcessDied, after_failure
+from .results import Results
+
+
+class Work(Protocol):
+    """What the consume transaction asks of where its messages come from."""
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The messages, in order."""
+        ...
+
+    @property
+    def quarantined(self) -> Sequence[Quarantined]:
+        """Records that can't be given to any handler."""
+        ...
+
+    @property
+    def reading(self) -> tuple[set[str], list[Failure]]:
+        """Return how the decoder has fared: as a consumer of the topic's records."""
+        ...
+
+    @property
+    def fates(self) -> dict[bytes, Fate]:
+        """What is known beforehand not to be applied now, by marker key."""
+        ...
+
+    async def open(self, connection: asyncpg.Connection) -> Generations:
+        """Make sure that the work is ours, to the end of the transaction; raises if it isn't."""
+        ...
+
+    async def find(
+        self, connection: asyncpg.Connection, items: Sequence[Item]
+    ) -> tuple[dict[bytes, Known], set[bytes]]:
+        """Return which of the messages are in the backlog, and which order keys wait there."""
+        ...
+
+    async def settle(self, connection: asyncpg.Connection, results: Results) -> None:
+        """Store what was not applied, and take off what was."""
+        ...
+
+    def halves(self) -> "Sequence[Work]":
+        """Return it in smaller parts, to do one after the other; itself if it can't be less."""
+        ...
+
+    def count(self, group: str, applied: Sequence[Item], seconds: float) -> None:
+        """Record the transaction in metrics."""
+        ...
+
+
+@dataclass(frozen=True)
+class FromPartition:
+    """A batch of a topic partition; its position moves with it."""
+
+    slot: Slot
+    batch: Batch
+    starts: int = 0
+    """What the next position is suspected of, see `inbox.move_position`."""
+    deaths: int = 0
+    """Processes that have died over the batch, which is a single record then."""
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The messages, in order."""
+        return self.batch.items
+
+    @property
+    def quarantined(self) -> Sequence[Quarantined]:
+        """Records that can't be given to any handler."""
+        return self.batch.quarantined
+
+    @property
+    def reading(self) -> tuple[set[str], list[Failure]]:
+        """Return how the decoder has fared."""
+        reader = f"the decoder of {self.slot.topic}"
+        readable = bool(self.batch.items or self.batch.skipped)
+        failures = [
+            Failure(reader, order_key("", one.record), one.error) for one in self.batch.quarantined
+        ]
+        return ({reader} if readable else set()), failures
+
+    @property
+    def fates(self) -> dict[bytes, Fate]:
+        """What is handled later by design, or had better not be touched."""
+        if self.deaths:
+            error = ProcessDied(f"{self.deaths} processes have begun with it and died")
+            return {
+                item.marker.key: after_failure(
+                    item.handler.policy, error, attempts=0, waited=0.0, reason=DIED
+                )
+                for item in self.batch.items
+            }
+        return {
+            item.marker.key: DEFERRED
+            for item in self.batch.items
+            if item.handler.mode == "deferred"
+        }
+
+    async def open(self, connection: asyncpg.Connection) -> Generations:
+        """Move the position. Raises `PositionMoved`."""
+        return await inbox.move_position(
+            connection,
+            self.slot,
+            fetched_from=self.batch.start,
+            next_offset=self.batch.end,
+            anchor=self.batch.anchor,
+            starts=self.starts,
+        )
+
+    async def find(
+        self, connection: asyncpg.Connection, items: Sequence[Item]
+    ) -> tuple[dict[bytes, Known], set[bytes]]:
+        """Return which of the messages are in the backlog, and which order keys wait there."""
+        return await backlog.find(connection, items)
+
+    async def settle(self, connection: asyncpg.Connection, results: Results) -> None:
+        """Store what was not applied."""
+        rows = [_row(item, fate) for item, fate in results.fates]
+        rows += [backlog.impostor(item, error) for item, error in results.impostors]
+        rows += [backlog.quarantined(one) for one in self.batch.quarantined]
+        if rows:
+            await backlog.add(connection, rows)
+
+    def halves(self) -> "Sequence[Work]":
+        """Cut the batch in the middle of its records."""
+        offsets = self.batch.offsets
+        if len(offsets) < 2:
+            return [self]
+        middle = offsets[len(offsets) // 2]
+        return [
+            FromPartition(self.slot, self.batch.between(self.batch.start, middle), self.starts),
+            FromPartition(self.slot, self.batch.between(middle, self.batch.end), self.starts),
+        ]
+
+    def count(self, group: str, applied: Sequence[Item], seconds: float) -> None:
+        """Record the transaction in metrics."""
+        skipped = len(self.batch.skipped)
+        if skipped:
+            telemetry.processed(self.slot.topic, "", "skipped", skipped, group)
+        telemetry.batch_applied(self.slot.topic, len(self.batch.items) + skipped, seconds)
+
+
+@dataclass(frozen=True)
+class FromLane:
+    """Rows of a lane, the first ones of their keys."""
+
+    lane: Lane
+    lease: float
+    """Seconds that the lane stays ours after the transaction has begun."""
+    taken: Taken
+    assumed: Fate | None = None
+    """What is stored of its only row, which is not handled this time."""
+    quarantined: Sequence[Quarantined] = ()
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The messages, in order."""
+        return [
+            *self.taken.items,
+            *(item for one in self.taken.readmitted.values() for item in one),
+        ]
+
+    @property
+    def fates(self) -> dict[bytes, Fate]:
+        """What was nobody's takes its place behind the others of its key."""
+        if self.assumed:
+            return {item.marker.key: self.assumed for item in self.taken.items}
+        readmitted = self.taken.readmitted.values()
+        return {item.marker.key: DEFERRED for items in readmitted for item in items}
+
+    @property
+    def reading(self) -> tuple[set[str], list[Failure]]:
+        """Return nothing: what can't be read any more is dead already."""
+        return set(), []
+
+    async def open(self, connection: asyncpg.Connection) -> Generations:
+        """Hold the lane. Raises `LaneLost`."""
+        return await backlog.hold(connection, self.lane, self.lease)
+
+    async def find(
+        self, connection: asyncpg.Connection, items: Sequence[Item]
+    ) -> tuple[dict[bytes, Known], set[bytes]]:
+        """Return which of the readmitted are in the backlog: the others come from there."""
+        new = [item for item in items if item.row is None]
+        known, _ = await backlog.find(connection, new) if new else ({}, set())
+        return known, set()
+
+    async def settle(self, connection: asyncpg.Connection, results: Results) -> None:
+        """Take off what was applied, and change what was not."""
+        done = {item.row for item in (*results.applied, *results.duplicates) if item.row}
+        # The others stay as they are: behind one that failed, or to be tried by themselves.
+        fates: dict[bytes, Fate] = dict(self.taken.hopeless) | {
+            item.row: fate
+            for item, fate in results.fates
+            if item.row and fate not in (FOLLOWER, UNDECIDED)
+        }
+        impostors: dict[bytes, bytes] = {}
+        new = [_row(item, fate) for item, fate in results.fates if item.row is None]
+        for item, error in results.impostors:
+            row = backlog.impostor(item, error)
+            if item.row is None:
+                new.append(row)
+            else:
+                fates[item.row], impostors[item.row] = row.fate, error.remembered
+        if new:
+            await backlog.add(connection, new)
+        await backlog.settle(
+            connection,
+            self.lane,
+            done=done | self.taken.readmitted.keys(),
+            fates=fates,
+            impostors=impostors,
+            keys=self.taken.keys,
+        )
+
+    def halves(self) -> "Sequence[Work]":
+        """Return the first half: the others have their turn again."""
+        items = self.taken.items
+        if len(items) < 2:
+            return [self]
+        first = replace(self.taken, items=items[: len(items) // 2])
+        return [FromLane(self.lane, self.lease, first)]
+
+    def count(self, group: str, applied: Sequence[Item], seconds: float) -> None:
+        """Record the transaction in metrics."""
+        for item in applied:
+            if isinstance(item.record, StoredRecord):
+                telemetry.backlog_applied(item.marker.consumer, item.record.stored_for + seconds)
+
+
+def _row(item: Item, fate: Fate) -> Row:
+    return Row(item.marker.key, item.marker.consumer, item.record, fate, item)

@@ -1,0 +1,324 @@
+"""The backlog: what fails is set aside and tried again, and its key waits behind it, in order."""
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+
+from pipeline import Park, Policy, Reject, Retry, Transaction
+from pipeline.breaker import BreakerOpen
+
+from .bank import Account, Bank, Deposit, Deposited
+from .conftest import histories
+from .desk import Desk, NewDesk
+
+HOLDING = Policy(attempts=1, after_death="hold")
+QUICK = Policy(schedule=(0,))
+
+
+async def bank_with(new_desk: NewDesk, **options: object) -> tuple[Bank, Desk]:
+    """Return a bank whose handler is registered with these options, and its desk."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank", options=options)
+    return bank, await new_desk(bank.handlers, topic=bank.deposits)
+
+
+def told(rows: list[asyncpg.Record]) -> list[tuple[int, str, int]]:
+    """Say of each row: its offset, why it is there, and the attempts it has had."""
+    return [(row["offset"], row["reason"], row["attempts"]) for row in rows]
+
+
+async def test_a_record_that_fails_is_set_aside_and_only_its_key_waits(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {20}
+    await desk.apply(Deposit(10), Deposit(1, "bob"), Deposit(20), Deposit(2, "bob"), Deposit(30))
+    assert await desk.position() == 5
+    assert await histories(db) == {"ada": [10], "bob": [1, 2]}
+    rows = await desk.backlog()
+    assert told(rows) == [(2, "failed", 1), (4, "follows another", 0)]
+    assert rows[0]["waits"], "it is tried again later"
+    assert rows[0]["error"].startswith("Refused: 20")
+    assert "in deposit" in rows[0]["traceback"]
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 3
+
+
+async def test_later_records_of_the_key_wait_behind_it_also_in_later_batches(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Trap 7: backoff belongs to the key, and what failed is not overtaken."""
+    bank, desk = ledger
+    bank.refused = {10}
+    await desk.apply(Deposit(10))
+    bank.refused = set()
+    await desk.apply(Deposit(20), Deposit(1, "bob"))
+    await desk.apply(Deposit(30))
+    await desk.work_off()
+    assert await histories(db) == {"bob": [1]}, "the first one is not due yet"
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [10, 20, 30], "bob": [1]}
+    assert await desk.backlog() == []
+    await desk.apply(Deposit(40))
+    assert await desk.backlog() == [], "the key is back on the fast path"
+    assert await histories(db) == {"ada": [10, 20, 30, 40], "bob": [1]}
+    assert bank.calls.count(20) == 1
+
+
+async def test_what_comes_again_while_it_waits_is_a_duplicate(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(20))
+    bank.refused = set()
+    outcomes = await desk.apply(Deposit(10), Deposit(20), Deposit(20))
+    assert [one.is_new for one in outcomes] == [False, False, False]
+    assert len(await desk.backlog()) == 2
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [10, 20]}
+    await desk.apply(Deposit(10), Deposit(20))
+    assert await histories(db) == {"ada": [10, 20]}
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 2
+
+
+async def test_another_payload_under_the_id_of_what_waits_is_a_dead_letter_with_both_hashes(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(11, id="10"))
+    await desk.apply(Deposit(12, id="10"), Deposit(5, "bob"))
+    first, second, third = await desk.backlog()
+    assert first["reason"] == "failed"
+    for row in (second, third):
+        assert (row["reason"], row["remembered_hash"]) == ("identity mismatch", first["hash"])
+        assert row["hash"] != first["hash"]
+        assert row["died_at"] is not None
+    assert await histories(db) == {"bob": [5]}
+
+
+async def test_every_one_of_several_that_fail_is_set_aside_and_the_others_commit_together(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {2, 4, 6}
+    await desk.apply(*(Deposit(n, account=str(n)) for n in range(1, 8)))
+    assert await histories(db) == {str(n): [n] for n in (1, 3, 5, 7)}
+    assert await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox") == 1
+    assert len(bank.calls) == 7 + 4
+    # Those behind the first may have failed because of it: nothing is held against them yet.
+    assert told(await desk.backlog()) == [
+        (1, "failed", 1),
+        (3, "undecided", 0),
+        (5, "undecided", 0),
+    ]
+    await desk.work_off()
+    assert {told([row])[0][1:] for row in await desk.backlog()} == {("failed", 1)}
+
+
+async def test_who_failed_only_because_of_another_is_applied_at_once(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk)
+    await desk.apply(Deposit(100))
+
+    @bank.handlers.on(
+        Deposited, topic="transfers", consumer="withdraw", loads=Account.by("account")
+    )
+    async def withdraw(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load(Account, event.account)
+        assert account is not None
+        if event.amount == 50:
+            account.balance = 0
+            raise ValueError("a bug behind a change")
+        if event.amount > account.balance:
+            raise ValueError("not enough")
+        account.balance -= event.amount
+
+    transfers = await new_desk(bank.handlers, topic="transfers")
+    # Without a key they have no order: the second must not wait for the first.
+    await transfers.apply(Deposit(50, key=None), Deposit(7, key=None))
+    await transfers.work_off()
+    assert await db.fetchval("SELECT balance FROM account") == 93
+    assert told(await transfers.backlog()) == [(0, "failed", 1)]
+
+
+async def test_attempts_are_counted_and_used_up(ledger: tuple[Bank, Desk]) -> None:
+    """Trap 15: what fails spends an attempt each time, and is dead in the end."""
+    bank, desk = ledger
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(20))
+    for attempt in range(1, 6):
+        rows = await desk.backlog()
+        assert rows[0]["attempts"] == attempt
+        assert rows[0]["died_at"] is None
+        await desk.make_due()
+        await desk.work_off()
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == ("attempts used up", 6)
+    assert row["died_at"] is not None
+    assert bank.calls.count(10) == 6
+    assert bank.calls[-1] == 20, "its followers go on"
+
+
+async def test_a_key_that_holds_goes_on_only_when_a_person_has_decided(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk, policy=HOLDING)
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(20), Deposit(1, "bob"))
+    await desk.apply(Deposit(30))
+    await desk.work_off()
+    assert await histories(db) == {"bob": [1]}
+    assert [row["holds"] for row in await desk.backlog()] == [True, False, False]
+
+
+async def test_waiting_is_bounded_by_the_age_that_the_policy_allows(new_desk: NewDesk) -> None:
+    policy = Policy(attempts=100, max_age=100, schedule=(30,))
+    bank, desk = await bank_with(new_desk, policy=policy)
+    bank.refused = {10}
+    await desk.apply(Deposit(10))
+    while (row := (await desk.backlog())[0])["died_at"] is None:
+        assert row["waited"] <= 100
+        await desk.make_due()
+        await desk.work_off()
+    assert row["reason"] == "waited too long"
+    assert 3 <= row["attempts"] <= 5
+
+
+async def test_handlers_steer_with_exceptions(new_desk: NewDesk, db: asyncpg.Connection) -> None:
+    bank, desk = await bank_with(new_desk)
+    bank.errors = {
+        1: Retry("busy", after=7),
+        2: Park("no order yet", after=9),
+        3: Reject("never"),
+        4: Retry("busy"),
+    }
+    for amount in bank.errors:
+        await desk.apply(Deposit(amount, account=str(amount)))
+    retried, parked, rejected, scheduled = await desk.backlog()
+    assert told([retried, parked, rejected]) == [
+        (0, "failed", 1),
+        (1, "parked by its handler", 0),
+        (2, "rejected", 1),
+    ]
+    now = await db.fetchval("SELECT clock_timestamp()")
+    assert 0 < (retried["due_at"] - now).total_seconds() < 8
+    assert 0 < (parked["due_at"] - now).total_seconds() < 10
+    assert 20 < (scheduled["due_at"] - now).total_seconds() < 34
+    assert rejected["died_at"] is not None
+
+
+async def test_two_handlers_of_one_event_each_have_their_own_fate(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    counted: list[int] = []
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="count")
+    async def count(event: Deposited, tx: Transaction) -> None:
+        await tx.session.execute(sa.text("SELECT 1"))
+        counted.append(event.amount)
+
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(20))
+    assert await histories(db) == {}
+    assert counted[-2:] == [10, 20]
+    assert {row["consumer"] for row in await desk.backlog()} == {"deposit"}
+    bank.refused = set()
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [10, 20]}
+    assert counted[-2:] == [10, 20], "the other is not called again"
+
+
+async def test_deferred_messages_are_stored_at_once_and_handled_later_in_order(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(*(Deposit(n, account=str(n % 3)) for n in range(1, 100)))
+    assert bank.calls == []
+    assert await desk.position() == 99
+    await desk.work_off()
+    assert await desk.backlog() == []
+    wanted = {str(k): [n for n in range(1, 100) if n % 3 == k] for k in range(3)}
+    assert await histories(db) == wanted
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 99
+    assert await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox") <= 3, "in batches"
+
+
+async def test_a_hot_key_drains_in_batches_and_others_take_their_turns(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 8: one row of a key at a time would make it crawl, all of them starve the others."""
+    bank, desk = await bank_with(new_desk, policy=QUICK)
+    desk = await new_desk(bank.handlers, topic=bank.deposits, batch_size=500)
+    bank.refused = {1}
+    await desk.apply(Deposit(1))
+    count = 5_000
+    for first in range(2, count, 1_000):
+        await desk.apply(*(Deposit(n) for n in range(first, first + 1_000)))
+    bank.refused = set()
+    bank.calls.clear()
+    before = await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox")
+    await desk.work_off()
+    assert (await histories(db))["ada"] == list(range(1, count + 2))
+    assert await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox") - before <= 12
+    assert await desk.backlog() == []
+
+
+async def test_a_handler_that_takes_too_long_is_ended_and_its_record_set_aside(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk)
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="slow", timeout=0.2)
+    async def slow(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 20:
+            await tx.session.execute(sa.text("SELECT pg_sleep(30)"))
+
+    await desk.apply(Deposit(10), Deposit(20), Deposit(30))
+    assert await histories(db) == {"ada": [10, 20, 30]}
+    assert [(row["consumer"], *told([row])[0]) for row in await desk.backlog()] == [
+        ("slow", 1, "failed", 1),
+        ("slow", 2, "follows another", 0),
+    ]
+
+
+async def test_a_deployment_that_fails_for_everything_sets_nothing_aside(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk)
+    bank.refused = set(range(1_000))
+    batch = [Deposit(n, account=str(n)) for n in range(1, 101)]
+    for _ in range(3):
+        with pytest.raises(BreakerOpen, match="deposit fails with Refused"):
+            await desk.apply(*batch)
+        assert await desk.backlog() == []
+        assert await desk.position() == 0
+    assert "breaker of deposit" in desk.health.reasons
+    bank.refused = {7}
+    await desk.apply(*batch)
+    assert len(await histories(db)) == 99
+    assert "breaker of deposit" not in desk.health.reasons
+    assert told(await desk.backlog()) == [(6, "failed", 1)]
+
+
+async def test_an_invalid_payload_is_dead_at_once_and_its_neighbours_are_applied(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await desk.apply(
+        Deposit(10), Deposit(20, value=b'{"account": 7}'), Deposit(30), Deposit(1, type="")
+    )
+    assert await histories(db) == {"ada": [10, 30]}
+    nobodys, invalid = await desk.backlog()
+    assert (nobodys["reason"], nobodys["consumer"], nobodys["offset"]) == (
+        "missing attribute",
+        "",
+        3,
+    )
+    assert (invalid["reason"], invalid["value"]) == ("invalid payload", b'{"account": 7}')
+    assert invalid["died_at"] is not None
+    assert "amount: Field required" in invalid["error"]

@@ -1,0 +1,109 @@
+"""Records that kill the process: found, tried alone, set aside, and dead in the end."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from .bank import Bank, Deposit
+from .conftest import eventually, histories
+from .processes import Process, Start, starting
+
+
+@pytest.fixture
+async def start(
+    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
+) -> AsyncIterator[Start]:
+    """Start processes that give a record two chances, and hang for two seconds at most."""
+    async with starting(
+        bank,
+        unused_tcp_port_factory,
+        database_url=database_url,
+        kafka_bootstrap_servers=kafka,
+        kafka_session_timeout=6,
+        transaction_timeout=5,
+        lock_timeout=2,
+        unclean_starts=1,
+        backlog_lease=6,
+        backlog_poll_max=0.1,
+        hang_timeout=2,
+    ) as one:
+        yield one
+
+
+@asynccontextmanager
+async def supervised(start: Start) -> AsyncIterator[list[Process]]:
+    """Start the service whenever it has ended, as a supervisor does."""
+    started: list[Process] = []
+
+    async def supervise() -> None:
+        while True:
+            started.append(await start("run"))
+            await started[-1].ended()
+
+    task = asyncio.create_task(supervise())
+    try:
+        yield started
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def struck(how: str) -> Deposit:
+    """Return a record of ada's that nobody survives."""
+    value = json.dumps({"how": how}).encode()
+    return Deposit(3, type="struck", id=f"struck by {how}", value=value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "how", "deaths"),
+    [
+        # Among others, alone, and twice from the backlog.
+        ("immediate", "kill", 4),
+        # Among others, and three times with the attempt spent beforehand.
+        ("deferred", "kill", 4),
+        ("deferred", "loop", 4),
+    ],
+)
+async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(
+    bank: Bank,
+    start: Start,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    how: str,
+    deaths: int,
+) -> None:
+    monkeypatch.setenv("BANK_STRIKES", mode)
+    for one in (
+        *(Deposit(n, "bob") for n in (1, 2)),
+        struck(how),
+        *(Deposit(n, "ada") for n in (4, 5)),
+        *(Deposit(n, "bob") for n in (6, 7)),
+    ):
+        await one.send(producer, bank.deposits)
+
+    async def is_dead() -> bool:
+        reason = await db.fetchval("SELECT reason FROM pipeline.backlog WHERE died_at IS NOT NULL")
+        return reason == "attempts used up"
+
+    async with supervised(start) as started:
+        await eventually(is_dead, patience=90)
+        await eventually(lambda: _is_empty(db), patience=90)
+        assert await histories(db) == {"bob": [1, 2, 6, 7], "ada": [4, 5]}
+        # The last attempt was spent beforehand, too: nobody has come back from it.
+        await eventually(lambda: len(started) - 1 == deaths, patience=30)
+        await eventually(started[-1].is_ready)
+        if how == "loop":
+            assert "in strike" in started[0].output, "the stack that it hung in is in the log"
+
+
+async def _is_empty(db: asyncpg.Connection) -> bool:
+    applied = "SELECT count(*) FROM pipeline.inbox"
+    waiting = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL"
+    return await db.fetchval(applied) == 6 and await db.fetchval(waiting) == 0

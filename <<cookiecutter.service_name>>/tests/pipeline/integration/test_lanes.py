@@ -1,0 +1,237 @@
+"""Lanes of the backlog: one worker each, whoever dies, sleeps or comes late."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from pipeline import Policy, Retry, backlog
+from pipeline.backlog import Lane, LaneLost, Taken
+from pipeline.consume import Outcome
+from pipeline.database import autocommitting
+from pipeline.failures import patiently
+from pipeline.work import FromLane
+
+from .bank import Bank, Deposit
+from .conftest import Running, eventually, histories
+from .desk import Desk, NewDesk
+from .test_backlog import QUICK, bank_with
+
+LEASE = 1.0
+
+
+async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
+    """Claim the lane that has something due, and read it."""
+    async with autocommitting(desk.engine) as driver:
+        lane = await backlog.claim(driver, "somebody", lease, desk.handlers.consumers)
+        assert lane is not None
+        consumers = desk.handlers.consumers
+        return lane, await backlog.take(driver, lane, desk.handlers, consumers, 100)
+
+
+async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[Outcome]:
+    """Handle what was read."""
+    attempts = patiently("the test", unless=lambda: False, away=desk.outages.append)
+    return await desk.consume.apply(FromLane(lane, LEASE, taken), attempts)
+
+
+async def waiting(new_desk: NewDesk, *amounts: int) -> tuple[Bank, Desk]:
+    """Return a desk in whose backlog these deposits of ada's are due."""
+    bank, desk = await bank_with(new_desk, policy=QUICK)
+    bank.refused = set(amounts)
+    await desk.apply(*(Deposit(amount) for amount in amounts))
+    bank.refused = set()
+    return bank, desk
+
+
+async def test_a_worker_whose_lane_went_to_another_changes_nothing(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await waiting(new_desk, 1, 2, 3)
+    stale, taken = await claim(desk)
+    await eventually(lambda: _has_ended(db, stale))
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    with pytest.raises(LaneLost):
+        await handle(desk, stale, taken)
+    assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+async def _has_ended(db: asyncpg.Connection, lane: Lane) -> bool:
+    return bool(
+        await db.fetchval(
+            "SELECT lease_until < clock_timestamp() FROM pipeline.backlog_lane WHERE lane = $1",
+            lane.number,
+        )
+    )
+
+
+async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_ended(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await waiting(new_desk, 1)
+    lane, _ = await claim(desk, lease=3_600)
+    assert not await desk.lanes.work_off()
+    await db.execute(
+        "UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lane = $1",
+        lane.number,
+    )
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_follower_that_was_stored_behind_one_that_is_gone_is_not_forgotten(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    # The partition's transaction has seen the head; before it commits, the head is done.
+    bank, desk = await waiting(new_desk, 1)
+    held = await new_desk(bank.handlers, topic=bank.deposits)
+    seen, go_on = asyncio.Event(), asyncio.Event()
+    found = backlog.find
+
+    async def find_and_wait(*args: object) -> object:
+        answer = await found(*args)  # type: ignore[arg-type]
+        seen.set()
+        await go_on.wait()
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backlog, "find", find_and_wait)
+        following = asyncio.create_task(held.apply(Deposit(2)))
+        await seen.wait()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
+    go_on.set()
+    await following
+    assert [row["reason"] for row in await desk.backlog()] == ["follows another"]
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1, 2]}
+
+
+async def test_a_message_that_comes_again_at_the_moment_it_settles_is_applied_once(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    for number in range(20):
+        bank, desk = await bank_with(new_desk, policy=QUICK)
+        bank.handlers = desk.handlers
+        other = await new_desk(bank.handlers, topic=bank.deposits, partition=1)
+        bank.refused = {number}
+        await desk.apply(Deposit(number))
+        bank.refused = set()
+        await asyncio.gather(desk.work_off(), other.apply(Deposit(number)))
+        await desk.work_off()
+    assert sorted((await histories(db))["ada"]) == list(range(20))
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 20
+    assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_workers_partitions_and_zombies_keep_every_key_in_order(
+    new_desk: NewDesk, db: asyncpg.Connection, seed: int
+) -> None:
+    """Trap 7: whatever fails, and however often, no record is overtaken by a later one."""
+    rng = random.Random(seed)
+    keys, count = 6, 400
+    bank, desk = await bank_with(new_desk, policy=Policy(attempts=1_000, schedule=(0, 0.01)))
+
+    class Flaky(dict[int, Exception]):
+        def __contains__(self, amount: object) -> bool:
+            return rng.random() < 0.1
+
+        def __getitem__(self, amount: int) -> Exception:
+            return rng.choice([Retry(), ValueError(), Retry(after=0.02)])
+
+    bank.errors = Flaky()
+    small = {"batch_size": 20, "breaker_keys": 1_000, "backlog_lease": 9}
+    workers = [await new_desk(bank.handlers, topic=bank.deposits, **small) for _ in range(3)]
+    sent: dict[str, list[int]] = {str(key): [] for key in range(keys)}
+    ended = asyncio.Event()
+
+    async def feed() -> None:
+        for first in range(0, count, 10):
+            batch = []
+            for amount in range(first, first + 10):
+                key = str(rng.randrange(keys))
+                sent[key].append(amount)
+                batch.append(Deposit(amount, key))
+            await desk.apply(*batch)
+        ended.set()
+
+    async def work(worker: Desk) -> None:
+        while not (ended.is_set() and await db_is_empty()):
+            if not await worker.lanes.work_off():
+                await asyncio.sleep(0.005)
+
+    async def db_is_empty() -> bool:
+        async with autocommitting(desk.engine) as driver:
+            return not await driver.fetchval("SELECT EXISTS (SELECT FROM pipeline.backlog)")
+
+    async def usurp() -> None:
+        """Take lanes away from their workers, as a lease that ends does."""
+        while not ended.is_set():
+            await asyncio.sleep(0.03)
+            await db.execute("""
+                UPDATE pipeline.backlog_lane SET token = token + 1, lease_until = NULL
+                 WHERE lane IN (SELECT lane FROM pipeline.backlog_lane
+                                 WHERE lease_until IS NOT NULL ORDER BY random() LIMIT 1)
+            """)
+
+    await asyncio.wait_for(asyncio.gather(feed(), usurp(), *map(work, workers)), 60)
+    assert await histories(db) == sent
+
+
+async def test_a_service_retries_by_itself_and_the_key_goes_on_in_order(
+    bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    bank = Bank(
+        bank.deposits, bank.balances, bank.name, options={"policy": Policy(schedule=(0.2,))}
+    )
+    bank.refused = {2}
+    for amount in range(1, 6):
+        await Deposit(amount).send(producer, bank.deposits)
+        await Deposit(amount, "bob", id=f"bob's {amount}").send(producer, bank.deposits)
+    bank.errors = {}
+    async with running(bank.service) as health:
+        await eventually(lambda: bank.calls.count(2) >= 6)
+        bank.refused = set()
+        await eventually(lambda: _is_done(db))
+        assert health.is_ready
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5], "bob": [1, 2, 3, 4, 5]}
+
+
+async def _is_done(db: asyncpg.Connection) -> bool:
+    return bool(await db.fetchval("SELECT count(*) = 10 FROM pipeline.inbox"))
+
+
+async def test_a_bad_deployment_pauses_and_goes_on_by_itself_when_it_is_repaired(
+    bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    count = 2_000
+    bank.refused = set(range(count))
+    for amount in range(count):
+        await producer.send(
+            bank.deposits,
+            Deposit(amount, account=str(amount)).record(bank.deposits, 0).value,
+            key=str(amount).encode(),
+            headers=list(Deposit(amount).record(bank.deposits, 0).headers),
+        )
+    await producer.flush()
+    part = f"partition {bank.deposits}/0"
+    async with running(bank.service, retry_pause=0.1) as health:
+        await eventually(lambda: "breaker of deposit" in health.reasons)
+        await eventually(lambda: bank.calls.count(0) > 3)
+        assert "breaker open" in health.reasons[part]
+        stored = await db.fetchval("SELECT count(*) FROM pipeline.backlog")
+        assert stored < 20, "nothing is set aside by the thousand"
+        assert await db.fetchval("SELECT count(*) FROM pipeline.backlog WHERE died_at > now()") == 0
+        bank.refused = set()
+        await eventually(lambda: health.is_ready)
+        # What had been set aside before it opened has its turn by its own schedule.
+        await eventually(lambda: _holds(db, count - stored))
+
+
+async def _holds(db: asyncpg.Connection, count: int) -> bool:
+    return bool(await db.fetchval("SELECT count(*) >= $1 FROM pipeline.inbox", count))
