@@ -378,6 +378,7 @@ def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Fate:
                     waited=row["waited"],
                     row=row["key"],
                     is_suspect=row["reason"] == DIED,
+                    last_error=row["error"],
                 )
             ]
     error = NoHandler(f"{consumer} has no handler for {row['type']!r} of {record.topic}")

@@ -48,6 +48,8 @@ class Item:
     """Key of its row, if it comes from the backlog."""
     is_suspect: bool = False
     """Whether a process has died over it."""
+    last_error: str | None = None
+    """Type and text of what it failed with the last time."""
 
     @property
     def order_key(self) -> bytes:

@@ -18,6 +18,14 @@ class Failure(NamedTuple):
     consumer: str
     order_key: bytes
     error: BaseException
+    last_error: str | None = None
+    """What it failed with before, as `policy.described`."""
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it has not failed like this before. Retries of what is wrong always do."""
+        name = type(self.error).__qualname__
+        return self.last_error is None or not self.last_error.startswith(f"{name}:")
 
 
 class BreakerOpen(Exception):
@@ -58,21 +66,24 @@ class Breaker:
             self._close(consumer)
         failed: dict[str, BaseException] = {}
         fared_well = set(succeeded)
-        for consumer, key, error in failures:
-            if consumer in fared_well:
-                continue
-            state = self._failing.get(consumer)
-            if state is None or state.kind is not type(error):
-                state = self._failing[consumer] = _Consumer(type(error))
-            if len(state.keys) < self._limit:
-                state.keys.add(key)
-            failed[consumer] = error
+        for failure in failures:
+            if failure.consumer not in fared_well:
+                failed[failure.consumer] = failure.error
+                if failure.is_news:
+                    self._note(failure)
         for consumer, error in failed.items():
-            if len(self._failing[consumer].keys) >= self._limit:
-                self._open(consumer, error)
+            state = self._failing.get(consumer)
+            if state is not None and (state.is_open or len(state.keys) >= self._limit):
+                self._open(state, consumer, error)
 
-    def _open(self, consumer: str, error: BaseException) -> None:
-        state = self._failing[consumer]
+    def _note(self, failure: Failure) -> None:
+        state = self._failing.get(failure.consumer)
+        if state is None or (state.kind is not type(failure.error) and not state.is_open):
+            state = self._failing[failure.consumer] = _Consumer(type(failure.error))
+        if len(state.keys) < self._limit:
+            state.keys.add(failure.order_key)
+
+    def _open(self, state: "_Consumer", consumer: str, error: BaseException) -> None:
         state.probe_at = monotonic() + self._pause
         text = (
             f"{consumer} fails with {type(error).__qualname__} for {self._limit} keys and more,"

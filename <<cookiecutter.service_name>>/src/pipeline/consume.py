@@ -21,7 +21,7 @@ from .handling import Attempt, Handled, handle_all
 from .inbox import Generations, IdentityMismatch, Known, PositionMoved
 from .outbox import Outbox
 from .payload import HASH_VERSION
-from .policy import FOLLOWER, UNDECIDED, Fate, Park, Reject, after_failure, dead
+from .policy import FOLLOWER, Fate, Park, Reject, after_failure, dead, undecided
 from .results import Outcome, Results
 from .settings import Settings
 from .transaction import Rows
@@ -156,9 +156,10 @@ class Consume:
         if not suspects:
             raise unclear.error
         if len(suspects) > 1:
-            return {item.marker.key: UNDECIDED for item in suspects}
+            return {item.marker.key: undecided(unclear.error) for item in suspects}
         (item,) = suspects
-        failure = Failure(item.marker.consumer, item.order_key, unclear.error)
+        consumer = item.marker.consumer
+        failure = Failure(consumer, item.order_key, unclear.error, item.last_error)
         self._breaker.observe((), [failure])
         return {item.marker.key: _judged(item, unclear.error, unclear.reason)}
 
@@ -240,12 +241,12 @@ class Consume:
         """Raise `_Guilty` if any message has failed, or `BreakerOpen` if it is not the messages."""
         readable, failures = work.reading
         failures += [
-            Failure(item.marker.consumer, item.order_key, item.fault)
+            Failure(item.marker.consumer, item.order_key, item.fault, item.last_error)
             for item, fate in results.fates
             if item.fault is not None and fate.is_dead
         ]
         failures += [
-            Failure(item.marker.consumer, item.order_key, error)
+            Failure(item.marker.consumer, item.order_key, error, item.last_error)
             for item, error in handled.failed
             if not isinstance(error, Park | Reject)  # decisions
         ]
@@ -253,7 +254,7 @@ class Consume:
         self._breaker.observe(readable | succeeded, failures)
         if handled.failed:
             (first, error), *others = handled.failed
-            fates = {item.marker.key: UNDECIDED for item, _ in others}
+            fates = {item.marker.key: undecided(other) for item, other in others}
             fates[first.marker.key] = _judged(first, error, "failed")
             raise _Guilty(fates, is_cut_off=handled.is_cut_off)
 

@@ -10,6 +10,8 @@ from .failures import told
 
 _JITTER = 0.1
 """Share of a delay by which it differs, so that what failed together does not come back at once."""
+_SHORTEST = 0.01
+"""Seconds; without an attempt to count, what is parked for no time would never end."""
 _TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
 
@@ -80,6 +82,11 @@ class Fate:
     traceback: str | None = None
 
     @property
+    def is_judged(self) -> bool:
+        """Whether it is what its own handling has led to, and not where it stands."""
+        return self.due_in != 0.0 or self.attempts > 0
+
+    @property
     def is_dead(self) -> bool:
         """Whether only a person can do more for it."""
         return self.due_in is None
@@ -91,8 +98,14 @@ FOLLOWER = Fate("follows another")
 """An earlier message of its key waits or has failed."""
 DEFERRED = Fate("deferred")
 """Its handler is called later, by design."""
-UNDECIDED = Fate("undecided")
-"""It failed after another one of its batch, and maybe because of that: it is tried by itself."""
+
+
+def undecided(error: BaseException) -> Fate:
+    """Return the fate of a message that failed after another one, and maybe because of that.
+
+    It is tried by itself, at once, and nothing is held against it until then.
+    """
+    return Fate("undecided", error=described(error))
 
 
 def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Fate:
@@ -126,6 +139,8 @@ def after_failure(
     if waited + delay > policy.max_age:
         return dead(policy, "waited too long", error, attempts=attempts)
     delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
+    if is_parked:
+        delay = max(delay, _SHORTEST)
     return Fate(
         "parked by its handler" if is_parked else reason,
         attempts=attempts,

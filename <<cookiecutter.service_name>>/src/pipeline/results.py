@@ -69,7 +69,7 @@ class Results:
             count(item, "duplicate")
         for item, fate in self.fates:
             count(item, "dead" if fate.is_dead else "parked")
-            if fate.error is not None:
+            if fate.is_judged:
                 _log_fate(item, fate)
         for item, error in self.impostors:
             count(item, "dead")

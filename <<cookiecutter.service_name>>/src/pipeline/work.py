@@ -11,7 +11,7 @@ from .backlog import Lane, Row, StoredRecord, Taken
 from .batch import Batch, Item, Quarantined, order_key
 from .breaker import Failure
 from .inbox import Generations, Known, Slot
-from .policy import DEFERRED, DIED, FOLLOWER, UNDECIDED, Fate, ProcessDied, after_failure
+from .policy import DEFERRED, DIED, Fate, ProcessDied, after_failure
 from .results import Results
 
 
@@ -203,9 +203,7 @@ class FromLane:
         done = {item.row for item in (*results.applied, *results.duplicates) if item.row}
         # The others stay as they are: behind one that failed, or to be tried by themselves.
         fates: dict[bytes, Fate] = dict(self.taken.hopeless) | {
-            item.row: fate
-            for item, fate in results.fates
-            if item.row and fate not in (FOLLOWER, UNDECIDED)
+            item.row: fate for item, fate in results.fates if item.row and fate.is_judged
         }
         impostors: dict[bytes, bytes] = {}
         new = [_row(item, fate) for item, fate in results.fates if item.row is None]

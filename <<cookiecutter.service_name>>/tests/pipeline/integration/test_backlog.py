@@ -305,6 +305,29 @@ async def test_a_deployment_that_fails_for_everything_sets_nothing_aside(
     assert told(await desk.backlog()) == [(6, "failed", 1)]
 
 
+async def test_retries_that_fail_as_they_did_before_do_not_look_like_a_bad_deployment(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, _ = await bank_with(new_desk)
+    desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=5)
+    # Poison, every other one, so that it does not look like that at first either.
+    bank.refused = set(range(0, 20, 2))
+    await desk.apply(*(Deposit(n, account=str(n)) for n in range(20)))
+    await desk.work_off()
+    await desk.make_due()
+    await desk.work_off()
+    rows = await desk.backlog()
+    assert {row["attempts"] for row in rows} == {2}
+    assert desk.health.reasons == {"process": "no part has reported yet"}
+    # A deployment that is bad in another way spends no attempt of theirs.
+    bank.refused, bank.errors = set(), {n: KeyError(n) for n in range(20)}
+    for _ in range(3):
+        await desk.make_due()
+        await desk.work_off()
+    assert "breaker of deposit" in desk.health.reasons
+    assert sum(row["attempts"] == 3 for row in await desk.backlog()) < 5
+
+
 async def test_an_invalid_payload_is_dead_at_once_and_its_neighbours_are_applied(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
@@ -322,3 +345,89 @@ async def test_an_invalid_payload_is_dead_at_once_and_its_neighbours_are_applied
     assert (invalid["reason"], invalid["value"]) == ("invalid payload", b'{"account": 7}')
     assert invalid["died_at"] is not None
     assert "amount: Field required" in invalid["error"]
+
+
+NOW = 1_800_000_000_000
+"""Milliseconds; what the inbox of `forgetful` remembers begins a second before."""
+
+
+async def forgetful(db: asyncpg.Connection) -> None:
+    """Drop the inbox's memory, as retention does with what is old."""
+    await db.execute("UPDATE pipeline.inbox_generation SET current = 2, oldest = 2")
+    await db.execute("UPDATE pipeline.inbox_generation SET since = to_timestamp($1)", NOW / 1e3 - 1)
+    await db.execute("DELETE FROM pipeline.inbox WHERE generation = 1")
+
+
+async def test_what_comes_again_after_the_inbox_has_forgotten_it_is_not_applied_again(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Trap 10: the memory is gone when an old position is read again."""
+    _, desk = ledger
+    old = Deposit(10, timestamp=NOW - 2_000)
+    await desk.apply(old, Deposit(20, timestamp=NOW))
+    await forgetful(db)
+    await desk.apply(old, Deposit(30, timestamp=NOW))
+    assert await histories(db) == {"ada": [10, 20, 30]}
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"], row["timestamp"]) == ("too old", 0, NOW - 2_000)
+    assert row["died_at"] is not None
+    assert "takes_old=True" in row["error"]
+
+
+async def test_an_old_event_in_a_new_record_is_too_old_as_well(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await forgetful(db)
+    times = (("ce_time", b"2020-01-01T00:00:00Z"),)
+    unknown = Deposit(3, timestamp=-1)  # a record of an ancient format has no time
+    await desk.apply(Deposit(1, timestamp=NOW, headers=times), Deposit(2, timestamp=NOW), unknown)
+    assert [row["reason"] for row in await desk.backlog()] == ["too old"]
+    assert await histories(db) == {"ada": [2, 3]}
+
+
+async def test_a_handler_may_take_what_is_older_than_the_inbox_remembers(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await bank_with(new_desk, takes_old=True)
+    await forgetful(db)
+    await desk.apply(Deposit(1, timestamp=NOW - 2_000))
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_type_that_nobody_takes_is_a_dead_letter_where_types_are_demanded(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.handlers.demand_types(bank.deposits)
+    await desk.apply(Deposit(1), Deposit(2, type="withdrawn"))
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["consumer"]) == ("unknown type", "")
+    assert "no handler takes 'withdrawn'" in row["error"]
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_record_that_nobody_could_read_takes_its_place_when_somebody_can(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.handlers.demand_types(bank.deposits)
+    await desk.apply(Deposit(1, type="deposited.v2"))
+    bank.refused = {2}
+    await desk.apply(Deposit(2))
+    (letter, _) = await desk.backlog()
+
+    class DepositedAgain(Deposited, type="deposited.v2"):
+        pass
+
+    @bank.handlers.on(DepositedAgain, topic=bank.deposits, consumer="deposit")
+    async def deposit(event: DepositedAgain, tx: Transaction) -> None:
+        bank.calls.append(event.amount)
+
+    await db.execute(
+        "UPDATE pipeline.backlog SET died_at = NULL, due_at = now() WHERE key = $1", letter["key"]
+    )
+    await desk.work_off()
+    rows = await desk.backlog()
+    assert [row["offset"] for row in rows] == [1]
+    assert bank.calls[-1] == 1
