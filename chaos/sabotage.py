@@ -175,13 +175,13 @@ SABOTAGES: Sequence[Sabotage] = (
             Edit(
                 "consume.py",
                 """\
-        generations = await inbox.move_position(
-            driver,""",
+        generations = await work.open(driver)
+""",
                 """\
         from .database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-          generations = await inbox.move_position(
-            elsewhere,""",
+            generations = await work.open(elsewhere)
+""",
             )
         ],
     ),
@@ -192,11 +192,13 @@ SABOTAGES: Sequence[Sabotage] = (
             Edit(
                 "consume.py",
                 """\
-        known = await self._mark(driver, """,
+        known = await inbox.mark(
+            attempt.driver, """,
                 """\
         from .database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-          known = await self._mark(elsewhere, """,
+          known = await inbox.mark(
+            elsewhere, """,
             )
         ],
     ),
@@ -236,7 +238,11 @@ SABOTAGES: Sequence[Sabotage] = (
         "the position is not compared, and markers are not looked at",
         "a consumer that does not know it was replaced",
         [
-            Edit("inbox.py", "AND next_offset = $4", "AND $4::bigint IS NOT NULL"),
+            Edit(
+                "inbox.py",
+                "AND next_offset = $4\n    RETURNING 1",
+                "AND $4::bigint IS NOT NULL\n    RETURNING 1",
+            ),
             Edit("consume.py", "if item.marker.key not in known:", "if known is not None:"),
         ],
     ),

@@ -1,6 +1,7 @@
 """A small service for the engine's tests: accounts that take deposits and tell their balance."""
 
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,8 @@ class Bank:
     """Of the handler: its policy, its mode, its time-out."""
     errors: dict[int, Exception] = field(default_factory=dict)
     """What the handler raises for an amount, other than `Refused`."""
+    waits: dict[int, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    """What the handler waits for with an amount, before it does anything."""
 
     def __post_init__(self) -> None:
         class BalanceChanged(Event, type="balance.changed", topic=self.balances):
@@ -75,6 +78,8 @@ class Bank:
         )
         async def deposit(event: Deposited, tx: Transaction) -> None:
             self.calls.append(event.amount)
+            if event.amount in self.waits:
+                await self.waits[event.amount]()
             if event.amount in self.errors:
                 raise self.errors[event.amount]
             if event.amount in self.refused:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -359,6 +360,18 @@ async def ledger(new_desk: NewDesk) -> tuple[Bank, Desk]:
     """Return a bank without topics, and the desk of its one partition."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     return bank, await new_desk(bank.handlers, topic=bank.deposits)
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what the engine tells telemetry, by outcome."""
+    counted: Counter[str] = Counter()
+
+    def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
+        counted[outcome] += count
+
+    monkeypatch.setattr("pipeline.telemetry.processed", processed)
+    return counted
 
 
 async def histories(db: asyncpg.Connection) -> dict[str, list[int]]:

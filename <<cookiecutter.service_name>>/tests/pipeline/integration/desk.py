@@ -68,10 +68,15 @@ class Desk:
     async def backlog(self) -> list[asyncpg.Record]:
         """Return the rows of the backlog, in the order of their records."""
         async with autocommitting(self.engine) as driver:
-            return await driver.fetch(
+            rows: list[asyncpg.Record] = await driver.fetch(
                 "SELECT *, due_at > clock_timestamp() AS waits FROM pipeline.backlog"
                 ' ORDER BY consumer, topic, partition, "offset"'
             )
+        return rows
+
+    async def set_aside(self) -> dict[tuple[str, int], str]:
+        """Return why messages are in the backlog, by consumer and offset."""
+        return {(row["consumer"], row["offset"]): row["reason"] for row in await self.backlog()}
 
     async def position(self) -> int:
         """Return the position stored; 0 is stored first if there is none."""

@@ -16,16 +16,25 @@ from pipeline import (
     Header,
     PayloadFields,
     Plain,
+    Policy,
     Position,
     Service,
     Tombstone,
     Transaction,
 )
+from pipeline.backlog import headers_of
 from pipeline.outbox import Outbox, Unpublishable
 from pipeline.runtime import Part
 
 from .bank import Account, Bank, Base, Deposit, Deposited
-from .conftest import Records, Running, eventually, histories, position_of, position_reaches
+from .conftest import (
+    PATIENCE,
+    Records,
+    Running,
+    eventually,
+    histories,
+    position_reaches,
+)
 
 
 async def balance(db: asyncpg.Connection, account: str = "ada") -> int | None:
@@ -54,7 +63,7 @@ async def test_a_message_changes_its_row_is_remembered_and_causes_an_event(
     assert [event.key for event in events] == [b"ada", b"ada"]
 
 
-async def test_a_handler_that_raises_holds_its_record_and_all_behind_it_until_it_is_repaired(
+async def test_a_record_that_fails_waits_with_its_key_and_is_applied_in_order_when_it_is_repaired(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -62,29 +71,30 @@ async def test_a_handler_that_raises_holds_its_record_and_all_behind_it_until_it
     records: Records,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    part = f"partition {bank.deposits}/0"
-    bank.refused = {3}
-    for amount in (1, 2, 3, 4, 5):
+    at_once = {"policy": Policy(schedule=(0,), attempts=1_000)}
+    bank = Bank(bank.deposits, bank.balances, bank.name, options=at_once, refused={3})
+    for amount in (1, 2, 3, 4):
         await Deposit(amount).send(producer, bank.deposits)
+    await Deposit(10, "bob").send(producer, bank.deposits)
+    await Deposit(5).send(producer, bank.deposits)
     async with running(bank.service) as health:
-        await eventually(lambda: part in health.reasons)
-        assert health.reasons[part] == "offset 2: deposit failed: 3 is refused"
+        await eventually(position_reaches(db, bank.deposits, 6))
         await eventually(lambda: bank.calls.count(3) > 3)
-        assert await histories(db) == {"ada": [1, 2]}
-        assert await position_of(db, bank.deposits) == 2
+        assert await histories(db) == {"ada": [1, 2], "bob": [10]}
         assert {4, 5}.isdisjoint(bank.calls)
-        # One line with all that is needed to find it, however often it is tried again.
-        errors = [line for line in caplog.records if line.levelno >= logging.ERROR]
-        assert [
-            (line.__dict__["topic"], line.__dict__["partition"], line.__dict__["offset"])
-            for line in errors
-        ] == [(bank.deposits, 0, 2)]
-        bank.refused = set()
-        await eventually(position_reaches(db, bank.deposits, 5))
         await eventually(lambda: health.is_ready)
-        events = await records(bank.balances, 5)
-    assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
-    assert [json.loads(event.value)["amount"] for event in events] == [1, 2, 3, 4, 5]
+        # Every line has all that is needed to find the record.
+        lines = [line.__dict__ for line in caplog.records if line.levelno >= logging.WARNING]
+        names = ("topic", "partition", "offset", "consumer", "message_id", "reason")
+        assert {tuple(line[name] for name in names) for line in lines} == {
+            (bank.deposits, 0, 2, "deposit", "3", "failed")
+        }
+        bank.refused = set()
+        events = await records(bank.balances, 6)
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5], "bob": [10]}
+    amounts = [json.loads(event.value)["amount"] for event in events if event.key == b"ada"]
+    assert amounts == [1, 2, 3, 4, 5]
+    assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
 
 
 async def test_a_partition_that_stands_still_never_says_that_it_is_ready(
@@ -93,8 +103,8 @@ async def test_a_partition_that_stands_still_never_says_that_it_is_ready(
     part = f"partition {bank.deposits}/0"
     bank.refused = {1}
     await Deposit(1).send(producer, bank.deposits)
-    async with running(bank.service, Part.CONSUME) as health:
-        await eventually(lambda: part in health.reasons)
+    async with running(bank.service, Part.CONSUME, breaker_keys=1) as health:
+        await eventually(lambda: "breaker open" in health.reasons.get(part, ""))
         seen = len(bank.calls)
         while len(bank.calls) < seen + 3:
             assert part in health.reasons
@@ -103,37 +113,27 @@ async def test_a_partition_that_stands_still_never_says_that_it_is_ready(
         await eventually(lambda: health.is_ready)
 
 
-async def test_another_payload_under_a_known_id_stops_its_partition_and_no_other(
-    new_topic: Callable[..., Awaitable[str]],
+async def test_another_payload_under_a_known_id_is_an_incident_and_its_partition_goes_on(
+    bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    topic = await new_topic(partitions=2)
-    bank = Bank(deposits=topic, balances="balances", name=f"bank-{topic[-8:]}")
-    part = f"partition {topic}/0"
-    await Deposit(1).send(producer, topic)
+    await Deposit(1).send(producer, bank.deposits)
     async with running(bank.service, Part.CONSUME) as health:
-        await eventually(position_reaches(db, topic, 1))
-        first = await db.fetchval("SELECT hash FROM pipeline.inbox")
+        await eventually(position_reaches(db, bank.deposits, 1))
         for deposit in (Deposit(2), Deposit(100, id="1"), Deposit(3)):
-            await deposit.send(producer, topic)
-        await eventually(lambda: part in health.reasons)
-        reason = health.reasons[part]
-        assert "offset 2: identity mismatch" in reason
-        assert first.hex() in reason
-        assert len(re.findall(r"\b[0-9a-f]{32}\b", reason)) == 2
-        for amount in range(10, 20):
-            await Deposit(amount, account="bob", partition=1).send(producer, topic)
-        await eventually(position_reaches(db, topic, 10, partition=1))
-        assert await position_of(db, topic) == 2
-        assert part in health.reasons
-    assert await histories(db) == {"ada": [1, 2], "bob": list(range(10, 20))}
-    assert any(
-        line.levelno == logging.ERROR and line.__dict__.get("offset") == 2
-        for line in caplog.records
-    )
+            await deposit.send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 4))
+        await eventually(lambda: health.is_ready)
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    first = await db.fetchval("SELECT hash FROM pipeline.inbox WHERE id = '1'")
+    (error,) = [line for line in caplog.records if line.levelno == logging.ERROR]
+    assert (error.__dict__["offset"], error.__dict__["reason"]) == (2, "identity mismatch")
+    hashes = re.findall(r"\b[0-9a-f]{32}\b", error.getMessage())
+    assert len(set(hashes)) == 2
+    assert first.hex() in hashes
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ async def test_another_payload_under_a_known_id_stops_its_partition_and_no_other
     ],
     ids=["no headers", "no source", "no JSON", "a wrong type", "a broken envelope"],
 )
-async def test_a_record_that_can_not_be_read_is_never_passed(
+async def test_a_record_that_can_not_be_read_is_kept_as_it_came_and_passed(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -157,25 +157,35 @@ async def test_a_record_that_can_not_be_read_is_never_passed(
     reason: str,
 ) -> None:
     """Trap 14."""
-    part = f"partition {bank.deposits}/0"
     await Deposit(1).send(producer, bank.deposits)
-    await producer.send_and_wait(bank.deposits, value, partition=0, headers=headers)
+    await producer.send_and_wait(
+        bank.deposits, value, key=b"\xff\x00", partition=0, headers=headers
+    )
     await Deposit(3).send(producer, bank.deposits)
-    async with running(bank.service, Part.CONSUME) as health:
-        await eventually(lambda: f"offset 1: {reason}" in health.reasons.get(part, ""))
-        await eventually(position_reaches(db, bank.deposits, 1))
-    async with running(bank.service, Part.CONSUME) as health:
-        await eventually(lambda: f"offset 1: {reason}" in health.reasons.get(part, ""))
-    assert await histories(db) == {"ada": [1]}
-    assert await position_of(db, bank.deposits) == 1
+    for _ in range(2):
+        await db.execute("UPDATE pipeline.position SET next_offset = 0")
+        async with running(bank.service, Part.CONSUME) as health:
+            await eventually(position_reaches(db, bank.deposits, 3))
+            await eventually(lambda: health.is_ready)
+    assert await histories(db) == {"ada": [1, 3]}
+    (row,) = await db.fetch("SELECT * FROM pipeline.backlog")
+    assert (row["topic"], row["partition"], row["offset"]) == (bank.deposits, 0, 1)
+    assert (row["record_key"], row["value"]) == (b"\xff\x00", value)
+    assert headers_of(row["headers"]) == headers
+    assert row["reason"] == reason
+    assert row["died_at"] is not None
 
 
 async def test_a_person_can_pass_over_a_record_while_the_service_runs(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
-    for deposit in (Deposit(1), Deposit(2, value=b"{"), Deposit(3)):
-        await deposit.send(producer, bank.deposits)
-    async with running(bank.service) as health:
+    bank.refused = {2}
+    await Deposit(1).send(producer, bank.deposits)
+    # The first failure opens the breaker: the partition waits before its record.
+    async with running(bank.service, breaker_keys=1) as health:
+        await eventually(position_reaches(db, bank.deposits, 1))
+        await Deposit(2).send(producer, bank.deposits)
+        await Deposit(3).send(producer, bank.deposits)
         await eventually(lambda: f"partition {bank.deposits}/0" in health.reasons)
         await db.execute(
             "UPDATE pipeline.position SET next_offset = next_offset + 1"
@@ -309,7 +319,7 @@ async def test_killed_connections_are_survived_and_told_in_readiness(
 ) -> None:
     inside, go_on = asyncio.Event(), asyncio.Event()
 
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
     async def waiting(event: Deposited, tx: Transaction) -> None:
         inside.set()
         await go_on.wait()

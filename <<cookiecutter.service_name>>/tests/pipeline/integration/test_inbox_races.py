@@ -11,13 +11,12 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pipeline import Transaction, inbox
-from pipeline.batch import Stuck
-from pipeline.inbox import GENERATION_LOCK, Generations, IdentityMismatch
+from pipeline.inbox import GENERATION_LOCK, Generations
 from pipeline.retention import keep_house
 from pipeline.settings import Settings
 
 from .bank import Bank, Deposit, Deposited
-from .conftest import eventually, histories
+from .conftest import PATIENCE, eventually, histories
 from .desk import Desk, NewDesk
 from .test_inbox import count, somebody_waits
 from .test_interrupted import Gate
@@ -27,24 +26,17 @@ MANY = 100
 """Transactions at once; the server has 200 connections for all who test."""
 
 
-class GivenUp(Exception):
-    """What the handler raises that has waited in vain."""
-
-
 class Held(Bank):
     """A bank that waits at a gate, inside the transaction of the first deposit of 1."""
 
     def __init__(self) -> None:
         super().__init__(deposits="deposits", balances="balances", name="bank")
         self.gate = Gate()
-        self.gives_up = False
 
-        @self.handlers.on(Deposited, topic=self.deposits, consumer="waiting")
+        @self.handlers.on(Deposited, topic=self.deposits, consumer="waiting", timeout=PATIENCE)
         async def waiting(event: Deposited, tx: Transaction) -> None:
             if event.amount == 1 and not self.gate.reached.is_set():
                 await self.gate.wait()
-                if self.gives_up:
-                    raise GivenUp
 
 
 @pytest.fixture
@@ -115,13 +107,13 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     async def begin(connection: AsyncConnection, **_: float) -> None:
         row = await connection.execute(
             sa.text(
-                "SELECT pg_advisory_xact_lock_shared(:lock), current, oldest"
+                "SELECT pg_advisory_xact_lock_shared(:lock), current, oldest, since"
                 " FROM pipeline.inbox_generation"
             ),
             {"lock": GENERATION_LOCK},
         )
-        _, current, oldest = row.one()
-        found.set(Generations(current, oldest))
+        _, *generations = row.one()
+        found.set(Generations(*generations))
 
     async def move(*args: object, **kwargs: object) -> Generations:
         await move_position(*args, **kwargs)  # type: ignore[arg-type]
@@ -159,28 +151,38 @@ async def test_who_waited_for_a_rotation_knows_of_it(
 async def test_another_payload_is_recognised_by_who_waited_for_the_first(
     held: Held, pair: tuple[Desk, Desk], db: asyncpg.Connection, gives_up: bool
 ) -> None:
-    held.gives_up = gives_up
     first, second = pair
     altered = Deposit(100, id="1")
     one = asyncio.create_task(first.apply(Deposit(1)))
     await held.gate.reached.wait()
     other = asyncio.create_task(second.apply(Deposit(7), altered, Deposit(8)))
     await somebody_waits(db)
-    held.gate.open.set()
     if gives_up:
         # Nothing is known of the first one then: the second is the event.
-        with pytest.raises(Stuck, match="waiting failed"):
-            await one
-        await other
-        one = asyncio.create_task(first.apply(Deposit(1)))
-    with pytest.raises(Stuck) as stuck:
-        await (one if gives_up else other)
-    assert isinstance(stuck.value.error, IdentityMismatch)
-    for desk, deposit in ((first, Deposit(1)), (second, altered)):
-        (item, _) = desk.read(deposit, start=0).items
-        assert item.marker.message.hash.hex() in str(stuck.value)
-    assert await histories(db) == {"ada": [0, 7, 100, 8] if gives_up else [0, 1, 7]}
-    assert (await first.position(), await second.position()) == ((1, 3) if gives_up else (2, 1))
+        await give_up(one)
+    held.gate.open.set()
+    await (other if gives_up else asyncio.gather(one, other))
+    if gives_up:
+        await first.apply(Deposit(1))
+    impostors = await first.backlog()
+    assert [row["consumer"] for row in impostors] == ["deposit", "waiting"]
+    hashes = [
+        desk.read(deposit, start=0).items[0].marker.message.hash
+        for desk, deposit in ((first, Deposit(1)), (second, altered))
+    ]
+    known, new = reversed(hashes) if gives_up else hashes
+    for row in impostors:
+        assert row["reason"] == "identity mismatch"
+        assert (row["remembered_hash"], row["hash"]) == (known, new)
+    assert await histories(db) == {"ada": [0, 7, 100, 8] if gives_up else [0, 1, 7, 8]}
+    assert (await first.position(), await second.position()) == (2, 3)
+
+
+async def give_up(applying: asyncio.Task[object]) -> None:
+    """End an attempt in the middle: its transaction is rolled back."""
+    applying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await applying
 
 
 async def test_nobody_waits_for_a_marker_for_longer_than_the_lock_time_out(
@@ -291,7 +293,6 @@ async def test_of_a_hundred_that_wait_for_one_that_gives_up_one_applies(
     held: Held, hall: list[Desk], db: asyncpg.Connection
 ) -> None:
     """Traps 11, 24 and 31: all began before any marker could be seen."""
-    held.gives_up = True
     amounts = range(1, 11)
     deposits = from_two_sources(amounts)
     first, *others = hall
@@ -307,9 +308,7 @@ async def test_of_a_hundred_that_wait_for_one_that_gives_up_one_applies(
 
     await eventually(all_wait)
     assert not await rotate(db)
-    held.gate.open.set()
-    with pytest.raises(Stuck):
-        await one
+    await give_up(one)
     await asyncio.gather(*rest)
     await check(db, amounts)
     assert sum(len(desk.outages) for desk in hall) == 0

@@ -10,13 +10,12 @@ from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 
 from pipeline import Event, Transaction, inbox, outbox
-from pipeline.batch import Stuck
 from pipeline.database import autocommitting
 from pipeline.inbox import PositionMoved
 from pipeline.runtime import Part
 
 from .bank import Account, Bank, Deposit, Deposited
-from .conftest import Running, eventually, histories, position_reaches
+from .conftest import PATIENCE, Running, eventually, histories, position_reaches
 from .desk import Desk, NewDesk
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -57,7 +56,7 @@ async def test_a_connection_killed_in_the_middle_of_a_handler_costs_a_second_exe
     bank, desk = ledger
     gate = Gate()
 
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
     async def waiting(event: Deposited, tx: Transaction) -> None:
         if event.amount == 2:
             await gate.wait()
@@ -309,7 +308,7 @@ async def test_a_cancelled_batch_leaves_nothing_behind_and_its_connection_to_nob
     bank, desk = ledger
     gate = Gate()
 
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
     async def waiting(event: Deposited, tx: Transaction) -> None:
         if not gate.open.is_set():
             await tx.session.flush()
@@ -355,13 +354,40 @@ async def test_a_changed_column_type_does_not_make_a_record_guilty(
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
-async def test_a_stuck_record_is_no_outage(ledger: tuple[Bank, Desk]) -> None:
+async def test_an_outage_of_somebody_elses_server_is_the_handlers_failure_and_no_outage_of_ours(
+    ledger: tuple[Bank, Desk],
+) -> None:
     bank, desk = ledger
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="offline")
     async def offline(event: Deposited, tx: Transaction) -> None:
         raise ConnectionRefusedError("somebody else's server")
 
-    with pytest.raises(Stuck, match="somebody else's server"):
-        await desk.apply(Deposit(1))
+    await desk.apply(Deposit(1))
     assert desk.outages == []
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == ("failed", 1)
+    assert "somebody else's server" in row["error"]
+
+
+async def test_a_connection_killed_while_the_backlog_is_worked_off_costs_no_attempt(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 16."""
+    bank = Bank("deposits", "balances", "bank", options={"timeout": PATIENCE})
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.refused = {1}
+    await desk.apply(Deposit(1), Deposit(2))
+    bank.refused = set()
+    gate = Gate()
+    bank.waits[1] = gate.wait
+    await desk.make_due()
+    working = asyncio.create_task(desk.work_off())
+    await gate.reached.wait()
+    assert await kill_connections(db) == 1
+    (first, _) = await desk.backlog()
+    assert (first["reason"], first["attempts"]) == ("failed", 1)
+    gate.open.set()
+    await working
+    assert await histories(db) == {"ada": [1, 2]}
+    assert bank.calls == [1, 1, 2, 1, 2], "both once more, in place"

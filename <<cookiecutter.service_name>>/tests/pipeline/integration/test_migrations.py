@@ -72,6 +72,8 @@ async def differences(url: str, metadata: sa.MetaData) -> list[Any]:
 
 
 ALL = [
+    "backlog",
+    "backlog_lane",
     "inbox",
     "inbox_generation",
     "outbox",

@@ -13,7 +13,7 @@ from pipeline import Transaction
 from pipeline.runtime import Part
 
 from .bank import Bank, Deposit, Deposited
-from .conftest import Running, eventually, histories, position_of, position_reaches
+from .conftest import PATIENCE, Running, eventually, histories, position_of, position_reaches
 from .test_interrupted import Gate
 from .test_ownership import committed_offsets
 
@@ -146,7 +146,7 @@ async def test_kafkas_offset_never_passes_a_record_that_is_still_in_work(
     held, free = (TopicPartition(bank.deposits, partition) for partition in (0, 1))
     gate = Gate()
 
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
     async def waiting(event: Deposited, tx: Transaction) -> None:
         if event.amount == 4:
             await gate.wait()
@@ -157,7 +157,12 @@ async def test_kafkas_offset_never_passes_a_record_that_is_still_in_work(
     for amount in range(1, 8):
         await Deposit(amount).send(producer, bank.deposits)
     # It has 40 s: nothing here ends because a time is over.
-    patient = {"kafka_session_timeout": 45, "transaction_timeout": 40, "lock_timeout": 35}
+    patient = {
+        "kafka_session_timeout": 45,
+        "transaction_timeout": 40,
+        "lock_timeout": 35,
+        "backlog_lease": 45,
+    }
     async with running(bank.service, Part.CONSUME, batch_size=2, **patient):
         await gate.reached.wait()
         for end in (1, 2, 3):

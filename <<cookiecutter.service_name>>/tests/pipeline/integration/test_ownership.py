@@ -17,7 +17,7 @@ from pipeline.reader import Reader
 from pipeline.runtime import Part
 
 from .bank import Bank, Deposit, Deposited
-from .conftest import Running, eventually, histories, position_of, position_reaches
+from .conftest import PATIENCE, Running, eventually, histories, position_of, position_reaches
 from .desk import Desk, NewDesk
 
 
@@ -207,7 +207,7 @@ async def test_a_batch_that_runs_when_its_partition_is_revoked_is_finished_first
     bank = two_partitions
     inside, go_on = asyncio.Event(), asyncio.Event()
 
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
     async def waiting(event: Deposited, tx: Transaction) -> None:
         inside.set()
         await go_on.wait()
@@ -239,7 +239,7 @@ async def test_a_service_that_is_stopped_finishes_the_batch_that_runs_and_begins
 ) -> None:
     inside, go_on = asyncio.Event(), asyncio.Event()
 
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting")
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
     async def waiting(event: Deposited, tx: Transaction) -> None:
         inside.set()
         await go_on.wait()

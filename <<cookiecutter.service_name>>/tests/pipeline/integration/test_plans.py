@@ -310,8 +310,7 @@ def markers(ids: Sequence[str]) -> list[Marker]:
 
 async def test_markers_of_new_events(asked: Explaining) -> None:
     new = markers([f"new/{number}" for number in range(500)])
-    slot = Slot("group-7", "t", 3)
-    assert await inbox.mark(asked, slot, Generations(3, 1), new) == {}
+    assert await inbox.mark(asked, Generations(3, 1, None), new) == {}
     closed, marked = asked.plans
     assert (closed.indexes, closed.scanned) == ({"inbox_pkey"}, set())
     # 500 keys, two generations, three or four levels of the index each.
@@ -322,9 +321,8 @@ async def test_markers_of_new_events(asked: Explaining) -> None:
 
 @pytest.mark.parametrize(("generation", "statements"), [(1, 1), (2, 1), (3, 3)])
 async def test_markers_of_duplicates(asked: Explaining, generation: int, statements: int) -> None:
-    slot = Slot("group-7", "t", 3)
     known = markers([f"{part}/{3 * part + generation - 1}" for part in range(1, 301)])
-    remembered = await inbox.mark(asked, slot, Generations(3, 1), known)
+    remembered = await inbox.mark(asked, Generations(3, 1, None), known)
     assert set(remembered) == {one.key for one in known}
     assert len(asked.plans) == statements
     for plan in asked.plans:
@@ -337,7 +335,10 @@ async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining)
     slot = Slot("group-7", "t", 3)
     assert await inbox.position(asked, slot) == (1, None)
     anchor = Anchor.of(Deposit(1).record("t", 1))
-    await inbox.move_position(asked, slot, fetched_from=1, next_offset=2, anchor=anchor)
+    assert await inbox.count_start(asked, slot, 1) == 1
+    await inbox.forgive_start(asked, slot, 1)
+    await inbox.move_position(asked, slot, fetched_from=1, next_offset=2, anchor=anchor, starts=0)
+    assert len(asked.plans) == 4
     for plan in asked.plans:
         assert (plan.indexes, plan.scanned) == ({"position_pkey"}, set())
         assert plan.blocks < 30

@@ -183,6 +183,7 @@ PATIENT = {
     "kafka_session_timeout": 45,
     "transaction_timeout": 40,
     "lock_timeout": 35,
+    "backlog_lease": 60,
     "relay_lease": 60,
 }
 """Settings with which nothing here ends because a time is over."""

@@ -1,4 +1,4 @@
-"""Decoding a batch: what is taken, what is skipped, and where it is cut."""
+"""Decoding a batch: every record is taken, skipped or quarantined."""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from pydantic import ValidationError, field_validator
 
 from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
 from pipeline.batch import Batch, read
+from pipeline.failures import told
+from pipeline.inbox import Anchor
 from pipeline.message import Reason, Undecodable
 
 TOPIC = "orders"
@@ -73,7 +75,7 @@ def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of_regis
 ) -> None:
     batch = read(handlers, TOPIC, 5, [record(5), record(6)])
     assert taken(batch) == [(5, "ship"), (5, "bill"), (6, "ship"), (6, "bill")]
-    assert (batch.start, batch.end, batch.skipped, batch.stuck) == (5, 7, [], None)
+    assert (batch.start, batch.end, batch.skipped, batch.quarantined) == (5, 7, [], [])
     assert batch.items[0].event == Placed(order=1)
     assert len({item.marker.key for item in batch.items}) == 4
 
@@ -90,14 +92,14 @@ def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_passes_t
     records = [record(0, type="other", value=b"no JSON"), record(1), record(2, value=None)]
     batch = read(handlers, TOPIC, 0, records)
     assert [offset for offset, _ in taken(batch)] == [1, 1]
-    assert (batch.skipped, batch.end, batch.stuck) == ([0, 2], 3, None)
+    assert (batch.skipped, batch.end, batch.quarantined) == ([0, 2], 3, [])
 
 
 def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(
     handlers: Handlers,
 ) -> None:
     batch = read(handlers, TOPIC, 0, [record(0, value=None, type=None)])
-    assert (batch.skipped, batch.end, batch.stuck) == ([0], 1, None)
+    assert (batch.skipped, batch.end, batch.quarantined) == ([0], 1, [])
 
 
 def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_for_it(
@@ -114,47 +116,65 @@ def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_for_it
 def test_a_tombstone_without_headers_is_named_by_its_place(handlers: Handlers) -> None:
     handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
     batch = read(handlers, TOPIC, 7, [record(7, value=None, type=None, key=b"a")])
-    assert batch.stuck is None
     assert batch.items[0].marker.message.id == "0-7"
 
 
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (record(2, type=None), Reason.NOT_CLOUDEVENTS),
-        (record(2, value=b"{"), "invalid payload"),
-        (record(2, value=b'{"order": "x"}'), "invalid payload"),
-        (record(2, value=b"\xff"), "invalid payload"),
-        (record(2, value=b'{"order": 2}', type="fragile"), "invalid payload"),
-    ],
-    ids=["no headers", "no JSON", "a wrong type", "no UTF-8", "a validator that breaks"],
-)
-def test_the_batch_is_cut_before_the_record_that_can_not_be_read(
-    handlers: Handlers, bad: ConsumerRecord[bytes, bytes], reason: str
-) -> None:
-    """Trap 14."""
-    batch = read(handlers, TOPIC, 0, [record(0), record(1, type="other"), bad, record(3)])
-    assert [offset for offset, _ in taken(batch)] == [0, 0]
-    assert (batch.end, batch.skipped) == (2, [1])
-    assert batch.stuck is not None
-    assert (batch.stuck.offset, batch.stuck.reason) == (2, reason)
-
-
-def test_a_batch_may_begin_with_what_can_not_be_read(handlers: Handlers) -> None:
-    batch = read(handlers, TOPIC, 4, [record(6, type=None), record(7)])
-    assert (batch.start, batch.items, batch.skipped) == (4, [], [])
-    assert batch.end == 6
-    assert isinstance(batch.stuck and batch.stuck.error, Undecodable)
-
-
-def test_the_reason_of_an_invalid_payload_names_the_field_and_hides_its_value(
+def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_taken(
     handlers: Handlers,
 ) -> None:
-    batch = read(handlers, TOPIC, 0, [record(0, value=b'{"order": "secret"}')])
-    assert batch.stuck is not None
-    assert isinstance(batch.stuck.error, ValidationError)
-    assert "order" in str(batch.stuck)
-    assert "secret" not in str(batch.stuck)
+    """Trap 14."""
+    bare = record(2, type=None)
+    batch = read(handlers, TOPIC, 0, [record(0), record(1, type="other"), bare, record(3)])
+    assert taken(batch) == [(0, "ship"), (0, "bill"), (3, "ship"), (3, "bill")]
+    assert (batch.start, batch.end, batch.skipped) == (0, 4, [1])
+    (one,) = batch.quarantined
+    assert one.record is bare
+    assert one.reason == Reason.NOT_CLOUDEVENTS
+    assert isinstance(one.error, Undecodable)
+
+
+def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
+    handlers: Handlers,
+) -> None:
+    handlers.demand_types(TOPIC)
+    batch = read(handlers, TOPIC, 0, [record(0, type="other"), record(1), record(2, value=None)])
+    assert [offset for offset, _ in taken(batch)] == [1, 1]
+    assert [(one.record.offset, one.reason) for one in batch.quarantined] == [(0, "unknown type")]
+    assert "'other' of orders" in str(batch.quarantined[0].error)
+    assert (batch.skipped, batch.end) == ([2], 3), "a tombstone has no type to be known"
+
+
+@pytest.mark.parametrize(
+    ("bad", "consumers"),
+    [
+        (record(2, value=b"{"), ["ship", "bill"]),
+        (record(2, value=b'{"order": "x"}'), ["ship", "bill"]),
+        (record(2, value=b"\xff"), ["ship", "bill"]),
+        (record(2, value=b'{"order": 2}', type="fragile"), ["ship"]),
+    ],
+    ids=["no JSON", "a wrong type", "no UTF-8", "a validator that breaks"],
+)
+def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and_without_an_event(
+    handlers: Handlers, bad: ConsumerRecord[bytes, bytes], consumers: list[str]
+) -> None:
+    """Trap 14."""
+    batch = read(handlers, TOPIC, 0, [record(1), bad, record(3)])
+    assert (batch.end, batch.skipped, batch.quarantined) == (4, [], [])
+    faulty = [item for item in batch.items if item.fault is not None]
+    assert [(item.record.offset, item.handler.consumer) for item in faulty] == [
+        (2, consumer) for consumer in consumers
+    ]
+    assert [item.event for item in faulty] == [None] * len(consumers)
+    assert len(batch.items) == 4 + len(faulty)
+
+
+def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_value(
+    handlers: Handlers,
+) -> None:
+    item, _ = read(handlers, TOPIC, 0, [record(0, value=b'{"order": "secret"}')]).items
+    assert isinstance(item.fault, ValidationError)
+    assert "order" in told(item.fault)
+    assert "secret" not in told(item.fault)
 
 
 def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
@@ -165,12 +185,19 @@ def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
     assert len({item.marker.key for item in batch.items}) == 2
 
 
-def test_a_part_has_the_records_between_its_ends_and_is_not_stuck(handlers: Handlers) -> None:
-    records = [record(0), record(2, type="other"), record(3), record(9), record(10, type=None)]
+def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_other(
+    handlers: Handlers,
+) -> None:
+    records = [record(0), record(2, type="other"), record(3), record(5, type=None), record(9)]
     batch = read(handlers, TOPIC, 0, records)
     part = batch.between(1, 9)
+    assert (part.start, part.end, part.skipped) == (1, 9, [2])
+    assert [one.offset for one in part.records] == [2, 3, 5]
     assert [offset for offset, _ in taken(part)] == [3, 3]
-    assert (part.start, part.end, part.skipped, part.stuck) == (1, 9, [2], None)
+    assert [one.record.offset for one in part.quarantined] == [5]
+    assert part.anchor == Anchor.of(records[3])
+    assert batch.between(5, 6).items == []
+    assert batch.between(6, 9).anchor is None
 
 
 def test_an_empty_read_moves_nothing(handlers: Handlers) -> None:

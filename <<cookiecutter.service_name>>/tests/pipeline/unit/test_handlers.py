@@ -4,7 +4,17 @@ import pytest
 from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pipeline import Aggregate, Event, Handlers, Plain, Position, Service, Tombstone, Transaction
+from pipeline import (
+    Aggregate,
+    Event,
+    Handlers,
+    Plain,
+    Policy,
+    Position,
+    Service,
+    Tombstone,
+    Transaction,
+)
 from pipeline.aggregate import create, key_of, primary_key
 
 
@@ -119,6 +129,41 @@ def test_only_the_topics_that_a_handler_asks_for_have_tombstones() -> None:
     handlers.on(Booked, topic="a", consumer="b")(note)
     handlers.on(Tombstone, topic="b", consumer="b")(note)
     assert [handlers.takes_tombstones(topic) for topic in ("a", "b", "c")] == [False, True, False]
+
+
+def test_types_are_demanded_topic_by_topic() -> None:
+    handlers = Handlers()
+    handlers.demand_types("a")
+    assert [handlers.demands_types(topic) for topic in ("a", "b")] == [True, False]
+
+
+def test_a_handler_has_the_options_that_it_was_registered_with_and_sound_ones_otherwise() -> None:
+    handlers = Handlers()
+    patient = Policy(attempts=2, schedule=(1,))
+    handlers.on(Booked, topic="a", consumer="plain")(note)
+    handlers.on(
+        Booked,
+        topic="a",
+        consumer="own",
+        policy=patient,
+        mode="deferred",
+        timeout=0.5,
+        takes_old=True,
+    )(note)
+    plain, own = handlers.of("a", "booked")
+    assert (plain.policy, plain.mode, plain.timeout, plain.takes_old) == (
+        Policy(),
+        "immediate",
+        2.0,
+        False,
+    )
+    assert (own.policy, own.mode, own.timeout, own.takes_old) == (patient, "deferred", 0.5, True)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_time_out_that_is_none_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout is in seconds"):
+        Handlers().on(Booked, topic="a", consumer="b", timeout=timeout)
 
 
 def test_a_service_knows_the_topics_that_it_reads_and_those_it_declares_events_for() -> None:

@@ -99,6 +99,20 @@ def test_the_server_gives_up_before_the_group_does(
             Settings()
 
 
+@pytest.mark.parametrize(("lease", "good"), [(8.5, True), (8, False), (2, False)])
+def test_a_worker_of_the_backlog_is_given_up_after_its_transaction(
+    monkeypatch: pytest.MonkeyPatch, lease: float, good: bool
+) -> None:
+    """Trap 35."""
+    monkeypatch.setenv("PIPELINE_TRANSACTION_TIMEOUT", "8")
+    monkeypatch.setenv("PIPELINE_BACKLOG_LEASE", str(lease))
+    if good:
+        Settings()
+    else:
+        with pytest.raises(ValidationError, match="transaction_timeout < backlog_lease must hold"):
+            Settings()
+
+
 @pytest.mark.parametrize("name", ["RETRY_PAUSE", "LOCK_TIMEOUT", "RELAY_POLL_MIN"])
 @pytest.mark.parametrize("value", ["0", "-1", "soon"])
 def test_a_duration_is_more_than_nothing(

@@ -339,6 +339,11 @@ telemetry.published("routes", 4)
 telemetry.set_stuck("scans", 3, is_stuck=True)
 telemetry.set_stuck("scans", 4, is_stuck=True)
 telemetry.set_stuck("scans", 4, is_stuck=False)
+telemetry.set_breaker("track", is_open=True)
+telemetry.set_breaker("bill", is_open=True)
+telemetry.set_breaker("bill", is_open=False)
+telemetry.observe_backlog("track", 12, 3, 61.5)
+telemetry.backlog_applied("track", 59.0)
 telemetry.relay_progress(16)
 telemetry.observe_outbox(100, 2.5)
 print(generate_latest().decode())
@@ -386,6 +391,14 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     stuck = "pipeline_partitions_stuck messaging_destination_name=scans"
     assert found[f"{stuck} messaging_destination_partition_id=3"] == 1
     assert found[f"{stuck} messaging_destination_partition_id=4"] == 0
+    assert found["pipeline_breaker_open pipeline_consumer=track"] == 1
+    assert found["pipeline_breaker_open pipeline_consumer=bill"] == 0
+    assert found["pipeline_backlog_waiting pipeline_consumer=track"] == 12
+    assert found["pipeline_backlog_dead pipeline_consumer=track"] == 3
+    assert found["pipeline_backlog_age_seconds pipeline_consumer=track"] == 61.5
+    waited = "pipeline_backlog_duration_seconds_bucket"
+    assert found[f"{waited} le=10.0 pipeline_consumer=track"] == 0
+    assert found[f"{waited} le=60.0 pipeline_consumer=track"] == 1
     assert found["pipeline_relay_shards"] == 16
     assert found["pipeline_outbox_lag_events"] == 100
     assert found["pipeline_outbox_lag_duration_seconds"] == 2.5

@@ -1,6 +1,7 @@
-"""A record that can't be handled: found among its neighbours, and never passed."""
+"""A record that can't be handled: found among its neighbours, which lose nothing by it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import asyncpg
@@ -9,7 +10,6 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from pipeline import Event, Handlers, Transaction
-from pipeline.batch import Stuck
 from pipeline.outbox import Unpublishable
 
 from .bank import Account, Bank, Deposit, Deposited, Refused
@@ -46,52 +46,75 @@ async def events_of(db: asyncpg.Connection) -> list[bytes]:
 
 @pytest.mark.usefixtures("forbid_riches")
 @pytest.mark.parametrize(
-    ("amounts", "guilty"),
+    "amounts",
     [
-        ([TOO_MUCH, 1, 2, 3, 4], 0),
-        ([1, 2, TOO_MUCH, 3, 4], 2),
-        ([1, 2, 3, 4, TOO_MUCH], 4),
-        ([1, TOO_MUCH, 2, TOO_MUCH + 1, 3], 1),
-        ([TOO_MUCH], 0),
-        ([1, TOO_MUCH], 1),
+        [TOO_MUCH, 1, 2, 3, 4],
+        [1, 2, TOO_MUCH, 3, 4],
+        [1, 2, 3, 4, TOO_MUCH],
+        [1, TOO_MUCH, 2, TOO_MUCH + 1, 3],
+        [TOO_MUCH],
+        [1, TOO_MUCH],
     ],
 )
 async def test_a_record_that_only_the_flush_or_the_commit_refuses_is_found_among_its_neighbours(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, amounts: list[int], guilty: int
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, amounts: list[int]
 ) -> None:
     _, desk = ledger
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
-    assert stuck.value.offset == guilty
-    assert await desk.position() == guilty
-    assert await histories(db) == {f"of {amount}": [amount] for amount in amounts[:guilty]}
-    assert len(await events_of(db)) == guilty
-    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == guilty
+    await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
+    innocent = [amount for amount in amounts if amount < TOO_MUCH]
+    assert await desk.set_aside() == {
+        ("deposit", offset): "transaction failed"
+        for offset, amount in enumerate(amounts)
+        if amount >= TOO_MUCH
+    }
+    assert [row["attempts"] for row in await desk.backlog()] == [1] * (len(amounts) - len(innocent))
+    assert await desk.position() == len(amounts)
+    assert await histories(db) == {f"of {amount}": [amount] for amount in innocent}
+    assert len(await events_of(db)) == len(innocent)
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == len(innocent)
     assert desk.outages == []
 
 
 @pytest.mark.usefixtures("forbid_riches")
-async def test_records_that_nobody_takes_are_passed_up_to_the_one_that_is_refused(
-    ledger: tuple[Bank, Desk],
+async def test_records_that_nobody_takes_are_passed_once_beside_one_that_is_refused(
+    ledger: tuple[Bank, Desk], outcomes: Counter[str]
 ) -> None:
     _, desk = ledger
     skipped = Deposit(1, type="withdrawn")
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(skipped, skipped, Deposit(TOO_MUCH), skipped)
-    assert stuck.value.offset == 2
-    assert await desk.position() == 2
+    await desk.apply(skipped, Deposit(2, "bob"), skipped, Deposit(TOO_MUCH), skipped)
+    assert await desk.set_aside() == {("deposit", 3): "transaction failed"}
+    assert await desk.position() == 5
+    assert outcomes == {"skipped": 3, "new": 1, "parked": 1}
 
 
 @pytest.mark.usefixtures("forbid_riches")
-async def test_what_neighbours_did_to_the_same_row_is_kept_when_the_last_change_is_refused(
+async def test_what_neighbours_did_to_the_same_row_is_kept_and_who_comes_later_waits(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     _, desk = ledger
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(*(Deposit(amount) for amount in (1, 2, TOO_MUCH, 3)))
-    assert stuck.value.offset == 2
+    await desk.apply(*(Deposit(amount) for amount in (1, 2, TOO_MUCH, 3)))
     assert await histories(db) == {"ada": [1, 2]}
     assert await db.fetchval("SELECT version FROM account") == 2
+    assert await desk.set_aside() == {
+        ("deposit", 2): "transaction failed",
+        ("deposit", 3): "follows another",
+    }
+
+
+async def test_what_the_database_refuses_is_tried_again_like_any_other_failure(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await db.execute(AT_COMMIT)
+    await desk.apply(*(Deposit(amount) for amount in (1, TOO_MUCH, 3)))
+    await desk.make_due()
+    await desk.work_off()
+    assert [row["attempts"] for row in await desk.backlog()] == [2, 0]
+    await db.execute("DROP TRIGGER not_rich ON account")
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1, TOO_MUCH, 3]}
+    assert await desk.set_aside() == {}
 
 
 async def test_the_batch_commits_as_one_when_its_halves_pass_but_its_whole_did_not(
@@ -115,33 +138,6 @@ async def test_the_batch_commits_as_one_when_its_halves_pass_but_its_whole_did_n
     assert await desk.position() == 5
 
 
-async def test_what_stands_before_a_record_whose_handler_raises_commits_as_one_batch(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
-) -> None:
-    bank, desk = ledger
-    bank.refused = {30}
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(*(Deposit(amount) for amount in (10, 20, 30, 40)))
-    assert (stuck.value.offset, stuck.value.reason) == (2, "deposit failed")
-    assert isinstance(stuck.value.error, Refused)
-    assert await desk.position() == 2
-    assert await histories(db) == {"ada": [10, 20]}
-    assert await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox") == 1
-    assert bank.calls == [10, 20, 30, 10, 20]
-
-
-async def test_the_first_of_two_records_whose_handler_raises_is_the_one_that_is_stuck(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
-) -> None:
-    bank, desk = ledger
-    bank.refused = {10, 30}
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(*(Deposit(amount) for amount in (10, 20, 30, 40)))
-    assert stuck.value.offset == 0
-    assert await histories(db) == {}
-    assert await desk.position() == 0
-
-
 async def test_an_error_of_autoflush_is_blamed_on_the_record_that_caused_it(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
@@ -153,10 +149,13 @@ async def test_an_error_of_autoflush_is_blamed_on_the_record_that_caused_it(
         # Flushes the deposit of its own record, and of all before it.
         await tx.session.scalar(sa.select(sa.func.count()).select_from(Account))
 
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, TOO_MUCH, 3, 4)))
-    assert stuck.value.offset == 2
-    assert await histories(db) == {"1": [1], "2": [2]}
+    await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, TOO_MUCH, 3, 4)))
+    assert await histories(db) == {str(n): [n] for n in (1, 2, 3, 4)}
+    # Of its two handlers either may be at fault: each is tried by itself.
+    assert await desk.set_aside() == {("deposit", 2): "undecided", ("count", 2): "undecided"}
+    assert [row["attempts"] for row in await desk.backlog()] == [0, 0]
+    await desk.work_off()
+    assert await desk.set_aside() == {("deposit", 2): "transaction failed"}
 
 
 async def test_a_query_of_a_later_handler_is_not_blamed_for_the_row_of_an_earlier_one(
@@ -176,10 +175,21 @@ async def test_a_query_of_a_later_handler_is_not_blamed_for_the_row_of_an_earlie
             tx.session.add(account)
 
     desk.handlers = handlers
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(*(Deposit(n, account=str(n)) for n in (1, TOO_MUCH, 3, 4)))
-    assert stuck.value.offset == 1
-    assert set(await histories(db)) == {"1"}
+    await desk.apply(*(Deposit(n, account=str(n)) for n in (1, TOO_MUCH, 3, 4)))
+    assert await desk.set_aside() == {("naive", 1): "transaction failed"}
+    assert set(await histories(db)) == {"1", "3"}
+
+
+async def test_a_type_that_nobody_takes_is_nobodys_dead_letter_where_types_are_demanded(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.handlers.demand_types(bank.deposits)
+    await desk.apply(Deposit(1), Deposit(2, type="withdrawn"), Deposit(3))
+    (row,) = await desk.backlog()
+    assert (row["consumer"], row["offset"], row["reason"]) == ("", 1, "unknown type")
+    assert row["died_at"] is not None
+    assert await histories(db) == {"ada": [1, 3]}
 
 
 async def test_a_savepoint_lets_a_handler_go_on_after_an_error(
@@ -198,7 +208,7 @@ async def test_a_savepoint_lets_a_handler_go_on_after_an_error(
     assert await desk.position() == 2
 
 
-async def test_a_handler_that_swallows_the_error_of_its_flush_is_stuck(
+async def test_a_handler_that_swallows_the_error_of_its_flush_does_not_apply_its_record(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     bank, desk = ledger
@@ -211,14 +221,17 @@ async def test_a_handler_that_swallows_the_error_of_its_flush_is_stuck(
         except DBAPIError:
             return
 
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(Deposit(1), Deposit(TOO_MUCH), Deposit(2))
-    assert stuck.value.offset == 1
+    await desk.apply(Deposit(1), Deposit(TOO_MUCH), Deposit(2))
     assert await histories(db) == {"ada": [1]}
-    assert await desk.position() == 1
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
+    assert await desk.set_aside() == {
+        ("deposit", 1): "transaction failed",
+        ("deposit", 2): "follows another",
+    }
 
 
-async def test_a_handler_that_swallows_the_error_of_a_statement_is_stuck(
+async def test_a_handler_that_swallows_the_error_of_a_statement_has_not_applied_its_record(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     """PostgreSQL answers COMMIT with ROLLBACK then, and no error: nobody may call that applied."""
@@ -232,14 +245,13 @@ async def test_a_handler_that_swallows_the_error_of_a_statement_is_stuck(
         except DBAPIError:
             return
 
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(Deposit(1), Deposit(0))
-    assert stuck.value.offset == 1
-    assert await desk.position() == 1
+    await desk.apply(Deposit(1), Deposit(0))
+    assert await desk.set_aside() == {("careless", 1): "transaction failed"}
+    assert await db.fetchval("SELECT array_agg(id) FROM pipeline.inbox") == ["1"]
 
 
 @pytest.mark.parametrize("ending", ["commit", "commit in run_sync", "rollback", "close"])
-async def test_a_handler_that_ends_the_transaction_is_stuck_and_its_neighbours_lose_nothing(
+async def test_a_handler_that_ends_the_transaction_fails_and_its_neighbours_lose_nothing(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection, ending: str
 ) -> None:
     bank, desk = ledger
@@ -251,12 +263,13 @@ async def test_a_handler_that_ends_the_transaction_is_stuck_and_its_neighbours_l
         elif event.amount == 2:
             await getattr(tx.session, ending)()
 
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(*(Deposit(amount, account=str(amount)) for amount in (1, 2, 3)))
-    assert stuck.value.offset == 1
-    assert await desk.position() == 1
-    assert await histories(db) == {"1": [1]}
-    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 2
+    await desk.apply(*(Deposit(amount, account=str(amount)) for amount in (1, 2, 3)))
+    await desk.work_off()
+    reason = "failed" if "commit" in ending else "transaction failed"
+    assert await desk.set_aside() == {("impatient", 1): reason}
+    assert await histories(db) == {"1": [1], "2": [2], "3": [3]}
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 5
+    assert len(await events_of(db)) == 3
 
 
 async def test_a_cancellation_that_a_handler_lets_out_is_its_own_error(
@@ -271,21 +284,22 @@ async def test_a_cancellation_that_a_handler_lets_out_is_its_own_error(
             abandoned.cancel()
             await abandoned
 
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(Deposit(1), Deposit(2))
-    assert stuck.value.offset == 1
-    assert await histories(db) == {"ada": [1]}
+    await desk.apply(Deposit(1), Deposit(2))
+    assert await desk.set_aside() == {("cancelling", 1): "failed"}
+    assert await histories(db) == {"ada": [1, 2]}
 
 
-async def test_a_key_that_postgresql_can_not_store_is_stuck_alone(
+async def test_a_key_that_postgresql_can_not_store_fails_alone(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     _, desk = ledger
     poison = Deposit(3, value=b'{"account": "\\u0000", "amount": 3}')
-    with pytest.raises(Stuck) as stuck:
-        await desk.apply(Deposit(1), Deposit(2), poison, Deposit(4))
-    assert stuck.value.offset == 2
-    assert await histories(db) == {"ada": [1, 2]}
+    await desk.apply(Deposit(1), Deposit(2), poison, Deposit(4), Deposit(5, account="bob"))
+    assert await desk.set_aside() == {
+        ("deposit", 2): "transaction failed",
+        ("deposit", 3): "follows another",
+    }
+    assert await histories(db) == {"ada": [1, 2], "bob": [5]}
 
 
 class Note(Event, type="note", topic="notes"):
@@ -323,12 +337,14 @@ async def test_an_event_that_could_never_be_sent_is_refused_when_it_is_staged(
         if event.amount == 2:
             publish(tx)
 
-    with pytest.raises(Stuck, match=told) as stuck:
-        await desk.apply(*(Deposit(amount) for amount in (1, 2, 3)))
-    assert stuck.value.offset == 1
-    assert isinstance(stuck.value.error, Unpublishable)
-    assert len(await events_of(db)) == 1
-    assert await histories(db) == {"ada": [1]}
+    await desk.apply(*(Deposit(amount) for amount in (1, 2, 3)))
+    refused, follower = await desk.backlog()
+    assert (refused["offset"], refused["reason"]) == (1, "failed")
+    assert refused["error"].startswith(Unpublishable.__name__)
+    assert told in refused["error"]
+    assert (follower["offset"], follower["reason"]) == (2, "follows another")
+    assert len(await events_of(db)) == 3
+    assert await histories(db) == {"ada": [1, 2, 3]}
 
 
 async def test_nothing_of_a_refused_event_stays_when_its_handler_goes_on_without_it(
@@ -350,7 +366,7 @@ async def test_nothing_of_a_refused_event_stays_when_its_handler_goes_on_without
     assert await db.fetchval("SELECT version FROM account") == 1
 
 
-async def test_two_handlers_of_one_event_apply_once_each_and_fail_together(
+async def test_what_a_handler_did_before_it_failed_is_undone_and_another_consumers_work_is_not(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     bank, desk = ledger
@@ -363,12 +379,13 @@ async def test_two_handlers_of_one_event_apply_once_each_and_fail_together(
         if broken and event.amount == 2:
             raise Refused("no bonus today")
 
-    with pytest.raises(Stuck, match="bonus failed") as stuck:
-        await desk.apply(Deposit(1), Deposit(2))
-    assert stuck.value.offset == 1
-    assert await db.fetchval("SELECT balance FROM account") == 1_001
+    await desk.apply(Deposit(1), Deposit(2))
+    assert await desk.set_aside() == {("bonus", 1): "failed"}
+    assert await db.fetchval("SELECT balance FROM account") == 1_003
     broken = False
     await desk.apply(Deposit(2), Deposit(2), Deposit(1))
+    await desk.make_due()
+    await desk.work_off()
     assert await db.fetchval("SELECT balance FROM account") == 2_003
     assert await histories(db) == {"ada": [1, 2]}
     rows = await db.fetch(
@@ -418,7 +435,7 @@ async def test_a_batch_that_needs_more_than_the_time_of_a_transaction_goes_on_in
     assert await histories(db) == {"ada": [1, 2, 3, 4]}
 
 
-async def test_a_handler_that_hangs_is_stuck_and_its_neighbours_are_not(
+async def test_a_handler_that_hangs_is_found_and_its_neighbours_are_applied(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """Trap 35."""
@@ -438,10 +455,14 @@ async def test_a_handler_that_hangs_is_stuck_and_its_neighbours_are_not(
             await tx.session.execute(sa.text("SELECT 1"))
 
     async with asyncio.timeout(20):
-        with pytest.raises(Stuck) as stuck:
-            await desk.apply(*(Deposit(amount) for amount in (1, 2, 3, 4)))
-    assert stuck.value.offset == 2
-    assert await histories(db) == {"ada": [1, 2]}
+        await desk.apply(*(Deposit(amount) for amount in (1, 2, 3, 4)))
+        assert await histories(db) == {"ada": [1, 2]}
+        await desk.work_off()
+    assert await desk.set_aside() == {
+        ("hanging", 2): "takes longer than 0.5 s",
+        ("hanging", 3): "follows another",
+    }
+    assert await histories(db) == {"ada": [1, 2, 3, 4]}
 
 
 async def test_what_took_too_long_once_is_tried_again_before_a_record_is_blamed(
@@ -464,3 +485,21 @@ async def test_what_took_too_long_once_is_tried_again_before_a_record_is_blamed(
     await desk.apply(Deposit(1))
     assert calls == 2
     assert await histories(db) == {"ada": [1]}
+    assert await desk.set_aside() == {}
+
+
+async def test_a_record_whose_row_another_never_gives_back_is_set_aside_and_no_other(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """An outage passes. A lock that is held each time the record comes is no outage."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.05)
+    await desk.apply(Deposit(1, account="ada"))
+    async with db.transaction():
+        await db.execute("SELECT FROM account FOR UPDATE")
+        await desk.apply(Deposit(2, account="bob"), Deposit(3, account="ada"))
+        assert await desk.set_aside() == {("deposit", 2): "locked out"}
+    assert await histories(db) == {"ada": [1], "bob": [2]}
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1, 3], "bob": [2]}
