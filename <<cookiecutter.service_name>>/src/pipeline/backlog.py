@@ -187,7 +187,7 @@ WITH head AS MATERIALIZED (
     UPDATE pipeline.backlog SET due_at = NULL WHERE key IN (SELECT key FROM behind)
 )
 UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
-  FROM head WHERE b.key = head.key AND b.due_at IS NULL AND b.died_at IS NULL
+  FROM head WHERE b.key = head.key AND b.due_at IS NULL AND head.died_at IS NULL
 """
 
 
@@ -269,10 +269,13 @@ def quarantined(one: Quarantined) -> Row:
 
 
 def impostor(item: Item, error: IdentityMismatch) -> Row:
-    """Return the dead letter of a message that has the identity of another one."""
+    """Return the dead letter of a message that has the identity of another one.
+
+    It does not hold its key: in the order stands the other one.
+    """
     message = item.marker.message
     key = blake2b(item.marker.key + message.hash, digest_size=16).digest()
-    fate = dead(item.handler.policy, "identity mismatch", error)
+    fate = dead(Policy(), "identity mismatch", error)
     return Row(key, item.marker.consumer, item.record, fate, item, error.remembered)
 
 

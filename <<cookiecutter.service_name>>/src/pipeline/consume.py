@@ -57,10 +57,11 @@ class _Unclear(Exception):
 class _Guilty(Exception):
     """Some messages have failed; what becomes of them is known, and the others go on."""
 
-    def __init__(self, fates: dict[bytes, Fate], *, is_cut_off: bool) -> None:
+    def __init__(self, fates: dict[bytes, Fate], *, late: bytes | None) -> None:
         super().__init__(f"{len(fates)} messages failed")
         self.fates = fates
-        self.is_cut_off = is_cut_off
+        self.late = late
+        """The one that took too long, by marker key. The connection is not usable any more."""
 
 
 _IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, _Guilty, _Unclear)
@@ -109,12 +110,17 @@ class Consume:
     async def _apply(
         self, work: Work, fates: dict[bytes, Fate], attempts: AsyncRetrying
     ) -> Sequence[Outcome]:
+        late: set[bytes] = set()
         while True:
             try:
                 return await self._attempt(work, fates, attempts)
             except _Guilty as guilty:
                 # Again without them, as often as more of them are found.
                 fates = fates | guilty.fates
+                if guilty.late is not None and guilty.late not in late:
+                    # Once more: maybe it has waited for a connection that was dead.
+                    late.add(guilty.late)
+                    del fates[guilty.late]
             except _Unclear as unclear:
                 parts = work.halves()
                 if len(parts) == 1 and len(parts[0].items) == len(work.items):
@@ -181,7 +187,7 @@ class Consume:
                         )
                     await transaction.commit()
             except _IN_ORDER as error:
-                is_cut_off = isinstance(error, _Guilty) and error.is_cut_off
+                is_cut_off = isinstance(error, _Guilty) and error.late is not None
                 if is_cut_off or perf_counter() - started > limit:
                     await session.invalidate()  # it may be in the middle of a statement
                 raise
@@ -256,7 +262,8 @@ class Consume:
             (first, error), *others = handled.failed
             fates = {item.marker.key: undecided(other) for item, other in others}
             fates[first.marker.key] = _judged(first, error, "failed")
-            raise _Guilty(fates, is_cut_off=handled.is_cut_off)
+            last, _ = handled.failed[-1]
+            raise _Guilty(fates, late=last.marker.key if handled.is_cut_off else None)
 
 
 async def _look_up(

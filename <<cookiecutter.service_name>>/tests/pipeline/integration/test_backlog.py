@@ -286,6 +286,25 @@ async def test_a_handler_that_takes_too_long_is_ended_and_its_record_set_aside(
     ]
 
 
+async def test_a_call_that_waits_for_a_dead_connection_spends_no_attempt(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 16: what the way to the servers did is not counted against a message."""
+    bank, desk = await bank_with(new_desk)
+    stalls = 1
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="ask", timeout=0.3)
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        nonlocal stalls
+        if event.amount == 20 and stalls:
+            stalls -= 1
+            await tx.session.execute(sa.text("SELECT pg_sleep(30)"))
+
+    await desk.apply(Deposit(10), Deposit(20), Deposit(30))
+    assert await desk.backlog() == []
+    assert await histories(db) == {"ada": [10, 20, 30]}
+
+
 async def test_a_deployment_that_fails_for_everything_sets_nothing_aside(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
