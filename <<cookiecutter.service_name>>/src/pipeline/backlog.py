@@ -108,7 +108,7 @@ UPDATE pipeline.backlog_lane
        SELECT lane FROM pipeline.backlog_lane l
         WHERE (lease_until IS NULL OR lease_until < clock_timestamp())
           AND EXISTS (SELECT FROM pipeline.backlog b
-                       WHERE b.lane = l.lane AND due_at <= clock_timestamp()
+                       WHERE b.lane = l.lane AND due_at <= statement_timestamp()
                          AND consumer = ANY ($3))
         ORDER BY released_at LIMIT 1
           FOR UPDATE SKIP LOCKED)
@@ -135,7 +135,7 @@ _TAKE = """
 WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at
       FROM (SELECT order_key, due_at FROM pipeline.backlog
-             WHERE lane = $1 AND due_at <= clock_timestamp() AND consumer = ANY ($2)
+             WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
              ORDER BY due_at LIMIT $3) AS first
      GROUP BY order_key
 ), run AS (
@@ -181,7 +181,7 @@ WITH head AS MATERIALIZED (
             ORDER BY partition, "offset" LIMIT 1) AS b
 ), behind AS MATERIALIZED (
     SELECT b.key FROM head JOIN pipeline.backlog b ON b.order_key = head.order_key
-     WHERE b.lane = ANY ($2) AND b.due_at <= clock_timestamp() AND b.key <> head.key
+     WHERE b.lane = ANY ($2) AND b.due_at <= statement_timestamp() AND b.key <> head.key
      LIMIT $3
 ), demoted AS (
     UPDATE pipeline.backlog SET due_at = NULL WHERE key IN (SELECT key FROM behind)
