@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 
 import asyncpg
@@ -180,10 +182,10 @@ class Consume:
                 transaction = await session.begin()
                 # Outside the limit: waiting for a connection is not the batch's doing.
                 connection = await session.connection()
-                with _blaming(work, limit):
+                with _blaming(work, limit) as progress:
                     async with asyncio.timeout(limit + _EARLY):
                         outcomes, results, staged = await self._execute(
-                            session, connection, work, fates
+                            session, connection, work, fates, progress
                         )
                     await transaction.commit()
             except _IN_ORDER as error:
@@ -209,6 +211,7 @@ class Consume:
         connection: AsyncConnection,
         work: Work,
         fates: dict[bytes, Fate],
+        progress: "_Progress",
     ) -> tuple[Sequence[Outcome], Results, int]:
         settings = self._settings
         await inbox.begin(
@@ -222,6 +225,7 @@ class Consume:
         results = Results()
         new, waiting, known, stored = await _look_up(driver, generations, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
+        progress.records_since = perf_counter()
         handled = await handle_all(
             items, Attempt(session, driver, Rows(session), outbox, self._group)
         )
@@ -340,20 +344,31 @@ def _unfit(item: Item, generations: Generations) -> Fate | None:
     return None
 
 
+@dataclass
+class _Progress:
+    """How far a transaction has come."""
+
+    records_since: float = math.inf
+    """When it had done what is the engine's, and turned to what the records ask for."""
+
+
 @contextmanager
-def _blaming(work: Work, limit: float) -> Iterator[None]:
+def _blaming(work: Work, limit: float) -> Iterator[_Progress]:
     """Turn an error that any record of the batch may have caused into the question which.
 
     So is an outage, unless the batch has taken more seconds than the limit: then it was cut off.
+    But a database that needs most of them for what the engine asks of a single record is slow.
     """
     started = perf_counter()
+    progress = _Progress()
     try:
-        yield
+        yield progress
     except _IN_ORDER:
         raise
     except Exception as error:
         in_time = perf_counter() - started < limit
-        if not work.items or (in_time and is_infrastructure(error)):
+        is_slow = len(work.items) == 1 and progress.records_since - started > limit / 2
+        if not work.items or ((in_time or is_slow) and is_infrastructure(error)):
             raise
         reason = "transaction failed" if in_time else f"takes longer than {limit} s"
         raise _Unclear(reason, error) from error

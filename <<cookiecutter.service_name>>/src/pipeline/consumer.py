@@ -10,6 +10,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from . import clients
 from .consume import Consume
 from .failures import patiently
 from .handlers import Handlers
@@ -21,6 +22,9 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3.0
 """How long brokers have for what nobody needs to wait for: offsets for tools, a farewell."""
+
+_SLACK_SECONDS = 5.0
+"""What a request may take beyond the session, which a broker that hangs is noticed by."""
 
 
 class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no types
@@ -51,6 +55,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         self._health = health
         self._readers: dict[TopicPartition, Reader] = {}
         self._committed: dict[TopicPartition, int] = {}
+        self._committing: asyncio.Task[None] | None = None
+        self._has_joined = False
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -65,7 +71,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             await self._connect()
             client.subscribe(sorted(self._handlers.topics), listener=self)
             while not self._stopping.is_set():
-                await self._commit_offsets()
+                self._commit_offsets()
+                self._look_at_kafka()
                 await self._look_for_topics()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(
@@ -74,8 +81,9 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             await self._stop_readers(0.4 * self._settings.shutdown_grace)
         finally:
             await self._stop_readers(0)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(client.stop(), _ANSWER_SECONDS)
+            await clients.stop(client, _ANSWER_SECONDS)
+            if self._committing is not None:
+                self._committing.cancel()
             self._health.not_ready("consumer", "has left its group")
 
     def stop(self) -> None:
@@ -86,11 +94,12 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         try:
             async for attempt in patiently(
                 "connecting to Kafka",
+                self._settings.kafka,
                 unless=self._stopping.is_set,
-                away=lambda reason: self._health.not_ready("consumer", f"Kafka: {reason}"),
+                away=lambda reason: self._health.not_ready("consumer", reason),
             ):
                 with attempt:
-                    await self._client.start()
+                    await clients.start(self._client)
         except KafkaError:
             if not self._stopping.is_set():
                 raise
@@ -108,6 +117,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             session_timeout_ms=session_timeout,
             heartbeat_interval_ms=session_timeout // 3,
             rebalance_timeout_ms=session_timeout,
+            request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
             # A slow batch is ended by the transaction's time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
             # A partition whose data was just taken waits for the fetch that is under way.
@@ -122,6 +132,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         for partition in sorted(assigned):
             reader = self._readers[partition] = self._new_reader(self._client, partition)
             reader.start()
+        self._has_joined = True
         self._health.ready("consumer")
 
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
@@ -131,24 +142,50 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
     async def _stop_readers(self, grace: float) -> None:
         readers = list(self._readers.values())
         await asyncio.gather(*(reader.stop(grace) for reader in readers))
-        await self._commit_offsets()
+        self._commit_offsets()
+        if self._committing is not None:
+            await asyncio.wait({self._committing}, timeout=_ANSWER_SECONDS)
         self._readers.clear()
         self._committed.clear()
 
-    async def _commit_offsets(self) -> None:
+    def _commit_offsets(self) -> None:
         """Let Kafka's committed offsets follow the positions, for tools that show lag."""
+        if self._committing is not None and not self._committing.done():
+            # It ends with the outage. When it is cancelled, aiokafka leaves an error to nobody.
+            return
         behind = {
             partition: reader.position
             for partition, reader in self._readers.items()
             if reader.position is not None and reader.position != self._committed.get(partition)
         }
         if behind:
-            try:
-                await asyncio.wait_for(self._client.commit(behind), _ANSWER_SECONDS)
-            except (KafkaError, TimeoutError) as error:
-                log.debug("offsets were not committed, the next ones will be: %s", error)
-            else:
-                self._committed |= behind
+            self._committing = asyncio.create_task(self._commit(behind))
+
+    async def _commit(self, offsets: dict[TopicPartition, int]) -> None:
+        try:
+            await self._client.commit(offsets)
+        except KafkaError as error:
+            log.debug("offsets were not committed, the next ones will be: %s", error)
+        else:
+            self._committed |= offsets
+
+    def _look_at_kafka(self) -> None:
+        """Say whether it is there, by what the client knows: without records nothing else would."""
+        cluster = self._client._client.cluster
+        leaderless = [
+            f"{topic}/{number}"
+            for topic, number in self._readers
+            if cluster.leader_for_partition(TopicPartition(topic, number)) in (None, -1)
+        ]
+        if self._client._coordinator.coordinator_id is None:
+            trouble = "nobody coordinates the group"
+        elif leaderless:
+            trouble = f"nobody leads {', '.join(sorted(leaderless))}"
+        else:
+            if self._has_joined:
+                self._health.ready("consumer")
+            return
+        self._health.not_ready("consumer", f"{self._settings.kafka}: {trouble}")
 
     async def _look_for_topics(self) -> None:
         topics = self._handlers.topics

@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
+import sqlalchemy as sa
+from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from .settings import Settings
@@ -12,21 +14,33 @@ from .settings import Settings
 _BESIDE_TRANSACTIONS = 3
 """Connections for the relay, for housekeeping and for reading a position."""
 
+_CONNECT_SECONDS = 5.0
+"""Enough for a server that is there; one that says nothing is told of, and tried again."""
+
 _COMMAND_SECONDS = 60.0
 """Longer than any statement takes: a connection that died without a word is noticed by it."""
 
 
 def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
     """Return a pool that is as large as the process needs, and no larger."""
-    return create_async_engine(
+    engine = create_async_engine(
         settings.database_url.get_secret_value(),
         pool_size=settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS,
         max_overflow=0,
         # Errors are logged, and parameters are payloads.
         hide_parameters=True,
         isolation_level="READ COMMITTED",
-        connect_args=connect_args(settings, name=name) | {"command_timeout": _COMMAND_SECONDS},
+        connect_args=connect_args(settings, name=name)
+        | {"command_timeout": _COMMAND_SECONDS, "timeout": _CONNECT_SECONDS},
     )
+    sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
+    return engine
+
+
+def _refuse_if_closed(connection: Any, *_: object) -> None:
+    """Make the pool connect anew after the server has ended its connections, as in a restart."""
+    if connection.driver_connection.is_closed():
+        raise InvalidatePoolError
 
 
 def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable
+from random import uniform
 
 import asyncpg
 import sqlalchemy.exc
 from aiokafka.errors import KafkaError
 from pydantic import ValidationError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +29,9 @@ _INFRASTRUCTURE = (
 
 def is_infrastructure(error: BaseException) -> bool:
     """Whether the servers or the way to them failed, and not a record or a handler."""
-    if isinstance(error, sqlalchemy.exc.DBAPIError):
-        if error.connection_invalidated:
-            return True
-        error = getattr(error.orig, "__cause__", None) or error
+    if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
+        return True
+    error = _as_raised(error)
     if isinstance(error, asyncpg.InvalidCachedStatementError):
         return True  # a migration has changed a table beside us; the cache is empty now
     if isinstance(error, asyncpg.PostgresError):
@@ -43,13 +43,19 @@ def is_infrastructure(error: BaseException) -> bool:
     )
 
 
+def _as_raised(error: BaseException) -> BaseException:
+    """Return what asyncpg has raised, if this is what SQLAlchemy has made of it."""
+    if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig and error.orig.__cause__:
+        return error.orig.__cause__
+    return error
+
+
 _CONTENTION = ("40001", "40P01", "55P03")
 
 
 def is_contention(error: BaseException) -> bool:
     """Whether others' locks were in the way: an outage if it passes, and else the batch's doing."""
-    if isinstance(error, sqlalchemy.exc.DBAPIError):
-        error = getattr(error.orig, "__cause__", None) or error
+    error = _as_raised(error)
     return isinstance(error, asyncpg.PostgresError) and error.sqlstate in _CONTENTION
 
 
@@ -76,26 +82,43 @@ def told(error: BaseException) -> str:
 
 def named(error: BaseException) -> str:
     """Return the error's type and what `told` says of it."""
-    text = told(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    error = _as_raised(error)
+    kind, text = type(error).__name__, told(error)
+    # aiokafka's texts begin with the type.
+    return f"{kind}: {text}" if text and not text.startswith(kind) else text or kind
 
 
-def patiently(what: str, unless: Callable[[], bool], away: Callable[[str], None]) -> AsyncRetrying:
-    """Attempts that go on while infrastructure fails, with jitter, at most 5 s apart.
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 5.0
+
+
+def pause(failures: int) -> float:
+    """Return the seconds to wait after so many failures in a row, before the next attempt.
+
+    Many that wait for one server come back at different times, and no one long after it.
+    """
+    longest = min(_FIRST_PAUSE * 2 ** min(failures, 10), _LONGEST_PAUSE)
+    return uniform(longest / 2, longest)
+
+
+def patiently(
+    what: str, server: str, *, unless: Callable[[], bool], away: Callable[[str], None]
+) -> AsyncRetrying:
+    """Attempts that go on while the server fails, or the way to it, as far apart as `pause` says.
 
     `away` is told the reason before every pause; after `unless` turns true the error is raised.
     """
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        reason = named(error) if error else "unknown"
+        reason = f"{server}: {named(error) if error else 'unknown'}"
         away(reason)
         if state.attempt_number == 1:
             log.warning("%s failed, trying again: %s", what, reason)
 
     return AsyncRetrying(
         retry=retry_if_exception(lambda error: is_infrastructure(error) and not unless()),
-        wait=wait_exponential_jitter(multiplier=0.05, max=5, jitter=0.5),
+        wait=lambda state: pause(state.attempt_number),
         before_sleep=tell,
         reraise=True,
     )

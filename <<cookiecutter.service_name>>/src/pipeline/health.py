@@ -6,10 +6,13 @@ Not in the event loop, on purpose: the answer must come, and be honest, when the
 import errno
 import json
 import logging
+import math
+import re
 import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -18,6 +21,9 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 log = logging.getLogger(__name__)
+
+_REMIND_SECONDS = 60.0
+_PARTS_NAMED = 3
 
 
 class Health:
@@ -75,6 +81,52 @@ class Health:
     def is_alive(self) -> bool:
         """Whether the last heartbeat is not older than `stall_after`."""
         return self.seconds_since_beat <= self._stall_after
+
+
+class Announcer:
+    """Logs when the process stops being ready, for a new reason or after a minute, and is again."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._told: set[str] = set()
+        """Parts, and reasons in which numbers don't count."""
+        self._told_at = -math.inf
+        self._since = time.monotonic()
+        self._was_ready: bool | None = None
+
+    def announce(self) -> None:
+        """Log what has changed; about once a second."""
+        reasons, now = self._health.reasons, time.monotonic()
+        if reasons:
+            if self._was_ready:
+                self._since = now
+            if now - self._told_at >= _REMIND_SECONDS:
+                self._told.clear()
+            if any({part, _kind(why)}.isdisjoint(self._told) for part, why in reasons.items()):
+                log.info("not ready: %s", _summary(reasons))
+                self._told_at = now
+            self._told |= reasons.keys() | set(map(_kind, reasons.values()))
+        elif not self._was_ready:
+            log.info("ready, after %.0f s", now - self._since)
+            self._told.clear()
+        self._was_ready = not reasons
+
+
+def _kind(reason: str) -> str:
+    return re.sub(r"\d+", "", reason)
+
+
+def _summary(reasons: Mapping[str, str]) -> str:
+    """Tell the reasons, each one with some of the parts that have it."""
+    parts: dict[str, list[str]] = {}
+    for part, reason in reasons.items():
+        parts.setdefault(reason, []).append(part)
+    return "; ".join(
+        f"{', '.join(some[:_PARTS_NAMED])}"
+        + (f" and {len(some) - _PARTS_NAMED} more" if len(some) > _PARTS_NAMED else "")
+        + f": {reason}"
+        for reason, some in parts.items()
+    )
 
 
 class CannotListen(Exception):

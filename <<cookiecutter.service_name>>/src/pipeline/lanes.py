@@ -184,8 +184,9 @@ class Lanes:
     def _patiently(self, what: str) -> AsyncRetrying:
         return patiently(
             f"backlog: {what}",
+            self._settings.postgresql,
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready("backlog", f"PostgreSQL: {reason}"),
+            away=lambda reason: self._health.not_ready("backlog", reason),
         )
 
 

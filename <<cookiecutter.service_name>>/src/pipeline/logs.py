@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import sys
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -30,6 +31,11 @@ _LEAST = {
     "opentelemetry.trace.span": logging.ERROR,
 }
 
+# These repeat themselves, up to ten times a second, as long as a server is away.
+_REPEATING = {"aiokafka", "asyncio", "asyncpg", "opentelemetry", "sqlalchemy", "urllib3"}
+_REPEATING_OURS = "pipeline.failures"
+_PERIOD = 60.0
+
 
 def configure(*, level: str, json: bool | None) -> None:
     """Send the process's log lines from `level` on to standard error.
@@ -46,11 +52,38 @@ def configure(*, level: str, json: bool | None) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.name = _HANDLER
     as_json = not sys.stderr.isatty() if json is None else json
+    handler.addFilter(_Repetitions())
     handler.setFormatter(_Json() if as_json else _Readable())
     root.addHandler(handler)
     # The standard one raises when a field is named like an attribute of LogRecord, and a handler
     # must not fail for its log line. Loggers exist before this runs: a logger class is too late.
     logging.Logger.makeRecord = _make_record  # type: ignore[method-assign]
+
+
+class _Repetitions(logging.Filter):
+    """Lets a message through once a minute, and the next time tells how often it was left out.
+
+    Only messages of loggers that are known to repeat themselves; whatever their arguments are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left_out: dict[tuple[str, int, str], int] = {}
+        self._until: dict[tuple[str, int, str], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] not in _REPEATING and record.name != _REPEATING_OURS:
+            return True
+        # asyncio's go on for lines, with what is different each time.
+        key = record.name, record.levelno, str(record.msg).partition("\n")[0]
+        now = time.monotonic()
+        if now < self._until.get(key, now):
+            self._left_out[key] = self._left_out.get(key, 0) + 1
+            return False
+        self._until[key] = now + _PERIOD
+        if left_out := self._left_out.pop(key, 0):
+            record.left_out = left_out
+        return True
 
 
 class _Json(JsonFormatter):

@@ -3,16 +3,15 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError, ProducerClosed
+from aiokafka.errors import KafkaError
 from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from . import telemetry
+from . import clients, telemetry
 from .failures import named
 from .message import event_headers
 from .settings import Settings
@@ -100,7 +99,7 @@ class Publisher:
                 try:
                     await producer.begin_transaction()
                 finally:
-                    stopping = asyncio.create_task(_stop(producer))
+                    stopping = asyncio.create_task(clients.stop(producer, _STOP_SECONDS))
                     self._stopping.add(stopping)
                     stopping.add_done_callback(self._stopping.discard)
         except (KafkaError, TimeoutError) as error:
@@ -115,7 +114,7 @@ class Publisher:
         """Close the producer; the next `send` starts another."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            await _stop(producer)
+            await clients.stop(producer, _STOP_SECONDS)
         await asyncio.gather(*self._stopping)
 
     async def _started(self) -> AIOKafkaProducer:
@@ -136,9 +135,9 @@ class Publisher:
             metadata_max_age_ms=30_000,
         )
         try:
-            await producer.start()
+            await clients.start(producer)
         except BaseException:
-            await producer.stop()
+            await clients.stop(producer, _STOP_SECONDS)
             raise
         return producer
 
@@ -175,17 +174,6 @@ class Publisher:
                 except KafkaError as error:
                     raise NotSent(f"{topic}/{partition}: {named(error)}") from error
         telemetry.published(topic, len(events))
-
-
-async def _stop(producer: AIOKafkaProducer) -> None:
-    try:
-        await asyncio.wait_for(producer.stop(), _STOP_SECONDS)
-    except TimeoutError:
-        # A broker that hangs must not hold us, and the client would go on trying out of our sight.
-        await producer.client.close()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(producer._sender.close(), _STOP_SECONDS)
-        producer._message_accumulator.fail_all(ProducerClosed())
 
 
 async def _commit(producer: AIOKafkaProducer) -> None:

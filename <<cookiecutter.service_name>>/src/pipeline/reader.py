@@ -322,8 +322,9 @@ class Reader:
     def _patiently(self, what: str) -> AsyncRetrying:
         return patiently(
             f"{self._part}: {what}",
+            self._settings.postgresql,
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready(self._part, f"PostgreSQL: {reason}"),
+            away=lambda reason: self._health.not_ready(self._part, reason),
         )
 
     async def _unless_stopped(self, task: asyncio.Task[Batch]) -> Batch | None:

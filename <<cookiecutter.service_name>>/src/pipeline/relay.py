@@ -11,12 +11,13 @@ from time import monotonic
 from uuid import uuid4
 
 import asyncpg
+from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import telemetry
 from .database import autocommitting
 from .epoch import IS_OURS, OtherEpoch
-from .failures import is_infrastructure, named
+from .failures import is_infrastructure, named, pause
 from .health import Health
 from .publisher import LeaseExpired, NotSent, Publisher
 from .schema import SHARDS
@@ -136,7 +137,7 @@ class Relay:
                 await self._serve()
                 break
             except Exception as error:
-                reason = named(error)
+                reason = self._told(error)
                 self._health.not_ready("relay", reason)
                 if not (isinstance(error, _EXPLAINED) or is_infrastructure(error)):
                     log.exception("relay: unexpected error, starting again")
@@ -145,7 +146,15 @@ class Relay:
                 self._failures += 1
             if self._stopping.is_set():
                 break
-            await asyncio.sleep(min(5.0, 0.05 * 2 ** min(self._failures, 7)))
+            await asyncio.sleep(pause(self._failures))
+
+    def _told(self, error: Exception) -> str:
+        """Say what failed, and at which server."""
+        if isinstance(error, KafkaError | NotSent):
+            return f"{self._settings.kafka}: {named(error)}"
+        if is_infrastructure(error):
+            return f"{self._settings.postgresql}: {named(error)}"
+        return named(error)
 
     async def _serve(self) -> None:
         """Hold leases and publish on one connection until `stop`, or until something fails."""
@@ -241,7 +250,9 @@ class Relay:
                         raise LeaseExpired("shards went to another relay while events were sent")
                     # The producer tries for ever; to wait without a word would look like health.
                     if monotonic() - begun > self._settings.relay_lease / 4:
-                        self._health.not_ready("relay", "waits for Kafka to acknowledge events")
+                        self._health.not_ready(
+                            "relay", f"waits for {self._settings.kafka} to acknowledge events"
+                        )
             sending.result()
         finally:
             sending.cancel()

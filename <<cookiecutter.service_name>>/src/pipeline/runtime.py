@@ -18,7 +18,7 @@ from .consume import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
 from .failures import patiently
-from .health import Health, HealthServer
+from .health import Announcer, Health, HealthServer
 from .lanes import Lanes
 from .relay import Relay
 from .retention import keep_house, make_ahead
@@ -160,8 +160,9 @@ async def _patiently(
     try:
         async for attempt in patiently(
             "housekeeping",
+            settings.postgresql,
             unless=stopping.is_set,
-            away=lambda reason: health.not_ready("housekeeping", f"PostgreSQL: {reason}"),
+            away=lambda reason: health.not_ready("housekeeping", reason),
         ):
             with attempt:
                 async with autocommitting(engine) as connection:
@@ -175,17 +176,14 @@ async def _patiently(
 
 async def _beat(health: Health, hang_timeout: float) -> None:
     """Tell that the loop turns, and log when the process becomes ready or stops being so."""
-    was: str | None = None
+    announcer = Announcer(health)
     try:
         while True:
             health.beat()
             # Ends the process from outside of Python, unless the next beat comes before. A handler
             # that blocks the loop for ever is found by the count of starts at its record.
             faulthandler.dump_traceback_later(hang_timeout, exit=True)
-            now = "; ".join(f"{part}: {reason}" for part, reason in health.reasons.items())
-            if now != was:
-                log.info("not ready: %s", now) if now else log.info("ready")
-            was = now
+            announcer.announce()
             await asyncio.sleep(_BEAT)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -105,6 +105,17 @@ class Settings(BaseSettings):
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""
 
+    @property
+    def postgresql(self) -> str:
+        """Name the database's server in sentences for people, without the user."""
+        url = make_url(self.database_url.get_secret_value())
+        return f"PostgreSQL at {url.host or 'localhost'}:{url.port or 5432}"
+
+    @property
+    def kafka(self) -> str:
+        """Name the brokers in sentences for people."""
+        return f"Kafka at {self.kafka_bootstrap_servers}"
+
     @field_validator("database_url")
     @classmethod
     def _is_an_asyncpg_url(cls, value: SecretStr) -> SecretStr:

@@ -1,4 +1,4 @@
-"""PostgreSQL clusters that a test may copy, crash and replace: each a private server."""
+"""Servers that a test may stop: PostgreSQL clusters, which are also copied, and a broker."""
 
 import shutil
 import signal
@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from servers.console import run_step
+from servers.kafka import KAFKA_LOGGING, KAFKA_SETTINGS, Kafka
 from servers.network import LOOPBACK
 from servers.postgres import Postgres, installation
 from servers.state import StateDirectory
@@ -20,10 +21,11 @@ class Cluster(Postgres):
 
     origin: "Cluster | None" = None
     copy_options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """Trade safety in a power failure, which no test has, for speed."""
-        return [*super().command(), "--fsync=off"]
+        return [*super().command(), "--fsync=off", *self.options]
 
     def create_data(self) -> None:
         """Fill the data directory before the first start."""
@@ -76,10 +78,58 @@ class Cluster(Postgres):
 
 
 @contextmanager
-def private() -> Iterator[Cluster]:
+def private(*options: str) -> Iterator[Cluster]:
     """Start a new cluster, and remove it at the end of the block."""
-    with _started(None) as cluster:
+    with _started(None, options=options) as cluster:
         yield cluster
+
+
+class SecondBroker(Kafka):
+    """Another broker of the cluster that a first one is the controller of."""
+
+    controller: str
+
+    def prepare(self) -> None:
+        """Write its settings, and format its disk before the first start."""
+        self.home.mkdir(exist_ok=True)
+        (self.home / "log4j2.properties").write_text(KAFKA_LOGGING)
+        settings = KAFKA_SETTINGS.format(
+            client=f"{LOOPBACK}:{self.port}",
+            controller=self.controller,
+            data=self.home / "data",
+        )
+        settings = settings.replace("process.roles=broker,controller", "process.roles=broker")
+        settings = settings.replace("node.id=1", "node.id=2")
+        settings = settings.replace(f",CONTROLLER://{self.controller}", "")
+        properties = self.home / "server.properties"
+        properties.write_text(settings)
+        if not (self.home / "data").exists():
+            run_step(
+                self.java_command("kafka.tools.StorageTool", "format",
+                    "--cluster-id=MkU3OEVBNTcwNTJENDM2Qk", f"--config={properties}"),
+                self.log,
+                "The second broker's data directory could not be created.",
+                **self.process_options,
+            )  # fmt: skip
+
+
+@contextmanager
+def private_broker(first: Kafka | None = None) -> Iterator[Kafka]:
+    """Start a new broker, or a second one beside the first, and remove it at the block's end."""
+    with TemporaryDirectory() as folder:
+        directory = StateDirectory(Path(folder))
+        kind = SecondBroker if first else Kafka
+        kafka = kind(directory, "kafka", directory.state.kafka)
+        if first and isinstance(kafka, SecondBroker):
+            kafka.controller = f"{LOOPBACK}:{first.record.ports[1]}"
+        kafka.check_requirements()
+        try:
+            kafka.start()
+            kafka.wait_until_serving()
+            yield kafka
+        finally:
+            kafka.stop()
+            kafka.remove()
 
 
 @contextmanager
@@ -97,13 +147,16 @@ def standing_by(origin: Cluster) -> Iterator[Cluster]:
 
 
 @contextmanager
-def _started(origin: Cluster | None, *copy_options: str) -> Iterator[Cluster]:
+def _started(
+    origin: Cluster | None, *copy_options: str, options: tuple[str, ...] = ()
+) -> Iterator[Cluster]:
     with TemporaryDirectory() as folder:
         directory = StateDirectory(Path(folder))
         if origin is not None:
             directory.state.password = origin.directory.state.password
         cluster = Cluster(directory, "postgres", directory.state.postgres)
         cluster.origin, cluster.copy_options = origin, copy_options
+        cluster.options = options
         cluster.check_requirements()
         try:
             cluster.start()

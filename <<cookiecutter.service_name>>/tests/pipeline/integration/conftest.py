@@ -1,6 +1,7 @@
 """Real servers for the engine's tests: a database and topics of its own for every test."""
 
 import asyncio
+import gc
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -42,6 +43,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
+
+
+def pytest_collection_finish() -> None:
+    # Modules stay: to look at them after every test would take most of the time that it takes.
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Collect garbage after every test, so that what leaks is told of the test that leaks it."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

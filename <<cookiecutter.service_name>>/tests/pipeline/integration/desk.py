@@ -10,12 +10,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers, inbox
 from pipeline.batch import Batch, read
-from pipeline.consume import Consume, Outcome
+from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
 from pipeline.health import Health
 from pipeline.inbox import Slot
 from pipeline.lanes import Lanes
+from pipeline.results import Outcome
 from pipeline.work import FromPartition
 
 from .bank import Deposit
@@ -50,7 +51,9 @@ class Desk:
 
     async def apply_batch(self, batch: Batch) -> Sequence[Outcome]:
         """Apply the batch as the reader does: infrastructure is tried again for ever."""
-        attempts = patiently("the test", unless=lambda: False, away=self.outages.append)
+        attempts = patiently(
+            "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
+        )
         return await self.consume.apply(FromPartition(self.slot, batch), attempts)
 
     async def work_off(self) -> None:

@@ -3,13 +3,23 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from enum import IntEnum
 from io import BytesIO
 
 from aiokafka.protocol.metadata import MetadataResponse_v5
 
-_PRODUCE, _METADATA = 0, 3
-"""Requests that carry records, and that ask who leads which partition."""
 _LEADER_NOT_AVAILABLE = 5
+
+
+class Api(IntEnum):
+    """What a request asks for."""
+
+    PRODUCE = 0
+    METADATA = 3
+    FIND_COORDINATOR = 10
+    LEAVE_GROUP = 13
+    API_VERSIONS = 18
+    INIT_PRODUCER_ID = 22
 
 
 class Wire:
@@ -28,15 +38,29 @@ class Wire:
         self._shut = False
         self._leaderless = False
         self._open: set[asyncio.StreamWriter] = set()
+        self._ignored: set[Api] = set()
         self.held = 0
         """Requests with records that wait for `go_on`."""
         self.lost = 0
         """Answers that were lost."""
+        self.ignored = 0
+        """Requests that were ignored."""
+        self.knocks = 0
+        """Connections that were asked for, taken or not."""
 
     @property
     def address(self) -> str:
         """The bootstrap server for who shall go through it."""
         return f"{self._host}:{self._port}"
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no client is connected."""
+        return not self._open
+
+    def ignore(self, *apis: Api) -> None:
+        """Let these requests get no answer, as from a broker that hangs."""
+        self._ignored = set(apis)
 
     def hold(self) -> None:
         """Let no records reach the broker; they do so, late, after `go_on`."""
@@ -49,14 +73,15 @@ class Wire:
     def shut(self) -> None:
         """Cut all connections and take no others, as a broker that has gone."""
         self._shut = True
-        self._cut()
+        self.cut()
 
     def take_leaders(self) -> None:
         """Cut all connections, and tell everybody that no partition has a leader."""
         self._leaderless = True
-        self._cut()
+        self.cut()
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """Cut all connections, and take new ones."""
         for writer in self._open:
             writer.close()
 
@@ -64,14 +89,20 @@ class Wire:
         """Be a good wire again."""
         self._answers_left = None
         self._shut = self._leaderless = False
+        self._ignored = set()
         self._passes.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Join a client to the broker."""
+        self.knocks += 1
         if self._shut:
             writer.close()
             return
-        answers, broker = await asyncio.open_connection(self._host, self._broker_port)
+        try:
+            answers, broker = await asyncio.open_connection(self._host, self._broker_port)
+        except OSError:
+            writer.close()
+            return
         self._open |= {writer, broker}
         asked: dict[bytes, str] = {}
         try:
@@ -89,11 +120,14 @@ class Wire:
             while True:
                 request = await _framed(reader)
                 api, version = int.from_bytes(request[:2]), int.from_bytes(request[2:4])
-                if api == _PRODUCE:
+                if api in self._ignored:
+                    self.ignored += 1
+                    continue
+                if api == Api.PRODUCE:
                     await self._hold()
                     if self._loses_answer():
                         asked[request[4:8]] = "lost"
-                elif api == _METADATA and version == 5:
+                elif api == Api.METADATA and version == 5:
                     asked[request[4:8]] = "metadata"
                 broker.write(len(request).to_bytes(4) + request)
         broker.close()

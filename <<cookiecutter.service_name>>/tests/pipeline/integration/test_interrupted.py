@@ -354,6 +354,26 @@ async def test_a_changed_column_type_does_not_make_a_record_guilty(
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
+async def test_connections_that_the_server_has_ended_are_not_lent_again(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Else every one of them costs an attempt, and a pause, after a restart of the server."""
+    _, desk = ledger
+    together = asyncio.Barrier(3)
+    lent: list[asyncpg.Connection] = []
+
+    async def borrow() -> None:
+        async with autocommitting(desk.engine) as driver:
+            lent.append(driver)
+            await together.wait()
+            await driver.execute("SELECT")
+
+    await asyncio.gather(*(borrow() for _ in range(3)))
+    await kill_connections(db)
+    await eventually(lambda: all(driver.is_closed() for driver in lent))
+    await asyncio.gather(*(borrow() for _ in range(3)))
+
+
 async def test_an_outage_of_somebody_elses_server_is_the_handlers_failure_and_no_outage_of_ours(
     ledger: tuple[Bank, Desk],
 ) -> None:

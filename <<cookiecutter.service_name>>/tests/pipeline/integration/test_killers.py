@@ -90,7 +90,7 @@ async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_b
 
     async def is_dead() -> bool:
         reason = await db.fetchval("SELECT reason FROM pipeline.backlog WHERE died_at IS NOT NULL")
-        return reason == "attempts used up"
+        return bool(reason == "attempts used up")
 
     async with supervised(start) as started:
         await eventually(is_dead, patience=90)
@@ -106,4 +106,4 @@ async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_b
 async def _is_empty(db: asyncpg.Connection) -> bool:
     applied = "SELECT count(*) FROM pipeline.inbox"
     waiting = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL"
-    return await db.fetchval(applied) == 6 and await db.fetchval(waiting) == 0
+    return bool(await db.fetchval(applied) == 6 and await db.fetchval(waiting) == 0)

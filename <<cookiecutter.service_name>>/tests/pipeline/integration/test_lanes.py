@@ -10,9 +10,9 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Retry, backlog
 from pipeline.backlog import Lane, LaneLost, Taken
-from pipeline.consume import Outcome
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
+from pipeline.results import Outcome
 from pipeline.work import FromLane
 
 from .bank import Bank, Deposit
@@ -34,7 +34,7 @@ async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
 
 async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[Outcome]:
     """Handle what was read."""
-    attempts = patiently("the test", unless=lambda: False, away=desk.outages.append)
+    attempts = patiently("the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append)
     return await desk.consume.apply(FromLane(lane, LEASE, taken), attempts)
 
 

@@ -208,8 +208,6 @@ async def _strike(blow: str, struck: Running, db: asyncpg.Connection) -> None:
             )
 
 
-# A relay that is killed while it connects leaves a connection of aiokafka's behind.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(2))
 async def test_whatever_happens_to_writers_and_relays_every_event_arrives_in_its_keys_order(
     settings: NewSettings,

@@ -8,9 +8,8 @@ from typing import Any
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import CoordinatorNotAvailableError, ProducerClosed
+from aiokafka.errors import CoordinatorNotAvailableError
 
-from pipeline import publisher
 from pipeline.publisher import Publisher
 from pipeline.relay import Relay
 from pipeline.settings import Settings
@@ -171,30 +170,3 @@ async def test_a_relay_that_can_not_be_fenced_keeps_nobody_from_its_own_shards(
         await eventually(lambda: len(tail.ids) >= len(rows))
         heard.set()
         await tail.until_ids(range(64))
-
-
-async def test_a_producer_whose_broker_hangs_leaves_nothing_running(
-    settings: Callable[..., Settings],
-    kafka: str,
-    new_topic: Callable[..., Awaitable[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(publisher, "_STOP_SECONDS", 0.2)
-    topic = await new_topic()
-    one = Publisher(settings(), client_id="bank-relay", owner="me")
-    before = asyncio.all_tasks()
-    producer = await one._started()
-    await producer.partitions_for(topic)
-
-    async def never(*_: object) -> None:
-        await asyncio.Event().wait()
-
-    producer.client.send = never
-    batch = producer.create_batch()
-    batch.append(timestamp=None, key=b"ada", value=b"{}", headers=[])
-    sent = await producer.send_batch(batch, topic, partition=0)
-    await asyncio.sleep(0)
-    await one.discard()
-    await eventually(lambda: asyncio.all_tasks() <= before)
-    with pytest.raises(ProducerClosed):
-        await sent

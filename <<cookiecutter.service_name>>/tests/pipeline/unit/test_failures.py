@@ -9,7 +9,7 @@ import sqlalchemy.exc
 from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
 from tenacity import AsyncRetrying
 
-from pipeline.failures import is_infrastructure, is_of_the_database, patiently, told
+from pipeline.failures import is_infrastructure, is_of_the_database, named, patiently, pause, told
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
@@ -121,28 +121,40 @@ async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
         await sleep(0)
 
     told: list[str] = []
-    attempts = patiently("the work", unless=lambda: False, away=told.append).copy(sleep=note)
+    attempts = patiently(
+        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=told.append
+    ).copy(sleep=note)
     errors = [ConnectionResetError(f"try {n}") for n in range(1, 21)]
     assert await work(attempts, *errors) == 21
-    assert told == [f"ConnectionResetError: try {n}" for n in range(1, 21)]
+    said = "PostgreSQL at db:5432: ConnectionResetError: try"
+    assert told == [f"{said} {n}" for n in range(1, 21)]
     assert pauses[0] < 1
     assert max(pauses) <= 5
+    assert len(set(pauses[-8:])) > 1, "without jitter all come back at the same time"
     warnings = [line for line in caplog.records if line.levelno == logging.WARNING]
-    assert [line.getMessage() for line in warnings] == [
-        "the work failed, trying again: ConnectionResetError: try 1"
-    ]
+    assert [line.getMessage() for line in warnings] == [f"the work failed, trying again: {said} 1"]
+
+
+def test_a_server_that_was_away_briefly_is_asked_soon_and_one_away_for_long_seldom() -> None:
+    assert all(0.1 <= pause(1) <= 0.2 for _ in range(100))
+    assert all(2.5 <= pause(failures) <= 5 for failures in (10, 10_000) for _ in range(100))
+    assert len({pause(10) for _ in range(10)}) == 10
 
 
 async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
     told: list[str] = []
-    attempts = patiently("the work", unless=lambda: False, away=told.append)
+    attempts = patiently(
+        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=told.append
+    )
     with pytest.raises(asyncpg.UniqueViolationError):
         await work(attempts, asyncpg.UniqueViolationError("twice"))
     assert told == []
 
 
 async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> None:
-    attempts = patiently("the work", unless=lambda: True, away=lambda reason: None)
+    attempts = patiently(
+        "the work", "PostgreSQL at db:5432", unless=lambda: True, away=lambda reason: None
+    )
     with pytest.raises(ConnectionResetError):
         await work(attempts, ConnectionResetError())
 
@@ -151,3 +163,10 @@ def test_what_a_database_adds_to_its_message_is_not_told() -> None:
     error = asyncpg.CheckViolationError("new row violates\nDETAIL: Failing row contains (secret).")
     assert told(error) == "new row violates"
     assert told(ValueError("one\ntwo")) == "one\ntwo"
+
+
+def test_an_error_is_named_as_the_driver_has_raised_it() -> None:
+    full = asyncpg.TooManyConnectionsError("sorry, too many clients already")
+    assert named(wrapped(full)) == "TooManyConnectionsError: sorry, too many clients already"
+    assert named(TimeoutError()) == "TimeoutError"
+    assert named(KafkaConnectionError("closed")) == "KafkaConnectionError: closed"

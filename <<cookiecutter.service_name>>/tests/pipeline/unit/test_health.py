@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline import health as module
-from pipeline.health import CannotListen, Health, HealthServer
+from pipeline.health import Announcer, CannotListen, Health, HealthServer
 
 HOST = "127.0.0.1"
 
@@ -291,3 +291,64 @@ def test_an_ipv6_host_is_served(health: Health) -> None:
         socket.create_connection(("::1", port), timeout=5).close()
     finally:
         server.stop()
+
+
+@pytest.fixture
+def announced(
+    health: Health, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> Callable[[], list[str]]:
+    """Return what is announced now, a second later."""
+    caplog.set_level(logging.INFO, "pipeline.health")
+    announcer = Announcer(health)
+
+    def announce() -> list[str]:
+        clock.now += 1
+        caplog.clear()
+        announcer.announce()
+        return [record.getMessage() for record in caplog.records]
+
+    return announce
+
+
+Announced = Callable[[], list[str]]
+
+
+def test_an_outage_is_told_when_it_begins_and_when_it_has_ended(
+    health: Health, announced: Announced
+) -> None:
+    health.ready("relay")
+    assert announced() == ["ready, after 1 s"]
+    assert announced() == []
+    health.not_ready("relay", "PostgreSQL at db:5432: refused")
+    assert announced() == ["not ready: relay: PostgreSQL at db:5432: refused"]
+    assert [announced() for _ in range(30)] == [[]] * 30
+    health.ready("relay")
+    assert announced() == ["ready, after 31 s"]
+    health.not_ready("relay", "PostgreSQL at db:5432: refused")
+    assert announced() == ["not ready: relay: PostgreSQL at db:5432: refused"]
+
+
+def test_an_outage_is_told_once_however_many_parts_it_has_and_whatever_they_say_of_it(
+    health: Health, announced: Announced
+) -> None:
+    health.not_ready("partition scans/0", "refused")
+    assert announced() == ["not ready: partition scans/0: refused"]
+    for number in range(1, 10):
+        health.not_ready(f"partition scans/{number}", "refused")
+        assert announced() == []
+    health.not_ready("partition scans/3", "starting up")
+    assert announced() == []
+    health.not_ready("relay", "Kafka at kafka:9092: away")
+    (line,) = announced()
+    assert line == (
+        "not ready: partition scans/0, partition scans/1, partition scans/2 and 6 more: refused;"
+        " partition scans/3: starting up; relay: Kafka at kafka:9092: away"
+    )
+
+
+def test_an_outage_that_lasts_is_told_again_every_minute(
+    health: Health, announced: Announced
+) -> None:
+    health.not_ready("relay", "refused")
+    told = [announced() for _ in range(180)]
+    assert sum(map(len, told)) == 3

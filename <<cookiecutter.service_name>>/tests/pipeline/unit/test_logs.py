@@ -197,3 +197,69 @@ def test_configuring_again_replaces_the_former_lines(stderr: io.StringIO) -> Non
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="Unknown level: 'LOUD'"):
         logs.configure(level="loud", json=True)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(logs, "time", clock)
+    return clock
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_what_a_library_repeats_is_told_once_a_minute_and_counted(
+    stderr: io.StringIO, clock: Clock
+) -> None:
+    logs.configure(level="INFO", json=None)
+    library = logging.getLogger("aiokafka.consumer.fetcher")
+    for number in range(61):
+        library.error("no answer from %s: %s", "node 1", f"try {number}")
+        clock.now += 1
+    first, second = lines(stderr)
+    assert first["message"] == "no answer from node 1: try 0"
+    assert "left_out" not in first
+    assert second["message"] == "no answer from node 1: try 60"
+    assert second["left_out"] == 59
+
+
+def test_another_message_or_level_or_logger_is_told_at_once(
+    stderr: io.StringIO, clock: Clock
+) -> None:
+    logs.configure(level="INFO", json=None)
+    for name in "aiokafka", "sqlalchemy.pool":
+        for _ in range(3):
+            logging.getLogger(name).error("lost")
+            logging.getLogger(name).warning("lost")
+            logging.getLogger(name).warning("found")
+    assert len(lines(stderr)) == 6
+
+
+def test_what_nobody_has_retrieved_is_one_message_however_it_goes_on(
+    stderr: io.StringIO, clock: Clock
+) -> None:
+    logs.configure(level="INFO", json=None)
+    for number in range(3):
+        message = f"Task exception was never retrieved\nfuture: <Task-{number}>"
+        logging.getLogger("asyncio").error(message)
+    assert len(lines(stderr)) == 1
+
+
+@pytest.mark.parametrize("name", ["pipeline.reader", "parcels.handlers", "aiokafkas"])
+def test_what_the_service_says_itself_is_always_told(
+    stderr: io.StringIO, clock: Clock, name: str
+) -> None:
+    logs.configure(level="INFO", json=None)
+    for _ in range(3):
+        logging.getLogger(name).warning("applied")
+    assert len(lines(stderr)) == 3

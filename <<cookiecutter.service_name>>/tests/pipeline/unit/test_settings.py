@@ -126,3 +126,24 @@ def test_a_duration_is_more_than_nothing(
 def test_settings_do_not_change_once_they_are_read() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Settings().batch_size = 1  # type: ignore[misc]
+
+
+def test_servers_are_named_without_the_user_and_the_password() -> None:
+    settings = Settings()
+    assert settings.postgresql == "PostgreSQL at db:5432"
+    assert settings.kafka == "Kafka at kafka:9092"
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("postgresql+asyncpg://service:hunter2@db/service", "PostgreSQL at db:5432"),
+        ("postgresql+asyncpg://service:hunter2@[::1]:6/service", "PostgreSQL at ::1:6"),
+        ("postgresql+asyncpg:///service", "PostgreSQL at localhost:5432"),
+    ],
+)
+def test_a_database_url_may_leave_out_where(
+    monkeypatch: pytest.MonkeyPatch, url: str, named: str
+) -> None:
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", url)
+    assert Settings().postgresql == named

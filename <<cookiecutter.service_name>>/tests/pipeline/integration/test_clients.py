@@ -1,0 +1,113 @@
+"""Kafka's clients leave nothing behind, however they are stopped and whatever the brokers do."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from uuid import uuid4
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+from pipeline import clients
+
+from .conftest import eventually
+from .kafka_wire import Api, Wire
+
+NewTopic = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def wire(kafka: str) -> AsyncIterator[Wire]:
+    """Return a wire to Kafka, and check at the end that no client has left anything behind."""
+    before = asyncio.all_tasks()
+
+    def nothing_is_left() -> bool:
+        ours = asyncio.current_task()
+        assert ours is not None
+        return one.is_unused and asyncio.all_tasks() <= before | {ours}
+
+    async with Wire(kafka).listening() as one:
+        yield one
+        await eventually(nothing_is_left)
+
+
+def new_client(kind: str, wire: Wire) -> AIOKafkaConsumer | AIOKafkaProducer:
+    """Return a client that waits for an answer for longer than a test lasts."""
+    name = f"test-{uuid4().hex[:12]}"
+    common = {"bootstrap_servers": wire.address, "request_timeout_ms": 300_000}
+    match kind:
+        case "consumer":
+            return AIOKafkaConsumer(group_id=name, **common)
+        case "transactional producer":
+            return AIOKafkaProducer(transactional_id=name, **common)
+        case _:
+            return AIOKafkaProducer(enable_idempotence=True, **common)
+
+
+@pytest.mark.parametrize(
+    ("kind", "api"),
+    [
+        ("consumer", Api.API_VERSIONS),
+        ("consumer", Api.METADATA),
+        ("producer", Api.METADATA),
+        ("producer", Api.INIT_PRODUCER_ID),
+        ("transactional producer", Api.FIND_COORDINATOR),
+    ],
+)
+async def test_a_client_that_is_cancelled_while_it_starts_leaves_nothing_behind(
+    wire: Wire, kind: str, api: Api
+) -> None:
+    wire.ignore(api)
+    one = new_client(kind, wire)
+    starting = asyncio.create_task(clients.start(one))
+    await eventually(lambda: wire.ignored > 0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await starting
+    await clients.stop(one, seconds=5)
+    await eventually(lambda: wire.is_unused)
+    # What the error still refers to was closed by us then, and not by the garbage collector.
+    assert cancelled.tb is not None
+
+
+@pytest.mark.parametrize("kind", ["producer", "transactional producer"])
+@pytest.mark.parametrize("hindrance", ["hangs", "is away", "opens no connection", "has no leader"])
+async def test_a_producer_whose_broker_does_not_let_it_finish_is_cut_off(
+    wire: Wire, new_topic: NewTopic, kind: str, hindrance: str
+) -> None:
+    topic = await new_topic()
+    one = new_client(kind, wire)
+    await clients.start(one)
+    await one.partitions_for(topic)
+    match hindrance:
+        case "hangs":
+            wire.ignore(Api.PRODUCE)
+        case "is away":
+            wire.shut()
+        case "opens no connection":
+            wire.ignore(Api.API_VERSIONS)
+            wire.cut()
+        case "has no leader":
+            wire.take_leaders()
+            await eventually(one.client.force_metadata_update)
+    if kind == "transactional producer":
+        await one.begin_transaction()
+    batch = one.create_batch()
+    batch.append(timestamp=None, key=b"ada", value=b"{}", headers=[])
+    sent = await one.send_batch(batch, topic, partition=0)
+    await clients.stop(one, seconds=0.2)
+    wire.go_on()
+    await asyncio.wait({sent}, timeout=5)
+    assert sent.cancelled() or sent.exception()
+
+
+async def test_a_consumer_whose_farewell_nobody_hears_is_cut_off(
+    wire: Wire, new_topic: NewTopic
+) -> None:
+    topic = await new_topic()
+    one = new_client("consumer", wire)
+    await clients.start(one)
+    one.subscribe([topic])
+    await eventually(lambda: bool(one.assignment()))
+    wire.ignore(Api.LEAVE_GROUP)
+    await clients.stop(one, seconds=0.2)
+    assert wire.ignored == 1
