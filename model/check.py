@@ -93,7 +93,7 @@ class Outcome:
         return f"{self.run.breaks}, {self.depth} steps" if self.run.fault else "yes"
 
 
-PROMISES = ("NO_LOSS", "NO_DOUBLE", "IN_ORDER", "FENCED")
+PROMISES = ("NO_LOSS", "NO_DOUBLE", "IN_ORDER", "FENCED", "NO_ORPHAN")
 BROKEN_PROMISE = r"assertion violated \(\((\d)!=\1\)"  # the one that was asked for by BREAKS
 ERRORS = {"DEADLOCK": "invalid end state", "LIVELOCK": "non-progress cycle"}
 
@@ -102,6 +102,8 @@ QUICK = (
     Run("consume", "LENGTH=2", is_for_cycles=True),
     Run("relay", "MISHAPS=1"),
     Run("relay", "MISHAPS=0", is_for_cycles=True),
+    Run("backlog", "MISHAPS=0"),
+    Run("backlog", "MISHAPS=0 DECISIONS=0", is_for_cycles=True),
 )
 FULL = (
     Run("relay"),
@@ -110,6 +112,12 @@ FULL = (
     Run("consume", "GENERATIONS=3"),
     Run("consume", "MISHAPS=2"),
     Run("consume", is_for_cycles=True),
+    Run("backlog"),
+    Run("backlog", "FAILURES=2 MISHAPS=0"),
+    Run("backlog", "FAILURES=2 MISHAPS=0 ASIDE=2"),
+    Run("backlog", "FAILURES=2 MISHAPS=0 LAST_EVENT=0"),
+    Run("backlog", "MISHAPS=0 SEEKS=1"),
+    Run("backlog", "MISHAPS=0", is_for_cycles=True),
 )
 FAULTS = (
     Run("consume", "", "POSITION_FIRST", "NO_LOSS"),
@@ -135,6 +143,23 @@ FAULTS = (
     Run("relay", "MISHAPS=1", "PAST_A_FAILED_SEND", "IN_ORDER"),
     Run("relay", "MISHAPS=2", "NO_TOKEN", "FENCED"),
     Run("relay", "MISHAPS=1", "NO_LOCAL_DEADLINE", "FENCED"),
+    Run("backlog", "MISHAPS=0", "LOOK_UP_BEFORE_MARKERS", "NO_DOUBLE"),
+    Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_EVENTS", "NO_DOUBLE"),
+    Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_DEAD_EVENTS", "NO_DOUBLE"),
+    Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_KEYS", "IN_ORDER"),
+    Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_HOLDING_KEYS", "IN_ORDER"),
+    Run("backlog", "MISHAPS=0", "PARKED_WITHOUT_MARKER", "NO_DOUBLE"),
+    Run("backlog", "MISHAPS=0", "PARKED_KEEPS_ITS_MARKER", "NO_LOSS"),
+    Run("backlog", "MISHAPS=0", "DUPLICATE_KEEPS_ITS_MARKER", "NO_LOSS"),
+    Run("backlog", "MISHAPS=0", "FOLLOWER_BORN_NOT_DUE", "NO_ORPHAN"),
+    Run("backlog", "MISHAPS=0", "RUN_FROM_THE_DUE_ROW", "IN_ORDER"),
+    Run("backlog", "FAILURES=2 MISHAPS=0 BATCH=1", "RUN_PAST_A_HOLDING_ROW", "IN_ORDER"),
+    Run("backlog", "MISHAPS=0", "NEXT_ROW_AS_READ", "NO_ORPHAN"),
+    Run("backlog", "MISHAPS=0", "SETTLED_WITHOUT_MARKER", "NO_DOUBLE"),
+    Run("backlog", "BATCH=1 RUN=1 DECISIONS=0", "NO_LANE_TOKEN", "FENCED"),
+    Run("backlog", "BATCH=1 RUN=1 DECISIONS=0", "NO_LANE_LOCK", "NO_ORPHAN"),
+    Run("backlog", "MISHAPS=0", "DECISION_WITHOUT_LANE_LOCK", "NO_ORPHAN"),
+    Run("backlog", "MISHAPS=0", "DISCARDED_WITHOUT_MARKER", "NO_DOUBLE"),
 )
 
 

@@ -1,6 +1,7 @@
 """Whose fault an error is, and the one policy by which infrastructure is tried again."""
 
 import logging
+import re
 from collections.abc import Callable
 from random import uniform
 
@@ -25,6 +26,11 @@ _INFRASTRUCTURE = (
     "57P",  # operator intervention: shutdown, crash, starting up
     "58",  # system error
 )
+
+_LONGEST = 4_000
+"""Characters of an error's text: a payload can be wrong in a hundred thousand places."""
+_UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
+"""What PostgreSQL's text does not hold."""
 
 
 def is_infrastructure(error: BaseException) -> bool:
@@ -70,7 +76,18 @@ def is_of_the_database(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """Return the error's text in a line, without values of payloads or rows, and without SQL."""
+    """Return the error's text in a line, without values of payloads or rows, and without SQL.
+
+    It can be stored, and ends where nobody reads on, whatever the payload has brought into it.
+    """
+    try:
+        text = _text(error)
+    except Exception as unspeakable:  # of a class of the handler's author
+        text = f"its text can't be had: {type(unspeakable).__name__}"
+    return _UNUSABLE.sub("\N{REPLACEMENT CHARACTER}", text[:_LONGEST])
+
+
+def _text(error: BaseException) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'payload'}: {one['msg']}"

@@ -153,12 +153,9 @@ def after_failure(
 
 def described(error: BaseException) -> str:
     """Return the error's type and text as PostgreSQL can store it."""
-    return _storable(f"{type(error).__qualname__}: {told(error)}")
+    return f"{type(error).__qualname__}: {told(error)}"
 
 
 def _traceback(error: BaseException) -> str:
-    return _storable("".join(traceback.format_exception(error))[-_TRACEBACK:])
-
-
-def _storable(text: str) -> str:
+    text = "".join(traceback.format_exception(error))[-_TRACEBACK:]
     return text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
