@@ -6,12 +6,13 @@ import signal
 from pipeline import Event, Policy, Transaction
 from pipeline.commands import command_line
 
-from .bank import Bank
+from .bank import ATTEMPTS, Bank
 
 bank = Bank(
     deposits=os.environ["BANK_DEPOSITS"],
     balances=os.environ["BANK_BALANCES"],
     name=os.environ["BANK_NAME"],
+    options={"policy": Policy(attempts=ATTEMPTS, schedule=(0.05,))},
 )
 
 

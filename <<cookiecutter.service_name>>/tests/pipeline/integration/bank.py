@@ -1,6 +1,7 @@
 """A small service for the engine's tests: accounts that take deposits and tell their balance."""
 
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Service, Transaction
+
+ATTEMPTS = 4
+"""Attempts that a process of the bank has for a deposit; its handler in a test has the usual."""
 
 
 class Base(DeclarativeBase):
@@ -36,6 +40,8 @@ class Deposited(Event, type="deposited"):
 
     account: str
     amount: int
+    failures: int = 0
+    """How often a process refuses it before it takes it."""
 
 
 class Refused(Exception):
@@ -60,6 +66,8 @@ class Bank:
     """Of the handler: its policy, its mode, its time-out."""
     errors: dict[int, Exception] = field(default_factory=dict)
     """What the handler raises for an amount, other than `Refused`."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """How often a deposit, by its id, was refused because it says so itself."""
     waits: dict[int, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     """What the handler waits for with an amount, before it does anything."""
 
@@ -82,6 +90,9 @@ class Bank:
                 await self.waits[event.amount]()
             if event.amount in self.errors:
                 raise self.errors[event.amount]
+            if self.failed[tx.message.id] < event.failures:
+                self.failed[tx.message.id] += 1
+                raise Refused(f"{event.amount} wants to be refused")
             if event.amount in self.refused:
                 raise Refused(f"{event.amount} is refused")
             account = await tx.load_or_create(Account, event.account)
@@ -114,6 +125,8 @@ class Deposit:
     """The record's, in milliseconds; unless it is given, when the record is sent."""
     key: str | None = "account"
     """None leaves the key out; otherwise it is the account."""
+    failures: int = 0
+    """How often a process refuses it before it takes it."""
 
     async def send(self, producer: AIOKafkaProducer, topic: str) -> None:
         """Send it and wait for the acknowledgement."""
@@ -148,7 +161,10 @@ class Deposit:
     def _payload(self) -> bytes:
         if self.value is not None:
             return self.value
-        return json.dumps({"account": self.account, "amount": self.amount}).encode()
+        payload: dict[str, object] = {"account": self.account, "amount": self.amount}
+        if self.failures:
+            payload["failures"] = self.failures
+        return json.dumps(payload).encode()
 
     def _headers(self) -> list[tuple[str, bytes]]:
         return [

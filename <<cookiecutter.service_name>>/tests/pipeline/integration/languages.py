@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline import inbox, relay, retention, window
+from pipeline import backlog, inbox, relay, retention, window
 
 from .wire import Answer, Request
 
@@ -20,13 +20,26 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._CLOSE_GENERATION: "rotation: close the generation",
     inbox._POSITION: "reader: read the position",
     inbox._START_AT: "reader: store the start",
+    inbox._COUNT_START: "reader: count the start",
+    inbox._FORGIVE_START: "reader: forgive the start",
     inbox._BEGIN: "consume: limit and lock",
     inbox._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
     inbox._MOVE_POSITION: "consume: move the position",
     inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
     inbox._MARK: "consume: mark",
     inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",
+    backlog._FIND: "consume: look into the backlog",
     inbox._KEEP_RESULTS: "consume: keep results",
+    inbox._UNMARK: "consume: unmark",
+    backlog._ADD: "consume: add to the backlog",
+    backlog._COUNT: "backlog: count",
+    backlog._CLAIM: "backlog: claim a lane",
+    backlog._TAKE: "backlog: take what is due",
+    backlog._HOLD: "backlog: hold the lane",
+    backlog._DELETE: "backlog: delete what is done",
+    backlog._SET: "backlog: change what is not",
+    backlog._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
+    backlog._RELEASE: "backlog: give the lane back",
     relay._SERVER: "relay: ask which server it is",
     relay._ANNOUNCE: "relay: announce",
     relay._COUNT_RELAYS: "relay: count the relays",
@@ -86,6 +99,8 @@ class Postgres:
         self._prepared: dict[str, str] = {}
         self._last = ""
         """The boundary before this one."""
+        self._is_in_lane = False
+        """Whether a lane is held, to the end of the transaction."""
         self._number = 0
         self._ends: bytes = b""
         """Types of the messages that complete the answer."""
@@ -122,6 +137,7 @@ class Postgres:
         """Name a statement that was prepared, by its text and by what is bound."""
         _, name, rest = body.split(b"\0", 2)
         boundary = boundary_of(self._prepared[name.decode()])
+        self._is_in_lane |= boundary == "backlog: hold the lane"
         if boundary == "housekeeping: look for a table" and self._last == "partition: lock":
             return "partition: look again"
         if boundary == "relay: write the cursor":
@@ -134,7 +150,8 @@ class Postgres:
     def _simple(self, boundary: str) -> str:
         """Name the end of a transaction by what was done in it."""
         if boundary in ("COMMIT", "ROLLBACK"):
-            room = self._last.partition(":")[0]
+            room = "backlog" if self._is_in_lane else self._last.partition(":")[0]
+            self._is_in_lane = False
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
         return boundary
 

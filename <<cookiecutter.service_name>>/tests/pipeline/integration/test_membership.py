@@ -122,7 +122,7 @@ async def positions_only_go_forward(db: asyncpg.Connection) -> AsyncIterator[Non
             INSERT INTO moved_back VALUES (NEW.partition, OLD.next_offset, NEW.next_offset);
             RETURN NULL;
         END $$;
-        CREATE TRIGGER note AFTER UPDATE ON pipeline.position
+        CREATE TRIGGER note AFTER UPDATE OF next_offset ON pipeline.position
         FOR EACH ROW WHEN (NEW.next_offset <= OLD.next_offset) EXECUTE FUNCTION note();
     """)
     yield

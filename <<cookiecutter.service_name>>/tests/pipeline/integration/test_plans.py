@@ -5,15 +5,11 @@ the statistics of a table that was nearly empty, and with new ones. Trap 20.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import md5
-from typing import Any
 from uuid import uuid4
 
-import asyncpg
 import pytest
 from sqlalchemy import make_url
 
@@ -28,6 +24,7 @@ from pipeline.window import Progress
 
 from .bank import Deposit
 from .outgoing import ALL_SHARDS, event, stage
+from .plans import Explaining, connected, execute, only
 
 _LOAD = """
 -- Housekeeping of its own would decide which statistics there are.
@@ -81,140 +78,29 @@ def loaded(server_url: str, template: str) -> Iterator[Large]:
     server = make_url(server_url).set(drivername="postgresql")
     url = server.set(database=name).render_as_string(hide_password=False)
     administration = server.render_as_string(hide_password=False)
-    asyncio.run(_execute(administration, f"CREATE DATABASE {name} TEMPLATE {template}"))
+    asyncio.run(execute(administration, f"CREATE DATABASE {name} TEMPLATE {template}"))
     yield asyncio.run(_load(url))
-    asyncio.run(_execute(administration, f"DROP DATABASE {name} WITH (FORCE)"))
+    asyncio.run(execute(administration, f"DROP DATABASE {name} WITH (FORCE)"))
 
 
 @pytest.fixture(scope="module", params=["before ANALYZE", "after ANALYZE"])
 def large(loaded: Large, request: pytest.FixtureRequest) -> Large:
     """Return it with the statistics of a nearly empty one, and then with its own."""
     if request.param == "after ANALYZE":
-        asyncio.run(_execute(loaded.url, "ANALYZE"))
+        asyncio.run(execute(loaded.url, "ANALYZE"))
     return loaded
 
 
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[asyncpg.Connection]:
-    """Lend a connection."""
-    connection = await asyncpg.connect(url)
-    try:
-        yield connection
-    finally:
-        await connection.close()
-
-
-async def _execute(url: str, *statements: str) -> None:
-    async with connected(url) as connection:
-        for statement in statements:
-            await connection.execute(statement)
-
-
 async def _load(url: str) -> Large:
-    await _execute(url, _LOAD, "CALL fill(1, 1, 100)", "ANALYZE")
+    await execute(url, _LOAD, "CALL fill(1, 1, 100)", "ANALYZE")
     async with connected(url) as connection:
         empty = await connection.fetchval(_NOW)
         # One after the other: rows of two writers would lie in two places, and each step from one
         # to the other count as a block.
-        await _execute(url, "CALL fill(2, 1001, 1000)")
+        await execute(url, "CALL fill(2, 1001, 1000)")
         full = await connection.fetchval(_NOW)
         await stage(connection, [event("t", number, f"key-{number}") for number in range(100)])
         return Large(url, empty, full)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a statement was executed."""
-
-    statement: str
-    indexes: set[str]
-    """Indexes that it went through, by the names that they have at the parent of partitions."""
-    scanned: set[str]
-    """Large tables that it read from the beginning to the end."""
-    blocks: int
-    """Blocks of 8 kB that it looked at, each time that it did."""
-
-
-class Explaining:
-    """A connection that asks for the plan of every statement before it executes it."""
-
-    def __init__(self, db: asyncpg.Connection) -> None:
-        self._db = db
-        self.plans: list[Plan] = []
-
-    async def fetch(self, query: str, *arguments: object) -> Any:
-        await self._explain(query, arguments)
-        return await self._db.fetch(query, *arguments)
-
-    async def fetchrow(self, query: str, *arguments: object) -> Any:
-        await self._explain(query, arguments)
-        return await self._db.fetchrow(query, *arguments)
-
-    async def fetchval(self, query: str, *arguments: object) -> Any:
-        await self._explain(query, arguments)
-        return await self._db.fetchval(query, *arguments)
-
-    async def execute(self, query: str, *arguments: object) -> Any:
-        await self._explain(query, arguments)
-        return await self._db.execute(query, *arguments)
-
-    async def _explain(self, query: str, arguments: Sequence[object]) -> None:
-        types = ", ".join(one.name for one in (await self._db.prepare(query)).get_parameters())
-        # EXPLAIN of a statement with parameters knows their values: only EXECUTE may be generic.
-        await self._db.execute(f"PREPARE asked {types and f'({types})'} AS {query}")
-        values = ", ".join(map(_literal, arguments))
-        asked = f"EXECUTE asked {values and f'({values})'}"
-        attempt = self._db.transaction()
-        await attempt.start()
-        found = await self._db.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {asked}")
-        await attempt.rollback()
-        await self._db.execute("DEALLOCATE asked")
-        top = json.loads(found)[0]["Plan"]
-        indexes, scanned = await self._read_by(top)
-        blocks = top["Shared Hit Blocks"] + top["Shared Read Blocks"]
-        self.plans.append(Plan(query, indexes, scanned, blocks))
-
-    async def _read_by(self, top: dict[str, Any]) -> tuple[set[str], set[str]]:
-        names = await self._db.fetch(
-            "SELECT table_.relname AS table, index_.relname AS index,"
-            "       coalesce(whole.relname, index_.relname) AS whole"
-            "  FROM pg_index JOIN pg_class table_ ON table_.oid = indrelid"
-            "  JOIN pg_class index_ ON index_.oid = indexrelid"
-            "  LEFT JOIN pg_inherits ON inhrelid = indexrelid"
-            "  LEFT JOIN pg_class whole ON whole.oid = inhparent"
-            " WHERE pg_relation_size(indrelid) > 500000"
-        )
-        whole = {row["index"]: row["whole"] for row in names}
-        tables = {row["table"] for row in names}
-        nodes = [top]
-        for node in nodes:
-            nodes += node.get("Plans", [])
-        ran = [node for node in nodes if node["Actual Loops"]]
-        return (
-            {whole[node["Index Name"]] for node in ran if node.get("Index Name") in whole},
-            {
-                node["Relation Name"]
-                for node in ran
-                if node["Node Type"] == "Seq Scan" and node["Relation Name"] in tables
-            },
-        )
-
-
-def _literal(value: object) -> str:
-    return "NULL" if value is None else "'" + _text(value).replace("'", "''") + "'"
-
-
-def _text(value: object) -> str:
-    match value:
-        case bytes():
-            return f"\\x{value.hex()}"
-        case list():
-            quoted = ("NULL" if one is None else json.dumps(_text(one)) for one in value)
-            return "{" + ",".join(quoted) + "}"
-        case (int(xmin), int(xmax), tuple(running)):
-            return f"{xmin}:{xmax}:{','.join(map(str, running))}"
-        case _:
-            return str(value)
 
 
 @pytest.fixture(params=["force_custom_plan", "force_generic_plan"])
@@ -227,12 +113,6 @@ async def asked(large: Large, request: pytest.FixtureRequest) -> AsyncIterator[E
         await transaction.start()
         yield Explaining(connection)
         await transaction.rollback()
-
-
-def only(asked: Explaining) -> Plan:
-    """Return the plan of the only statement."""
-    (plan,) = asked.plans
-    return plan
 
 
 @pytest.mark.parametrize("limit", [7, 100, 5_000])

@@ -18,13 +18,16 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from sqlalchemy import make_url
 
-from .bank import Bank, Deposit
+from .bank import ATTEMPTS, Bank, Deposit
 from .conftest import administer, drop_databases, eventually, histories
 from .languages import Kafka, Postgres
 from .outgoing import Tail, following, id_of
 from .processes import environment
 from .wire import Wire
 from .zygote import Forked, Zygote
+
+PATIENCE = 120.0
+"""Seconds: many worlds may have to share one core with others."""
 
 SETTINGS = {
     "log_json": False,
@@ -35,6 +38,7 @@ SETTINGS = {
     "retry_pause": 0.2,
     "offset_commit_interval": 0.1,
     "batch_size": 4,
+    "backlog_lease": 3.5,
     "relay_page": 2,
     "relay_lease": 2,
     "relay_cursor_interval": 0.01,
@@ -45,6 +49,8 @@ SETTINGS = {
 }
 
 _PARTITIONS = range(2)
+_FAILURES = {(0, 3): 1, (0, 6): ATTEMPTS}
+"""How often some deposits are refused, by partition and number of eight: once, and for good."""
 _DATABASES_TO_DROP = 30
 
 _SHARDS_ARE_OF_ONE_ALIVE = """
@@ -54,11 +60,20 @@ SELECT bool_and(owner = (SELECT owner FROM pipeline.outbox_relay ORDER BY lease_
 
 _IS_LEFT_ALONE = """
 SELECT (SELECT count(owner) FROM pipeline.outbox_cursor) = 0
+   AND (SELECT count(owner) + sum(starts) FROM pipeline.backlog_lane) = 0
    AND NOT EXISTS (
        SELECT FROM pg_stat_activity
         WHERE datname = current_database() AND backend_type = 'client backend'
           AND pid <> pg_backend_pid())
 """
+
+_CREATE_THE_ACCOUNTS = """
+INSERT INTO account (id, balance, history, version)
+SELECT partition || '-' || number, 0, '', 0
+  FROM generate_series(0, 1) AS partition, generate_series(0, 1) AS number
+"""
+
+_SOMETHING_WAITS = "SELECT EXISTS (SELECT FROM pipeline.backlog WHERE died_at IS NULL)"
 
 _HALF_MADE_TABLES = """
 SELECT count(*) FROM pg_class
@@ -197,17 +212,35 @@ class World:
             id=f"{partition}-{number}",
             type=type,
             partition=partition,
+            failures=_FAILURES.get((partition, number % 8), 0) if type == "deposited" else 0,
         )
         await one.send(self.producer, self.bank.deposits)
         self.sent[partition].append(one)
+
+    @asynccontextmanager
+    async def holding_the_accounts(self) -> AsyncIterator[None]:
+        """Let nobody create an account inside the block."""
+        other = await asyncpg.connect(self.database_url.replace("+asyncpg", ""))
+        transaction = other.transaction()
+        await transaction.start()
+        await other.execute(_CREATE_THE_ACCOUNTS)
+        try:
+            yield
+        finally:
+            await transaction.rollback()
+            await other.close()
 
     async def set_back(self) -> None:
         """Let a partition begin anew, as after a restore: all its records come again."""
         await self.db.execute("UPDATE pipeline.position SET next_offset = 0 WHERE partition = 0")
 
     async def is_settled(self) -> bool:
-        """Whether all that was sent is applied, and all that was staged is in Kafka."""
-        return await self._positions() == self._ends and await self._staged() <= set(self.tail.ids)
+        """Whether all that was sent is applied or dead, and all that was staged is in Kafka."""
+        return (
+            await self._positions() == self._ends
+            and not await self.db.fetchval(_SOMETHING_WAITS)
+            and await self._staged() <= set(self.tail.ids)
+        )
 
     @property
     def _ends(self) -> dict[int, int]:
@@ -221,7 +254,7 @@ class World:
         return {row["event_id"] for row in await self.db.fetch("SELECT * FROM pipeline.outbox")}
 
     async def is_left_alone(self) -> bool:
-        """Whether no shard has an owner, and nobody but the test is connected."""
+        """Whether no shard and no lane has an owner, and nobody but the test is connected."""
         return bool(await self.db.fetchval(_IS_LEFT_ALONE))
 
     async def recover(self) -> None:
@@ -236,22 +269,31 @@ class World:
 
         async with self.running() as process:
             await self.send_deposits()
-            await eventually(self.is_settled)
-            await eventually(rotates)
-            await eventually(owns_all_shards)
+            await eventually(self.is_settled, PATIENCE)
+            await eventually(rotates, PATIENCE)
+            await eventually(owns_all_shards, PATIENCE)
             process.send(signal.SIGTERM)
             assert await process.ended() == 0
-        await eventually(self.is_left_alone)
+        await eventually(self.is_left_alone, PATIENCE)
 
     async def _generation(self) -> int:
         current: int = await self.db.fetchval("SELECT current FROM pipeline.inbox_generation")
         return current
 
+    @property
+    def _sent_once(self) -> list[Deposit]:
+        return list(dict.fromkeys(one for sent in self.sent.values() for one in sent))
+
+    @property
+    def _refused(self) -> set[Deposit]:
+        """What can only be a dead letter in the end."""
+        return {one for one in self._sent_once if one.failures == ATTEMPTS}
+
     async def audit(self) -> None:
         """Compare what was sent with every table, and with what was published."""
         applied: dict[str, list[int]] = defaultdict(list)
-        for one in dict.fromkeys(one for sent in self.sent.values() for one in sent):
-            if one.type == "deposited":
+        for one in self._sent_once:
+            if one.type == "deposited" and one not in self._refused:
                 applied[one.account].append(one.amount)
         await self._audit_the_tables(applied)
         await self._audit_the_topic(applied)
@@ -265,9 +307,14 @@ class World:
             account: (sum(amounts), len(amounts)) for account, amounts in applied.items()
         }
         markers = await self.db.fetch("SELECT id FROM pipeline.inbox")
-        ids = {one.id for sent in self.sent.values() for one in sent}
+        ids = {one.id for one in self._sent_once if one not in self._refused}
         assert sorted(row["id"] for row in markers) == sorted(map(str, ids))
+        backlog = await self.db.fetch("SELECT id, reason, attempts FROM pipeline.backlog")
+        assert sorted(tuple(row) for row in backlog) == sorted(
+            (one.id, "attempts used up", ATTEMPTS) for one in self._refused
+        )
         assert await self._positions() == self._ends
+        assert await self.db.fetchval("SELECT max(starts) FROM pipeline.position") == 0
         assert await self.db.fetchval(_HALF_MADE_TABLES) == 0
 
     async def _audit_the_topic(self, applied: Mapping[str, list[int]]) -> None:

@@ -1,0 +1,198 @@
+"""How the backlog's statements are planned on 200,000 rows, half of them behind one key.
+
+Each is asked with a plan for its arguments and with a generic plan, with the statistics of a table
+that was nearly empty, and with new ones. Trap 20.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from sqlalchemy import make_url
+
+from pipeline import Plain, Position, backlog
+from pipeline.backlog import Lane, lane_of
+from pipeline.batch import Item, order_key, read
+from pipeline.policy import Fate
+
+from .bank import Bank, Deposit
+from .plans import Explaining, connected, execute, only
+
+BANK = Bank(deposits="t", balances="balances", name="bank")
+BANK.handlers.plain("t", Plain("deposited", Position()))
+
+HOT, NEW, DEAD = (
+    order_key("deposit", Deposit(1, account=name).record("t", 0)) for name in ("hot", "new", "dead")
+)
+"""Keys whose followers are told to wait, or are not yet; and one that has had many dead letters."""
+
+_LOAD = """
+ALTER TABLE pipeline.backlog SET (autovacuum_enabled = off);
+
+-- Of each key the first row is due, unless it has died; of some the others as well.
+CREATE PROCEDURE fill(name text, hash bytea, rows integer, is_due boolean, is_dead boolean)
+LANGUAGE sql AS $$
+    INSERT INTO pipeline.backlog
+           (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key,
+            value, headers, hash_version, reason, attempts, waited, holds, due_at, died_at)
+    SELECT decode(md5(name || n), 'hex'), get_byte(hash, 0) % 32, hash, 'deposit', 't', 0, n, 0,
+           name::bytea, '{"account": "x", "amount": 1, "note": "some bytes of a payload"}', '[]',
+           1, 'follows another', 0, 0, false,
+           CASE WHEN NOT is_dead AND (is_due OR n = 1) THEN now() - n * interval '1 ms' END,
+           CASE WHEN is_dead THEN now() END
+      FROM generate_series(1, rows) AS n;
+$$;
+
+-- Keys with one row each. Two thirds have to wait for their time, in the deferred lanes all.
+CREATE PROCEDURE fill_others(first integer, last integer) LANGUAGE sql AS $$
+    INSERT INTO pipeline.backlog
+           (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key,
+            value, headers, hash_version, reason, attempts, waited, holds, due_at)
+    SELECT decode(md5('row' || n), 'hex'), get_byte(hash, 0) % 32 + 32 * (n % 2), hash, 'deposit',
+           't', 1, n, 0, ('key' || n)::bytea, '{"account": "x", "amount": 1}', '[]', 1, 'failed', 1,
+           30, false, now() + (n % 3 - 0.5 + 3 * (n % 2)) * interval '1 hour'
+      FROM generate_series(first, last) AS n, decode(md5('key' || n), 'hex') AS hash;
+$$;
+"""
+
+
+@pytest.fixture(scope="module")
+def stored(server_url: str, template: str) -> Iterator[str]:
+    """Fill a database once, and return its URL."""
+    name = f"backlog_{uuid4().hex[:12]}"
+    server = make_url(server_url).set(drivername="postgresql")
+    url = server.set(database=name).render_as_string(hide_password=False)
+    administration = server.render_as_string(hide_password=False)
+    asyncio.run(execute(administration, f"CREATE DATABASE {name} TEMPLATE {template}"))
+    fill = "CALL fill('{}', '\\x{}', {}, {}, {})".format
+    asyncio.run(
+        execute(
+            url,
+            _LOAD,
+            "CALL fill_others(1, 100)",
+            "ANALYZE",
+            fill("hot", HOT.hex(), 100_000, "false", "false"),
+            fill("new", NEW.hex(), 30_000, "true", "false"),
+            fill("dead", DEAD.hex(), 10_000, "false", "true"),
+            "CALL fill_others(101, 60000)",
+        )
+    )
+    yield url
+    asyncio.run(execute(administration, f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+@pytest.fixture(scope="module", params=["before ANALYZE", "after ANALYZE"])
+def url(stored: str, request: pytest.FixtureRequest) -> str:
+    """Return it with the statistics of a nearly empty one, and then with its own."""
+    if request.param == "after ANALYZE":
+        asyncio.run(execute(stored, "ANALYZE"))
+    return stored
+
+
+@pytest.fixture(params=["force_custom_plan", "force_generic_plan"])
+async def asked(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Explaining]:
+    """Return a connection to it; what is done on it is undone."""
+    async with connected(url) as connection:
+        await connection.execute(f"SET plan_cache_mode = {request.param}")
+        await connection.execute("SET jit = off")
+        transaction = connection.transaction()
+        await transaction.start()
+        yield Explaining(connection)
+        await transaction.rollback()
+
+
+def lane(key: bytes) -> Lane:
+    """Return the lane of a key as its worker holds it."""
+    return Lane(lane_of(key, is_deferred=False), 0, 1)
+
+
+def items(*accounts: str) -> list[Item]:
+    """Return new messages for the accounts, which are keys."""
+    deposits = (Deposit(1, account=name).record("t", n) for n, name in enumerate(accounts))
+    return list(read(BANK.handlers, "t", 0, list(deposits)).items)
+
+
+async def rows_of(db: asyncpg.Connection, key: bytes, count: int) -> list[bytes]:
+    """Return the first rows of a key that is alive."""
+    rows = await db.fetch(
+        'SELECT key FROM pipeline.backlog WHERE order_key = $1 ORDER BY "offset" LIMIT $2',
+        key,
+        count,
+    )
+    return [row["key"] for row in rows]
+
+
+async def test_the_look_up_of_a_batch(asked: Explaining) -> None:
+    batch = items("hot", "new", "dead", *(f"unknown {n}" for n in range(500)))
+    known, waiting = await backlog.find(asked, batch)
+    assert (known, waiting) == ({}, {HOT, NEW})
+    assert only(asked).indexes <= {"backlog_pkey", "backlog_order_idx"}
+    assert only(asked).scanned == set()
+    # Each of them once in two indexes, of three or four levels.
+    assert only(asked).blocks < 503 * 2 * 5
+
+
+async def test_new_rows_of_a_batch(asked: Explaining) -> None:
+    fate = Fate("follows another")
+    rows = [
+        backlog.Row(one.marker.key, "deposit", one.record, fate, one)
+        for one in items("hot", *(f"unknown {n}" for n in range(499)))
+    ]
+    await backlog.add(asked, rows)
+    assert only(asked).scanned == set()
+    assert only(asked).blocks < 500 * 25
+
+
+async def test_the_claim_of_a_lane(asked: Explaining) -> None:
+    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
+    assert (only(asked).indexes, only(asked).scanned) == ({"backlog_due_idx"}, set())
+    assert only(asked).blocks < 64 * 5
+
+
+async def test_the_claim_of_a_lane_when_all_that_is_stored_has_to_wait(asked: Explaining) -> None:
+    await asked._db.execute(
+        "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '1 hour' WHERE lane < 32"
+    )
+    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is None
+    assert only(asked).scanned == set()
+    assert only(asked).blocks < 64 * 5
+
+
+@pytest.mark.parametrize("key", [HOT, NEW], ids=["hot", "new"])
+@pytest.mark.parametrize("limit", [10, 1_000])
+async def test_what_is_due_in_a_lane(asked: Explaining, key: bytes, limit: int) -> None:
+    taken = await backlog.take(asked, lane(key), BANK.handlers, {"", "deposit"}, limit)
+    assert 0 < len(taken.items) <= limit
+    assert (only(asked).indexes, only(asked).scanned) == (
+        {"backlog_due_idx", "backlog_order_idx"},
+        set(),
+    )
+    assert only(asked).blocks < 100 + limit * 10
+
+
+@pytest.mark.parametrize("key", [HOT, NEW], ids=["hot", "new"])
+async def test_what_a_run_of_a_key_leaves_behind(asked: Explaining, key: bytes) -> None:
+    first, second, *done = await rows_of(asked._db, key, 500)
+    fates = {first: Fate("failed", attempts=1, due_in=30.0)}
+    done = [second, *done]
+    await backlog.settle(asked, lane(key), done=done, fates=fates, impostors={}, keys=[key])
+    delete, change, let_heads_be_due = asked.plans
+    assert (delete.indexes, delete.scanned) == ({"backlog_pkey"}, set())
+    assert delete.blocks < 500 * 6
+    assert (change.indexes, change.scanned) == ({"backlog_pkey"}, set())
+    assert change.blocks < 100
+    assert let_heads_be_due.scanned == set()
+    # Of the followers only those are looked at that are due, and of these not all at once.
+    assert let_heads_be_due.blocks < (100 if key == HOT else 10_000 * 25)
+
+
+async def test_the_heads_of_many_keys(asked: Explaining) -> None:
+    rows = await asked._db.fetch(
+        "SELECT order_key FROM pipeline.backlog WHERE lane = 3 AND partition = 1 LIMIT 500"
+    )
+    keys = [row["order_key"] for row in rows]
+    await backlog.let_heads_be_due(asked, [3], keys)
+    assert only(asked).scanned == set()
+    assert only(asked).blocks < 500 * 25
