@@ -18,7 +18,7 @@ from .handlers import Handlers
 from .inbox import Generations, IdentityMismatch, Known
 from .message import Record
 from .payload import HASH_VERSION
-from .policy import DIED, Fate, Policy, dead
+from .policy import DIED, REDRIVEN, Fate, Policy, dead
 from .schema import LANES
 
 _RUN_BYTES = 16 * 2**20
@@ -189,7 +189,28 @@ WITH head AS MATERIALIZED (
 UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
   FROM head WHERE b.key = head.key AND b.due_at IS NULL AND head.died_at IS NULL
 """
+# Asking for b.died_at would let the planner, who may not know yet that anything waits, look for the
+# row through everything that does.
 
+_SEIZE = """
+UPDATE pipeline.backlog_lane
+   SET token = token + 1, owner = NULL, lease_until = NULL,
+       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
+ WHERE lane = $1
+"""
+
+_REDRIVE = """
+UPDATE pipeline.backlog
+   SET reason = CASE WHEN error LIKE 'ProcessDied:%' THEN $2 ELSE $3 END,
+       attempts = 0, waited = 0, due_at = NULL, died_at = NULL, holds = false
+ WHERE key = ANY ($1)
+"""
+
+_DISCARD = """
+UPDATE pipeline.backlog
+   SET discarded_at = clock_timestamp(), discarded_by = $2, discarded_why = $3, holds = false
+ WHERE key = ANY ($1)
+"""
 
 _COUNT = """
 SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
@@ -273,10 +294,13 @@ def impostor(item: Item, error: IdentityMismatch) -> Row:
 
     It does not hold its key: in the order stands the other one.
     """
-    message = item.marker.message
-    key = blake2b(item.marker.key + message.hash, digest_size=16).digest()
     fate = dead(Policy(), "identity mismatch", error)
-    return Row(key, item.marker.consumer, item.record, fate, item, error.remembered)
+    return Row(impostor_key(item), item.marker.consumer, item.record, fate, item, error.remembered)
+
+
+def impostor_key(item: Item) -> bytes:
+    """Return the key of the row of a message that has the identity of another one."""
+    return blake2b(item.marker.key + item.marker.message.hash, digest_size=16).digest()
 
 
 async def claim(
@@ -356,16 +380,7 @@ async def take(
 
 def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Fate:
     """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
-    record = StoredRecord(
-        row["topic"],
-        row["partition"],
-        row["offset"],
-        row["timestamp"],
-        row["record_key"],
-        row["value"],
-        headers_of(row["headers"]),
-        row["stored_for"],
-    )
+    record = stored_record(row, stored_for=row["stored_for"])
     found = items_of(handlers, record)
     consumer = row["consumer"]
     if isinstance(found, Quarantined):
@@ -386,6 +401,20 @@ def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Fate:
             ]
     error = NoHandler(f"{consumer} has no handler for {row['type']!r} of {record.topic}")
     return dead(Policy(), "no handler", error, attempts=row["attempts"])
+
+
+def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
+    """Return the record of a row that has been stored for so many seconds."""
+    return StoredRecord(
+        row["topic"],
+        row["partition"],
+        row["offset"],
+        row["timestamp"],
+        row["record_key"],
+        row["value"],
+        headers_of(row["headers"]),
+        stored_for,
+    )
 
 
 async def settle(
@@ -422,6 +451,30 @@ async def settle(
 async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
     """Return by consumer: messages that wait, dead letters, seconds since the oldest was stored."""
     return [tuple(row) for row in await connection.fetch(_COUNT)]
+
+
+async def seize(connection: asyncpg.Connection, lane: int) -> None:
+    """Hold the lane to the end of the transaction, as nobody's worker.
+
+    Waits for the transaction of the worker that has it, whose later ones raise `LaneLost`. That
+    worker has not died, so it is not counted among those that did.
+    """
+    await connection.execute(_SEIZE, lane)
+
+
+async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
+    """Let dead rows be tried again, with a new budget.
+
+    Seize their lane before, and let heads be due after.
+    """
+    await connection.execute(_REDRIVE, keys, DIED, REDRIVEN)
+
+
+async def discard(
+    connection: asyncpg.Connection, keys: Sequence[bytes], *, operator: str, why: str
+) -> None:
+    """Close dead rows; they stay, to be known when they come again. Seize their lane before."""
+    await connection.execute(_DISCARD, keys, operator, why)
 
 
 async def let_heads_be_due(

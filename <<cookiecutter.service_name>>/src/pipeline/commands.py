@@ -1,37 +1,28 @@
 """The command line `service`."""
 
-import asyncio
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import asyncpg
 import typer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaError, for_code
+from aiokafka.errors import for_code
 from alembic import command
 from alembic.config import Config
-from alembic.util import CommandError
-from pydantic import ValidationError
 from pydantic_core import to_json
-from sqlalchemy.exc import DBAPIError
 
-from . import epoch, inbox
-from .database import autocommitting, create_engine
-from .health import CannotListen
+from . import dead_commands, epoch, inbox
 from .operations import Move, Refused, Remembered, To, moves, remembered
-from .retention import NotMigrated, make_ahead
+from .retention import make_ahead
 from .runtime import Part, run
 from .service import Service
 from .settings import Settings
+from .terminal import connected, in_a_sentence, read_settings, run_to_end
 
 _ALEMBIC = Path("alembic.ini")
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
-_NOT_LET_IN = ("28", "3D")
-"""PostgreSQL's error classes for a wrong user, password or name of the database."""
 
 
 def command_line(service: Service) -> Callable[[], None]:
@@ -46,24 +37,25 @@ def command_line(service: Service) -> Callable[[], None]:
     app.add_typer(topics, name="topics")
     memory = typer.Typer(help="What the service has handled.", no_args_is_help=True)
     app.add_typer(memory, name="inbox")
+    app.add_typer(dead_commands.group(service), name="dead")
     relays = typer.Typer(invoke_without_command=True)
     app.add_typer(relays, name="relay")
 
     @app.command("run")
     def run_all() -> None:
         """Consume, relay and keep house, in one process."""
-        _run(run(service, _settings(), Part.CONSUME | Part.RELAY))
+        run_to_end(run(service, read_settings(), Part.CONSUME | Part.RELAY))
 
     @app.command()
     def consume() -> None:
         """Consume and keep house, without a relay."""
-        _run(run(service, _settings(), Part.CONSUME))
+        run_to_end(run(service, read_settings(), Part.CONSUME))
 
     @relays.callback()
     def relay(context: typer.Context) -> None:
         """Publish the outbox and keep house, without consuming."""
         if context.invoked_subcommand is None:
-            _run(run(service, _settings(), Part.RELAY))
+            run_to_end(run(service, read_settings(), Part.RELAY))
 
     @relays.command()
     def reset(
@@ -76,7 +68,7 @@ def command_line(service: Service) -> Callable[[], None]:
         yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False,
     ) -> None:
         """Publish everything in the outbox again, after a dump was restored."""
-        _run(_reset(service, _settings(), keep_progress=keep_progress, asks=not yes))
+        run_to_end(_reset(service, read_settings(), keep_progress=keep_progress, asks=not yes))
 
     @memory.command()
     def show(
@@ -85,17 +77,17 @@ def command_line(service: Service) -> Callable[[], None]:
         as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
     ) -> None:
         """Tell when, where and with which outcome an event was handled."""
-        _run(_show(service, _settings(), id, source, as_json=as_json))
+        run_to_end(_show(service, read_settings(), id, source, as_json=as_json))
 
     @app.command()
     def migrate() -> None:
         """Bring the database to the newest schema, the engine's and yours."""
-        settings = _settings()
-        with _in_a_sentence():
+        settings = read_settings()
+        with in_a_sentence():
             if not _ALEMBIC.exists():
                 raise FileNotFoundError(f"no {_ALEMBIC} here: run this in the service's folder")
             command.upgrade(Config(_ALEMBIC), "heads")
-        _run(_make_ahead(service, settings))
+        run_to_end(_make_ahead(service, settings))
 
     @topics.command("create")
     def create(
@@ -103,7 +95,7 @@ def command_line(service: Service) -> Callable[[], None]:
         replicas: Annotated[int, typer.Option(min=1, help="replicas of each partition")] = 1,
     ) -> None:
         """Create the topics that are missing, for development; those that exist are left alone."""
-        _run(_create_topics(_settings(), sorted(service.topics), partitions, replicas))
+        run_to_end(_create_topics(read_settings(), sorted(service.topics), partitions, replicas))
 
     @topics.command()
     def seek(
@@ -116,74 +108,18 @@ def command_line(service: Service) -> Callable[[], None]:
         if to not in ("earliest", "latest") and not to.isdecimal():
             raise typer.BadParameter(f"{to!r} is not earliest, latest or an offset")
         place: To = int(to) if to.isdecimal() else to  # type: ignore[assignment]
-        _run(_seek(service, _settings(), topic, partition, place, dry_run=dry_run))
+        run_to_end(_seek(service, read_settings(), topic, partition, place, dry_run=dry_run))
 
     return app
 
 
-def _settings() -> Settings:
-    """Read the settings, or say everything that is wrong with them."""
-    try:
-        return Settings()
-    except ValidationError as error:
-        typer.echo("The settings are wrong:", err=True)
-        for mistake in error.errors(include_url=False, include_input=False):
-            name = "_".join(str(part) for part in mistake["loc"]).upper()
-            text = mistake["msg"].removeprefix("Value error, ")
-            typer.echo(f"  {f'PIPELINE_{name}: ' if name else ''}{text}", err=True)
-        raise typer.Exit(2) from None
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end on uvloop where there is one."""
-    with _in_a_sentence(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(work)
-
-
-@contextmanager
-def _in_a_sentence() -> Iterator[None]:
-    """End the command with exit code 1 and one sentence when it fails as one may expect."""
-    try:
-        yield
-    except (NotMigrated, CannotListen, CommandError, KafkaError, Refused, OSError) as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-    except DBAPIError as error:
-        state = getattr(error.orig, "sqlstate", None) or ""
-        if not state.startswith(_NOT_LET_IN):
-            raise
-        typer.echo(f"PIPELINE_DATABASE_URL: {error.orig}", err=True)
-    else:
-        return
-    raise typer.Exit(1)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32" or sys.implementation.name != "cpython":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
-
-
-@asynccontextmanager
-async def _connected(service: Service, settings: Settings) -> AsyncIterator[asyncpg.Connection]:
-    engine = create_engine(settings, name=service.name)
-    try:
-        async with autocommitting(engine) as connection:
-            yield connection
-    except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
-        raise NotMigrated from None
-    finally:
-        await engine.dispose()
-
-
 async def _make_ahead(service: Service, settings: Settings) -> None:
-    async with _connected(service, settings) as connection:
+    async with connected(service, settings) as connection:
         await make_ahead(connection, settings)
 
 
 async def _reset(service: Service, settings: Settings, *, keep_progress: bool, asks: bool) -> None:
-    async with _connected(service, settings) as connection:
+    async with connected(service, settings) as connection:
         if asks and not typer.confirm(await _question(connection, keep_progress)):
             raise typer.Abort
         await epoch.reset(connection, keep_progress=keep_progress)
@@ -202,7 +138,7 @@ async def _question(connection: asyncpg.Connection, keep_progress: bool) -> str:
 async def _show(
     service: Service, settings: Settings, id: str, source: str | None, *, as_json: bool
 ) -> None:
-    async with _connected(service, settings) as connection:
+    async with connected(service, settings) as connection:
         found = await remembered(connection, service, id, source)
     if not found and not as_json:
         whose = f" of source {source!r}" if source else ""
@@ -243,7 +179,7 @@ async def _seek(
     dry_run: bool,
 ) -> None:
     servers = settings.kafka_bootstrap_servers
-    async with _connected(service, settings) as connection:
+    async with connected(service, settings) as connection:
         for one in await moves(connection, servers, service, topic, partition, to):
             if not dry_run:
                 await inbox.seek(connection, one.slot, one.new)

@@ -370,5 +370,8 @@ def _blaming(work: Work, limit: float) -> Iterator[_Progress]:
         is_slow = len(work.items) == 1 and progress.records_since - started > limit / 2
         if not work.items or ((in_time or is_slow) and is_infrastructure(error)):
             raise
-        reason = "transaction failed" if in_time else f"takes longer than {limit} s"
-        raise _Unclear(reason, error) from error
+        if in_time:
+            raise _Unclear("transaction failed", error) from error
+        late = TimeoutError(f"the transaction takes longer than {limit} s")
+        late.__cause__ = error
+        raise _Unclear("takes too long", late) from error

@@ -94,6 +94,8 @@ class Fate:
 
 DIED = "process died"
 """Reason of a message that is tried alone, with the attempt spent beforehand."""
+REDRIVEN = "redriven"
+"""Reason of what was a dead letter until a person asked for it to be tried again."""
 FOLLOWER = Fate("follows another")
 """An earlier message of its key waits or has failed."""
 DEFERRED = Fate("deferred")

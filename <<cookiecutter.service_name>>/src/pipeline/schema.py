@@ -141,6 +141,14 @@ backlog = sa.Table(
     ),
     sa.Index("backlog_due_idx", "lane", "due_at", postgresql_where=sa.text("due_at IS NOT NULL")),
     sa.Index("backlog_died_idx", "died_at", postgresql_where=sa.text("died_at IS NOT NULL")),
+    sa.Index(
+        "backlog_dead_idx",
+        "lane",
+        "order_key",
+        "partition",
+        "offset",
+        postgresql_where=sa.text("died_at IS NOT NULL AND discarded_at IS NULL"),
+    ),
     comment="Messages to be handled later, in the order of their key, and dead letters.",
 )
 

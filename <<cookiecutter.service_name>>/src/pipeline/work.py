@@ -193,8 +193,9 @@ class FromLane:
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
     ) -> tuple[dict[bytes, Known], set[bytes]]:
-        """Return which of the readmitted are in the backlog: the others come from there."""
-        new = [item for item in items if item.row is None]
+        """Return which are in the backlog already, other than as the rows that they come from."""
+        own = {item.row for item in self.items}
+        new = [item for item in items if item.marker.key not in own]
         known, _ = await backlog.find(connection, new) if new else ({}, set())
         return known, set()
 

@@ -123,6 +123,9 @@ def upgrade() -> None:
     op.execute("""
         CREATE INDEX backlog_died_idx ON pipeline.backlog (died_at) WHERE died_at IS NOT NULL""")
     op.execute("""
+        CREATE INDEX backlog_dead_idx ON pipeline.backlog (lane, order_key, partition, "offset")
+         WHERE died_at IS NOT NULL AND discarded_at IS NULL""")
+    op.execute("""
         COMMENT ON TABLE pipeline.backlog IS
         'Messages to be handled later, in the order of their key, and dead letters.'""")
     for column, comment in (

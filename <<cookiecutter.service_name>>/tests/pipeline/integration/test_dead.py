@@ -1,0 +1,744 @@
+"""Dead letters: a person lists them, looks at one, has them tried again, or gives them up."""
+
+import asyncio
+import getpass
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import asyncpg
+import pytest
+from typer.testing import CliRunner, Result
+
+from pipeline import (
+    Handlers,
+    PayloadFields,
+    Plain,
+    Policy,
+    Reject,
+    backlog,
+    dead,
+    dead_commands,
+)
+from pipeline.backlog import LaneLost, Row
+from pipeline.batch import Batch, read
+from pipeline.database import autocommitting
+from pipeline.dead import Became, Letter, Redriven, State, Which
+from pipeline.failures import patiently
+from pipeline.policy import dead as fate_of
+from pipeline.runtime import Part
+from pipeline.work import FromLane, FromPartition
+
+from .bank import Bank, Deposit
+from .conftest import Running, eventually, histories
+from .desk import Desk, NewDesk
+from .pooler import POOLED
+from .processes import Start, starting
+
+HOLDING = Policy(attempts=1, after_death="hold")
+PATIENCE = 10.0
+EVERYTHING = Which()
+
+
+@pytest.fixture
+async def start(
+    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
+) -> AsyncIterator[Start]:
+    """Start commands of the bank."""
+    async with starting(
+        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+async def desk(bank: Bank, new_desk: NewDesk) -> Desk:
+    """Return the desk of the bank."""
+    return await new_desk(bank.handlers, topic=bank.deposits)
+
+
+Command = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+def service(bank: Bank, database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Call `service dead …` in a thread, as a process would that has this bank's handlers."""
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
+    monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
+    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", kafka)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str, input: str | None = None) -> Result:
+        return CliRunner().invoke(dead_commands.group(bank.service), arguments, input=input)
+
+    async def command(*arguments: str, input: str | None = None) -> Result:
+        return await asyncio.to_thread(call, *arguments, input=input)
+
+    return command
+
+
+async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
+    """Store deposits, at offsets that follow the position, as if a handler had rejected them."""
+    start = await desk.position()
+    policy = HOLDING if holds else Policy()
+    fate = fate_of(policy, "rejected", Reject("no"), attempts=1)
+    items = desk.read(*deposits, start=start).items
+    rows = [Row(one.marker.key, one.marker.consumer, one.record, fate, one) for one in items]
+    async with autocommitting(desk.engine) as driver:
+        for first in range(0, len(rows), 5_000):
+            await backlog.add(driver, rows[first : first + 5_000])
+        await driver.execute("UPDATE pipeline.position SET next_offset = $1", start + len(deposits))
+
+
+async def redrive(desk: Desk, which: Which = EVERYTHING) -> list[Redriven]:
+    """Redrive as the command does, without waiting for what becomes of them."""
+    async with autocommitting(desk.engine) as driver:
+        until = which.until or await dead.ago(driver, timedelta(0))
+        chosen = dead.redrivable(replace(which, until=until), desk.handlers)
+        return [
+            one
+            async for some in dead.redrive(driver, desk.handlers, chosen, patience=PATIENCE)
+            for one in some
+        ]
+
+
+async def discard(desk: Desk, which: Which = EVERYTHING) -> int:
+    async with autocommitting(desk.engine) as driver:
+        done = dead.discard(driver, which, operator="ann", why="a test", patience=PATIENCE)
+        return sum([number async for number in done])
+
+
+async def became(desk: Desk, redriven: list[Redriven], seconds: float = 0.0) -> dict[str, int]:
+    """Say what has become of them; only what has become of any."""
+    async with autocommitting(desk.engine) as driver:
+        found: Became = await dead.follow(driver, redriven, seconds)
+    return {outcome.value: number for outcome, number in found.counts.items() if number}
+
+
+async def letters(
+    desk: Desk, state: State = "dead", which: Which = EVERYTHING, limit: int = 1_000
+) -> list[Letter]:
+    async with autocommitting(desk.engine) as driver:
+        return [one async for one in dead.letters(driver, state, which, limit)]
+
+
+@asynccontextmanager
+async def working(desk: Desk) -> AsyncIterator[None]:
+    """Work the backlog off beside the block."""
+
+    async def work() -> None:
+        while True:
+            await desk.work_off()
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_dead_letter_is_redriven_with_a_new_budget_and_in_the_order_of_its_key(
+    bank: Bank, desk: Desk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead, "CHUNK", 3)  # a key is cut in the middle
+    bank.errors = {n: Reject("no") for n in range(1, 8)}
+    # One after the other: each dies by itself, the last one first.
+    for n in range(7, 0, -1):
+        await desk.apply(Deposit(n), Deposit(100 + n, "bob"))
+    await desk.work_off()
+    # As they would lie if they had died in the order of their offsets, and the other way round.
+    await db.execute("UPDATE pipeline.backlog SET died_at = now() - \"offset\" * interval '1 s'")
+    await redrive(desk)
+    rows = await desk.backlog()
+    assert {(row["reason"], row["attempts"], row["waited"]) for row in rows} == {("redriven", 0, 0)}
+    bank.errors = {5: ValueError("a slip")}
+    bank.calls.clear()
+    await desk.work_off()
+    assert (await histories(db))["ada"] == [7, 6], "what follows waits for its turn"
+    bank.errors = {}
+    (head, *_) = await desk.backlog()
+    assert (head["reason"], head["attempts"]) == ("failed", 1)
+    await desk.make_due()
+    await desk.work_off()
+    assert (await histories(db))["ada"] == [7, 6, 5, 4, 3, 2, 1]
+    assert await desk.backlog() == []
+
+
+async def test_a_key_that_is_redriven_in_parts_keeps_its_order(
+    bank: Bank, desk: Desk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead, "CHUNK", 3)
+    await bury(desk, *(Deposit(n) for n in range(10)))
+    await db.execute("UPDATE pipeline.backlog SET died_at = now() - \"offset\" * interval '1 s'")
+    async with autocommitting(desk.engine) as driver:
+        async for some in dead.redrive(driver, desk.handlers, EVERYTHING, patience=PATIENCE):
+            assert len(some) <= 3
+            await desk.work_off()  # before the next part
+    assert await histories(db) == {"ada": list(range(10))}
+
+
+async def test_a_redriven_message_goes_before_the_followers_that_it_held(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank("deposits", "balances", "bank", options={"policy": HOLDING})
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(20))
+    await desk.apply(Deposit(30))
+    await desk.work_off()
+    assert await histories(db) == {}
+    bank.refused = set()
+    redriven = await redrive(desk)
+    assert await became(desk, redriven) == {"waiting": 1}
+    await desk.work_off()
+    assert await histories(db) == {"ada": [10, 20, 30]}
+    assert await became(desk, redriven) == {"applied": 1}
+    assert await desk.backlog() == []
+
+
+async def test_a_message_that_dies_again_holds_its_key_again(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank("deposits", "balances", "bank", options={"policy": HOLDING})
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(20))
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await became(desk, redriven) == {"dead": 1}
+    assert await histories(db) == {}
+    assert [row["holds"] for row in await desk.backlog()] == [True, False]
+
+
+async def test_a_key_that_holds_ten_thousand_followers_goes_on_when_the_first_is_discarded(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank("deposits", "balances", "bank", options={"policy": HOLDING})
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.refused = {1}
+    count = 10_001
+    for first in range(1, count, 2_500):
+        await desk.apply(*(Deposit(n) for n in range(first, min(first + 2_500, count + 1))))
+    await desk.apply(Deposit(count))
+    await desk.work_off()
+    assert await histories(db) == {}
+    assert await discard(desk) == 1
+    await desk.work_off()
+    assert await histories(db) == {"ada": list(range(2, count + 1))}
+    (row,) = await desk.backlog()
+    assert (row["discarded_by"], row["discarded_why"]) == ("ann", "a test")
+    assert row["discarded_at"] is not None
+
+
+async def test_what_was_discarded_stays_known_and_is_not_applied_when_it_comes_again(
+    bank: Bank, desk: Desk, db: asyncpg.Connection
+) -> None:
+    bank.errors = {10: Reject("no")}
+    await desk.apply(Deposit(10))
+    await discard(desk)
+    bank.errors = {}
+    (again, other) = await desk.apply(Deposit(10), Deposit(11, id="10"))
+    assert not again.is_new
+    assert not other.is_new, "another payload under its id is an incident still"
+    assert await histories(db) == {}
+    assert [one.reason for one in await letters(desk)] == ["identity mismatch"]
+    assert [one.reason for one in await letters(desk, "discarded")] == ["rejected"]
+    # Neither is it redriven, nor discarded a second time.
+    await db.execute("DELETE FROM pipeline.backlog WHERE reason = 'identity mismatch'")
+    assert await redrive(desk) == []
+    assert await discard(desk) == 0
+
+
+def nameless(desk: Desk, *deposits: Deposit, start: int) -> Batch:
+    """Decode records that have no headers, and so no identity of their own."""
+    topic = desk.slot.topic
+    records = [replace(one.record(topic, start + n), headers=()) for n, one in enumerate(deposits)]
+    return read(desk.handlers, topic, start, records)
+
+
+async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
+    bank: Bank, desk: Desk, db: asyncpg.Connection
+) -> None:
+    await desk.position()
+    await desk.apply_batch(nameless(desk, Deposit(1), Deposit(2), Deposit(3), start=0))
+    assert [one.reason for one in await letters(desk)] == ["not CloudEvents"] * 3
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await became(desk, redriven) == {"dead": 3}, "nothing has changed"
+    bank.handlers.plain(bank.deposits, Plain("deposited", PayloadFields("amount")))
+    # The second one comes again, and is applied; the third in another guise.
+    await desk.apply_batch(
+        nameless(desk, Deposit(2), Deposit(3, value=b'{"amount": 3, "account": "bob"}'), start=3)
+    )
+    redriven = await redrive(desk)
+    assert await became(desk, redriven) == {"waiting": 3}
+    await desk.work_off()
+    assert await became(desk, redriven) == {"applied": 1, "duplicate": 1, "dead": 1}
+    assert await histories(db) == {"ada": [2, 1], "bob": [3]}
+    assert [one.reason for one in await letters(desk)] == ["identity mismatch"]
+
+
+async def test_what_nobody_takes_any_more_is_gone(bank: Bank, desk: Desk) -> None:
+    await desk.position()
+    await desk.apply_batch(nameless(desk, Deposit(1), start=0))
+    bank.handlers.plain(bank.deposits, Plain("elsewhere", PayloadFields("amount")))
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await became(desk, redriven) == {"gone": 1}
+
+
+async def test_who_has_the_identity_of_another_is_not_applied_in_its_place(
+    bank: Bank, desk: Desk, db: asyncpg.Connection
+) -> None:
+    """Also as long as the first one has not taken effect, and when it has been given up."""
+    bank.refused = {10}
+    await desk.apply(Deposit(10), Deposit(11, "bob", id="10"))
+    bank.refused = set()
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await became(desk, redriven) == {"dead": 1}
+    assert await histories(db) == {}
+    (first, _) = await desk.backlog()
+    (letter,) = await letters(desk)
+    async with autocommitting(desk.engine) as driver:
+        detail = await dead.detail(driver, letter.id)
+    assert detail.remembered_hash == first["hash"].hex()
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [10]}
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await became(desk, redriven) == {"dead": 1}
+    assert await histories(db) == {"ada": [10]}
+
+
+async def test_what_is_too_old_is_applied_only_if_it_is_asked_for_as_such(
+    bank: Bank, desk: Desk, db: asyncpg.Connection
+) -> None:
+    await db.execute("UPDATE pipeline.inbox_generation SET since = now()")
+    await desk.apply(Deposit(1), Deposit(2))
+    newest, oldest = await letters(desk)
+    assert (newest.reason, oldest.reason) == ("too old", "too old")
+    assert await redrive(desk) == []
+    redriven = await redrive(desk, Which(keys=[bytes.fromhex(oldest.id)]))
+    await desk.work_off()
+    assert await became(desk, redriven) == {"applied": 1}
+    redriven = await redrive(desk, Which(reasons=["too old"]))
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1, 2]} or await histories(db) == {"ada": [2, 1]}
+
+
+async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk: Desk) -> None:
+    start = await desk.position()
+    batch = desk.read(Deposit(1), start=start)
+    attempts = patiently("the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append)
+    await desk.consume.apply(FromPartition(desk.slot, batch, deaths=3), attempts)
+    async with autocommitting(desk.engine) as driver:
+        await driver.execute(
+            "UPDATE pipeline.backlog SET reason = 'attempts used up', due_at = NULL,"
+            " died_at = now()"
+        )
+    await redrive(desk)
+    assert [(one.reason, one.attempts) for one in await letters(desk, "waiting")] == [
+        ("process died", 0)
+    ]
+
+
+async def test_what_belongs_to_a_consumer_that_the_service_lost_is_left_alone(
+    bank: Bank, desk: Desk
+) -> None:
+    await bury(desk, Deposit(1))
+    other = Bank(bank.deposits, bank.balances, bank.name, handlers=Handlers())
+    async with autocommitting(desk.engine) as driver:
+        await driver.execute("UPDATE pipeline.backlog SET consumer = 'gone'")
+        chosen = dead.redrivable(EVERYTHING, other.handlers)
+        assert [one async for one in dead.redrive(driver, other.handlers, chosen, patience=1)] == []
+    assert len(await letters(desk)) == 1
+
+
+async def test_letters_are_chosen_by_what_they_are(bank: Bank, desk: Desk) -> None:
+    bank.errors = {1: Reject("no"), 2: Reject("no")}
+    await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, value=b"{}"), Deposit(4, type=""))
+    await desk.work_off()
+    by_offset = {one.offset: one for one in await letters(desk)}
+    assert [by_offset[n].reason for n in range(4)] == [
+        "rejected",
+        "rejected",
+        "invalid payload",
+        "missing attribute",
+    ]
+    async with autocommitting(desk.engine) as driver:
+        hour_ago = await dead.ago(driver, timedelta(hours=1))
+        for number in range(3):
+            await driver.execute(
+                "UPDATE pipeline.backlog SET died_at = died_at - interval '2 h'"
+                ' WHERE "offset" = $1',
+                number,
+            )
+    for which, offsets in (
+        (EVERYTHING, {0, 1, 2, 3}),
+        (Which(reasons=["rejected"]), {0, 1}),
+        (Which(reasons=["rejected", "missing attribute"]), {0, 1, 3}),
+        (Which(but_reasons=["rejected"]), {2, 3}),
+        (Which(consumers=[""]), {3}),
+        (Which(type="deposited"), {0, 1, 2}),
+        (Which(topic=bank.deposits), {0, 1, 2, 3}),
+        (Which(topic="another"), set()),
+        (Which(record_key=b"bob"), {1}),
+        (Which(since=hour_ago), {3}),
+        (Which(until=hour_ago), {0, 1, 2}),
+        (Which(keys=[bytes.fromhex(by_offset[2].id)]), {2}),
+    ):
+        found = await letters(desk, which=which)
+        assert {one.offset for one in found} == offsets, which
+        async with autocommitting(desk.engine) as driver:
+            assert sum(one.count for one in await dead.count(driver, "dead", which)) == len(offsets)
+    assert await discard(desk, Which(record_key=b"bob")) == 1
+    assert [one.offset for one in await letters(desk, "discarded")] == [1]
+    assert len(await redrive(desk, Which(reasons=["rejected"]))) == 1
+    assert [one.offset for one in await letters(desk, "waiting")] == [0]
+    assert {one.offset for one in await letters(desk)} == {2, 3}
+
+
+async def test_letters_come_newest_first_over_as_many_pages_as_there_are(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead, "CHUNK", 4)
+    await bury(desk, *(Deposit(n) for n in range(10)))
+    async with autocommitting(desk.engine) as driver:
+        # Several of each moment, and not in the order in which they are stored.
+        await driver.execute(
+            'UPDATE pipeline.backlog SET died_at = now() - make_interval(secs => "offset" % 3)'
+        )
+    found = await letters(desk)
+    assert sorted(one.offset for one in found) == list(range(10))
+    assert [one.offset % 3 for one in found] == [0] * 4 + [1] * 3 + [2] * 3
+    assert [one.offset for one in await letters(desk, limit=5)] == [one.offset for one in found][:5]
+
+
+async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
+    bank: Bank, desk: Desk, db: asyncpg.Connection
+) -> None:
+    bank.refused = {10}
+    await desk.apply(Deposit(10))
+    await bury(desk, Deposit(5))
+    bank.refused = set()
+    await desk.make_due()
+    async with autocommitting(desk.engine) as driver:
+        lane = await backlog.claim(driver, "a worker", 60, ["deposit"])
+        assert lane is not None
+        taken = await backlog.take(driver, lane, desk.handlers, ["deposit"], 100)
+        assert await discard(desk) == 1
+        attempts = patiently(
+            "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+        )
+        with pytest.raises(LaneLost):
+            await desk.consume.apply(FromLane(lane, 60, taken), attempts)
+        assert await histories(db) == {}
+        again = await backlog.claim(driver, "another", 60, ["deposit"])
+        assert again is not None
+        assert again.starts == 1, "the first one has not died"
+
+
+async def test_an_operator_waits_for_the_worker_and_is_cut_off_when_he_stops(
+    desk: Desk, connect: Callable[[], Awaitable[asyncpg.Connection]]
+) -> None:
+    """Trap 35: a stopped process must not hold what others need."""
+    await bury(desk, Deposit(1))
+    worker = await connect()
+    async with worker.transaction():
+        await worker.execute("UPDATE pipeline.backlog_lane SET token = token")
+        async with autocommitting(desk.engine) as driver:
+            with pytest.raises(asyncpg.LockNotAvailableError):
+                async for _ in dead.discard(driver, EVERYTHING, operator="ann", why="", patience=2):
+                    pass
+    operator = await connect()
+
+    async def stop(rows: object) -> None:
+        await eventually(operator.is_closed)
+
+    with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
+        async for _ in dead._in_chunks(operator, EVERYTHING, stop, 0.2):
+            pass
+    assert len(await letters(desk)) == 1
+    assert await discard(desk) == 1
+
+
+async def test_dead_letters_are_redriven_and_discarded_while_workers_run(
+    bank: Bank, running: Running, new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Two operators at once, over keys that keep getting new records."""
+    bank.errors = {n: Reject("no") for n in range(0, 1_000, 5)}
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    counts = {"redriven": 0, "discarded": 0}
+
+    async def redrive_often() -> None:
+        for _ in range(20):
+            counts["redriven"] += len(await redrive(desk))
+
+    async def discard_often() -> None:
+        for n in range(40):
+            which = Which(record_key=f"key {n}".encode())
+            counts["discarded"] += await discard(desk, which)
+
+    async with running(bank.service, Part.CONSUME, backlog_poll_max=0.05):
+        for first in range(0, 1_000, 100):
+            if first == 500:
+                bank.errors = {}
+            batch = [Deposit(n, f"key {n % 40}") for n in range(first, first + 100)]
+            await asyncio.gather(desk.apply(*batch), redrive_often(), discard_often())
+        await eventually(lambda: nothing_waits(db))
+        await redrive(desk)
+        await eventually(lambda: nothing_waits(db))
+    applied = await histories(db)
+    discarded = await db.fetch("SELECT id FROM pipeline.backlog WHERE discarded_at IS NOT NULL")
+    every = [n for history in applied.values() for n in history]
+    assert sorted(every + [int(row["id"]) for row in discarded]) == list(range(1_000))
+    assert (
+        len(discarded)
+        == counts["discarded"]
+        == await db.fetchval("SELECT count(*) FROM pipeline.backlog")
+    )
+    assert counts["redriven"] > 0
+    for history in applied.values():
+        straight = [n for n in history if n % 5]
+        assert straight == sorted(straight), "what never died is in order"
+
+
+async def nothing_waits(db: asyncpg.Connection) -> bool:
+    waiting = "SELECT EXISTS (SELECT FROM pipeline.backlog WHERE died_at IS NULL)"
+    return not await db.fetchval(waiting)
+
+
+async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on(
+    desk: Desk, db: asyncpg.Connection, start: Start
+) -> None:
+    """Trap 20, too: with the statistics of a backlog in which nothing waits."""
+    count = 30_000
+    await bury(desk, *(Deposit(n, f"key {n % 997}") for n in range(count)))
+    await db.execute("ANALYZE pipeline.backlog")
+    chunk = await plan(db, dead._CHUNK, *EVERYTHING.arguments, 7, dead.CHUNK)
+    assert "backlog_dead_idx" in chunk
+    heads = await plan(db, backlog._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000)
+    assert "Index Scan using backlog_pkey on backlog b " in heads
+
+    command = ("dead", "redrive", "--yes", "--wait", "0", "--json")
+    async with db.transaction():
+        await db.execute("SELECT FROM pipeline.backlog_lane WHERE lane = 16 FOR UPDATE")
+        killed = await start(*command)
+        await killed.says("redriven 10,")
+        await killed.kill()
+    redriven = await db.fetchval("SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL")
+    assert 10_000 <= redriven < count
+    others = [await start(*command), await start(*command)]
+    for one in others:
+        assert await one.ended() == 0, one.output
+    numbers = [json.loads(one.output.splitlines()[-1])["redriven"] for one in others]
+    assert redriven + sum(numbers) == count
+    assert await letters(desk) == []
+    assert (
+        await db.fetchval(
+            "SELECT count(*) FROM pipeline.backlog WHERE reason = 'redriven' AND attempts = 0"
+        )
+        == count
+    )
+    due = 'SELECT DISTINCT ON (order_key) key FROM pipeline.backlog ORDER BY order_key, "offset"'
+    heads_due = f"SELECT count(*) FROM pipeline.backlog WHERE due_at IS NOT NULL AND key IN ({due})"
+    all_due = "SELECT count(*) FROM pipeline.backlog WHERE due_at IS NOT NULL"
+    assert await db.fetchval(heads_due) == await db.fetchval(all_due) == 997
+
+
+async def plan(db: asyncpg.Connection, statement: str, *arguments: object) -> str:
+    return "\n".join(line[0] for line in await db.fetch(f"EXPLAIN {statement}", *arguments))
+
+
+async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service: Command) -> None:
+    bank.errors = {1: Reject("no such account")}
+    await desk.apply(Deposit(1), Deposit(3, value=b"\xff\x00"))
+    newest, oldest = await letters(desk)
+    listed = (await service("list")).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == [newest.id[:16], oldest.id[:16], "2"]
+    assert "1 dead, the newest of 2" in (await service("list", "--limit", "1")).stdout
+    (line,) = (await service("list", "--limit", "1", "--json")).stdout.splitlines()
+    assert json.loads(line) | {"received_at": None, "died_at": None, "error": None} == {
+        "id": newest.id,
+        "state": "dead",
+        "reason": "invalid payload",
+        "attempts": 0,
+        "consumer": "deposit",
+        "type": "deposited",
+        "source": "/tests",
+        "message_id": "3",
+        "topic": bank.deposits,
+        "partition": 0,
+        "offset": 1,
+        "key": {"text": "ada"},
+        "received_at": None,
+        "due_at": None,
+        "died_at": None,
+        "discarded_at": None,
+        "holds": False,
+        "error": None,
+    }
+    summary = await service("list", "--summary", "--json", "--reason", "rejected")
+    (group,) = [json.loads(line) for line in summary.stdout.splitlines()]
+    assert (group["reason"], group["consumer"], group["count"]) == ("rejected", "deposit", 1)
+    shown = json.loads((await service("show", newest.id[:8], "--json")).stdout)
+    assert shown["value"] == {"hex": "ff00"}
+    assert shown["advice"] == dead.REASONS["invalid payload"]
+
+
+async def test_redrive_counts_asks_and_says_what_became_of_them(
+    bank: Bank, desk: Desk, db: asyncpg.Connection, service: Command
+) -> None:
+    bank.errors = {1: Reject("no"), 2: Reject("no")}
+    await desk.apply(Deposit(1, key=None), Deposit(2, key=None), Deposit(3, value=b"{}"))
+    await desk.work_off()
+    bank.errors = {2: Reject("never")}
+    (second,) = [one.id for one in await letters(desk) if one.message_id == "2"]
+
+    dry = await service("redrive", "--dry-run")
+    assert "3 dead" in dry.stdout
+    unsure = await service("redrive", input="n\n")
+    assert (unsure.exit_code, "Redrive 3?" in unsure.stderr) == (1, True)
+    assert len(await letters(desk)) == 3, "nothing was done"
+
+    async with working(desk):
+        done = await service("redrive", "--reason", "rejected", input="y\n")
+    assert done.exit_code == 3
+    assert "redriven 2 of 2" in done.stderr
+    assert "1 dead, 1 applied" in done.stdout
+    assert f"{second[:16]} is dead again: rejected: Reject: never" in done.stdout
+    assert await histories(db) == {"ada": [1]}
+
+    done = await service("redrive", second[:8], "--yes", "--wait", "0.1", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {
+        "found": 1,
+        "redriven": 1,
+        "became": {"waiting": 1, "dead": 0, "applied": 0, "duplicate": 0, "gone": 0},
+        "died": [],
+    }
+    assert second[:16] in (await service("list", "--waiting")).stdout
+
+
+async def test_discard_keeps_who_and_why(bank: Bank, desk: Desk, service: Command) -> None:
+    await bury(desk, Deposit(1), Deposit(2, "bob"))
+    (bobs,) = await letters(desk, which=Which(record_key=b"bob"))
+    done = await service(
+        "discard", "--key", "bob", "--because", "told Bob", "--operator", "ann", input="y\n"
+    )
+    assert "Discard 1?" in done.stderr
+    assert "discarded 1 of 1" in done.stderr
+    told = (await service("show", bobs.id)).stdout
+    assert "by ann: told Bob" in told
+    again = await service("discard", bobs.id, "--because", "x", "--yes")
+    assert (again.exit_code, "was discarded" in again.stderr) == (1, True)
+    done = await service("discard", "--because", "all of it", "--yes", "--json")
+    assert json.loads(done.stdout) == {"found": 1, "discarded": 1}
+    (first, _) = await letters(desk, "discarded")
+    async with autocommitting(desk.engine) as driver:
+        assert (await dead.detail(driver, first.id)).discarded_by == getpass.getuser()
+    assert (await service("list")).stdout == "0 dead\n"
+
+
+async def test_redrive_says_what_it_leaves_out(
+    bank: Bank, desk: Desk, db: asyncpg.Connection, service: Command
+) -> None:
+    await bury(desk, Deposit(1), Deposit(2))
+    await db.execute("UPDATE pipeline.backlog SET consumer = 'lost' WHERE \"offset\" = 0")
+    await db.execute("UPDATE pipeline.backlog SET reason = 'too old' WHERE \"offset\" = 1")
+    done = await service("redrive", "--yes")
+    assert done.exit_code == 0
+    assert "this service has no consumer 'lost'" in done.stderr
+    assert "nobody can tell whether they were applied: see --reason 'too old'" in done.stderr
+    assert "0 dead" in done.stdout
+    assert len(await letters(desk)) == 2
+
+
+async def test_a_command_that_loses_the_database_says_how_far_it_came(
+    desk: Desk, service: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead, "CHUNK", 1)
+    await bury(desk, *(Deposit(n, "ada") for n in range(3)))
+    seizes, calls = backlog.seize, []
+
+    async def lose(connection: asyncpg.Connection, lane: int) -> None:
+        calls.append(lane)
+        if len(calls) == 3:
+            await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        await seizes(connection, lane)
+
+    monkeypatch.setattr(backlog, "seize", lose)
+    done = await service("discard", "--because", "x", "--yes")
+    assert done.exit_code == 1
+    assert "discarded 2 of 3; run it again to go on" in done.stderr
+    assert "PostgreSQL: " in done.stderr
+    monkeypatch.setattr(backlog, "seize", seizes)
+    assert "discarded 1 of 1" in (await service("discard", "--because", "x", "--yes")).stderr
+
+
+async def test_show_tells_all_and_lets_no_payload_command_the_terminal(
+    bank: Bank, desk: Desk, service: Command
+) -> None:
+    bank.errors = {7: ValueError("\x1b[2Jgone")}
+    hostile = Deposit(
+        7,
+        "ada\nstate  discarded",
+        headers=(("x-note", b"\x1b]0;title\x07"), ("x-bytes", b"\xff\xfe"), ("x-none", b"")),
+        timestamp=2**62,
+    )
+    await desk.apply(hostile)
+    (letter,) = await letters(desk, "waiting")
+    told = (await service("show", letter.id[:16])).stdout
+    assert "\x1b" not in told
+    assert "\x07" not in told
+    for text in (
+        "waiting, due ",
+        "failed, at attempt 1",
+        "to do                  nothing: it is tried again by its schedule",
+        r"error                  ValueError: \x1b[2Jgone",
+        "event                  deposited 7 of /tests",
+        f"from                   {bank.deposits}/0 at offset 0",
+        r"key                    ada\nstate  discarded",
+        f"written                {2**62} ms since 1970",
+        "header x-bytes         0xfffe",
+        r"header x-note          \x1b]0;title\x07",
+        "in deposit",
+        '{"account": "ada\\nstate  discarded", "amount": 7}',
+    ):
+        assert text in told
+    exact = json.loads((await service("show", letter.id, "--json")).stdout)
+    assert ["x-bytes", {"hex": "fffe"}] in exact["headers"]
+    assert exact["value"] == {"text": '{"account": "ada\\nstate  discarded", "amount": 7}'}
+    assert exact["timestamp"] == 2**62
+    assert exact["error"] == "ValueError: \x1b[2Jgone"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "0123abcd"], "nothing has an id that begins with 0123abcd"),
+        (["show", "nonsense"], "8 to 32 hex digits"),
+        (["redrive", "0123abcd"], "nothing has an id"),
+        (["list", "--reason", "dance"], "is none of"),
+        (["list", "--older-than", "soon"], "is not a time such as"),
+        (["list", "--waiting", "--discarded"], "exclude each other"),
+        (["discard"], "--because"),
+        (["discard", "--because", " "], "--because is empty"),
+        (["discard", "--because", "x", "--operator", ""], "--operator is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_what_can_not_be_meant_is_refused(
+    service: Command, arguments: list[str], said: str
+) -> None:
+    done = await service(*arguments)
+    assert done.exit_code in (1, 2)
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+    assert isinstance(done.exception, SystemExit), "and no traceback"

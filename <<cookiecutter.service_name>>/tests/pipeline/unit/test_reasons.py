@@ -1,0 +1,47 @@
+"""The table of reasons against the code that gives them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pipeline
+from pipeline import dead
+from pipeline.message import Reason
+
+ENGINE = Path(pipeline.__file__).parent
+GIVEN = {
+    # Who is called with a reason, and at which place.
+    "Fate": 0,
+    "Quarantined": 1,
+    "_Unclear": 0,
+    "_judged": 2,
+    "dead": 1,
+}
+PASSED_ON = {"DIED", "error.reason", "found.reason", "one.reason", "reason", "unclear.reason"}
+"""What holds a reason that is given elsewhere."""
+
+
+def reasons(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.IfExp):
+        yield from reasons(node.body)
+        yield from reasons(node.orelse)
+    elif isinstance(node, ast.Constant):
+        yield str(node.value)
+    else:
+        assert ast.unparse(node) in PASSED_ON, ast.unparse(node)
+
+
+def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
+    given = {str(one) for one in Reason}
+    for path in ENGINE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in GIVEN:
+                place = GIVEN[ast.unparse(node.func)]
+                if len(node.args) > place:
+                    given |= set(reasons(node.args[place]))
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
+                "DIED",
+                "REDRIVEN",
+            ):
+                given |= set(reasons(node.value))
+    assert given == set(dead.REASONS)

@@ -1,0 +1,84 @@
+"""The guides to errors against the engine that they describe."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.baked import RAW, ROOT
+
+HANDLING = (ROOT / "docs" / "handling-errors.md").read_text("utf-8")
+OPERATING = (ROOT / "docs" / "operating-errors.md").read_text("utf-8")
+ENGINE = RAW / "src" / "pipeline"
+
+
+def blocks(text: str) -> str:
+    """Return the guide's examples as one module: later ones go on from the earlier."""
+    return "\n\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+
+
+def assigned(module: str, name: str) -> ast.expr:
+    """Return what a module of the engine assigns to a name."""
+    for node in ast.parse((ENGINE / module).read_text("utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name and node.value:
+            return node.value
+    raise LookupError(name)
+
+
+def fields(module: str, name: str) -> list[str]:
+    """Return the fields of a class of the engine, with their defaults."""
+    for node in ast.parse((ENGINE / module).read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return [ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)]
+    raise LookupError(name)
+
+
+@pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["runs", "types"])
+def test_the_examples_for_authors_of_handlers_work(tmp_path: Path, command: list[str]) -> None:
+    module = tmp_path / "examples.py"
+    module.write_text(blocks(HANDLING), "utf-8")
+    config = ["--config-file", str(RAW / "pyproject.toml")] if command else []
+    done = subprocess.run(
+        [sys.executable, *command, *config, str(module)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(RAW / "src"), "MYPYPATH": str(RAW / "src"), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_reason_is_in_the_guide_for_operators() -> None:
+    known = set(ast.literal_eval(assigned("dead.py", "REASONS")))
+    chapter = OPERATING.partition("## The reasons")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `([^`]+)` ", chapter, re.MULTILINE)) == known
+
+
+def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
+    written = {
+        *fields("dead.py", "Letter"),
+        *fields("dead.py", "Detail"),
+        *fields("dead.py", "Group"),
+        *("found", "redriven", "became", "died", "discarded"),
+    } - {"letter"}
+    paragraph = re.search(r"^For scripts, .*?(?=\n\n)", OPERATING, re.DOTALL | re.MULTILINE)
+    assert paragraph
+    named = set(re.findall(r"`([a-z_]+)`", paragraph[0]))
+    assert named - {"list", "show", "redrive", "discard"} == written
+
+
+def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
+    settings = (ENGINE / "settings.py").read_text("utf-8")
+    for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING):
+        assert f"    {name.lower()}: " in settings, name
+    policy = (ENGINE / "policy.py").read_text("utf-8")
+    for name in fields("policy.py", "Policy"):
+        assert f"| `{name}`" in HANDLING
+    assert "attempts: int = 6" in policy
+    assert "(30.0, 120.0, 480.0, 1_920.0, 3_600.0)" in policy
+    assert "breaker_keys: Count = 20" in settings
+    assert "unclean_starts: Count = 3" in settings
+    assert "hang_timeout: Annotated[float, Field(ge=2)] = 30.0" in settings
