@@ -37,6 +37,10 @@ TEMPLATE = f"template_{uuid4().hex[:12]}"
 PATIENCE = 30.0
 """Seconds that a test waits for what must happen."""
 
+PAST_ANY_POOLER = ("clients", "crash_matrix", "nasty_records", "outages", "restore")
+"""Tests that speak to servers of their own, or to none: behind a pooler they would be the same."""
+collect_ignore = [f"test_{name}.py" for name in PAST_ANY_POOLER] if POOLED else []
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
