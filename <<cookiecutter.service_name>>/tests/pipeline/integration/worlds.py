@@ -49,8 +49,9 @@ SETTINGS = {
 }
 
 _PARTITIONS = range(2)
-_FAILURES = {(0, 3): 1, (0, 6): ATTEMPTS}
-"""How often some deposits are refused, by partition and number of eight: once, and for good."""
+_FOR_GOOD = 1_000
+_FAILURES = {(0, 3): 1, (0, 6): _FOR_GOOD}
+"""How often some deposits are refused, by partition and number of eight."""
 _DATABASES_TO_DROP = 30
 
 _SHARDS_ARE_OF_ONE_ALIVE = """
@@ -60,7 +61,7 @@ SELECT bool_and(owner = (SELECT owner FROM pipeline.outbox_relay ORDER BY lease_
 
 _IS_LEFT_ALONE = """
 SELECT (SELECT count(owner) FROM pipeline.outbox_cursor) = 0
-   AND (SELECT count(owner) + sum(starts) FROM pipeline.backlog_lane) = 0
+   AND NOT EXISTS (SELECT FROM pipeline.backlog_lane WHERE lease_until > clock_timestamp())
    AND NOT EXISTS (
        SELECT FROM pg_stat_activity
         WHERE datname = current_database() AND backend_type = 'client backend'
@@ -254,7 +255,7 @@ class World:
         return {row["event_id"] for row in await self.db.fetch("SELECT * FROM pipeline.outbox")}
 
     async def is_left_alone(self) -> bool:
-        """Whether no shard and no lane has an owner, and nobody but the test is connected."""
+        """Whether nobody but the test is connected, and nobody holds a shard or a lane."""
         return bool(await self.db.fetchval(_IS_LEFT_ALONE))
 
     async def recover(self) -> None:
@@ -287,7 +288,7 @@ class World:
     @property
     def _refused(self) -> set[Deposit]:
         """What can only be a dead letter in the end."""
-        return {one for one in self._sent_once if one.failures == ATTEMPTS}
+        return {one for one in self._sent_once if one.failures == _FOR_GOOD}
 
     async def audit(self) -> None:
         """Compare what was sent with every table, and with what was published."""
