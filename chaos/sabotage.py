@@ -192,13 +192,11 @@ SABOTAGES: Sequence[Sabotage] = (
             Edit(
                 "consume.py",
                 """\
-        known = await inbox.mark(
-            attempt.driver, """,
+        new, waiting, known, stored = await _look_up(driver, """,
                 """\
         from .database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-          known = await inbox.mark(
-            elsewhere, """,
+          new, waiting, known, stored = await _look_up(elsewhere, """,
             )
         ],
     ),
