@@ -84,7 +84,7 @@ async def test_a_record_that_fails_waits_with_its_key_and_is_applied_in_order_wh
         assert {4, 5}.isdisjoint(bank.calls)
         await eventually(lambda: health.is_ready)
         # Every line has all that is needed to find the record.
-        lines = [line.__dict__ for line in caplog.records if line.levelno >= logging.WARNING]
+        lines = [line.__dict__ for line in caplog.records if line.name == "pipeline.results"]
         names = ("topic", "partition", "offset", "consumer", "message_id", "reason")
         assert {tuple(line[name] for name in names) for line in lines} == {
             (bank.deposits, 0, 2, "deposit", "3", "failed")
@@ -129,7 +129,8 @@ async def test_another_payload_under_a_known_id_is_an_incident_and_its_partition
         await eventually(lambda: health.is_ready)
     assert await histories(db) == {"ada": [1, 2, 3]}
     first = await db.fetchval("SELECT hash FROM pipeline.inbox WHERE id = '1'")
-    (error,) = [line for line in caplog.records if line.levelno == logging.ERROR]
+    (error,) = [line for line in caplog.records if line.name == "pipeline.results"]
+    assert error.levelno == logging.ERROR
     assert (error.__dict__["offset"], error.__dict__["reason"]) == (2, "identity mismatch")
     hashes = re.findall(r"\b[0-9a-f]{32}\b", error.getMessage())
     assert len(set(hashes)) == 2
