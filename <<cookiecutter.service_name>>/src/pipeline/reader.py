@@ -251,14 +251,15 @@ class Reader:
 
     async def _is_elsewhere(self, start: int) -> bool:
         """Whether a person has moved the position; without the database nobody can tell."""
+        applied = self.position or 0
         try:
             stored = await self._read_position()
         except Exception as error:
             if not is_infrastructure(error):
                 raise
             return False
-        # While a batch is being applied it is at one of these two.
-        return stored is not None and stored.next_offset not in (self.position, start)
+        # While a batch is being applied, maybe in parts, it is between these two.
+        return stored is not None and not applied <= stored.next_offset <= start
 
     def _recognised(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
         """Return the records from `start` on; raises `Stuck` if the anchor is another record."""
