@@ -471,9 +471,9 @@ def test_ctrl_c_in_a_terminal_reaches_the_command_once(short_lived: Stack) -> No
 
 def test_a_killed_run_is_cleaned_up_after_by_the_next(short_lived: Stack) -> None:
     with short_lived.started("run", "--", "sleep", "600") as process:
-        eventually(lambda: all(short_lived.pids()) and short_lived("status").returncode == 0)
+        eventually(lambda: child_of(process.pid, "sleep 600"))
         pids = short_lived.pids()
-        (child,) = children_of(process.pid)
+        child = child_of(process.pid, "sleep 600")
         process.kill()
     os.kill(child, signal.SIGKILL)
     assert all(map(runs, pids))
@@ -484,11 +484,14 @@ def test_a_killed_run_is_cleaned_up_after_by_the_next(short_lived: Stack) -> Non
     assert not any(map(runs, pids))
 
 
-def children_of(pid: int) -> list[int]:
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
-    pairs = [line.split() for line in listing.stdout.splitlines()]
-    # The servers are children of `run` as well, in sessions of their own.
-    return [int(it) for it, parent in pairs if parent == str(pid) and os.getsid(int(it)) != int(it)]
+def child_of(pid: int, command: str) -> int:
+    """The child that runs this command; 0 as long as there is none."""
+    listing = subprocess.run(["ps", "-A", "-o", "ppid=,pid=,args="], capture_output=True, text=True)
+    for line in listing.stdout.splitlines():
+        parent, child, arguments = line.split(maxsplit=2)
+        if (parent, arguments) == (str(pid), command):
+            return int(child)
+    return 0
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(short_lived: Stack) -> None:
