@@ -2,7 +2,7 @@
 
 Read it along the way of a message:
 `consumer` -> `reader` -> `batch` -> `consume` (`inbox` -> your handler -> `outbox` -> commit)
--> `relay` (`window` -> `publisher`).
+-> `relay` (`window` -> `publisher`; `unsent`: what Kafka refuses).
 """
 
 from .aggregate import Aggregate

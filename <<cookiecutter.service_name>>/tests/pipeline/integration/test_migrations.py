@@ -78,6 +78,7 @@ ALL = [
     "outbox_cursor",
     "outbox_epoch",
     "outbox_relay",
+    "outbox_unsent",
     "position",
 ]
 
