@@ -253,11 +253,11 @@ SABOTAGES: Sequence[Sabotage] = (
                 "    head, *events = await connection.fetch(_FRESH, ",
                 """\
     later = await connection.fetch(
-        f"SELECT {_COLUMNS} FROM pipeline.outbox"
+        f"SELECT {COLUMNS} FROM pipeline.outbox"
         " WHERE id > $1 AND shard = ANY ($2) ORDER BY id LIMIT $3",
         progress.last_id, shards, limit,
     )
-    return Page(later, replace(progress, last_id=later[-1]["id"]) if later else progress)
+    return Page(later, replace(progress, last_id=later[-1]["id"]) if later else progress, None)
     head, *events = await connection.fetch(_FRESH, """,
             )
         ],
@@ -273,13 +273,11 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "relay.py",
-                "            await self._send(driver, events)\n",
+                "            await self._publish(driver, events, then)\n",
                 """\
-            for shards, one in pages:
-                for shard in shards:
-                    self._progress[shard] = one.then
-            await self._write(driver, sorted(self._progress))
-            await self._send(driver, events)
+            self._progress.update(then)
+            await self._write(driver, self._progress)
+            await self._publish(driver, events, then)
 """,
             )
         ],
@@ -292,9 +290,12 @@ SABOTAGES: Sequence[Sabotage] = (
             Edit(
                 "publisher.py",
                 """\
-                    raise NotSent(f"{topic}/{partition}: {named(error)}") from error
+                        raise NotSent(f"{topic}/{chain.partition}: {named(error)}") from error
 """,
-                "                    continue\n",
+                """\
+                        chain.take(count)
+                        continue
+""",
             ),
         ],
     ),
@@ -305,19 +306,20 @@ SABOTAGES: Sequence[Sabotage] = (
             *NO_IDEMPOTENCE,
             Edit(
                 "publisher.py",
-                "            for batch in _batches(producer, events):\n",
+                "            while chain.runs:\n",
                 """\
             waiting = [[event] for event in events]
             while waiting:
                 failed = []
                 for some in waiting:
-                    [batch] = _batches(producer, some)
+                    batch, _ = _filled(producer, some)
                     try:
-                        await (await producer.send_batch(batch, topic, partition=partition))
+                        await (await producer.send_batch(batch, topic, partition=chain.partition))
                     except KafkaError:
                         failed.append(some)
                 waiting = failed
-            for batch in ():
+            chain.runs = []
+            while chain.runs:
 """,
             ),
         ],

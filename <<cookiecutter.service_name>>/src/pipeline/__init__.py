@@ -2,8 +2,8 @@
 
 Read it along the way of a message:
 `consumer` -> `reader` -> `batch` -> `consume` (`inbox` -> your handler -> `outbox` -> commit)
--> `relay` (`window` -> `publisher`). What can't be done now takes the way round: `policy` ->
-`backlog` -> `lanes` -> `consume`.
+-> `relay` (`window` -> `publisher`; `unsent`: what Kafka refuses). What can't be done now takes the
+way round: `policy` -> `backlog` -> `lanes` -> `consume`.
 """
 
 from .aggregate import Aggregate

@@ -1,19 +1,25 @@
-"""The publisher: sends a page of outbox events to Kafka, in order, and waits for all of it."""
+"""The publisher: sends a page of outbox events to Kafka, in order, and tells what is refused."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError
+from aiokafka.errors import (
+    KafkaError,
+    MessageSizeTooLargeError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+)
 from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from . import clients, telemetry
 from .failures import named
 from .message import event_headers
+from .refusal import Chain, Page, Refused, refusal_of
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -21,6 +27,11 @@ log = logging.getLogger(__name__)
 _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
 _METADATA_SECONDS = 5.0
+_ASKS = 5
+"""So often the brokers are asked for a topic that is new to the producer, before it is missing."""
+_ASK_SECONDS = 0.1
+_LOOK_SECONDS = 1.0
+"""After this long without an acknowledgement: is the topic still there?"""
 _STOP_SECONDS = 5.0
 _FENCE_SECONDS = 1.0
 """Our own shards wait meanwhile."""
@@ -31,14 +42,14 @@ class LeaseExpired(Exception):
 
 
 class NotSent(Exception):
-    """Kafka has not acknowledged all events; the text says of which topic and why."""
+    """Kafka has not answered for all events; the text says of which topic and why."""
 
 
 class Publisher:
-    """An idempotent producer that is thrown away after a failure.
+    """An idempotent producer that is thrown away after a failure, and after a refusal.
 
-    A batch that expires in the client has used up a sequence number, and a later one might then
-    overtake it. A new producer starts with a clean slate.
+    A batch that is refused, or expires in the client, has used up a sequence number, and a later
+    one might then overtake it, or be taken for it. A new producer starts with a clean slate.
     """
 
     def __init__(self, settings: Settings, *, client_id: str, owner: str) -> None:
@@ -49,36 +60,61 @@ class Publisher:
         self._stopping: set[asyncio.Task[None]] = set()
         self._unfenced: set[str] = set()
 
-    async def send(self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]) -> None:
-        """Send the events and return when all of them are acknowledged by all replicas in sync.
+    async def send(self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]) -> Refused:
+        """Send the events; those that are not returned are acknowledged by all replicas in sync.
 
         Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
-        time. After an error nothing is known about any of them: send them all again. `may_send`
-        is asked before every batch.
+        time. Behind one that Kafka refuses none of its key is sent, and none of its topic where the
+        refusal is the topic's. After an error nothing is known about any of them: send them all
+        again. `may_send` is asked before every batch.
 
         Raises `NotSent`, and `LeaseExpired` when `may_send` says no.
         """
-        producer = await self._started()
-        transactional = self._settings.relay_transactional
+        page = Page()
         try:
-            by_partition = await self._by_partition(producer, events)
-            if transactional:
-                await producer.begin_transaction()
-            chains = [
-                self._send_chain(producer, topic, partition, chain, may_send)
-                for (topic, partition), chain in by_partition.items()
-            ]
-            # All of them end before the error is raised: none may go on behind our back.
-            outcomes = await asyncio.gather(*chains, return_exceptions=True)
-            for outcome in outcomes:
-                if outcome is not None:
-                    raise outcome
-            if transactional:
-                await _commit(producer)
+            chains = await self._chains(events, page)
+            while chains:
+                await self._send_round(chains, page, may_send)
+                chains = page.left(chains)
         except BaseException:
             # What it has begun, the next one with its transactional id aborts.
             await self.discard()
             raise
+        return page.refused
+
+    async def _send_round(
+        self, chains: Sequence[Chain], page: Page, may_send: Callable[[], bool]
+    ) -> None:
+        """Send every chain to its end, or to its first refusal: what is behind needs a new round.
+
+        In a transaction a refusal takes everything back, for the next round to send again.
+        """
+        producer = await self._started()
+        await _ask_for_topics(producer, {chain.topic for chain in chains})
+        transactional = self._settings.relay_transactional
+        page.is_void = False
+        if transactional:
+            await producer.begin_transaction()
+        sending = (self._send_chain(producer, chain, page, may_send) for chain in chains)
+        # All of them end before an error is raised: none may go on behind our back.
+        outcomes = await asyncio.gather(*sending, return_exceptions=True)
+        is_refused = any(outcome is True for outcome in outcomes)
+        for outcome in outcomes:
+            # A refusal makes the rest of its transaction fail, which the next round will show.
+            if isinstance(outcome, BaseException) and not (
+                is_refused and isinstance(outcome, NotSent)
+            ):
+                raise outcome
+        if is_refused:
+            self._producer = None
+            self._stop_beside(producer)
+        elif transactional:
+            await _commit(producer)
+        for chain in chains:
+            if is_refused and transactional:
+                chain.take_back()
+            telemetry.published(chain.topic, sum(map(len, chain.taken)))
+            chain.taken = []
 
     async def fence(self, owners: Sequence[str]) -> list[str]:
         """Make the brokers refuse what these relays may still send: before taking their shards.
@@ -99,9 +135,7 @@ class Publisher:
                 try:
                     await producer.begin_transaction()
                 finally:
-                    stopping = asyncio.create_task(clients.stop(producer, _STOP_SECONDS))
-                    self._stopping.add(stopping)
-                    stopping.add_done_callback(self._stopping.discard)
+                    self._stop_beside(producer)
         except (KafkaError, TimeoutError) as error:
             if owner not in self._unfenced:
                 log.warning("relay: %s can't be fenced, its shards wait: %s", owner, named(error))
@@ -109,6 +143,12 @@ class Publisher:
             return False
         self._unfenced.discard(owner)
         return True
+
+    def _stop_beside(self, producer: AIOKafkaProducer) -> None:
+        """Stop a producer that nobody needs to wait for."""
+        stopping = asyncio.create_task(clients.stop(producer, _STOP_SECONDS))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)
 
     async def discard(self) -> None:
         """Close the producer; the next `send` starts another."""
@@ -141,39 +181,59 @@ class Publisher:
             raise
         return producer
 
-    async def _by_partition(
-        self, producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]
-    ) -> dict[tuple[str, int], list[asyncpg.Record]]:
-        chains: dict[tuple[str, int], list[asyncpg.Record]] = {}
-        counts = {
-            topic: await _partitions(producer, topic)
-            for topic in {event["topic"] for event in events}
-        }
+    async def _chains(self, events: Sequence[asyncpg.Record], page: Page) -> list[Chain]:
+        producer = await self._started()
+        counts = dict.fromkeys((event["topic"] for event in events), 0)
+        await _ask_for_topics(producer, counts)
+        errors: dict[str, KafkaError] = {}
+        for topic in counts:
+            try:
+                counts[topic] = _partitions(producer, topic)
+            except KafkaError as error:
+                errors[topic] = error
+        chains: dict[tuple[str, int], Chain] = {}
         for event in events:
             topic = event["topic"]
+            if topic in errors:
+                page.refused[event["id"]] = refusal_of(errors[topic], event)
+                continue
             partition = partition_of(event["key"], event["id"], counts[topic])
-            chains.setdefault((topic, partition), []).append(event)
-        return chains
+            chain = chains.setdefault((topic, partition), Chain(topic, partition, [[]]))
+            chain.runs[0].append(event)
+        return list(chains.values())
 
     async def _send_chain(
         self,
         producer: AIOKafkaProducer,
-        topic: str,
-        partition: int,
-        events: Sequence[asyncpg.Record],
+        chain: Chain,
+        page: Page,
         may_send: Callable[[], bool],
-    ) -> None:
+    ) -> bool:
+        """Send until all is acknowledged, or something is refused; says which."""
+        topic, events = chain.topic, list(chain.events())
         with telemetry.send_spans(
-            topic, partition, len(events), (event["traceparent"] for event in events)
+            topic, chain.partition, len(events), (event["traceparent"] for event in events)
         ):
-            for batch in _batches(producer, events):
-                if not may_send():
-                    raise LeaseExpired("the lease ended before all events were sent")
+            while chain.runs:
+                batch, count = _filled(producer, chain.runs[0])
+                size = batch.size()
+                is_sent = not page.is_too_large(topic, size)
                 try:
-                    await (await producer.send_batch(batch, topic, partition=partition))
+                    if not is_sent:
+                        raise MessageSizeTooLargeError
+                    if not may_send():
+                        raise LeaseExpired("the lease ended before all events were sent")
+                    await _send_batch(producer, batch, chain, page)
+                    chain.take(count)
                 except KafkaError as error:
-                    raise NotSent(f"{topic}/{partition}: {named(error)}") from error
-        telemetry.published(topic, len(events))
+                    refusal = refusal_of(error, chain.runs[0][0])
+                    if refusal is None:
+                        raise NotSent(f"{topic}/{chain.partition}: {named(error)}") from error
+                    page.blame(chain, refusal, count, size)
+                    if is_sent:
+                        page.is_void = self._settings.relay_transactional
+                        return True
+        return False
 
 
 async def _commit(producer: AIOKafkaProducer) -> None:
@@ -183,21 +243,65 @@ async def _commit(producer: AIOKafkaProducer) -> None:
         raise NotSent(f"Kafka did not commit the events: {named(error)}") from error
 
 
-async def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
+async def _ask_for_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
+    """Let the client know the topics, or know that the brokers don't."""
+    client = producer.client
+    are_new = [not client.add_topic(topic).done() for topic in topics]
+    # The first answer may be to an earlier question, and a broker may not know the newest topics.
+    for ask in range(_ASKS if any(are_new) else 1):
+        if ask > 1:
+            await asyncio.sleep(_ASK_SECONDS)
+        if all(client.cluster.partitions_for_topic(topic) for topic in topics):
+            return
+        try:
+            answered = await asyncio.wait_for(client.force_metadata_update(), _METADATA_SECONDS)
+        except TimeoutError:
+            answered = False
+        if not answered:
+            raise NotSent("the brokers do not say which topics there are")
+
+
+def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
+    """Return how many there are; raises what `refusal_of` knows where there is no topic for us."""
+    cluster = producer.client.cluster
+    partitions = cluster.partitions_for_topic(topic)
+    if partitions:
+        return len(partitions)
+    if topic in cluster.unauthorized_topics:
+        raise TopicAuthorizationFailedError(topic)
+    raise UnknownTopicOrPartitionError
+
+
+async def _send_batch(
+    producer: AIOKafkaProducer, batch: BatchBuilder, chain: Chain, page: Page
+) -> None:
+    """Send a batch and wait for its acknowledgement."""
+    # The client would wait for a topic that has gone until it comes back.
+    if chain.partition >= _partitions(producer, chain.topic):
+        raise NotSent(f"{chain.topic} has lost partitions")
+    sent = await producer.send_batch(batch, chain.topic, partition=chain.partition)
     try:
-        return len(await asyncio.wait_for(producer.partitions_for(topic), _METADATA_SECONDS))
-    except (KafkaError, TimeoutError) as error:
-        raise NotSent(
-            f"topic {topic} is not known to the brokers: create it, or run `service topics create`"
-        ) from error
+        while not sent.done():
+            await asyncio.wait({sent}, timeout=_LOOK_SECONDS)
+            if not sent.done():
+                looked = producer.client.force_metadata_update()
+                await asyncio.wait(
+                    {sent, looked}, timeout=_METADATA_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                _partitions(producer, chain.topic)
+                if page.is_void:
+                    raise NotSent("its transaction can't be committed")
+        sent.result()
+    finally:
+        sent.cancel()
 
 
-def _batches(
+def _filled(
     producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]
-) -> Iterator[BatchBuilder]:
+) -> tuple[BatchBuilder, int]:
+    """Return a batch, and how many events have found room in it: the first one always does."""
     batch = producer.create_batch()
-    for event in events:
-        value = event["payload"]
+    for count, event in enumerate(events):
         headers = event_headers(
             id=event["event_id"],
             source=event["source"],
@@ -210,12 +314,12 @@ def _batches(
             tracestate=event["tracestate"],
             baggage=event["baggage"],
         )
-        key = event["key"]
-        if batch.append(timestamp=None, key=key, value=value, headers=headers) is None:
-            yield batch
-            batch = producer.create_batch()
-            batch.append(timestamp=None, key=key, value=value, headers=headers)
-    yield batch
+        added = batch.append(
+            timestamp=None, key=event["key"], value=event["payload"], headers=headers
+        )
+        if added is None:
+            return batch, count
+    return batch, len(events)
 
 
 def partition_of(key: bytes | None, id: int, partitions: int) -> int:

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from time import monotonic
 from uuid import uuid4
@@ -20,17 +20,16 @@ from .epoch import IS_OURS, OtherEpoch
 from .failures import is_infrastructure, named, pause
 from .health import Health
 from .publisher import LeaseExpired, NotSent, Publisher
+from .refusal import Refused
 from .schema import SHARDS
 from .settings import Settings
-from .window import Page, Progress, fresh, page
+from .unsent import Unsent
+from .window import Page, Progress, fitting, fresh, page
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
-_PAGE_BYTES = 16 * 2**20
-"""What the events of one page may take in memory, about; the first page is small."""
-_ROW_BYTES = 500
-"""Size of an event beside its payload, about."""
+"""Small, until it is known how large the events are."""
 
 
 class ServerChanged(Exception):
@@ -101,12 +100,14 @@ class Relay:
         self._health = health
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=self._owner)
+        self._unsent = Unsent(settings)
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, int] = {}
         self._server: datetime | None = None
         self._lease_ends = 0.0
         self._extend_at = 0.0
         self._renew_at = 0.0
+        self._look_at = 0.0
         self._page = min(settings.relay_page, _FIRST_PAGE)
         self._write_at = 0.0
         self._dirty: set[int] = set()
@@ -167,7 +168,7 @@ class Relay:
             except Exception:
                 # Else every try would repeat the pages that Kafka has taken since the last write.
                 if not driver.is_closed():
-                    await self._write(driver, sorted(self._dirty))
+                    await self._write(driver, self._progress_of(self._dirty))
                 raise
             await self._release(driver)
 
@@ -183,12 +184,12 @@ class Relay:
             stopping = self._stopping.is_set()
             found = await self._step(driver)
             if self._dirty and monotonic() >= self._write_at:
-                await self._write(driver, sorted(self._dirty))
+                await self._write(driver, self._progress_of(self._dirty))
             if stopping:
                 drained_by = min(drained_by, monotonic() + settings.shutdown_grace / 4)
                 if not found or monotonic() >= drained_by:
                     return
-            elif found or await self._pause(pause):
+            elif found or await self._pause(min(pause, self._unsent.seconds_to_next())):
                 pause = settings.relay_poll_min
             else:
                 pause = min(2 * pause, settings.relay_poll_max)
@@ -202,7 +203,9 @@ class Relay:
 
     async def _step(self, driver: asyncpg.Connection) -> bool:
         """Publish the next page of every group of shards; says whether there was any event."""
-        groups = self._grouped(self._progress)
+        # Two pages for one that the window may add: what waits becomes less.
+        is_draining = await self._retry(driver) and await self._retry(driver)
+        groups = _grouped(self._progress)
         limit = max(1, self._page // max(1, len(groups)))
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
@@ -219,27 +222,55 @@ class Relay:
             raise ServerChanged
         events = [event for _, one in pages for event in one.events]
         _observe([one for _, one in pages])
+        then = {shard: one.then for shards, one in pages for shard in shards}
         if events:
-            await self._send(driver, events)
-            self._page = self._fitting(events)
+            await self._publish(driver, events, then)
+            self._page = fitting(events, self._settings.relay_page)
+        self._progress.update(then)
         for shards, one in pages:
-            for shard in shards:
-                self._progress[shard] = one.then
             if one.events or one.then.target is not None:
                 self._dirty.update(shards)
         self._failures = 0
         self._health.ready("relay")
-        return bool(events) or bool(paged)
+        return is_draining or bool(events) or bool(paged)
 
-    def _grouped(self, shards: Iterable[int]) -> dict[Progress, list[int]]:
-        """Return the shards that are equally far, which are read and written as one."""
-        groups: dict[Progress, list[int]] = {}
-        for shard in shards:
-            groups.setdefault(self._progress[shard], []).append(shard)
-        return groups
+    async def _publish(
+        self,
+        driver: asyncpg.Connection,
+        events: Sequence[asyncpg.Record],
+        then: Mapping[int, Progress],
+    ) -> None:
+        """Send events; what Kafka refuses is stored together with the progress `then`."""
+        refused: Refused = {event["id"]: None for event in events if self._unsent.holds(event)}
+        refused |= await self._send(driver, [one for one in events if one["id"] not in refused])
+        if unsent := [event for event in events if event["id"] in refused]:
+            async with self._writing(driver, then):
+                await self._unsent.set_aside(driver, unsent, refused)
 
-    async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> None:
-        """Send, however long it takes, and extend the leases meanwhile."""
+    async def _retry(self, driver: asyncpg.Connection) -> bool:
+        """Send what was refused and is due; says whether some of it was sent."""
+        rows = await self._unsent.due(driver, sorted(self._progress))
+        if not rows:
+            return False
+        refused = await self._send(driver, rows)
+        async with self._writing(driver, self._progress_of({row["shard"] for row in rows})):
+            await self._unsent.settle(driver, rows, refused)
+        return len(refused) < len(rows)
+
+    @asynccontextmanager
+    async def _writing(
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
+    ) -> AsyncIterator[None]:
+        """Store in one transaction progress and what is written inside, if we own the shards."""
+        async with driver.transaction():
+            if await self._write(driver, progress):
+                raise LeaseExpired("shards went to another relay before refusals were stored")
+            yield
+
+    async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> Refused:
+        """Send, however long it takes, and extend the leases meanwhile; returns what is refused."""
+        if not events:
+            return {}
         begun = monotonic()
         sending = asyncio.create_task(self._publisher.send(events, self._holds_lease))
         try:
@@ -253,15 +284,10 @@ class Relay:
                         self._health.not_ready(
                             "relay", f"waits for {self._settings.kafka} to acknowledge events"
                         )
-            sending.result()
+            return sending.result()
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-
-    def _fitting(self, events: Sequence[asyncpg.Record]) -> int:
-        """Return how many events of this size fit into the memory that a page may take."""
-        size = sum(len(event["payload"] or b"") + _ROW_BYTES for event in events)
-        return min(self._settings.relay_page, max(1, _PAGE_BYTES * len(events) // size))
 
     def _holds_lease(self) -> bool:
         return monotonic() < self._lease_ends
@@ -272,7 +298,7 @@ class Relay:
         # From before the first statement: the database's clock started later, never earlier.
         begun = monotonic()
         await driver.execute(_ANNOUNCE, self._owner, lease)
-        lost = await self._write(driver, sorted(self._progress))
+        lost = await self._write(driver, self._progress)
         self._lease_ends = begun + lease
         self._extend_at = begun + lease / 3
         return lost
@@ -285,14 +311,21 @@ class Relay:
         if not is_ours:
             raise OtherEpoch
         share = math.ceil(SHARDS / max(1, alive))
+        known = set(self._progress)
         if len(self._progress) > share:
-            await self._write(driver, sorted(self._progress)[share:], keep=False)
+            given = sorted(self._progress)[share:]
+            await self._write(driver, self._progress_of(given), keep=False)
         elif len(self._progress) < share:
             await self._claim(driver, share)
             gone = await driver.fetchrow(_GONE, self._owner)
             if gone["owners"] and len(self._progress) < share:
                 fenced = await self._publisher.fence(gone["owners"])
                 await self._claim(driver, share, fenced, gone["until"])
+        if self._progress.keys() - known or monotonic() >= self._look_at:
+            begun = monotonic()
+            await self._unsent.look(driver, sorted(self._progress))
+            # It counts all that waits, which may be much.
+            self._look_at = monotonic() + 20 * (monotonic() - begun)
         # A relay that lives extends its leases long before: the first to end is a dead one's.
         self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
         telemetry.relay_progress(len(self._progress))
@@ -321,23 +354,26 @@ class Relay:
                 row["seen"], row["target"], row["last_id"], row["high_id"]
             )
 
+    def _progress_of(self, shards: Iterable[int]) -> dict[int, Progress]:
+        return {shard: self._progress[shard] for shard in sorted(shards)}
+
     async def _write(
-        self, driver: asyncpg.Connection, shards: Sequence[int], *, keep: bool = True
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
     ) -> list[int]:
         """Store the progress of shards and extend their leases, or give them back.
 
         Returns the shards that were another relay's already.
         """
         lost: list[int] = []
-        for progress, members in self._grouped(shards).items():
+        for one, members in _grouped(progress).items():
             rows = await driver.fetch(
                 _WRITE,
                 members,
                 [self._tokens[shard] for shard in members],
-                progress.seen,
-                progress.target,
-                progress.last_id,
-                progress.high_id,
+                one.seen,
+                one.target,
+                one.last_id,
+                one.high_id,
                 keep,
                 self._settings.relay_lease,
                 self._server,
@@ -354,7 +390,7 @@ class Relay:
         return lost
 
     async def _release(self, driver: asyncpg.Connection) -> None:
-        await self._write(driver, sorted(self._progress), keep=False)
+        await self._write(driver, self._progress, keep=False)
         await driver.execute(_LEAVE, self._owner)
 
     def _forget(self) -> None:
@@ -362,6 +398,14 @@ class Relay:
         self._tokens.clear()
         self._dirty.clear()
         self._renew_at = 0.0
+
+
+def _grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:
+    """Return the shards that are equally far, which are read and written as one."""
+    groups: dict[Progress, list[int]] = {}
+    for shard, one in progress.items():
+        groups.setdefault(one, []).append(shard)
+    return groups
 
 
 def _observe(pages: Sequence[Page]) -> None:

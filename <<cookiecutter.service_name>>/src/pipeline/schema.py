@@ -211,6 +211,56 @@ outbox = sa.Table(
     postgresql_partition_by="RANGE (created_at)",
 )
 
+outbox_unsent = sa.Table(
+    "outbox_unsent",
+    metadata,
+    sa.Column("id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column(
+        "shard",
+        sa.SmallInteger,
+        sa.Computed(
+            f"(get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % {SHARDS})::smallint",
+            persisted=True,
+        ),
+        nullable=False,
+    ),
+    sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+    sa.Column("topic", sa.Text, nullable=False),
+    sa.Column("key", pg.BYTEA),
+    sa.Column("payload", pg.BYTEA),
+    sa.Column("event_id", sa.Text, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("type", sa.Text, nullable=False),
+    sa.Column("subject", sa.Text),
+    sa.Column("sequence", sa.BigInteger),
+    sa.Column("content_type", sa.Text, nullable=False),
+    sa.Column("traceparent", sa.Text),
+    sa.Column("tracestate", sa.Text),
+    sa.Column("baggage", sa.Text),
+    sa.Column("queue", pg.BYTEA, nullable=False, comment="who waits for it: see unsent.py"),
+    sa.Column(
+        "parked_at",
+        sa.DateTime(timezone=True),
+        nullable=False,
+        server_default=sa.func.clock_timestamp(),
+    ),
+    sa.Column("attempts", sa.Integer, nullable=False, comment="how often it was refused itself"),
+    sa.Column("reason", sa.Text, comment="null: it waits behind another"),
+    sa.Column("error", sa.Text),
+    sa.Column("died_at", sa.DateTime(timezone=True), comment="it is a dead letter since then"),
+    sa.Column("discarded_at", sa.DateTime(timezone=True)),
+    sa.Column("discarded_by", sa.Text),
+    sa.Column("discarded_for", sa.Text, comment="the reason given"),
+    sa.Index(
+        "outbox_unsent_queue_idx",
+        "topic",
+        "queue",
+        "id",
+        postgresql_where=sa.text("died_at IS NULL"),
+    ),
+    comment="The outbound backlog: events that Kafka refuses, and those that wait behind them.",
+)
+
 outbox_cursor = sa.Table(
     "outbox_cursor",
     metadata,

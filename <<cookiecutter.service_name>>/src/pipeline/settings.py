@@ -82,6 +82,16 @@ class Settings(BaseSettings):
     fences: a relay that was stopped cannot send late. For consumers that can't drop repeats by id;
     they must read committed. Repeats after a crash remain."""
 
+    unsent_pause: Seconds = 5.0
+    """What Kafka refuses (a missing topic, an event too large) is tried again after this long, and
+    then after twice as long as before, up to twelve times this."""
+    unsent_attempts: Count = 100
+    """An event that is refused so often is a dead letter, and those behind it go on: about an hour
+    and a half. Attempts that Kafka does not answer don't count."""
+    unsent_age: Seconds = 86_400.0
+    """An event that has waited so long, and is refused once more, is a dead letter; also where its
+    topic is refused."""
+
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that stand ready."""
     inbox_generations_ahead: Count = 2

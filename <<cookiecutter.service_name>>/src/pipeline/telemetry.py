@@ -61,6 +61,7 @@ _backlog_duration = _meter.create_histogram(
 _shards = _meter.create_gauge("pipeline.relay.shards", "{shard}", "Shards this relay holds.")
 _lag_events = _meter.create_gauge("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
 _lag_seconds = _meter.create_gauge("pipeline.outbox.lag.duration", "s", "Age of the oldest.")
+_unsent = _meter.create_gauge("pipeline.outbox.unsent", "{event}", "Refused by Kafka, by state.")
 
 
 def process_span(message: Message, consumer: str, group: str) -> AbstractContextManager[trace.Span]:
@@ -222,6 +223,12 @@ def observe_outbox(lag_events: int, lag_seconds: float) -> None:
     """Tell how many events wait to be published, and how long the oldest has waited."""
     _lag_events.set(lag_events)
     _lag_seconds.set(lag_seconds)
+
+
+def observe_unsent(waiting: int, dead: int) -> None:
+    """Tell how many events in this relay's shards Kafka has refused, or wait behind such."""
+    _unsent.set(waiting, {OUTCOME: "waiting"})
+    _unsent.set(dead, {OUTCOME: "dead"})
 
 
 def _operation(operation: str, topic: str) -> dict[str, AttributeValue]:

@@ -19,8 +19,14 @@ Snapshot = tuple[int, int, tuple[int, ...]]
 _SCAN_AT_MOST = 50_000
 """Ids that one PAGE looks through, so that one late row does not make it scan everything."""
 
-_COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
+_PAGE_BYTES = 16 * 2**20
+"""What the events of one page may take in memory, about."""
+_ROW_BYTES = 500
+"""Size of an event beside its payload, about."""
+
+COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
        content_type, traceparent, tracestate, baggage"""
+"""An event, as it is sent."""
 
 # By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
 # the one it read with. A snapshot's xmax is the latest *completed* transaction + 1, so rows of
@@ -35,13 +41,13 @@ SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
        NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent, NULL AS tracestate,
        NULL AS baggage
 UNION ALL (
-SELECT NULL, NULL, NULL, {_COLUMNS}
-  FROM (SELECT {_COLUMNS}
+SELECT NULL, NULL, NULL, {COLUMNS}
+  FROM (SELECT {COLUMNS}
           FROM pipeline.outbox
          WHERE xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())
            AND shard = ANY ($2)
         UNION ALL
-        SELECT {_COLUMNS}
+        SELECT {COLUMNS}
           FROM pipeline.outbox
          WHERE shard = ANY ($2)
            AND xid = ANY (ARRAY(
@@ -53,7 +59,7 @@ SELECT NULL, NULL, NULL, {_COLUMNS}
 
 # Functions instead of comparisons of xid: the planner must take the index on id.
 _PAGE = f"""
-SELECT pg_postmaster_start_time() AS server, {_COLUMNS}
+SELECT pg_postmaster_start_time() AS server, {COLUMNS}
   FROM pipeline.outbox
  WHERE id > $3 AND id <= $4
    AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
@@ -115,3 +121,9 @@ async def page(
         return Page(events, replace(progress, last_id=upto), server)
     assert progress.target is not None
     return Page(events, Progress(progress.target, None, 0, 0), server)
+
+
+def fitting(events: Sequence[asyncpg.Record], at_most: int) -> int:
+    """Return how many events of this size fit into the memory that a page may take."""
+    size = sum(len(event["payload"] or b"") + _ROW_BYTES for event in events)
+    return min(at_most, max(1, _PAGE_BYTES * len(events) // size))

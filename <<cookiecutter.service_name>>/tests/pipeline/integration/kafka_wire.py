@@ -9,6 +9,7 @@ from io import BytesIO
 from aiokafka.protocol.metadata import MetadataResponse_v5
 
 _LEADER_NOT_AVAILABLE = 5
+_TOPIC_AUTHORIZATION_FAILED = 29
 
 
 class Api(IntEnum):
@@ -37,6 +38,7 @@ class Wire:
         self._answers_left: int | None = None
         self._shut = False
         self._leaderless = False
+        self._forbidden = ""
         self._open: set[asyncio.StreamWriter] = set()
         self._ignored: set[Api] = set()
         self.held = 0
@@ -80,6 +82,11 @@ class Wire:
         self._leaderless = True
         self.cut()
 
+    def forbid(self, topic: str) -> None:
+        """Cut all connections, and tell everybody that the topic is not for them."""
+        self._forbidden = topic
+        self.cut()
+
     def cut(self) -> None:
         """Cut all connections, and take new ones."""
         for writer in self._open:
@@ -90,6 +97,7 @@ class Wire:
         self._answers_left = None
         self._shut = self._leaderless = False
         self._ignored = set()
+        self._forbidden = ""
         self._passes.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -155,6 +163,8 @@ class Wire:
                     continue
                 if what == "metadata" and self._leaderless:
                     answer = answer[:4] + _without_leaders(answer[4:])
+                elif what == "metadata" and self._forbidden:
+                    answer = answer[:4] + _without_topic(answer[4:], self._forbidden)
                 # Metadata names the broker: by a host and a port, which becomes ours.
                 here = self._host.encode() + self._port.to_bytes(4)
                 there = self._host.encode() + self._broker_port.to_bytes(4)
@@ -190,6 +200,16 @@ def _without_leaders(body: bytes) -> bytes:
             ],
         )
         for *topic, partitions in metadata.topics
+    ]
+    encoded: bytes = metadata.encode()
+    return encoded
+
+
+def _without_topic(body: bytes, name: str) -> bytes:
+    metadata = MetadataResponse_v5.decode(BytesIO(body))
+    metadata.topics = [
+        (_TOPIC_AUTHORIZATION_FAILED, name, False, []) if topic[1] == name else topic
+        for topic in metadata.topics
     ]
     encoded: bytes = metadata.encode()
     return encoded

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline import backlog, inbox, relay, retention, window
+from pipeline import backlog, inbox, relay, retention, unsent, window
 
 from .wire import Answer, Request
 
@@ -47,6 +47,12 @@ _STATEMENTS: Mapping[object, str] = {
     relay._CLAIM: "relay: claim shards",
     relay._WRITE: "relay: write the cursor",
     relay._LEAVE: "relay: leave",
+    unsent._LOOK: "unsent: look at what waits",
+    unsent._SET_ASIDE: "unsent: set aside",
+    unsent._DUE: "unsent: read what is due",
+    unsent._SENT: "unsent: remove what is sent",
+    unsent._REFUSED: "unsent: count refusals",
+    unsent._FOLLOW: "unsent: let a key wait by itself",
     window._FRESH: "relay: read a fresh window",
     window._PAGE: "relay: read a page",
 }
@@ -153,6 +159,8 @@ class Postgres:
             room = "backlog" if self._is_in_lane else self._last.partition(":")[0]
             self._is_in_lane = False
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
+        if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "unsent:")):
+            return "unsent: begin"
         return boundary
 
     async def answers(self, server: asyncio.StreamReader) -> AsyncIterator[Answer]:

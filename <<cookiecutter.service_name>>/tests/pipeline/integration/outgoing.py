@@ -9,6 +9,8 @@ from uuid import uuid4
 
 import asyncpg
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from sqlalchemy import make_url
 
 from pipeline import outbox, window
@@ -178,6 +180,48 @@ async def records_in(kafka: str, topic: str) -> list[ConsumerRecord]:
 async def ids_in(kafka: str, topic: str) -> list[str]:
     """Return the ids of all records that the topic holds now, repeats too."""
     return [id_of(record) for record in await records_in(kafka, topic)]
+
+
+@asynccontextmanager
+async def administrator(kafka: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    """Lend a client that may change topics."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        yield admin
+    finally:
+        await admin.close()
+
+
+async def allow(kafka: str, topic: str, size: int) -> None:
+    """Let the topic take records of this size, and no larger ones, from now on."""
+    changed = ConfigResource(ConfigResourceType.TOPIC, topic, {"max.message.bytes": str(size)})
+    async with administrator(kafka) as admin:
+        await admin.alter_configs([changed])
+
+
+async def create_topic(kafka: str, topic: str, partitions: int = 1, **configs: str) -> None:
+    """Create a topic, also where one of that name is still being deleted."""
+    async with administrator(kafka) as admin:
+
+        async def is_there() -> bool:
+            answer = await admin.create_topics(
+                [NewTopic(topic, partitions, 1, topic_configs=configs)]
+            )
+            return bool(answer.topic_errors[0][1] == 0)
+
+        await eventually(is_there)
+
+
+async def delete_topic(kafka: str, topic: str) -> None:
+    """Delete a topic, and wait until the broker does not know it any more."""
+    async with administrator(kafka) as admin:
+        await admin.delete_topics([topic])
+
+        async def is_gone() -> bool:
+            return topic not in await admin.list_topics()
+
+        await eventually(is_gone)
 
 
 async def empty_database(server_url: str, used_databases: list[str]) -> str:

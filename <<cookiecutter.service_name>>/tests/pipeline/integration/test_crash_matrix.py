@@ -38,7 +38,12 @@ IN_VAIN = [boundary for boundary in BOUNDARIES if boundary.name == "reader: forg
 LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
 POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Moment]
 
-BY_COMMANDS = ("pipeline.dead", "pipeline.epoch", "pipeline.operations")
+BY_COMMANDS = (
+    "pipeline.dead",
+    "pipeline.dead_events",
+    "pipeline.epoch",
+    "pipeline.operations",
+)
 """Modules whose statements run when a person asks for it; a service never does."""
 
 BY_COMMANDS_TOO = (inbox._SEEK, backlog._SEIZE, backlog._REDRIVE, backlog._DISCARD)
@@ -93,15 +98,23 @@ async def live_in_vain(world: World, wire: Wire) -> None:
 
 
 async def keep_busy(world: World, wire: Wire) -> None:
-    """Give the process all there is to meet: work, a rotation refused, a position that moved."""
+    """Give the process all there is to meet.
+
+    Work, events that Kafka refuses, a rotation refused, a position that moved.
+    """
     is_dead = wire.has_killed.is_set
 
     async def has_settled() -> bool:
+        await world.refuse_less()
         return is_dead() or await world.is_settled()
+
+    async def has_given_up_a_rotation() -> bool:
+        await world.refuse_less()
+        return is_dead() or wire.seen["rotation: rollback"] > 0
 
     async with world.db.transaction():
         await world.db.execute("SELECT pg_advisory_xact_lock_shared($1)", GENERATION_LOCK)
-        await eventually(lambda: is_dead() or wire.seen["rotation: rollback"] > 0, PATIENCE)
+        await eventually(has_given_up_a_rotation, PATIENCE)
     await eventually(has_settled, PATIENCE)
     await world.send_a_note()
     await eventually(has_settled, PATIENCE)

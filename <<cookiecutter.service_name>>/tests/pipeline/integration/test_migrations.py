@@ -80,6 +80,7 @@ ALL = [
     "outbox_cursor",
     "outbox_epoch",
     "outbox_relay",
+    "outbox_unsent",
     "position",
 ]
 

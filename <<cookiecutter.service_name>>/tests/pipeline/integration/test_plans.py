@@ -13,11 +13,12 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import make_url
 
-from pipeline import inbox, window
+from pipeline import inbox, unsent, window
 from pipeline.database import create_engine
 from pipeline.health import Health
 from pipeline.inbox import Anchor, Generations, Marker, Slot
 from pipeline.message import decode
+from pipeline.refusal import Refusal
 from pipeline.relay import Relay
 from pipeline.settings import Settings
 from pipeline.window import Progress
@@ -36,6 +37,7 @@ BEGIN
         EXECUTE format('ALTER TABLE %s SET (autovacuum_enabled = off)', part);
     END LOOP;
     ALTER TABLE pipeline.position SET (autovacuum_enabled = off);
+    ALTER TABLE pipeline.outbox_unsent SET (autovacuum_enabled = off);
     UPDATE pipeline.inbox_generation SET current = 3, oldest = 1;
 END $$;
 
@@ -57,7 +59,20 @@ BEGIN
     END LOOP;
 END $$;
 """
+# All of one topic waits, and of another a hundred keys.
+_REFUSE = f"""
+INSERT INTO pipeline.outbox_unsent ({window.COLUMNS}, queue, attempts)
+SELECT id, created_at, CASE id % 20 WHEN 0 THEN 'large' ELSE 'missing' END, key, payload, event_id,
+       source, type, subject, sequence, content_type, traceparent, tracestate, baggage,
+       CASE id % 20 WHEN 0 THEN sha256(key) ELSE '' END, 0
+  FROM pipeline.outbox WHERE id % 4 = 0 AND id < 900000
+"""
 _NOW = "SELECT pg_current_snapshot()"
+
+
+CHOSEN = Settings.model_validate(
+    {"database_url": "postgresql+asyncpg://", "kafka_bootstrap_servers": "unused:9092"}
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,7 @@ async def _load(url: str) -> Large:
         # One after the other: rows of two writers would lie in two places, and each step from one
         # to the other count as a block.
         await execute(url, "CALL fill(2, 1001, 1000)")
+        await execute(url, _REFUSE)
         full = await connection.fetchval(_NOW)
         await stage(connection, [event("t", number, f"key-{number}") for number in range(100)])
         return Large(url, empty, full)
@@ -227,17 +243,43 @@ async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining)
 async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
     asked: Explaining,
 ) -> None:
-    chosen = Settings.model_validate(
-        {"database_url": "postgresql+asyncpg://", "kafka_bootstrap_servers": "unused:9092"}
-    )
-    engine = create_engine(chosen, name="bank")
-    one = Relay(engine, name="bank", settings=chosen, health=Health(stall_after=10))
+    engine = create_engine(CHOSEN, name="bank")
+    one = Relay(engine, name="bank", settings=CHOSEN, health=Health(stall_after=10))
     for step in (one._renew, one._renew, one._release):
         await step(asked)
     assert len(asked.plans) > 5
-    # 64 rows, of which each is written; nothing else.
-    assert [plan for plan in asked.plans if plan.scanned or plan.indexes] == []
-    assert max(plan.blocks for plan in asked.plans) < 64 * 12
+    # 64 rows, of which each is written; nothing else, but for a count of all that waits.
+    plans = [plan for plan in asked.plans if plan.statement != unsent._LOOK]
+    assert len(plans) < len(asked.plans)
+    assert [plan for plan in plans if plan.scanned or plan.indexes] == []
+    assert max(plan.blocks for plan in plans) < 64 * 12
+
+
+async def test_events_that_wait_for_a_topic_or_for_their_keys(asked: Explaining) -> None:
+    backlog = unsent.Unsent(CHOSEN)
+    await backlog.look(asked._db, ALL_SHARDS)
+    rows = await backlog.due(asked, ALL_SHARDS)
+    assert len(rows) == 50 * 2
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_unsent_queue_idx"}, set())
+    assert only(asked).blocks < 1_000
+
+
+async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> None:
+    backlog = unsent.Unsent(CHOSEN)
+    await backlog.look(asked._db, ALL_SHARDS)
+    rows = await backlog.due(asked._db, ALL_SHARDS)
+    await backlog.settle(asked, rows, {})
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_unsent_pkey"}, set())
+    assert only(asked).blocks < 1_000
+
+
+async def test_events_that_are_set_aside_from_a_large_outbox(asked: Explaining) -> None:
+    events = await asked._db.fetch("SELECT * FROM pipeline.outbox WHERE id > 950000 LIMIT 500")
+    why = Refusal("topic missing", "it is", of_topic=True)
+    await unsent.Unsent(CHOSEN).set_aside(asked, events, {event["id"]: why for event in events})
+    assert only(asked).scanned == set()
+    assert only(asked).indexes <= {"outbox_id_idx", "outbox_unsent_pkey"}
+    assert only(asked).blocks < 500 * 40
 
 
 async def test_that_a_statement_that_reads_everything_is_noticed(asked: Explaining) -> None:

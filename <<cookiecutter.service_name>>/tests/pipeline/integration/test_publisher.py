@@ -7,14 +7,22 @@ from datetime import UTC
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from pipeline.publisher import LeaseExpired, NotSent, Publisher, partition_of
+from pipeline.publisher import LeaseExpired, Publisher, partition_of
+from pipeline.refusal import Refused
 from pipeline.settings import Settings
 
 from .conftest import Records, eventually
-from .outgoing import event, following, ids_in, numbered, relaying, stage
+from .outgoing import (
+    allow,
+    create_topic,
+    event,
+    following,
+    ids_in,
+    numbered,
+    relaying,
+    stage,
+)
 
 NewTopic = Callable[..., Awaitable[str]]
 
@@ -24,6 +32,20 @@ async def rows(db: asyncpg.Connection) -> list[asyncpg.Record]:
     return list(await db.fetch("SELECT * FROM pipeline.outbox ORDER BY id"))
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the owners of all producers that are started, in that order."""
+    found: list[str] = []
+    new_producer = Publisher._new_producer
+
+    async def noted(self: Publisher, owner: str) -> AIOKafkaProducer:
+        found.append(owner)
+        return await new_producer(self, owner)
+
+    monkeypatch.setattr(Publisher, "_new_producer", noted)
+    return found
+
+
 @asynccontextmanager
 async def publishing(settings: Settings) -> AsyncIterator[Publisher]:
     publisher = Publisher(settings, client_id="bank-relay", owner="me")
@@ -31,17 +53,6 @@ async def publishing(settings: Settings) -> AsyncIterator[Publisher]:
         yield publisher
     finally:
         await publisher.discard()
-
-
-async def allow(kafka: str, topic: str, size: int) -> None:
-    """Let the topic take larger records from now on."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
-    await admin.start()
-    try:
-        changed = ConfigResource(ConfigResourceType.TOPIC, topic, {"max.message.bytes": str(size)})
-        await admin.alter_configs([changed])
-    finally:
-        await admin.close()
 
 
 async def test_an_event_arrives_with_its_key_and_payload_and_all_its_headers(
@@ -181,76 +192,116 @@ async def test_no_further_batch_is_sent_when_the_lease_ends_between_two(
     assert await ids_in(kafka, topic) == ["0", "1"]
 
 
-async def test_behind_an_event_that_the_broker_refuses_nothing_of_its_partition_is_sent(
-    settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
-) -> None:
-    """Trap 6."""
-    small, large = await new_topic(**{"max.message.bytes": "4000"}), await new_topic()
-    sizes = [10, 10, 9_000, 10, 10]
-    for number, size in enumerate(sizes):
-        await stage(db, [event(topic, number, payload=b"x" * size) for topic in (small, large)])
-    async with publishing(settings(max_event_bytes=1_000)) as publisher:
-        with pytest.raises(NotSent, match="MessageSizeTooLarge"):
-            await publisher.send(await rows(db), lambda: True)
-        assert await ids_in(kafka, small) == ["0", "1"]
-        # The same publisher goes on with a new producer, and all is sent again.
-        await allow(kafka, small, 100_000)
-        await publisher.send(await rows(db), lambda: True)
-    assert await ids_in(kafka, small) == ["0", "1", *"01234"]
-    assert await ids_in(kafka, large) == [*"01234", *"01234"]
+@pytest.fixture(params=[False, True], ids=["idempotent", "transactional"])
+def chosen(settings: Callable[..., Settings], request: pytest.FixtureRequest) -> Settings:
+    """Return settings for each way to publish; batches are small."""
+    return settings(max_event_bytes=1_000, relay_transactional=request.param)
 
 
-async def test_a_relay_stands_still_before_an_event_that_the_broker_refuses_and_says_so(
-    settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
-) -> None:
-    """Traps 6 and 7."""
-    topic = await new_topic(**{"max.message.bytes": "4000"})
-    keys = ["ada", "bob", "eve"]
-    sizes = [10] * 5 + [9_000] + [10] * 20
-    await stage(
-        db, [event(topic, n, keys[n % 3], payload=b"x" * size) for n, size in enumerate(sizes)]
-    )
-    chosen = settings(relay_page=4, max_event_bytes=1_000, relay_lease=1)
-    async with following(kafka, topic) as tail, relaying(chosen) as one:
-        await eventually(lambda: "MessageSizeTooLarge" in one.reason)
-        tries = tail.ids.count("4")
-        await tail.until(lambda: tail.ids.count("4") > tries + 1)
-        assert "MessageSizeTooLarge" in one.reason
-        assert set(tail.ids) <= set("01234")
-        await allow(kafka, topic, 100_000)
-        await tail.until_ids(range(26))
-        await eventually(lambda: one.reason == "")
-    assert tail.first_ids() == {
-        key.encode(): [str(n) for n in range(26) if keys[n % 3] == key] for key in keys
+def told(events: list[asyncpg.Record], refused: Refused) -> dict[str, str | None]:
+    """Return the reasons for which events were not sent, by their ids."""
+    return {
+        event["event_id"]: why.reason if (why := refused[event["id"]]) else None
+        for event in events
+        if event["id"] in refused
     }
 
 
-async def test_a_relay_that_stands_still_does_not_repeat_the_pages_that_are_acknowledged(
-    settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
-) -> None:
-    topic = await new_topic(**{"max.message.bytes": "4000"})
-    sizes = [10] * 10 + [9_000]
-    await stage(db, [event(topic, n, payload=b"x" * size) for n, size in enumerate(sizes)])
-    chosen = settings(relay_page=4, max_event_bytes=1_000, relay_cursor_interval=3_600)
-    async with following(kafka, topic) as tail, relaying(chosen):
-        # Pages: 0 to 3, 4 to 7, and 8 to 10, of which 8 and 9 are taken at every try.
-        await tail.until(lambda: tail.ids.count("9") > 3)
-    assert [tail.ids.count(str(number)) for number in range(8)] == [1] * 8
+async def committed_ids(kafka: str, topic: str, count: int) -> list[str]:
+    """Return the ids of all records, when there are as many as expected."""
+    async with following(kafka, topic) as tail:
+        await tail.until(lambda: len(tail.records) >= count)
+        return tail.ids
 
 
-async def test_a_relay_that_stops_before_a_refused_event_leaves_it_to_the_next_one(
+async def test_behind_an_event_that_the_broker_refuses_nothing_of_its_key_is_sent(
+    chosen: Settings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+) -> None:
+    """Traps 6 and 7."""
+    small, large = await new_topic(**{"max.message.bytes": "4000"}), await new_topic()
+    for n in range(20):
+        payload = b"x" * (9_000 if n in (4, 13) else 10)
+        topics = (small, large)
+        await stage(
+            db, [event(topic, n, ["ada", "bob", "eve"][n % 3], payload) for topic in topics]
+        )
+    async with publishing(chosen) as publisher:
+        events = await rows(db)
+        refused = await publisher.send(events, lambda: True)
+        assert {event["topic"] for event in events if event["id"] in refused} == {small}
+        behind = {str(n): None for n in range(7, 20, 3)}
+        assert told(events, refused) == behind | {"4": "too large"}
+        rest = [event for event in events if event["id"] in refused]
+
+        async def is_sent() -> bool:
+            return not await publisher.send(rest, lambda: True)
+
+        await allow(kafka, small, 100_000)
+        await eventually(is_sent)
+    sent = [n for n in range(20) if n < 4 or n % 3 != 1]
+    assert await committed_ids(kafka, small, 20) == [str(n) for n in [*sent, *range(4, 20, 3)]]
+    assert await committed_ids(kafka, large, 20) == [str(n) for n in range(20)]
+
+
+async def test_what_a_batch_is_refused_for_is_found_and_its_neighbours_are_sent(
     settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
-    topic = await new_topic(**{"max.message.bytes": "4000"})
-    await stage(db, [event(topic, 0, payload=b"x" * 9_000), *numbered(topic, range(1, 5))])
-    async with relaying(settings(relay_lease=1)) as one:
-        await eventually(lambda: "MessageSizeTooLarge" in one.reason)
-        await one.stop()
-    assert await ids_in(kafka, topic) == []
-    await allow(kafka, topic, 100_000)
-    async with following(kafka, topic) as tail, relaying(settings(relay_lease=1)):
-        await tail.until_ids(range(5))
-    assert tail.ids == list("01234")
+    compacted = await new_topic(**{"cleanup.policy": "compact"})
+    keys = {7: None, 40: None, 41: None}
+    await stage(db, [event(compacted, n, keys.get(n, f"key-{n % 5}")) for n in range(100)])
+    async with publishing(settings()) as publisher:
+        refused = await publisher.send(await rows(db), lambda: True)
+        assert told(await rows(db), refused) == dict.fromkeys(map(str, keys), "not valid")
+    assert await ids_in(kafka, compacted) == [str(n) for n in range(100) if n not in keys]
+
+
+async def test_batches_that_are_larger_than_their_topic_allows_go_in_parts(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    started: list[str],
+) -> None:
+    topic = await new_topic(**{"max.message.bytes": "9000"})
+    await stage(db, [event(topic, n, payload=b"x" * 1_000) for n in range(500)])
+    async with publishing(settings()) as publisher:
+        assert await publisher.send(await rows(db), lambda: True) == {}
+    assert await ids_in(kafka, topic) == [str(n) for n in range(500)]
+    # 128 kB, 64, 32, 16, and then it is known what need not be tried.
+    assert 1 < len(started) < 8
+
+
+async def test_a_topic_that_refuses_again_and_again_waits_as_a_whole_and_holds_up_nobody(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    started: list[str],
+) -> None:
+    compacted, other = await new_topic(**{"cleanup.policy": "compact"}), await new_topic()
+    await stage(db, [*numbered(compacted, range(200), None), *numbered(other, range(200), None)])
+    async with publishing(settings()) as publisher:
+        refused = await publisher.send(await rows(db), lambda: True)
+    reasons = [why for why in refused.values() if why]
+    assert len(reasons) == len(refused) == 200
+    assert 0 < len([why for why in reasons if why.of_topic]) < 200
+    assert len(started) < 30
+    assert len(await ids_in(kafka, other)) == 200
+
+
+async def test_nothing_of_a_topic_that_is_missing_is_sent_and_all_of_the_others_is(
+    chosen: Settings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+) -> None:
+    topic, missing = await new_topic(), f"{await new_topic()}-not"
+    await stage(db, [*numbered(missing, range(3)), *numbered(topic, range(3))])
+    async with publishing(chosen) as publisher:
+        refused = await publisher.send(await rows(db), lambda: True)
+        assert told(await rows(db), refused) == dict.fromkeys("012", "topic missing")
+        assert await committed_ids(kafka, topic, 3) == list("012")
+        # It is known as soon as it is there.
+        await create_topic(kafka, missing)
+        assert await publisher.send((await rows(db))[:3], lambda: True) == {}
+    assert await committed_ids(kafka, missing, 3) == list("012")
 
 
 async def test_a_producer_that_cannot_connect_leaves_nothing_open(

@@ -12,6 +12,7 @@ from sqlalchemy import make_url
 
 from pipeline import database, epoch, relay
 from pipeline.publisher import Publisher
+from pipeline.refusal import Refused
 from pipeline.settings import Settings
 
 from .conftest import PATIENCE, eventually
@@ -309,9 +310,9 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
 
         async def send(
             self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
-        ) -> None:
+        ) -> Refused:
             await asyncio.sleep(2.5)
-            await super().send(events, may_send)
+            return await super().send(events, may_send)
 
     class SlowRelay(relay.Relay):
         """A relay with such a publisher."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 import asyncpg
@@ -11,11 +11,23 @@ import pytest
 
 from pipeline import relay, window
 from pipeline.health import Health
+from pipeline.refusal import Refused
 from pipeline.settings import Settings
 from pipeline.window import Page, Progress, Snapshot
 
 from .conftest import eventually
-from .outgoing import Running, Tail, event, following, id_of, numbered, relaying, shares, stage
+from .outgoing import (
+    Running,
+    Tail,
+    allow,
+    event,
+    following,
+    id_of,
+    numbered,
+    relaying,
+    shares,
+    stage,
+)
 from .writers import KEYS, Writers, faults
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -90,16 +102,16 @@ class Stoppable(relay.Relay):
         self.go_on()
         super().stop()
 
-    async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> None:
+    async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> Refused:
         await self._stand("send")
-        await super()._send(driver, events)
+        return await super()._send(driver, events)
 
     async def _write(
-        self, driver: asyncpg.Connection, shards: Sequence[int], *, keep: bool = True
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
     ) -> list[int]:
-        if shards:
+        if progress:
             await self._stand("write")
-        return await super()._write(driver, shards, keep=keep)
+        return await super()._write(driver, progress, keep=keep)
 
     async def _stand(self, where: str) -> None:
         if self._stops_before == where and self._progress:
@@ -141,6 +153,7 @@ async def writing(writers: Writers, tail: Tail) -> AsyncIterator[None]:
 
 
 BLOWS = ["kill", "stop before send", "stop before write", "stop before write", "cut"]
+REFUSALS = ["refuse", "refuse and kill", "refuse and cut"]
 
 
 async def faults_of(
@@ -168,8 +181,9 @@ async def faults_of(
         async with writing(writers, tail):
             for blow in chance.sample(blows, len(blows)):
                 struck = relays.pop(chance.randrange(len(relays)))
-                await _strike(blow, struck, db)
-                relays.append(await new_relay() if blow == "kill" else struck)
+                async with refusing(kafka, topic, db) if "refuse" in blow else nullcontext():
+                    await _strike(blow, struck, db)
+                relays.append(await new_relay() if "kill" in blow else struck)
                 come = len(tail.records)
                 await tail.until(lambda come=come: len(tail.records) > come + 100)  # type: ignore[misc]
         await tail.until_ids(writers.ids)
@@ -189,11 +203,24 @@ async def faults_of(
     return found | ({"cursor went back"} if await has_gone_back(db) else set())
 
 
+@asynccontextmanager
+async def refusing(kafka: str, topic: str, db: asyncpg.Connection) -> AsyncIterator[None]:
+    """Let the topic refuse large events, from before the block, in which some wait, to its end."""
+
+    async def some_wait() -> bool:
+        return bool(await db.fetchval("SELECT count(*) > 20 FROM pipeline.outbox_unsent"))
+
+    await allow(kafka, topic, 1_000)
+    await eventually(some_wait)
+    yield
+    await allow(kafka, topic, 1_000_000)
+
+
 async def _strike(blow: str, struck: Running, db: asyncpg.Connection) -> None:
     one = struck.relay
     assert isinstance(one, Stoppable)
     await eventually(lambda: bool(one._progress))
-    match blow.split():
+    match blow.removeprefix("refuse").removeprefix(" and ").split():
         case ["kill"]:
             await struck.kill()
         case ["stop", "before", what]:
@@ -221,6 +248,23 @@ async def test_whatever_happens_to_writers_and_relays_every_event_arrives_in_its
     monkeypatch.setattr(window, "_SCAN_AT_MOST", 20)
     chosen = settings(relay_page=7, relay_lease=1, relay_cursor_interval=0.05, concurrency=1)
     assert await faults_of(BLOWS, chosen, connect, db, await new_topic(4), seed) == set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("seed", range(2))
+async def test_whatever_happens_while_events_are_refused_every_event_arrives_in_its_keys_order(
+    settings: NewSettings,
+    connect: Connect,
+    db: asyncpg.Connection,
+    new_topic: NewTopic,
+    seed: int,
+) -> None:
+    """Traps 6 and 7."""
+    chosen = settings(
+        relay_page=20, relay_lease=1, relay_cursor_interval=0.05, lanes=1, unsent_pause=0.05
+    )
+    assert await faults_of(REFUSALS, chosen, connect, db, await new_topic(4), seed) == set()
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
 
 
 async def test_that_property_notices_a_relay_that_writes_without_its_token(
@@ -352,9 +396,11 @@ async def test_a_key_of_many_events_goes_by_pages_and_not_event_by_event(
     class Counting(relay.Relay):
         """A relay that counts what it sends."""
 
-        async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> None:
+        async def _send(
+            self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
+        ) -> Refused:
             pages.append(len(events))
-            await super()._send(driver, events)
+            return await super()._send(driver, events)
 
     await stage(db, numbered(topic, range(10_000)))
     async with following(kafka, topic) as tail, relaying(settings(relay_page=2_000), Counting):

@@ -89,10 +89,10 @@ async def test_a_transaction_that_a_killed_relay_left_open_holds_up_nobody(
     sent = asyncio.Event()
 
     class Killed(Publisher):
-        async def _send_chain(self, *args: Any, **options: Any) -> None:
+        async def _send_chain(self, *args: Any, **options: Any) -> bool:
             await super()._send_chain(*args, **options)
             sent.set()
-            await asyncio.Event().wait()
+            return await asyncio.Event().wait()
 
     class KilledRelay(Relay):
         def __init__(self, *args: Any, **options: Any) -> None:

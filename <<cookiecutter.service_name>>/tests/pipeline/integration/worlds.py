@@ -21,7 +21,7 @@ from sqlalchemy import make_url
 from .bank import ATTEMPTS, Bank, Deposit
 from .conftest import administer, drop_databases, eventually, histories
 from .languages import Kafka, Postgres
-from .outgoing import Tail, following, id_of
+from .outgoing import Tail, all_is_written, allow, event, following, id_of, stage
 from .processes import environment
 from .wire import Wire
 from .zygote import Forked, Zygote
@@ -42,6 +42,7 @@ SETTINGS = {
     "relay_page": 2,
     "relay_lease": 2,
     "relay_cursor_interval": 0.01,
+    "unsent_pause": 0.3,
     # A table to make at the start, and one generation after the other.
     "inbox_generations_ahead": 3,
     "inbox_generation_age": 0.001,
@@ -106,6 +107,7 @@ class Servers:
         bank = Bank(deposits=f"{name}-deposits", balances=f"{name}-balances", name=name)
         url = make_url(self.database_url).set(database=name).render_as_string(hide_password=False)
         topics = [bank.deposits, bank.balances]
+        late = f"{name}-late"
         await self.admin.create_topics([NewTopic(topic, len(_PARTITIONS), 1) for topic in topics])
         await administer(self.database_url, f"CREATE DATABASE {name} TEMPLATE {self.template}")
         db = await asyncpg.connect(url.replace("+asyncpg", ""))
@@ -115,9 +117,10 @@ class Servers:
                 AIOKafkaProducer(bootstrap_servers=self.kafka) as producer,
                 following(self.kafka, bank.balances) as tail,
             ):
-                world = World(self, bank, url, db, producer, tail)
+                world = World(self, bank, late, url, db, producer, tail)
                 try:
                     await world.send_deposits()
+                    await world.stage_what_is_refused()
                     yield world
                 except Exception as error:
                     # Printed, it would be shown beside the test that runs at the moment.
@@ -125,7 +128,7 @@ class Servers:
                     raise
         finally:
             await db.close()
-            await self.admin.delete_topics(topics)
+            await self.admin.delete_topics([*topics, late])
             await self._discard(name)
 
     async def _discard(self, database: str) -> None:
@@ -140,6 +143,8 @@ class World:
 
     servers: Servers
     bank: Bank
+    late: str
+    """A topic that does not exist yet."""
     database_url: str
     db: asyncpg.Connection
     producer: AIOKafkaProducer
@@ -148,6 +153,8 @@ class World:
         default_factory=lambda: {partition: [] for partition in _PARTITIONS}
     )
     processes: list[Forked] = field(default_factory=list)
+    allowed: int = 0
+    """Size of the records that the late topic takes; 0 while it is missing."""
 
     @asynccontextmanager
     async def running(self, wire: Wire | None = None) -> AsyncIterator[Forked]:
@@ -231,6 +238,30 @@ class World:
             await transaction.rollback()
             await other.close()
 
+    async def stage_what_is_refused(self) -> None:
+        """Stage events for the topic that is missing, of which one is too large for it then."""
+        large = event(self.late, "late-0", payload=b" " * 9_000 + b"{}")
+        others = [event(self.late, "late-1"), event(self.late, "late-2", "bob")]
+        await stage(self.db, [large, *others])
+
+    async def refuse_less(self) -> None:
+        """Create the topic when all wait for it, and let it take more when the large one waits."""
+        waiting = await self._waiting()
+        if len(waiting) == 3 and self.allowed == 0:
+            await self._allow(4_000)
+        elif waiting.get("late-0", 0) > 0 and self.allowed == 4_000:
+            await self._allow(100_000)
+
+    async def _allow(self, size: int) -> None:
+        await self.servers.admin.create_topics([NewTopic(self.late, 1, 1)])
+        await allow(self.servers.kafka, self.late, size)
+        self.allowed = size
+
+    async def _waiting(self) -> dict[str, int]:
+        """Return the events that wait in the outbound backlog, and how often each was refused."""
+        rows = await self.db.fetch("SELECT event_id, attempts FROM pipeline.outbox_unsent")
+        return {row["event_id"]: row["attempts"] for row in rows}
+
     async def set_back(self) -> None:
         """Let a partition begin anew, as after a restore: all its records come again."""
         await self.db.execute("UPDATE pipeline.position SET next_offset = 0 WHERE partition = 0")
@@ -252,7 +283,10 @@ class World:
         return {row["partition"]: row["next_offset"] for row in rows}
 
     async def _staged(self) -> set[str]:
-        return {row["event_id"] for row in await self.db.fetch("SELECT * FROM pipeline.outbox")}
+        rows = await self.db.fetch(
+            "SELECT event_id FROM pipeline.outbox WHERE topic = $1", self.bank.balances
+        )
+        return {row["event_id"] for row in rows}
 
     async def is_left_alone(self) -> bool:
         """Whether nobody but the test is connected, and nobody holds a shard or a lane."""
@@ -268,9 +302,14 @@ class World:
         async def owns_all_shards() -> bool:
             return bool(await self.db.fetchval(_SHARDS_ARE_OF_ONE_ALIVE))
 
+        async def nothing_waits() -> bool:
+            return await all_is_written(self.db) and not await self._waiting()
+
         async with self.running() as process:
             await self.send_deposits()
+            await self._allow(100_000)
             await eventually(self.is_settled, PATIENCE)
+            await eventually(nothing_waits, PATIENCE)
             await eventually(rotates, PATIENCE)
             await eventually(owns_all_shards, PATIENCE)
             process.send(signal.SIGTERM)
@@ -298,6 +337,7 @@ class World:
                 applied[one.account].append(one.amount)
         await self._audit_the_tables(applied)
         await self._audit_the_topic(applied)
+        await self._audit_the_late_topic()
         committed = await self.servers.admin.list_consumer_group_offsets(self.bank.name)
         assert {one.partition: offset.offset for one, offset in committed.items()} == self._ends
 
@@ -335,6 +375,11 @@ class World:
             ]
             for account, amounts in applied.items()
         }
+
+    async def _audit_the_late_topic(self) -> None:
+        async with following(self.servers.kafka, self.late) as tail:
+            await tail.until_ids(["late-0", "late-1", "late-2"])
+        assert tail.first_ids() == {b"ada": ["late-0", "late-1"], b"bob": ["late-2"]}
 
 
 def _contents(record: ConsumerRecord) -> tuple[object, ...]:

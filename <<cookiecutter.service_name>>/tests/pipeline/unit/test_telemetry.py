@@ -346,6 +346,7 @@ telemetry.observe_backlog("track", 12, 3, 61.5)
 telemetry.backlog_applied("track", 59.0)
 telemetry.relay_progress(16)
 telemetry.observe_outbox(100, 2.5)
+telemetry.observe_unsent(waiting=7, dead=2)
 print(generate_latest().decode())
 configured.shutdown()
 print("after shutdown:", "pipeline_messages" in generate_latest().decode())
@@ -402,6 +403,8 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     assert found["pipeline_relay_shards"] == 16
     assert found["pipeline_outbox_lag_events"] == 100
     assert found["pipeline_outbox_lag_duration_seconds"] == 2.5
+    assert found["pipeline_outbox_unsent pipeline_outcome=waiting"] == 7
+    assert found["pipeline_outbox_unsent pipeline_outcome=dead"] == 2
     assert any("service_name=parcel-tracker" in name for name in found if "target_info" in name)
     assert after.strip() == "False"
 

@@ -193,6 +193,50 @@ def upgrade() -> None:
         'version of the aggregate after this event'""")
 
     op.execute("""
+        CREATE TABLE pipeline.outbox_unsent (
+            id            bigint NOT NULL CONSTRAINT outbox_unsent_pkey PRIMARY KEY,
+            shard         smallint NOT NULL GENERATED ALWAYS AS (
+                              (get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % 64)::smallint
+                          ) STORED,
+            created_at    timestamptz NOT NULL,
+            topic         text NOT NULL,
+            key           bytea,
+            payload       bytea,
+            event_id      text NOT NULL,
+            source        text NOT NULL,
+            type          text NOT NULL,
+            subject       text,
+            sequence      bigint,
+            content_type  text NOT NULL,
+            traceparent   text,
+            tracestate    text,
+            baggage       text,
+            queue         bytea NOT NULL,
+            parked_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+            attempts      integer NOT NULL,
+            reason        text,
+            error         text,
+            died_at       timestamptz,
+            discarded_at  timestamptz,
+            discarded_by  text,
+            discarded_for text
+        )""")
+    op.execute("""
+        CREATE INDEX outbox_unsent_queue_idx ON pipeline.outbox_unsent (topic, queue, id)
+         WHERE died_at IS NULL""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.outbox_unsent IS
+        'The outbound backlog: events that Kafka refuses, and those that wait behind them.'""")
+    for column, comment in {
+        "queue": "who waits for it: see unsent.py",
+        "attempts": "how often it was refused itself",
+        "reason": "null: it waits behind another",
+        "died_at": "it is a dead letter since then",
+        "discarded_for": "the reason given",
+    }.items():
+        op.execute(f"COMMENT ON COLUMN pipeline.outbox_unsent.{column} IS '{comment}'")
+
+    op.execute("""
         CREATE TABLE pipeline.outbox_cursor (
             shard       smallint NOT NULL CONSTRAINT outbox_cursor_pkey PRIMARY KEY,
             seen        pg_snapshot NOT NULL,
