@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -23,7 +24,7 @@ from .database import autocommitting
 from .failures import named, patiently
 from .handlers import Handlers
 from .health import Health
-from .policy import DIED, Fate, ProcessDied, after_failure
+from .policy import DIED, Fate, ProcessDied, after_failure, dead
 from .settings import Settings
 from .work import FromLane
 
@@ -149,7 +150,10 @@ class Lanes:
         if risky == 0:
             # The worst is assumed before: who does not come back has spent an attempt.
             (item,) = work.items
-            await self._apply(replace(work, assumed=_died(item)))
+            assumed = _died(item)
+            await self._apply(replace(work, assumed=assumed))
+            if assumed.is_dead:
+                return
         await self._apply(work)
 
     def _is_risky(self, lane: Lane, item: Item) -> bool:
@@ -191,7 +195,15 @@ class Lanes:
 
 
 def _died(item: Item) -> Fate:
+    """Return what becomes of a row if the process dies over it.
+
+    The attempt is spent then, but the row goes on waiting, even after its last one: were it dead
+    while it is tried, a later message of its key could overtake it. The next to take it sees that.
+    """
+    policy = item.handler.policy
+    if item.is_suspect and item.attempts >= policy.attempts:
+        error = ProcessDied(f"a process began with it (attempt {item.attempts}) and died")
+        return dead(policy, "attempts used up", error, attempts=item.attempts)
     error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
-    return after_failure(
-        item.handler.policy, error, attempts=item.attempts, waited=item.waited, reason=DIED
-    )
+    lenient = replace(policy, attempts=item.attempts + 2, max_age=math.inf)
+    return after_failure(lenient, error, attempts=item.attempts, waited=item.waited, reason=DIED)

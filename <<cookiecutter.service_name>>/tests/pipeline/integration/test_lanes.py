@@ -83,6 +83,51 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
     assert await histories(db) == {"ada": [1]}
 
 
+async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spent beforehand, the attempt must not count until somebody has died over it."""
+    bank, desk = await bank_with(new_desk, policy=Policy(attempts=2, schedule=(0,)))
+    bank.refused = {10}
+    await desk.apply(Deposit(10))
+    bank.refused = set()
+    await desk.make_due()
+    await claim(desk, lease=0.0)  # and die
+    apply = desk.lanes._apply
+    seen: list[Sequence[asyncpg.Record]] = []
+
+    async def apply_and_meet_a_later_one(work: FromLane) -> None:
+        await apply(work)
+        if work.assumed and not seen:
+            seen.append(await desk.backlog())
+            await desk.apply(Deposit(20))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.lanes, "_apply", apply_and_meet_a_later_one)
+        await desk.work_off()
+    [[assumed]] = seen
+    assert (assumed["reason"], assumed["attempts"], assumed["died_at"]) == ("process died", 2, None)
+    await desk.work_off()
+    assert await histories(db) == {"ada": [10, 20]}
+
+
+async def test_a_row_over_which_a_process_died_at_its_last_attempt_is_dead_untried(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk, policy=Policy(attempts=2, schedule=(0,)))
+    bank.refused = {10}
+    await desk.apply(Deposit(10))
+    bank.calls.clear()
+    await db.execute("UPDATE pipeline.backlog SET reason = 'process died', attempts = 2")
+    await desk.make_due()
+    await desk.work_off()
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == ("attempts used up", 2)
+    assert row["died_at"] is not None
+    assert row["error"].startswith("ProcessDied")
+    assert bank.calls == []
+
+
 async def test_a_follower_that_was_stored_behind_one_that_is_gone_is_not_forgotten(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
