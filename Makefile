@@ -40,12 +40,14 @@ down: $(INSTALLED) ## stop them
 demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check what came out
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
 
-# EVENTS=200000 SECONDS=600 SEED=1 FAULTS=<all kinds, separated by commas>, unless said otherwise.
+# EVENTS=200000 SECONDS=600 SEED=1 POISON=0.01 FAULTS=<all kinds, separated by commas>, unless said
+# otherwise.
 # REPLAY=<report.json> runs the round of a report again.
 chaos: $(INSTALLED) ## feed a service, break everything around it on a schedule, check the ledger
 	@exec $(BIN)/python -m chaos.run $(addprefix --events=,$(EVENTS)) \
 	    $(addprefix --seconds=,$(SECONDS)) $(addprefix --seed=,$(SEED)) \
-	    $(addprefix --faults=,$(FAULTS)) $(addprefix --replay=,$(REPLAY))
+	    $(addprefix --poison=,$(POISON)) $(addprefix --faults=,$(FAULTS)) \
+	    $(addprefix --replay=,$(REPLAY))
 
 chaos-selftest: $(INSTALLED) ## break the engine on purpose: the same check must catch it
 	@exec $(BIN)/python -m chaos.selftest

@@ -2,18 +2,28 @@
 
 import asyncio
 import signal
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import asyncpg  # type: ignore[import-untyped]
 
 from chaos.proxy import Proxy
+from chaos.recovery import Ended
 from chaos.schedule import Fault
 from chaos.system import STOP, Member, System
 from demo.processes import NAME
 
-TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1"
+TERMINATE = f"""
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = '{NAME}'
+"""
+READ_ONLY = "ALTER SYSTEM SET default_transaction_read_only = on"
+MAY_WRITE = "SET default_transaction_read_only = off"
+READ_WRITE = "ALTER SYSTEM RESET default_transaction_read_only"
+RELOAD = "SELECT pg_reload_conf()"
+LOOK_EVERY = 0.1
+"""Seconds until a connection that was given back is taken too."""
+AWAY = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
 
 class Breaker:
@@ -21,8 +31,8 @@ class Breaker:
 
     def __init__(self, system: System, note: Callable[[str], None]) -> None:
         """Say to `note` what happens."""
-        self.faults = Counter[str]()
-        """What was carried out, by kind."""
+        self.ended: list[Ended] = []
+        """What was carried out, and when it was over."""
         self._system = system
         self._note = note
 
@@ -48,11 +58,15 @@ class Breaker:
                     self._heal(proxy, fault)
             case "terminate":
                 await self._terminate()
-            case "database" | "broker":
-                await self._stop_server(fault)
+            case "database" | "broker" | "both":
+                await self._stop_servers(fault)
+            case "readonly":
+                await self._make_read_only(fault)
+            case "connections":
+                await self._use_up_connections(fault)
             case "rebalance" | "relays":
                 await self._join_and_leave(fault)
-        self.faults[fault.kind] += 1
+        self.ended.append(Ended(fault.kind, time.time()))
 
     def _member(self, fault: Fault) -> Member:
         return self._system.members[fault.target]
@@ -96,19 +110,41 @@ class Breaker:
 
     async def _terminate(self) -> None:
         # The server may just be away: then nobody is connected anyhow.
-        with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-            connection = await asyncpg.connect(self._system.servers.stack.database)
-            try:
-                await connection.execute(TERMINATE, NAME)
-            finally:
-                await connection.close()
+        with suppress(*AWAY):
+            await self._system.servers.execute(TERMINATE)
 
-    async def _stop_server(self, fault: Fault) -> None:
+    async def _stop_servers(self, fault: Fault) -> None:
         servers = self._system.servers
         async with servers.busy:
-            await servers.stop(fault.target, signal.SIGKILL if fault.hard else STOP[fault.target])
+            for name in fault.target.split(" and "):
+                await servers.stop(name, signal.SIGKILL if fault.hard else STOP[name])
             await asyncio.sleep(fault.seconds)
             await servers.start()
+
+    async def _make_read_only(self, fault: Fault) -> None:
+        """Refuse every write, as a standby does, on connections that are there already too."""
+        servers = self._system.servers
+        async with servers.busy:
+            await servers.execute(READ_ONLY, RELOAD)
+            await asyncio.sleep(fault.seconds)
+            await servers.execute(MAY_WRITE, READ_WRITE, RELOAD)
+
+    async def _use_up_connections(self, fault: Fault) -> None:
+        """Take every connection that the server has, those of the service too."""
+        servers, taken = self._system.servers, list[asyncpg.Connection]()
+        try:
+            async with servers.busy, asyncio.timeout(fault.seconds):
+                while True:
+                    try:
+                        taken.append(await asyncpg.connect(servers.stack.database))
+                    except asyncpg.TooManyConnectionsError:
+                        await taken[-1].execute(TERMINATE)
+                        await asyncio.sleep(LOOK_EVERY)
+        except TimeoutError:
+            pass
+        finally:
+            for connection in taken:
+                connection.terminate()
 
     async def _join_and_leave(self, fault: Fault) -> None:
         member = self._member(fault)

@@ -9,16 +9,19 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import NamedTuple
 
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
 
+from chaos import poison
+from chaos.poison import Poison
 from chaos.talk import say, words
 from demo import flights
-from demo.feed import TOPIC, headers
+from demo.feed import TOPIC
 from demo.flights import Scan
 
 PARTITIONS = 8
@@ -37,27 +40,42 @@ class Send(NamedTuple):
     scan: Scan
     partition: int | None
     """Where it is to go, if not where its key belongs."""
+    poison: Poison | None = None
+    """What is wrong with it."""
 
 
-def make(scans: Sequence[Scan], *, repeats: float, strays: float, seed: int) -> list[Send]:
+def make(
+    scans: Sequence[Scan],
+    *,
+    repeats: float,
+    strays: float,
+    seed: int,
+    poisoned: Mapping[Scan, Poison] = MappingProxyType({}),
+) -> list[Send]:
     """Return what is to be sent.
 
     `repeats` is the share of the scans that come again, anything from at once to the very end
     later. `strays` is the share of the parcels whose every scan is sent to two partitions at the
-    same time: what they are counted by must be right, and their order is not promised.
+    same time: what they are counted by must be right, and their order is not promised. An impostor
+    comes after the scan that it takes the identity of, and never to strays: they have no first.
     """
     chance = random.Random(seed)
     parcels = sorted({scan.parcel_id for scan in scans})
     stray = set(chance.sample(parcels, round(strays * len(parcels))))
     sends: list[tuple[float, Send]] = []
     for place, scan in enumerate(scans):
+        wrong = poisoned.get(scan)
+        impostor = wrong if wrong and wrong.kind == "impostor" else None
+        send = Send(scan, None, None if impostor else wrong)
         if scan.parcel_id in stray:
-            sends += [(place, Send(scan, p)) for p in chance.sample(range(PARTITIONS), 2)]
+            two = chance.sample(range(PARTITIONS), 2)
+            sends += [(place, send._replace(partition=p)) for p in two]
             continue
-        sends.append((place, Send(scan, None)))
+        sends.append((place, send))
         if chance.random() < repeats:
-            later = len(scans) ** chance.random()
-            sends.append((place + later, Send(scan, None)))
+            sends.append((place + len(scans) ** chance.random(), send))
+        if impostor:
+            sends.append((place + len(scans) ** chance.random(), Send(scan, None, impostor)))
     return [send for _, send in sorted(sends, key=lambda send: send[0])]
 
 
@@ -114,16 +132,15 @@ class Feed:
                 await producer.stop()
                 raise
             self._producer = producer
-        acknowledged = [
-            await self._producer.send(
-                TOPIC,
-                send.scan.payload(),
-                key=send.scan.parcel_id.encode(),
-                partition=send.partition,
-                headers=headers(send.scan),
+        acknowledged = []
+        for send in burst:
+            value, headers = poison.record(send.scan, send.poison)
+            key, partition = send.scan.parcel_id.encode(), send.partition
+            acknowledged.append(
+                await self._producer.send(
+                    TOPIC, value, key=key, partition=partition, headers=headers
+                )
             )
-            for send in burst
-        ]
         outcomes = await asyncio.gather(*acknowledged, return_exceptions=True)
         return [
             send
@@ -147,9 +164,18 @@ async def main() -> None:
     parser.add_argument("--parcels", type=int, required=True)
     parser.add_argument("--repeats", type=float, required=True)
     parser.add_argument("--strays", type=float, required=True)
+    parser.add_argument("--poison", type=float, required=True)
+    parser.add_argument("--kinds", required=True)
     chosen = parser.parse_args()
     scans = of_the_busiest(list(flights.scans()), chosen.parcels)[: chosen.events]
-    sends = make(scans, repeats=chosen.repeats, strays=chosen.strays, seed=chosen.seed)
+    kinds = [kind for kind in chosen.kinds.split(",") if kind]
+    sends = make(
+        scans,
+        repeats=chosen.repeats,
+        strays=chosen.strays,
+        seed=chosen.seed,
+        poisoned=poison.spread(scans, chosen.poison, chosen.seed, kinds),
+    )
     say(ready=len(scans))
     async for word in words():
         await Feed(word).run(sends, chosen.seconds)

@@ -12,14 +12,18 @@ class Report:
     """What `report.json` holds."""
 
     sent: int
-    """Scans in the input topic, each counted once."""
+    """Scans in the input topic, whatever was wrong with them, each counted once."""
     duplicates: int
     """Records of the input topic that are copies."""
     applied: int
+    """By the service's own handler."""
     parked: int
-    """Always 0: a record that can't be handled stops its partition, there is no backlog yet."""
+    """Messages that wait at the end: behind a dead letter, for a person."""
     dead: int
-    """Always 0, likewise."""
+    """Dead letters."""
+    dead_by_reason: Mapping[str, int]
+    consumers: Mapping[str, Mapping[str, int]]
+    """What became of the scans at each consumer: all of them, and each once."""
     published: int
     """Events, each counted once."""
     repeats: int
@@ -27,12 +31,16 @@ class Report:
     lost: int
     doubled: int
     reordered: int
+    misjudged: int
+    """Messages that became what they should not, or attempts that were spent on no failure."""
     stuck: Sequence[str]
     """What did not go on by itself when all was healed, with the reasons of each process."""
     findings: Sequence[Mapping[str, object]]
     """The first ones of what is lost, doubled or reordered."""
     faults: Mapping[str, int]
     """What was broken, by kind."""
+    recovery: Mapping[str, Mapping[str, float]]
+    """Seconds, by kind, from its end until events were published again, and all of them were."""
     seconds: float
     """From the first scan to the last event."""
     seed: int
@@ -40,14 +48,17 @@ class Report:
     """Scans that were to be sent."""
     feed_seconds: float
     """The time in which they were to be sent."""
+    poison: float
+    """Share of the scans that something was wrong with."""
     schedule: Sequence[Fault]
 
     @property
     def holds(self) -> bool:
-        """Whether every scan took its full effect, once and in order, and nothing was stuck."""
+        """Whether every scan became what it should, once and in order, and nothing was stuck."""
         return (
-            self.events == self.sent == self.applied
-            and not (self.lost or self.doubled or self.reordered)
+            all(sum(counts.values()) == self.events for counts in self.consumers.values())
+            and self.events == self.sent
+            and not (self.lost or self.doubled or self.reordered or self.misjudged)
             and not self.stuck
         )
 

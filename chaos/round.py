@@ -1,7 +1,9 @@
 """A round: a fresh system is fed, broken, healed and drained, and then the ledger is checked."""
 
 import asyncio
+import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from chaos.breaker import Breaker
+from chaos.poison import AFTER_DEATH, CALLS
+from chaos.recovery import Ended
 from chaos.report import Report
 from chaos.schedule import Fault
 from chaos.system import SESSION, System
@@ -41,6 +45,12 @@ class Plan:
     """Share of the scans that come again."""
     strays: float = 0.1
     """Share of the parcels whose every scan comes in two partitions at once."""
+    poison: float = 0.0
+    """Share of the scans that something is wrong with."""
+    kinds: Sequence[str] = ()
+    """What is wrong with them; anything, if nothing is named."""
+    after_death: str = "hold"
+    """What a death does to its key at the deferred consumer: hold, or go on."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of the service, on top of the rig's."""
     patience: float = PATIENCE
@@ -53,36 +63,43 @@ class Round:
         self._plan = plan
         self._console = console
         self._folder = folder
-        self._system = System(project, folder)
+        self._calls = folder / "calls"
+        self._system = System(project, folder, module="chaos.troubled")
 
     async def run(self) -> Report:
         """Run it; leaves no process behind, however it ends."""
         for old in self._folder.glob("*.log"):
             old.unlink()
+        self._calls.write_text("")
         system = self._system
+        settings = {
+            **self._plan.settings,
+            CALLS: str(self._calls),
+            AFTER_DEATH: self._plan.after_death,
+        }
         feed = self._feed()
         try:
             async with asyncio.TaskGroup() as group:
                 feeding = group.create_task(feed.run())
-                await system.start([*CONSUMERS, *RELAYS], EXTRA, self._plan.settings)
+                await system.start([*CONSUMERS, *RELAYS], EXTRA, settings)
                 checker = self._checker()
                 checking = group.create_task(checker.run())
                 guarding = group.create_task(system.guard())
                 await feed.says("ready")
                 await checker.says("applied")
-                faults = await self._break(feed, feeding, checker)
+                ended = await self._break(feed, feeding, checker)
                 stuck = await self._drain(checker)
                 guarding.cancel()
                 stuck += [
                     f"{name} did not end when it was asked to" for name in await system.stop()
                 ]
-                checker.tell("audit")
+                checker.tell(f"audit {json.dumps(ended)}")
                 await checking
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             await system.close()
-        return self._report(checker.said, faults, [*stuck, *system.ended])
+        return self._report(checker.said, ended, [*stuck, *system.ended])
 
     def _feed(self) -> Helper:
         plan = self._plan
@@ -95,6 +112,8 @@ class Round:
             parcels=plan.parcels,
             repeats=plan.repeats,
             strays=plan.strays,
+            poison=plan.poison,
+            kinds=",".join(plan.kinds),
         )
 
     def _checker(self) -> Helper:
@@ -104,33 +123,48 @@ class Round:
             self._folder / "checker.log",
             kafka=stack.kafka,
             database=stack.database,
+            calls=self._calls,
+            **{"after-death": self._plan.after_death},
             patience=self._plan.patience,
             quiet=SESSION,
         )
 
     def _report(
-        self, said: Mapping[str, Any], faults: Mapping[str, int], stuck: Sequence[str]
+        self, said: Mapping[str, Any], ended: Sequence[Ended], stuck: Sequence[str]
     ) -> Report:
-        plan, ledger = self._plan, said["ledger"]
-        counts = ("sent", "duplicates", "applied", "published", "lost", "doubled", "reordered")
+        plan, ledger, counts = self._plan, said["ledger"], said["counts"]
+        names = (
+            "sent",
+            "duplicates",
+            "applied",
+            "published",
+            "lost",
+            "doubled",
+            "reordered",
+            "misjudged",
+        )
         return Report(
-            **{name: ledger[name] for name in counts},
-            parked=0,
-            dead=0,
+            **{name: ledger[name] for name in names},
+            parked=sum(one["waiting"] for one in counts.values()),
+            dead=sum(said["dead"].values()),
+            dead_by_reason=said["dead"],
+            consumers=counts,
             repeats=said["repeats"],
             stuck=stuck,
             findings=said["findings"],
-            faults=faults,
+            faults=dict(Counter(fault.kind for fault in ended)),
+            recovery=said["recovery"],
             seconds=ledger["seconds"],
             seed=plan.seed,
             events=plan.events,
             feed_seconds=plan.seconds,
+            poison=plan.poison,
             schedule=plan.schedule,
         )
 
     async def _break(
         self, feed: Helper, feeding: asyncio.Task[None], checker: Helper
-    ) -> Mapping[str, int]:
+    ) -> Sequence[Ended]:
         """Feed, and carry the schedule out; return what was broken when all is fed and healed."""
         with Display(self._console, self._plan.events) as display:
             began = time.monotonic()
@@ -150,7 +184,7 @@ class Round:
                 await feeding
             finally:
                 showing.cancel()
-        return dict(breaker.faults)
+        return breaker.ended
 
     async def _drain(self, checker: Helper) -> list[str]:
         """Wait until all is done; return what is not, and why, if it does not go on."""

@@ -33,6 +33,7 @@ FAILURES = (
     OSError,
 )
 MEMBERS = (*CONSUMERS, *RELAYS, *EXTRA)
+WRONG = ("lost", "doubled", "reordered", "misjudged", "stuck")
 SHOWN = 10
 """Findings that are written out."""
 
@@ -64,23 +65,39 @@ def show(report: Report, console: Console) -> None:
     for name, count, meaning in (
         ("sent", report.sent, f"scans, and {report.duplicates:,} copies of them"),
         ("applied", report.applied, "the least that tables, inbox and output show"),
+        ("dead", report.dead, "dead letters"),
+        ("parked", report.parked, "that wait behind one of them"),
         ("published", report.published, f"events, and {report.repeats:,} repeats of them"),
         ("lost", report.lost, "without their full effect"),
         ("doubled", report.doubled, "with more than their effect"),
         ("reordered", report.reordered, "out of the order of their parcel"),
+        ("misjudged", report.misjudged, "that became something else, or attempts for nothing"),
         ("stuck", len(report.stuck), "that did not go on by themselves"),
         ("faults", sum(report.faults.values()), "carried out"),
         ("seconds", round(report.seconds), "from the first scan to the last event"),
     ):
-        wrong = count and name in ("lost", "doubled", "reordered", "stuck")
+        wrong = count and name in WRONG
         table.add_row(name, f"[bold red]{count:,}[/]" if wrong else f"{count:,}", meaning)
     console.print()
     console.print(table)
     console.print()
+    if report.recovery:
+        console.print(_recovery(report))
+        console.print()
     for text in report.stuck:
         say(console, "stuck", escape(text))
     for finding in report.findings[:SHOWN]:
         say(console, str(finding["kind"]), escape(str(finding["text"])))
+
+
+def _recovery(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("recovered from", justify="right", min_width=12)
+    for column in ("next event after", "at most", "all of them after", "at most"):
+        table.add_column(column, justify="right")
+    for kind, seconds in report.recovery.items():
+        table.add_row(kind, *(f"{one:,.1f} s" for one in seconds.values()))
+    return table
 
 
 def planned(arguments: argparse.Namespace) -> Plan:
@@ -88,14 +105,19 @@ def planned(arguments: argparse.Namespace) -> Plan:
     if arguments.replay:
         report = json.loads(arguments.replay.read_text())
         faults = schedule.from_json(report["schedule"])
-        return Plan(report["events"], report["feed_seconds"], report["seed"], faults)
+        events, seconds, seed, poison = (
+            report[name] for name in ("events", "feed_seconds", "seed", "poison")
+        )
+        return Plan(events, seconds, seed, faults, poison=poison)
     kinds = [kind for kind in KINDS if kind in arguments.faults.split(",")]
     if unknown := set(arguments.faults.split(",")) - {*KINDS, ""}:
         raise ValueError(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
     faults = schedule.make(
         arguments.seed, arguments.seconds, consumers=CONSUMERS, relays=RELAYS, kinds=kinds
     )
-    return Plan(arguments.events, arguments.seconds, arguments.seed, faults)
+    return Plan(
+        arguments.events, arguments.seconds, arguments.seed, faults, poison=arguments.poison
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--events", type=int, default=200_000, metavar="N", help="scans to send")
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="time to send them")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of schedule and feed")
+    parser.add_argument(
+        "--poison", type=float, default=0.01, metavar="SHARE", help="of the scans (%(default)s)"
+    )
     parser.add_argument(
         "--faults",
         default=",".join(KINDS),
@@ -124,8 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--stop", action="store_true", help="stop what a killed round has left running, and end"
     )
     chosen = parser.parse_args(arguments)
-    if chosen.events < 1 or chosen.seconds <= 0:
-        parser.error("--events must be at least 1, --seconds more than 0")
+    if chosen.events < 1 or chosen.seconds <= 0 or not 0 <= chosen.poison <= 1:
+        parser.error("--events is at least 1, --seconds more than 0, --poison from 0 to 1")
     try:
         plan = planned(chosen)
     except (ValueError, OSError) as error:

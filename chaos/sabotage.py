@@ -48,6 +48,9 @@ class Load:
     parcels: int = 0
     repeats: float = 0.05
     strays: float = 0.1
+    poison: float = 0.0
+    kinds: Sequence[str] = ()
+    after_death: str = "go on"
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, seed: int) -> Plan:
@@ -60,6 +63,9 @@ class Load:
             parcels=self.parcels,
             repeats=self.repeats,
             strays=self.strays,
+            poison=self.poison,
+            kinds=self.kinds,
+            after_death=self.after_death,
             settings=self.settings,
             patience=PATIENCE,
         )
@@ -135,7 +141,7 @@ LOADS: Mapping[str, Load] = {
         events=12_000,
         seconds=8,
         schedule=[
-            _slow(16),
+            _slow(16, latency=0.03),
             *(Fault(3, "partition", name, 8.0, "kafka") for name in CONSUMERS[:1]),
         ],
         repeats=0.0,
@@ -158,6 +164,41 @@ LOADS: Mapping[str, Load] = {
         schedule=[],
         repeats=0.3,
         settings={"PIPELINE_INBOX_GENERATION_AGE": "2"},
+    ),
+    "busy parcels that fail": Load(
+        events=2_000,
+        seconds=10,
+        schedule=[_slow(10, latency=0.01)],
+        parcels=40,
+        repeats=0.2,
+        strays=0.0,
+        poison=0.1,
+        kinds=("raises", "parks"),
+    ),
+    "connections lost under handlers": Load(
+        events=2_000,
+        seconds=14,
+        schedule=[
+            _slow(14, latency=0.01),
+            *(
+                Fault(at, "cut", name, server="postgres")
+                for at, name in _taking_turns(CONSUMERS, every=0.8, until=14)
+            ),
+        ],
+        poison=0.4,
+        kinds=("asks",),
+    ),
+    "workers that wake up late": Load(
+        events=4_000,
+        seconds=20,
+        schedule=[
+            _slow(20, latency=0.01),
+            *(
+                Fault(at, "pause", name, 9.0)
+                for at, name in zip((3.0, 5.0, 15.0), CONSUMERS, strict=True)
+            ),
+        ],
+        settings={"PIPELINE_BACKLOG_LEASE": "3.2"},
     ),
 }
 
@@ -330,6 +371,74 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit("relay.py", " AND cursor.token = mine.token", ""),
             Edit("relay.py", "return monotonic() < self._lease_ends", "return True"),
+        ],
+    ),
+    Sabotage(
+        "a retry does not park its followers",
+        "busy parcels that fail",
+        [
+            Edit(
+                "consume.py",
+                "if fate is None and behind and item.order_key in behind:",
+                "if fate is None and behind and item.order_key is None:",
+            )
+        ],
+    ),
+    Sabotage(
+        "a follower is parked without being due",
+        "busy parcels that fail",
+        [
+            Edit(
+                "backlog.py",
+                "reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),",
+                """\
+reason, attempts, waited,
+       CASE WHEN reason <> 'follows another'
+            THEN clock_timestamp() + make_interval(secs => due_in) END,""",
+            )
+        ],
+    ),
+    Sabotage(
+        "what was applied from the backlog leaves no marker",
+        "busy parcels that fail",
+        [
+            Edit(
+                "consume.py",
+                "        stored.update(item.marker.key for item, _ in results.fates)\n",
+                """\
+        stored.update(item.marker.key for item, _ in results.fates)
+        stored.update(item.marker.key for item in results.applied if item.row)
+""",
+            )
+        ],
+    ),
+    Sabotage(
+        "an attempt is counted in an outage",
+        "connections lost under handlers",
+        [
+            Edit(
+                "handling.py",
+                "if is_of_the_database(error) or attempt.driver.is_closed():",
+                "if False:",
+            ),
+            # Which fails as well when the connection is lost.
+            Edit("handling.py", "if len(handled.failed) == 1:", "if False:"),
+        ],
+    ),
+    Sabotage(
+        "a lane's worker does not check the token, nor markers",
+        "workers that wake up late",
+        [
+            Edit(
+                "backlog.py",
+                "WHERE lane = $1 AND token = $2\n    RETURNING 1",
+                "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
+            ),
+            Edit(
+                "consume.py",
+                "if item.marker.key not in known:",
+                "if item.marker.key not in known or item.row:",
+            ),
         ],
     ),
 )

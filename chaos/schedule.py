@@ -18,6 +18,9 @@ Kind = Literal[
     "terminate",
     "database",
     "broker",
+    "both",
+    "readonly",
+    "connections",
     "rebalance",
     "relays",
 ]
@@ -42,6 +45,9 @@ LASTS: dict[Kind, tuple[float, float]] = {
     "terminate": (0.0, 0.0),
     "database": (0.5, 4.0),
     "broker": (0.5, 4.0),
+    "both": (0.5, 4.0),
+    "readonly": (1.0, 4.0),
+    "connections": (2.0, 5.0),
     "rebalance": (3.0, 6.0),
     "relays": (3.0, 6.0),
 }
@@ -133,6 +139,10 @@ def _fault(
             return Fault(at, kind, "postgres", seconds, hard=chance.random() < 0.5)
         case "broker":
             return Fault(at, kind, "kafka", seconds, hard=chance.random() < 0.5)
+        case "both":
+            return Fault(at, kind, "postgres and kafka", seconds, hard=chance.random() < 0.5)
+        case "readonly" | "connections":
+            return Fault(at, kind, "postgres", seconds)
         case "rebalance":
             return Fault(at, kind, "consume-extra", seconds, hard=chance.random() < 0.3)
         case "relays":

@@ -84,6 +84,7 @@ def found(report: Report) -> str:
         "lost": report.lost,
         "doubled": report.doubled,
         "reordered": report.reordered,
+        "misjudged": report.misjudged,
         "stuck": len(report.stuck),
     }
     numbers = ", ".join(f"{number:,} {what}" for what, number in counts.items() if number)

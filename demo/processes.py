@@ -135,12 +135,16 @@ class Service:
         lock: Path,
         *,
         command: str = "run",
+        module: str = PACKAGE,
     ) -> None:
-        """Prepare to run it. Its process holds `lock` for as long as it lives."""
+        """Prepare to run it. Its process holds `lock` for as long as it lives.
+
+        `module` is what is run, if not the service itself.
+        """
         self.log = log
         self.port = free_port()
         """Where it tells its health and its metrics."""
-        self._module = [sys.executable, "-m", PACKAGE]
+        self._module = [sys.executable, "-m", module]
         self._command = command
         self._project = project
         self._environment = {
@@ -148,7 +152,7 @@ class Service:
             **os.environ,
             **settings,
             "PIPELINE_HEALTH_PORT": str(self.port),
-            "PYTHONPATH": str(project / "src"),
+            "PYTHONPATH": os.pathsep.join(map(str, (project / "src", ROOT))),
         }
         self._lock = lock
         self._process: asyncio.subprocess.Process | None = None

@@ -85,13 +85,18 @@ async def read_topic(bootstrap_servers: str, topic: str = TOPIC) -> list[Record]
 
     Raises `TimeoutError`.
     """
-    records: list[Record] = []
+    return [_record(record) for record in await read_records(bootstrap_servers, topic)]
+
+
+async def read_records(bootstrap_servers: str, topic: str) -> list[ConsumerRecord]:
+    """Read a topic likewise, and return all that Kafka says of every record."""
+    records: list[ConsumerRecord] = []
     async with asyncio.timeout(READ_WITHIN), reading(bootstrap_servers, topic) as consumer:
         ends = await consumer.end_offsets(consumer.assignment())
         while any([await consumer.position(partition) < end for partition, end in ends.items()]):
             batches = await consumer.getmany(timeout_ms=200, max_records=5_000)
             for partition, batch in batches.items():
-                records += (_record(r) for r in batch if r.offset < ends[partition])
+                records += (r for r in batch if r.offset < ends[partition])
     return records
 
 

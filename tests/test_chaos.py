@@ -17,15 +17,21 @@ from typing import Any
 import pytest
 
 from chaos import feed, schedule
-from chaos.checker import Backlog, of_the_input
+from chaos import poison as poisons
+from chaos.checker import Backlog
+from chaos.checker import unordered as parcels_without_order
+from chaos.fates import Books, Call, Stored, judge
+from chaos.poison import ATTEMPTS, ILLEGIBLE, TALLY, Given, Poison, understand
 from chaos.proxy import HOST, Proxy
+from chaos.recovery import Ended, Recovery, measure, undisturbed
 from chaos.report import Report
 from chaos.round import CONSUMERS, RELAYS
 from chaos.sabotage import LOADS, SABOTAGES, Edit, Outdated, Sabotage
 from chaos.schedule import KINDS, Fault
-from demo.evidence import Evidence, Record
+from demo.evidence import Evidence
 from demo.flights import Scan
 from demo.ledger import audit
+from demo.witness import CONSUMER
 
 from tests.baked import RAW
 from tests.test_demo import (
@@ -104,25 +110,7 @@ def test_the_feed_can_be_of_the_busiest_parcels() -> None:
     assert feed.of_the_busiest(busy, 0) == busy
 
 
-def taken(*records: tuple[Scan, int]) -> list[Record]:
-    """The input topic: scans and the partitions that they lie in."""
-    return [Record(p, one.parcel_id.encode(), {}, one.payload()) for one, p in records]
-
-
 ONE, TWO, THREE = (scan(minute, "N1", "JFK-dep") for minute in (1, 2, 3))
-
-
-def test_the_input_topic_says_in_which_order_the_scans_came() -> None:
-    evidence = of_the_input(taken((ONE, 4), (THREE, 4), (TWO, 4), (THREE, 4)))
-    assert evidence.sent == [ONE, THREE, TWO]
-    assert evidence.duplicates == 1
-    assert evidence.unordered == frozenset()
-
-
-def test_parcels_in_several_partitions_are_known_to_have_no_order() -> None:
-    other = scan(4, "N2", "JFK-dep")
-    evidence = of_the_input(taken((ONE, 4), (other, 4), (ONE, 5), (TWO, 5)))
-    assert evidence.unordered == {"N1"}
 
 
 def unordered(*applied: Scan) -> Evidence:
@@ -137,6 +125,12 @@ def test_an_order_that_is_not_promised_may_be_any() -> None:
     evidence = unordered(ONE, THREE, TWO)
     assert audit(evidence).ledger.holds, audit(evidence).findings
     assert "reordered" in wrong(audit(replace(evidence, unordered=frozenset())))
+
+
+def test_parcels_in_several_partitions_are_known_to_have_no_order() -> None:
+    other = scan(4, "N2", "JFK-dep")
+    records = (ONE, 4), (other, 4), (ONE, 5), (TWO, 5)
+    assert parcels_without_order([given(one, p) for one, p in records]) == {"N1"}
 
 
 @pytest.mark.parametrize(
@@ -163,9 +157,208 @@ def test_a_repeat_with_other_bytes_is_found() -> None:
 
 
 def test_a_backlog_says_what_is_left() -> None:
-    assert str(Backlog({}, 0)) == ""
-    assert str(Backlog({3: 7}, 0)) == "partition 3: 7 records unread"
-    assert str(Backlog({}, 2)) == "2 events of the outbox unpublished"
+    assert str(Backlog({}, 0, 0)) == ""
+    assert str(Backlog({3: 7}, 0, 0)) == "partition 3: 7 records unread"
+    assert str(Backlog({}, 1, 0)) == "1 messages of the backlog waiting"
+    assert str(Backlog({}, 0, 2)) == "2 events of the outbox unpublished"
+
+
+def given(one: Scan, partition: int, offset: int = 0, poison: Poison | None = None) -> Given:
+    """A record of the input topic, as the checker reads it."""
+    value, headers = poisons.record(one, poison)
+    sent_at = one.scanned_at.timestamp()
+    return understand((partition, offset), sent_at, one.parcel_id.encode(), value, dict(headers))
+
+
+@pytest.mark.parametrize("poison", poisons.EVERY, ids=str)
+def test_the_checker_knows_poison_from_the_record_alone(poison: Poison) -> None:
+    known = given(ONE, 0, poison=poison)
+    assert known.identity == (ONE.source, "1")
+    assert known.poison == (None if poison.kind == "impostor" else poison)
+    assert known.is_legible == (poison.kind not in ILLEGIBLE)
+    if poison.kind not in ("invalid payload", "impostor", "invalid envelope"):
+        assert known.scan == ONE
+
+
+def test_poison_is_spread_by_the_seed_and_every_kind_comes() -> None:
+    poisoned = poisons.spread(SCANS, 0.1, seed=5)
+    assert poisoned == poisons.spread(SCANS, 0.1, seed=5)
+    assert 300 < len(poisoned) < 500
+    assert set(poisoned.values()) == set(poisons.EVERY)
+    only = poisons.spread(SCANS, 0.1, seed=5, kinds=["raises"])
+    assert {poison.kind for poison in only.values()} == {"raises"}
+
+
+def test_an_impostor_comes_behind_the_scan_whose_identity_it_takes() -> None:
+    poisoned = poisons.spread(SCANS, 0.2, seed=5, kinds=["impostor"])
+    sends = feed.make(SCANS, repeats=0.1, strays=0.1, seed=5, poisoned=poisoned)
+    places = {send: place for place, send in reversed(list(enumerate(sends)))}
+    impostors = [send for send in sends if send.poison]
+    assert 500 < len(impostors) < 800
+    for send in impostors:
+        assert places[send._replace(poison=None)] < places[send]
+
+
+DIES = Poison("raises", TALLY, ATTEMPTS)
+N2 = [scan(minute, "N2", "JFK-dep") for minute in range(5, 11)]
+STRAY = scan(11, "N3", "JFK-dep")
+INPUT = [
+    given(ONE, 0, 0),
+    given(TWO, 0, 1, DIES),
+    given(THREE, 0, 2),  # waits for a person at the consumer that holds
+    given(ONE, 0, 3),
+    given(N2[0], 1, 0, Poison("rejects", CONSUMER, 1)),
+    given(N2[1], 1, 1, Poison("raises", CONSUMER, 1)),
+    given(N2[1], 1, 2, Poison("impostor")),
+    given(N2[2], 1, 3, Poison("invalid payload")),
+    given(N2[3], 1, 4),
+    given(N2[4], 1, 5, Poison("not CloudEvents")),
+    given(N2[4], 1, 6, Poison("not CloudEvents")),
+    given(N2[5], 1, 7, Poison("unknown type")),
+    given(STRAY, 2, 0),
+    given(STRAY, 3, 0),
+]
+
+
+def row(consumer: str, one: Given, reason: str, attempts: int = 0, **fields: Any) -> Stored:
+    """A row of the backlog, for the record; a dead letter unless said otherwise."""
+    is_known = bool(consumer)
+    identity = one.identity if is_known else None
+    usual: dict[str, Any] = {"is_dead": True, "holds": consumer == TALLY}
+    return Stored(consumer, one.place, one.key, identity, reason, attempts, **{**usual, **fields})
+
+
+def waits(one: Given, **fields: Any) -> Stored:
+    """A row of the deferred consumer that is not dead."""
+    return row(TALLY, one, "deferred", is_dead=False, holds=False, **fields)
+
+
+def raised(consumer: str, one: Given, *attempts: int) -> list[Call]:
+    """Calls of a handler that failed."""
+    return [Call(consumer, *one.identity, n, fails=True) for n in attempts]
+
+
+BOOKS = Books(
+    given=INPUT,
+    markers={
+        CONSUMER: [INPUT[n].identity for n in (0, 1, 2, 5, 8, 12)],
+        TALLY: [INPUT[n].identity for n in (0, 4, 5, 12)],
+    },
+    backlog=[
+        row(TALLY, INPUT[1], "attempts used up", 3),
+        waits(INPUT[2]),
+        row(CONSUMER, INPUT[4], "rejected", 1),
+        row(CONSUMER, INPUT[6], "identity mismatch"),
+        row(TALLY, INPUT[6], "identity mismatch", holds=False),
+        row(CONSUMER, INPUT[7], "invalid payload"),
+        row(TALLY, INPUT[7], "invalid payload"),
+        waits(INPUT[8]),
+        row("", INPUT[9], "not CloudEvents"),
+        row("", INPUT[10], "not CloudEvents"),
+    ],
+    tallied=[
+        (INPUT[0].identity, "N1"),
+        (INPUT[4].identity, "N2"),
+        (INPUT[5].identity, "N2"),
+        (INPUT[12].identity, "N3"),
+    ],
+    calls=[
+        *raised(TALLY, INPUT[1], 0, 1, 2),
+        *raised(CONSUMER, INPUT[4], 0),
+        *raised(CONSUMER, INPUT[5], 0),
+        Call(CONSUMER, *INPUT[5].identity, 1, fails=False),
+    ],
+)
+
+
+def test_messages_that_became_what_they_should_add_up() -> None:
+    judgement = judge(BOOKS)
+    assert judgement.findings == []
+    assert (judgement.sent, judgement.duplicates) == (10, 3)
+    assert judgement.counts == {
+        CONSUMER: {"illegible": 1, "applied": 6, "waiting": 0, "dead": 2, "skipped": 1},
+        TALLY: {"illegible": 1, "applied": 4, "waiting": 2, "dead": 2, "skipped": 1},
+    }
+    assert judgement.applied[TALLY] == BOOKS.markers[TALLY]
+    assert sum(judgement.dead.values()) == 8
+
+
+def without(books: Books, place: int) -> Books:
+    """The books without a row of the backlog."""
+    return replace(books, backlog=[*books.backlog[:place], *books.backlog[place + 1 :]])
+
+
+def changed(books: Books, place: int, **fields: Any) -> Books:
+    """The books with another row in the backlog."""
+    new = books.backlog[place]._replace(**fields)
+    return replace(books, backlog=[*without(books, place).backlog, new])
+
+
+def marked(books: Books, consumer: str, one: Given) -> Books:
+    """The books with a marker more."""
+    return replace(
+        books, markers={**books.markers, consumer: [*books.markers[consumer], one.identity]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("tamper", "kind"),
+    [
+        (lambda b: without(b, 0), "lost"),
+        (lambda b: without(b, 1), "lost"),
+        (lambda b: without(b, 3), "lost"),
+        (lambda b: without(b, 8), "lost"),
+        (lambda b: replace(b, tallied=b.tallied[1:]), "lost"),
+        (lambda b: replace(b, tallied=[*b.tallied, b.tallied[0]]), "doubled"),
+        (lambda b: replace(b, tallied=[*b.tallied, (THREE.source, "3")]), "doubled"),
+        (lambda b: marked(b, CONSUMER, INPUT[0]), "doubled"),
+        (lambda b: marked(b, CONSUMER, INPUT[4]), "doubled"),
+        (lambda b: marked(b, TALLY, INPUT[2]), "doubled"),
+        (lambda b: marked(b, CONSUMER, given(scan(99, "N9", "JFK-dep"), 0)), "doubled"),
+        (lambda b: replace(b, backlog=[*b.backlog, b.backlog[3]]), "doubled"),
+        (lambda b: replace(b, backlog=[*b.backlog, b.backlog[8]]), "doubled"),
+        (lambda b: replace(b, tallied=[b.tallied[n] for n in (0, 2, 1, 3)]), "reordered"),
+        (lambda b: changed(b, 0, reason="rejected"), "misjudged"),
+        (lambda b: changed(b, 0, is_dead=False, holds=False), "misjudged"),
+        (lambda b: changed(b, 2, attempts=2), "misjudged"),
+        (lambda b: changed(b, 8, reason="missing attribute"), "misjudged"),
+        (lambda b: marked(without(b, 1), TALLY, INPUT[2]), "misjudged"),
+        (lambda b: marked(without(b, 2), CONSUMER, INPUT[4]), "misjudged"),
+        (lambda b: replace(b, calls=b.calls[1:]), "misjudged"),
+        (lambda b: replace(b, calls=[*b.calls[:4], *b.calls[5:]]), "misjudged"),
+    ],
+)
+def test_what_became_of_messages_is_checked(tamper: Callable[[Books], Books], kind: str) -> None:
+    assert kind in {finding.kind for finding in judge(tamper(BOOKS)).findings}
+
+
+def test_an_attempt_may_be_spent_beforehand_where_processes_die() -> None:
+    interrupted = replace(BOOKS, calls=BOOKS.calls[1:], interruptions=1)
+    assert judge(interrupted).findings == []
+
+
+def test_where_deaths_hold_nothing_nothing_waits() -> None:
+    kinds = {finding.kind for finding in judge(replace(BOOKS, holds=False)).findings}
+    assert "misjudged" in kinds
+
+
+def test_recovery_is_measured_until_the_next_event_and_until_all_of_them() -> None:
+    ended = [Ended("kill", 10.0), Ended("kill", 20.0), Ended("cut", 10.0), Ended("cut", 99.0)]
+    published = [(8.0, 8.5), (9.0, 14.0), (9.5, 10.5), (19.0, 19.5), (30.0, 31.0)]
+    assert measure(ended, published) == {
+        "cut": Recovery(0.5, 0.5, 4.0, 4.0),
+        "kill": Recovery(5.75, 11.0, 2.0, 4.0),
+    }
+
+
+def test_scans_that_wait_for_a_poisoned_one_tell_nothing_of_recovery() -> None:
+    sound = [scan(minute, "N1", "JFK-dep") for minute in (1, 3, 4)]
+    records = [given(sound[0], 0), given(scan(2, "N1", "JFK-dep"), 0, poison=DIES)]
+    records += [
+        given(one, 0)._replace(sent_at=records[1].sent_at + n)
+        for n, one in ((1, sound[1]), (20, sound[2]))
+    ]
+    assert {number for _, number in undisturbed(records)} == {"1", "4"}
 
 
 GOOD = Report(
@@ -174,18 +367,23 @@ GOOD = Report(
     applied=10,
     parked=0,
     dead=0,
+    dead_by_reason={},
+    consumers={CONSUMER: {"applied": 8, "dead": 1, "skipped": 1}, TALLY: {"applied": 10}},
     published=12,
     repeats=3,
     lost=0,
     doubled=0,
     reordered=0,
+    misjudged=0,
     stuck=[],
     findings=[],
     faults={"kill": 1},
+    recovery={},
     seconds=1.0,
     seed=1,
     events=10,
     feed_seconds=1.0,
+    poison=0.01,
     schedule=made(1),
 )
 
@@ -193,11 +391,12 @@ GOOD = Report(
 @pytest.mark.parametrize(
     "change",
     [
-        {"sent": 9, "applied": 9},
-        {"applied": 9},
+        {"sent": 9},
+        {"consumers": {CONSUMER: {"applied": 10}, TALLY: {"applied": 9}}},
         {"lost": 1},
         {"doubled": 1},
         {"reordered": 1},
+        {"misjudged": 1},
         {"stuck": ["partition 3: 7 records unread"]},
     ],
 )
@@ -374,7 +573,7 @@ def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorder
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-m", "chaos.run", "--into", str(tmp_path)]
-    options = ["--events", "4000", "--seconds", "40", "--seed", "4"]
+    options = ["--events", "4000", "--seconds", "40", "--seed", "4", "--poison", "0.05"]
     said = subprocess.run(
         [*command, *options],
         cwd=RAW.parent,
@@ -386,7 +585,19 @@ def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorder
     assert said.returncode == 0, said.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["holds"]
-    assert report["sent"] == report["applied"] == 4_000
+    assert report["sent"] == 4_000
     assert report["duplicates"] > 400
+    assert report["dead"] > 50
+    assert report["parked"] > 10
+    assert set(report["dead_by_reason"]) == {
+        "attempts used up",
+        "identity mismatch",
+        "invalid payload",
+        "rejected",
+        *ILLEGIBLE,
+    }
+    for counts in report["consumers"].values():
+        assert sum(counts.values()) == 4_000
+        assert counts["applied"] > 3_500
     assert report["faults"] == dict.fromkeys(KINDS, 1)
     assert processes_of(tmp_path) == []

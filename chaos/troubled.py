@@ -1,0 +1,123 @@
+"""The baked service as the rig runs it: its own handler and a deferred one, both with trouble.
+
+`python -m chaos.troubled <command>` is the command `service` with these handlers. Poisoned scans
+say in their payload what is to happen, see `chaos.poison`; all others go straight on. Every call
+with a poisoned scan is a line of a file, written before anything goes wrong: what a handler has
+done is known whatever becomes of its transaction, or of its process.
+"""
+
+import asyncio
+import json
+import os
+
+import sqlalchemy as sa
+from parcel_tracker.events import ScanRecorded  # type: ignore[import-not-found]
+from parcel_tracker.handlers import record_scan  # type: ignore[import-not-found]
+from parcel_tracker.main import service  # type: ignore[import-not-found]
+from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pipeline import (  # type: ignore[import-not-found]
+    Handlers,
+    Park,
+    Policy,
+    Reject,
+    Service,
+    Transaction,
+)
+from pipeline.commands import command_line  # type: ignore[import-not-found]
+from pipeline.message import marker_key  # type: ignore[import-not-found]
+from pipeline.policy import DIED  # type: ignore[import-not-found]
+
+from chaos.poison import AFTER_DEATH, ATTEMPTS, CALLS, SCHEDULE, TALLY, TIMEOUT, trouble
+from demo.feed import TOPIC
+from demo.witness import CONSUMER
+
+DAWDLES = 0.2
+PARKED_FOR = 0.3
+HAD = sa.text("""
+SELECT attempts, reason, died_at IS NOT NULL FROM pipeline.backlog WHERE key = :key
+""")
+# The same error for key after key would be the breaker's, and not the messages'.
+ERRORS = (ValueError, KeyError, LookupError, RuntimeError, ArithmeticError)
+
+
+class Tallied(Base):  # type: ignore[misc]
+    """A scan that the deferred consumer has handled; `n` tells in which order."""
+
+    __tablename__ = TALLY
+
+    n: Mapped[int] = mapped_column(primary_key=True)
+    scanner: Mapped[str]
+    number: Mapped[int]
+    parcel_id: Mapped[str]
+
+
+async def record(scan: ScanRecorded, tx: Transaction) -> None:
+    """Do what the service does."""
+    await misbehave(CONSUMER, tx)
+    await record_scan(scan, tx)
+
+
+async def tally(scan: ScanRecorded, tx: Transaction) -> None:
+    """Write the scan down."""
+    await misbehave(TALLY, tx)
+    tx.session.add(Tallied(scanner=scan.scanner, number=scan.number, parcel_id=scan.parcel_id))
+
+
+async def misbehave(consumer: str, tx: Transaction) -> None:
+    """Do what the scan's poison asks for."""
+    poison = trouble(tx.message.data)
+    if poison is None or poison.consumer != consumer:
+        return
+    attempts, reason = await had(consumer, tx)
+    fails = attempts < poison.times
+    note(consumer, tx, attempts, fails=fails)
+    match poison.kind:
+        case "dawdles":
+            await asyncio.sleep(DAWDLES)
+        case "parks" if reason != "parked by its handler":
+            raise Park("the first time", after=PARKED_FOR)
+        case "rejects":
+            raise Reject("it always is")
+        case "raises" if fails:
+            raise ERRORS[tx.message.offset % len(ERRORS)](str(poison))
+        case "hangs" if fails:
+            await asyncio.sleep(10 * TIMEOUT)
+        case "spoils" if fails:
+            tx.session.add(Tallied())  # without anything that it must have
+
+
+async def had(consumer: str, tx: Transaction) -> tuple[int, str]:
+    """Return how many attempts the message has had before this one, and why it is in the backlog.
+
+    Not by the session, which would flush what others have left in it.
+    """
+    key = marker_key(consumer, tx.message.source, tx.message.id)
+    rows = await (await tx.session.connection()).execute(HAD, {"key": key})
+    attempts, reason, is_dead = rows.one_or_none() or (0, "", False)
+    # Where a process has died, the attempt is counted before it is made, the last one too.
+    return attempts - (is_dead or reason == DIED), reason
+
+
+def note(consumer: str, tx: Transaction, attempts: int, *, fails: bool) -> None:
+    """Write the call down."""
+    line = json.dumps([consumer, tx.message.source, tx.message.id, attempts, fails])
+    os.write(_calls, f"{line}\n".encode())
+
+
+_calls = os.open(os.environ[CALLS], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+handlers = Handlers()
+for consumer, function, options in (
+    (CONSUMER, record, {"loads": Parcel.by("parcel_id")}),
+    (TALLY, tally, {"mode": "deferred"}),
+):
+    after_death = os.environ[AFTER_DEATH] if consumer == TALLY else "go on"
+    policy = Policy(attempts=ATTEMPTS, schedule=SCHEDULE, after_death=after_death)
+    handlers.on(
+        ScanRecorded, topic=TOPIC, consumer=consumer, policy=policy, timeout=TIMEOUT, **options
+    )(function)
+
+if __name__ == "__main__":
+    command_line(Service(service.name, handlers=handlers, metadata=Base.metadata))()
