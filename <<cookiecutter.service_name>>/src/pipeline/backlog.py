@@ -6,6 +6,7 @@ transactions add some. A row is due when it is added, also behind others of its 
 may be gone by the time it is seen; who holds the lane lets only the first row of a key be due.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -486,14 +487,17 @@ async def let_heads_be_due(
 
 def _headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:
     """Write headers as JSON; every byte of a value is one character of the same number."""
-    return orjson.dumps(
-        [[name, None if value is None else value.decode("latin-1")] for name, value in headers]
-    ).decode()
+    texts = [[name, None if value is None else value.decode("latin-1")] for name, value in headers]
+    try:
+        return orjson.dumps(texts).decode()
+    except orjson.JSONEncodeError:  # a name that is not UTF-8
+        return json.dumps(texts)
 
 
 def headers_of(text: str) -> list[tuple[str, bytes | None]]:
     """Return the headers of a stored record."""
-    return [
-        (name, None if value is None else value.encode("latin-1"))
-        for name, value in orjson.loads(text)
-    ]
+    try:
+        texts = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        texts = json.loads(text)
+    return [(name, None if value is None else value.encode("latin-1")) for name, value in texts]

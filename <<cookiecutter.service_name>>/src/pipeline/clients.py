@@ -11,9 +11,14 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.client import AIOKafkaClient
+from aiokafka.consumer import fetcher
+
+from .record_batches import AnyMemoryRecords
 
 _BREAK_SECONDS = 1.0
 """For what runs in a client to notice that it is cut off from the brokers."""
+
+fetcher.MemoryRecords = AnyMemoryRecords
 
 
 class _Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types

@@ -339,7 +339,10 @@ async def detail(connection: asyncpg.Connection, handle: str) -> Detail:
         letter=_letter(row),
         advice=REASONS.get(row["reason"], "nothing is known of this reason"),
         value=_shown(row["value"]),
-        headers=[(name, _shown(value)) for name, value in backlog.headers_of(row["headers"])],
+        headers=[
+            (name.encode("utf-8", "backslashreplace").decode(), _shown(value))
+            for name, value in backlog.headers_of(row["headers"])
+        ],
         timestamp=row["timestamp"],
         waited=row["waited"],
         hash=row["hash"] and row["hash"].hex(),

@@ -54,7 +54,8 @@ WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE lease_until < clock_timest
 SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE lease_until >= clock_timestamp()) AS alive,
        (SELECT extract(epoch FROM min(lease_until) - clock_timestamp())::float
           FROM pipeline.outbox_cursor WHERE lease_until >= clock_timestamp()) AS first_ends,
-       {IS_OURS} AS is_ours
+       {IS_OURS} AS is_ours,
+       pg_postmaster_start_time() AS server
 """
 
 _GONE = """
@@ -307,9 +308,11 @@ class Relay:
         """Extend the leases, and take or give shards to an even share."""
         lease = self._settings.relay_lease
         await self._extend(driver)
-        alive, first_ends, is_ours = await driver.fetchrow(_COUNT_RELAYS)
+        alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS)
         if not is_ours:
             raise OtherEpoch
+        if server != self._server:
+            raise ServerChanged
         share = math.ceil(SHARDS / max(1, alive))
         known = set(self._progress)
         if len(self._progress) > share:

@@ -93,7 +93,17 @@ VALUES: dict[str, bytes | None] = {
 }
 """Values by what is wrong with them."""
 
+
+class Name(str):
+    """The name of a header as another language's client may send it: any bytes."""
+
+    def encode(self, *_: str) -> bytes:
+        """Return the bytes that `surrogateescape` made it of."""
+        return super().encode("utf-8", "surrogateescape")
+
+
 HEADERS: dict[str, Headers] = {
+    "names that are not UTF-8": binary((Name("\udcff\udc80"), b"x"), (Name("ce_\udcfftime"), None)),
     "none": [],
     "good": binary(),
     "another type": binary(type="nobody.takes.it"),

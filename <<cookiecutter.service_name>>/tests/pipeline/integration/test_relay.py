@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
@@ -387,6 +388,31 @@ async def wire_that_dies_silently(url: str) -> AsyncIterator[tuple[str, Callable
         port = listener.sockets[0].getsockname()[1]
         here = there.set(host="127.0.0.1", port=port)
         yield here.render_as_string(hide_password=False), die
+
+
+async def test_a_relay_that_renews_its_leases_right_after_a_failover_notices_it(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    """It is left without a shard then, and without a page that could tell it why."""
+    topic = await new_topic()
+    failovers: list[str] = []
+
+    class Moved(relay.Relay):
+        async def _renew(self, driver: asyncpg.Connection) -> None:
+            if self._progress and not failovers:
+                failovers.append(topic)
+                assert self._server is not None
+                self._server -= timedelta(days=1)
+            await super()._renew(driver)
+
+    await stage(db, numbered(topic, [1]))
+    async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), Moved):
+        await eventually(lambda: failovers)
+        await stage(db, numbered(topic, [2]))
+        await tail.until_ids([1, 2])
 
 
 async def test_a_relay_notices_a_connection_that_died_without_a_word(
