@@ -6,18 +6,17 @@ transactions add some. A row is due when it is added, also behind others of its 
 may be gone by the time it is seen; who holds the lane lets only the first row of a key be due.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import asyncpg
-import orjson
 
 from .batch import Item, Quarantined, items_of, order_key
 from .handlers import Handlers
 from .inbox import Generations, IdentityMismatch, Known
-from .message import Record
+from .message import Record, headers_as_json, headers_of
+from .outbox import StagedEvent
 from .payload import HASH_VERSION
 from .policy import DIED, REDRIVEN, Fate, Policy, dead
 from .schema import LANES
@@ -70,6 +69,11 @@ class Row:
     item: Item | None = None
     remembered: bytes | None = None
     """The payload hash that the message's identity came with before, if that was another."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is not in the backlog yet."""
+        return self.item is not None and self.item.row is None
 
 
 _FIND = """
@@ -258,7 +262,7 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
         [row.record.timestamp for row in rows],
         [row.record.key for row in rows],
         [row.record.value for row in rows],
-        [_headers_as_json(row.record.headers) for row in rows],
+        [headers_as_json(row.record.headers) for row in rows],
         [message and message.source for message in messages],
         [message and message.id for message in messages],
         [message and message.type for message in messages],
@@ -296,7 +300,44 @@ def impostor(item: Item, error: IdentityMismatch) -> Row:
     It does not hold its key: in the order stands the other one.
     """
     fate = dead(Policy(), "identity mismatch", error)
-    return Row(impostor_key(item), item.marker.consumer, item.record, fate, item, error.remembered)
+    key = item.row or impostor_key(item)
+    return Row(key, item.marker.consumer, item.record, fate, item, error.remembered)
+
+
+def dead_letter(row: Row, topic: str) -> StagedEvent:
+    """Return the record of a dead row, for a topic of such: as it came, and why in headers."""
+    record, fate = row.record, row.fate
+    why = {
+        "id": row.key.hex(),
+        "reason": fate.reason,
+        "error": fate.error or "",
+        "attempts": fate.attempts,
+        "consumer": row.consumer,
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp": record.timestamp,
+    }
+    headers = [
+        # A name that is not UTF-8 can't be sent again.
+        *((name.encode(errors="backslashreplace").decode(), one) for name, one in record.headers),
+        *((f"dead-letter-{name}", str(value).encode()) for name, value in why.items()),
+    ]
+    return StagedEvent(
+        topic=topic,
+        key=record.key,
+        payload=record.value,
+        event_id=row.key.hex(),
+        source=row.consumer,
+        type="dead letter",
+        subject=None,
+        sequence=None,
+        content_type="",
+        traceparent=row.item.marker.message.traceparent if row.item else None,
+        tracestate=None,
+        baggage=None,
+        headers=headers_as_json(headers),
+    )
 
 
 def impostor_key(item: Item) -> bytes:
@@ -336,7 +377,7 @@ class Taken:
     """Messages to handle."""
     readmitted: Mapping[bytes, Sequence[Item]]
     """What records that were nobody's turn out to be now, by their row's key."""
-    hopeless: Mapping[bytes, Fate]
+    hopeless: Sequence[Row]
     """Rows that can't be read any more."""
     keys: Sequence[bytes]
     """Order keys of all rows seen, also of those that turned out not to be due."""
@@ -358,7 +399,7 @@ async def take(
     keys: list[bytes] = []
     items: list[Item] = []
     readmitted: dict[bytes, Sequence[Item]] = {}
-    hopeless: dict[bytes, Fate] = {}
+    hopeless: list[Row] = []
     waiting: set[bytes] = set()
     for row in rows:
         key = row["order_key"]
@@ -370,8 +411,8 @@ async def take(
         if key in waiting:
             continue
         found = _read(handlers, row)
-        if isinstance(found, Fate):
-            hopeless[row["key"]] = found
+        if isinstance(found, Row):
+            hopeless.append(found)
         elif row["consumer"]:
             items += found
         else:
@@ -379,13 +420,14 @@ async def take(
     return Taken(items, readmitted, hopeless, keys)
 
 
-def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Fate:
+def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Row:
     """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
     record = stored_record(row, stored_for=row["stored_for"])
     found = items_of(handlers, record)
     consumer = row["consumer"]
     if isinstance(found, Quarantined):
-        return dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+        fate = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+        return Row(row["key"], consumer, record, fate)
     if not consumer:
         return found
     for item in found:
@@ -401,7 +443,8 @@ def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Fate:
                 )
             ]
     error = NoHandler(f"{consumer} has no handler for {row['type']!r} of {record.topic}")
-    return dead(Policy(), "no handler", error, attempts=row["attempts"])
+    fate = dead(Policy(), "no handler", error, attempts=row["attempts"])
+    return Row(row["key"], consumer, record, fate)
 
 
 def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
@@ -423,28 +466,24 @@ async def settle(
     lane: Lane,
     *,
     done: Collection[bytes],
-    fates: Mapping[bytes, Fate],
-    impostors: Mapping[bytes, bytes],
+    changed: Sequence[Row],
     keys: Collection[bytes],
 ) -> None:
-    """Delete the rows that are done and change the others, by their keys, then let heads be due.
-
-    `impostors` are the payload hashes that the identities of some rows were remembered with.
-    """
+    """Delete the rows that are done and change others, by their keys, then let heads be due."""
     if done:
         await connection.execute(_DELETE, list(done))
-    if fates:
+    if changed:
         await connection.execute(
             _SET,
-            list(fates),
-            [fate.reason for fate in fates.values()],
-            [fate.attempts for fate in fates.values()],
-            [fate.waited for fate in fates.values()],
-            [fate.due_in for fate in fates.values()],
-            [fate.holds for fate in fates.values()],
-            [fate.error for fate in fates.values()],
-            [fate.traceback for fate in fates.values()],
-            [impostors.get(key) for key in fates],
+            [row.key for row in changed],
+            [row.fate.reason for row in changed],
+            [row.fate.attempts for row in changed],
+            [row.fate.waited for row in changed],
+            [row.fate.due_in for row in changed],
+            [row.fate.holds for row in changed],
+            [row.fate.error for row in changed],
+            [row.fate.traceback for row in changed],
+            [row.remembered for row in changed],
         )
     await let_heads_be_due(connection, [lane.number], keys)
 
@@ -483,21 +522,3 @@ async def let_heads_be_due(
 ) -> None:
     """Make the first row of each order key the only one that is due. Hold the lanes before."""
     await connection.execute(_ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED)
-
-
-def _headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:
-    """Write headers as JSON; every byte of a value is one character of the same number."""
-    texts = [[name, None if value is None else value.decode("latin-1")] for name, value in headers]
-    try:
-        return orjson.dumps(texts).decode()
-    except orjson.JSONEncodeError:  # a name that is not UTF-8
-        return json.dumps(texts)
-
-
-def headers_of(text: str) -> list[tuple[str, bytes | None]]:
-    """Return the headers of a stored record."""
-    try:
-        texts = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        texts = json.loads(text)
-    return [(name, None if value is None else value.encode("latin-1")) for name, value in texts]

@@ -95,7 +95,11 @@ def command_line(service: Service) -> Callable[[], None]:
         replicas: Annotated[int, typer.Option(min=1, help="replicas of each partition")] = 1,
     ) -> None:
         """Create the topics that are missing, for development; those that exist are left alone."""
-        run_to_end(_create_topics(read_settings(), sorted(service.topics), partitions, replicas))
+        settings = read_settings()
+        names = service.topics | (
+            {settings.dead_letter_topic} if settings.dead_letter_topic else set()
+        )
+        run_to_end(_create_topics(settings, sorted(names), partitions, replicas))
 
     @topics.command()
     def seek(

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 from tenacity import AsyncRetrying
 
-from . import inbox
+from . import backlog, inbox
 from .backlog import LaneLost
 from .batch import Item
 from .breaker import Breaker, BreakerOpen, Failure
@@ -239,7 +239,9 @@ class Consume:
         stored.update(item.marker.key for item, _ in results.fates)
         if stored:
             await inbox.unmark(driver, generations, list(stored))
-        await work.settle(driver, results)
+        died = await work.settle(driver, results)
+        if settings.dead_letter_topic:
+            outbox.add(backlog.dead_letter(row, settings.dead_letter_topic) for row in died)
         if len(outbox):
             await outbox.write(driver)
         elif results.applied:

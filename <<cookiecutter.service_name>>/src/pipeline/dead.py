@@ -17,7 +17,7 @@ import asyncpg
 from . import backlog
 from .batch import Item, Quarantined, items_of
 from .handlers import Handlers
-from .message import marker_key
+from .message import headers_of, marker_key
 from .operations import Refused
 
 T = TypeVar("T")
@@ -341,7 +341,7 @@ async def detail(connection: asyncpg.Connection, handle: str) -> Detail:
         value=_shown(row["value"]),
         headers=[
             (name.encode("utf-8", "backslashreplace").decode(), _shown(value))
-            for name, value in backlog.headers_of(row["headers"])
+            for name, value in headers_of(row["headers"])
         ],
         timestamp=row["timestamp"],
         waited=row["waited"],

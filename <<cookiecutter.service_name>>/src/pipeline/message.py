@@ -5,6 +5,7 @@ distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: va
 """
 
 import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -394,3 +395,21 @@ def _time(text: str) -> datetime:
             Reason.INVALID_ATTRIBUTE,
             f"time is {text[:80]!r} ({error}): let the producer send 2026-01-31T23:59:59Z",
         ) from error
+
+
+def headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:
+    """Write headers as JSON; every byte of a value is one character of the same number."""
+    texts = [[name, None if value is None else value.decode("latin-1")] for name, value in headers]
+    try:
+        return orjson.dumps(texts).decode()
+    except orjson.JSONEncodeError:  # a name that is not UTF-8
+        return json.dumps(texts)
+
+
+def headers_of(text: str) -> list[tuple[str, bytes | None]]:
+    """Return the headers that were written as JSON."""
+    try:
+        texts = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        texts = json.loads(text)
+    return [(name, None if value is None else value.encode("latin-1")) for name, value in texts]

@@ -1,7 +1,7 @@
 """The outbox: events staged in memory while handlers run, written by one COPY before the commit."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class StagedEvent(NamedTuple):
 
     topic: str
     key: bytes | None
-    payload: bytes
+    payload: bytes | None
     event_id: str
     source: str
     type: str
@@ -36,6 +36,8 @@ class StagedEvent(NamedTuple):
     traceparent: str | None
     tracestate: str | None
     baggage: str | None
+    headers: str | None = None
+    """Those of a dead letter's record, as JSON; an event's own are made of the other columns."""
 
 
 def event_id(consumer: str, source: str, id: str, payload_hash: bytes, ordinal: int) -> str:
@@ -104,6 +106,10 @@ class Outbox:
                 baggage=baggage,
             )
         )
+
+    def add(self, events: Iterable[StagedEvent]) -> None:
+        """Keep events that are no handler's for the COPY."""
+        self._staged += events
 
     async def write(self, connection: asyncpg.Connection) -> None:
         """Copy the staged events into the transaction that is open on the connection."""

@@ -18,7 +18,7 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 
 from . import clients, telemetry
 from .failures import named
-from .message import event_headers
+from .message import event_headers, headers_of
 from .refusal import Chain, Page, Refused, refusal_of
 from .settings import Settings
 
@@ -302,24 +302,29 @@ def _filled(
     """Return a batch, and how many events have found room in it: the first one always does."""
     batch = producer.create_batch()
     for count, event in enumerate(events):
-        headers = event_headers(
-            id=event["event_id"],
-            source=event["source"],
-            type=event["type"],
-            time=event["created_at"],
-            subject=event["subject"],
-            sequence=None if event["sequence"] is None else f"{event['sequence']:020}",
-            content_type=event["content_type"],
-            traceparent=event["traceparent"],
-            tracestate=event["tracestate"],
-            baggage=event["baggage"],
-        )
         added = batch.append(
-            timestamp=None, key=event["key"], value=event["payload"], headers=headers
+            timestamp=None, key=event["key"], value=event["payload"], headers=_headers(event)
         )
         if added is None:
             return batch, count
     return batch, len(events)
+
+
+def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
+    if event["headers"] is not None:
+        return headers_of(event["headers"])
+    return event_headers(
+        id=event["event_id"],
+        source=event["source"],
+        type=event["type"],
+        time=event["created_at"],
+        subject=event["subject"],
+        sequence=None if event["sequence"] is None else f"{event['sequence']:020}",
+        content_type=event["content_type"],
+        traceparent=event["traceparent"],
+        tracestate=event["tracestate"],
+        baggage=event["baggage"],
+    )
 
 
 def partition_of(key: bytes | None, id: int, partitions: int) -> int:

@@ -66,7 +66,7 @@ class _LenientBatch(_DefaultRecordBatchPy):  # type: ignore[misc]  # it has no t
 
     def _maybe_uncompress(self) -> None:
         super()._maybe_uncompress()
-        self._buffer = _Buffer(self._buffer)
+        self._buffer: bytearray = _Buffer(self._buffer)
 
 
 class _Buffer(bytearray):

@@ -205,6 +205,7 @@ outbox = sa.Table(
     sa.Column("traceparent", sa.Text),
     sa.Column("tracestate", sa.Text),
     sa.Column("baggage", sa.Text),
+    sa.Column("headers", sa.Text, comment="of a dead letter: all of them, as JSON"),
     sa.Index("outbox_id_idx", "id"),
     sa.Index("outbox_xid_idx", "xid"),
     comment="Events of committed transactions; append-only, published by the relay.",
@@ -237,6 +238,7 @@ outbox_unsent = sa.Table(
     sa.Column("traceparent", sa.Text),
     sa.Column("tracestate", sa.Text),
     sa.Column("baggage", sa.Text),
+    sa.Column("headers", sa.Text),
     sa.Column("queue", pg.BYTEA, nullable=False, comment="who waits for it: see unsent.py"),
     sa.Column(
         "parked_at",

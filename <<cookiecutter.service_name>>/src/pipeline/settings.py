@@ -82,6 +82,9 @@ class Settings(BaseSettings):
     fences: a relay that was stopped cannot send late. For consumers that can't drop repeats by id;
     they must read committed. Repeats after a crash remain."""
 
+    dead_letter_topic: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")] | None = None
+    """Dead letters are sent there too: records as they came, with the reason in more headers."""
+
     unsent_pause: Seconds = 5.0
     """What Kafka refuses (a missing topic, an event too large) is tried again after this long, and
     then after twice as long as before, up to twelve times this."""

@@ -25,7 +25,7 @@ _ROW_BYTES = 500
 """Size of an event beside its payload, about."""
 
 COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
-       content_type, traceparent, tracestate, baggage"""
+       content_type, traceparent, tracestate, baggage, headers"""
 """An event, as it is sent."""
 
 # By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
@@ -39,7 +39,7 @@ SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
        NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic, NULL::bytea AS key,
        NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type, NULL AS subject,
        NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent, NULL AS tracestate,
-       NULL AS baggage
+       NULL AS baggage, NULL AS headers
 UNION ALL (
 SELECT NULL, NULL, NULL, {COLUMNS}
   FROM (SELECT {COLUMNS}

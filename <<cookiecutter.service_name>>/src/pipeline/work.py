@@ -48,8 +48,8 @@ class Work(Protocol):
         """Return which of the messages are in the backlog, and which order keys wait there."""
         ...
 
-    async def settle(self, connection: asyncpg.Connection, results: Results) -> None:
-        """Store what was not applied, and take off what was."""
+    async def settle(self, connection: asyncpg.Connection, results: Results) -> Sequence[Row]:
+        """Store what was not applied, and take off what was; returns what has died."""
         ...
 
     def halves(self) -> "Sequence[Work]":
@@ -126,13 +126,14 @@ class FromPartition:
         """Return which of the messages are in the backlog, and which order keys wait there."""
         return await backlog.find(connection, items)
 
-    async def settle(self, connection: asyncpg.Connection, results: Results) -> None:
-        """Store what was not applied."""
+    async def settle(self, connection: asyncpg.Connection, results: Results) -> Sequence[Row]:
+        """Store what was not applied; returns what has died."""
         rows = [_row(item, fate) for item, fate in results.fates]
         rows += [backlog.impostor(item, error) for item, error in results.impostors]
         rows += [backlog.quarantined(one) for one in self.batch.quarantined]
         if rows:
             await backlog.add(connection, rows)
+        return [row for row in rows if row.fate.is_dead]
 
     def halves(self) -> "Sequence[Work]":
         """Cut the batch in the middle of its records."""
@@ -199,31 +200,29 @@ class FromLane:
         known, _ = await backlog.find(connection, new) if new else ({}, set())
         return known, set()
 
-    async def settle(self, connection: asyncpg.Connection, results: Results) -> None:
-        """Take off what was applied, and change what was not."""
+    async def settle(self, connection: asyncpg.Connection, results: Results) -> Sequence[Row]:
+        """Take off what was applied, and change what was not; returns what has died."""
         done = {item.row for item in (*results.applied, *results.duplicates) if item.row}
         # The others stay as they are: behind one that failed, or to be tried by themselves.
-        fates: dict[bytes, Fate] = dict(self.taken.hopeless) | {
-            item.row: fate for item, fate in results.fates if item.row and fate.is_judged
-        }
-        impostors: dict[bytes, bytes] = {}
-        new = [_row(item, fate) for item, fate in results.fates if item.row is None]
-        for item, error in results.impostors:
-            row = backlog.impostor(item, error)
-            if item.row is None:
-                new.append(row)
-            else:
-                fates[item.row], impostors[item.row] = row.fate, error.remembered
-        if new:
+        judged = [
+            *self.taken.hopeless,
+            *(
+                _row(item, fate)
+                for item, fate in results.fates
+                if fate.is_judged or item.row is None
+            ),
+            *(backlog.impostor(item, error) for item, error in results.impostors),
+        ]
+        if new := [row for row in judged if row.is_new]:
             await backlog.add(connection, new)
         await backlog.settle(
             connection,
             self.lane,
             done=done | self.taken.readmitted.keys(),
-            fates=fates,
-            impostors=impostors,
+            changed=[row for row in judged if not row.is_new],
             keys=self.taken.keys,
         )
+        return [row for row in judged if row.fate.is_dead]
 
     def halves(self) -> "Sequence[Work]":
         """Return the first half: the others have their turn again."""
@@ -241,4 +240,5 @@ class FromLane:
 
 
 def _row(item: Item, fate: Fate) -> Row:
-    return Row(item.marker.key, item.marker.consumer, item.record, fate, item)
+    key = item.row or item.marker.key
+    return Row(key, item.marker.consumer, item.record, fate, item)

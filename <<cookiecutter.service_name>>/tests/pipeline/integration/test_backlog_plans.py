@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import make_url
 
 from pipeline import Plain, Position, backlog
-from pipeline.backlog import Lane, lane_of
+from pipeline.backlog import Lane, Row, lane_of
 from pipeline.batch import Item, order_key, read
 from pipeline.policy import Fate
 
@@ -175,9 +175,10 @@ async def test_what_is_due_in_a_lane(asked: Explaining, key: bytes, limit: int) 
 @pytest.mark.parametrize("key", [HOT, NEW], ids=["hot", "new"])
 async def test_what_a_run_of_a_key_leaves_behind(asked: Explaining, key: bytes) -> None:
     first, second, *done = await rows_of(asked._db, key, 500)
-    fates = {first: Fate("failed", attempts=1, due_in=30.0)}
+    record = Deposit(1).record("deposits", 0)
+    failed = Row(first, "deposit", record, Fate("failed", attempts=1, due_in=30.0))
     done = [second, *done]
-    await backlog.settle(asked, lane(key), done=done, fates=fates, impostors={}, keys=[key])
+    await backlog.settle(asked, lane(key), done=done, changed=[failed], keys=[key])
     delete, change, let_heads_be_due = asked.plans
     assert (delete.indexes, delete.scanned) == ({"backlog_pkey"}, set())
     assert delete.blocks < 500 * 6

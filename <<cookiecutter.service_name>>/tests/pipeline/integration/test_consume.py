@@ -22,7 +22,7 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
-from pipeline.backlog import headers_of
+from pipeline.message import headers_of
 from pipeline.outbox import Outbox, Unpublishable
 from pipeline.runtime import Part
 

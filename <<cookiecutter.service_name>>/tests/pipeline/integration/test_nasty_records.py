@@ -14,8 +14,8 @@ from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from pydantic_core import to_json
 
 from pipeline import Event, Handlers, Transaction, dead
-from pipeline.backlog import headers_of
 from pipeline.batch import read
+from pipeline.message import headers_of
 
 from .conftest import Records
 from .desk import NewDesk

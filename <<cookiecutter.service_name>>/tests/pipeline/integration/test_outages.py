@@ -474,7 +474,7 @@ async def test_the_service_survives_its_database(world: World, fault: str) -> No
 async def test_a_slow_database_costs_time_and_nothing_else(world: World) -> None:
     """Trap 17."""
     generation = await world.generation()
-    world.door.delay = 0.05
+    world.door.delay = 0.03
     await world.send(400)
     await world.catches_up()
     assert await world.generation() == generation

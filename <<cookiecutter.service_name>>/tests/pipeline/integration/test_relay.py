@@ -410,7 +410,7 @@ async def test_a_relay_that_renews_its_leases_right_after_a_failover_notices_it(
 
     await stage(db, numbered(topic, [1]))
     async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), Moved):
-        await eventually(lambda: failovers)
+        await eventually(lambda: bool(failovers))
         await stage(db, numbered(topic, [2]))
         await tail.until_ids([1, 2])
 

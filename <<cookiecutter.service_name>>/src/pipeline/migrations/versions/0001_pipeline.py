@@ -181,7 +181,8 @@ def upgrade() -> None:
             content_type text NOT NULL,
             traceparent  text,
             tracestate   text,
-            baggage      text
+            baggage      text,
+            headers      text
         ) PARTITION BY RANGE (created_at)""")
     op.execute("CREATE INDEX outbox_id_idx ON pipeline.outbox (id)")
     op.execute("CREATE INDEX outbox_xid_idx ON pipeline.outbox (xid)")
@@ -191,6 +192,9 @@ def upgrade() -> None:
     op.execute("""
         COMMENT ON COLUMN pipeline.outbox.sequence IS
         'version of the aggregate after this event'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox.headers IS
+        'of a dead letter: all of them, as JSON'""")
 
     op.execute("""
         CREATE TABLE pipeline.outbox_unsent (
@@ -211,6 +215,7 @@ def upgrade() -> None:
             traceparent   text,
             tracestate    text,
             baggage       text,
+            headers       text,
             queue         bytea NOT NULL,
             parked_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
             attempts      integer NOT NULL,
