@@ -126,7 +126,7 @@ class Consume:
             except _Unclear as unclear:
                 parts = work.halves()
                 if len(parts) == 1 and len(parts[0].items) == len(work.items):
-                    fates = fates | self._blamed(work.items, unclear, fates)
+                    fates = fates | self._blamed(_suspects(work, fates), unclear)
                 else:
                     return [o for one in parts for o in await self._apply(one, fates, attempts)]
 
@@ -142,27 +142,22 @@ class Consume:
                 return await self._commit(work, fates)
             except Exception as error:
                 contentions += is_contention(error)
-                if contentions > _CONTENTIONS:
+                if contentions > _CONTENTIONS and _is_doubtful(work, fates):
                     raise _Unclear("locked out", error) from error
                 raise
 
         try:
             return await attempts.copy()(commit)
         except _Unclear:
-            if len({item.marker.message.offset for item in work.items}) > 1:
+            if not _is_single(work):
                 raise
             # Once more: a row that another partition has created meanwhile is found now, and what
             # took so long may have been the way to the server, which is a new one now.
             contentions = 0
             return await attempts.copy()(commit)
 
-    def _blamed(
-        self, items: Sequence[Item], unclear: _Unclear, fates: dict[bytes, Fate]
-    ) -> dict[bytes, Fate]:
+    def _blamed(self, suspects: Sequence[Item], unclear: _Unclear) -> dict[bytes, Fate]:
         """Return the fates of the messages of one record, one of which must be at fault."""
-        suspects = [item for item in items if item.marker.key not in fates]
-        if not suspects:
-            raise unclear.error
         if len(suspects) > 1:
             return {item.marker.key: undecided(unclear.error) for item in suspects}
         (item,) = suspects
@@ -182,7 +177,7 @@ class Consume:
                 transaction = await session.begin()
                 # Outside the limit: waiting for a connection is not the batch's doing.
                 connection = await session.connection()
-                with _blaming(work, limit) as progress:
+                with _blaming(work, fates, limit) as progress:
                     async with asyncio.timeout(limit + _EARLY):
                         outcomes, results, staged = await self._execute(
                             session, connection, work, fates, progress
@@ -354,8 +349,22 @@ class _Progress:
     """When it had done what is the engine's, and turned to what the records ask for."""
 
 
+def _suspects(work: Work, fates: Mapping[bytes, Fate]) -> list[Item]:
+    """Return the messages that are to be handled, any of which may be at fault for an error."""
+    return [item for item in work.items if item.marker.key not in fates]
+
+
+def _is_single(work: Work) -> bool:
+    return len({item.marker.message.offset for item in work.items}) <= 1
+
+
+def _is_doubtful(work: Work, fates: Mapping[bytes, Fate]) -> bool:
+    """Whether an error may be the work's doing: it is too much at once, or somebody is at fault."""
+    return not _is_single(work) or bool(_suspects(work, fates))
+
+
 @contextmanager
-def _blaming(work: Work, limit: float) -> Iterator[_Progress]:
+def _blaming(work: Work, fates: Mapping[bytes, Fate], limit: float) -> Iterator[_Progress]:
     """Turn an error that any record of the batch may have caused into the question which.
 
     So is an outage, unless the batch has taken more seconds than the limit: then it was cut off.
@@ -370,7 +379,8 @@ def _blaming(work: Work, limit: float) -> Iterator[_Progress]:
     except Exception as error:
         in_time = perf_counter() - started < limit
         is_slow = len(work.items) == 1 and progress.records_since - started > limit / 2
-        if not work.items or ((in_time or is_slow) and is_infrastructure(error)):
+        is_outage = is_infrastructure(error) and (in_time or is_slow)
+        if is_outage or not _is_doubtful(work, fates):
             raise
         if in_time:
             raise _Unclear("transaction failed", error) from error

@@ -173,10 +173,13 @@ class Lanes:
 
     async def _sample(self) -> None:
         """Tell now and then what the backlog holds."""
-        if monotonic() >= self._sample_at:
-            self._sample_at = monotonic() + _SAMPLE_SECONDS
-            for row in await self._ask("counting the backlog", backlog.count):
-                telemetry.observe_backlog(*row)
+        begun = monotonic()
+        if begun < self._sample_at:
+            return
+        for row in await self._ask("counting the backlog", backlog.count):
+            telemetry.observe_backlog(*row)
+        # It reads the whole backlog, which may be much.
+        self._sample_at = monotonic() + max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
 
     async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def ask() -> T:

@@ -9,11 +9,11 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from pipeline import Event, Handlers, Transaction
+from pipeline import Event, Handlers, Transaction, consume
 from pipeline.outbox import Unpublishable
 
 from .bank import Account, Bank, Deposit, Deposited, Refused
-from .conftest import histories
+from .conftest import eventually, histories
 from .desk import Desk, NewDesk
 
 TOO_MUCH = 1_000_000
@@ -503,3 +503,20 @@ async def test_a_record_whose_row_another_never_gives_back_is_set_aside_and_no_o
     await desk.make_due()
     await desk.work_off()
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
+
+
+async def test_where_there_is_nobody_to_blame_a_lock_is_waited_for(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is only stored calls no handler: if that does not work, the database is at fault."""
+    monkeypatch.setattr(consume, "_CONTENTIONS", 0)
+    options = {"mode": "deferred"}
+    bank = Bank(deposits="deposits", balances="balances", name="bank", options=options)
+    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.05)
+    async with db.transaction():
+        await db.execute("LOCK TABLE pipeline.backlog IN EXCLUSIVE MODE")
+        applying = asyncio.create_task(desk.apply(Deposit(1)))
+        await eventually(lambda: len(desk.outages) > 3)
+    await applying
+    assert await desk.set_aside() == {("deposit", 0): "deferred"}
+    assert bank.calls == []
