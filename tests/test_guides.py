@@ -12,6 +12,7 @@ from tests.baked import RAW, ROOT
 
 HANDLING = (ROOT / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (ROOT / "docs" / "operating-errors.md").read_text("utf-8")
+EVENTS = OPERATING.partition("## Events that Kafka refuses")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
 
 
@@ -57,6 +58,23 @@ def test_every_reason_is_in_the_guide_for_operators() -> None:
     assert set(re.findall(r"^\| `([^`]+)` ", chapter, re.MULTILINE)) == known
 
 
+def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operators() -> None:
+    known = set(ast.literal_eval(assigned("dead_events.py", "REASONS")))
+    assert set(re.findall(r"^\| `([^`]+)` ", EVENTS, re.MULTILINE)) == known
+
+
+def test_the_fields_of_events_for_scripts_are_those_that_the_commands_write() -> None:
+    written = {
+        *fields("dead_events.py", "UnsentEvent"),
+        *fields("dead_events.py", "EventDetail"),
+        *fields("dead_events.py", "EventGroup"),
+    } - {"event"}
+    paragraph = re.search(r"^With `--json` .*", EVENTS, re.DOTALL | re.MULTILINE)
+    assert paragraph
+    named = set(re.findall(r"`([a-z_]+)`", paragraph[0]))
+    assert named - {"list", "show", "redrive", "discard"} == written
+
+
 def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
     written = {
         *fields("dead.py", "Letter"),
@@ -81,4 +99,8 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     assert "(30.0, 120.0, 480.0, 1_920.0, 3_600.0)" in policy
     assert "breaker_keys: Count = 20" in settings
     assert "unclean_starts: Count = 3" in settings
+    assert "unsent_pause: Seconds = 5.0" in settings
+    assert "unsent_attempts: Count = 100" in settings
+    assert "unsent_age: Seconds = 86_400.0" in settings
+    assert "relay_lease: Annotated[float, Field(ge=1)] = 10.0" in settings
     assert "hang_timeout: Annotated[float, Field(ge=2)] = 30.0" in settings

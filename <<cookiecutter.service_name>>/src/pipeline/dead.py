@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from time import monotonic
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import asyncpg
 
@@ -21,15 +21,16 @@ from .message import headers_of, marker_key
 from .operations import Refused
 
 T = TypeVar("T")
+OutcomeT = TypeVar("OutcomeT", bound=StrEnum)
 
 CHUNK = 1_000
 """Rows that one transaction changes, and one statement reads."""
 TOO_OLD = "too old"
-_SECONDS = 600.0
+SECONDS = 600.0
 """What counting may take where millions are stored."""
 _POLL_MIN, _POLL_MAX = 0.05, 1.0
-_NAMED = 20
-"""Messages that are told of one by one."""
+NAMED = 20
+"""Of those that are dead again so many are told of one by one."""
 
 REASONS: Mapping[str, str] = {
     # Records that are nobody's: no handler has seen them.
@@ -127,7 +128,7 @@ _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY k
 
 _ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
 
-_LIMITS = """
+LIMITS = """
 SELECT set_config('lock_timeout', $1, true),
        set_config('idle_in_transaction_session_timeout', $1, true)
 """
@@ -272,10 +273,10 @@ class Redriven:
 
 
 @dataclass(slots=True)
-class Became:
-    """What has become of messages that were redriven."""
+class Became(Generic[OutcomeT]):
+    """What has become of those that were redriven."""
 
-    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    counts: dict[OutcomeT, int]
     died: list[dict[str, str | None]] = field(default_factory=list)
     """Some of those that are dead again: `id`, `reason`, `error`."""
 
@@ -308,7 +309,7 @@ async def _key(connection: asyncpg.Connection, handle: str) -> bytes:
 
 async def count(connection: asyncpg.Connection, state: State, which: Which) -> list[Group]:
     """Count what is alike."""
-    rows = await connection.fetch(_COUNTS[state], *which.arguments, timeout=_SECONDS)
+    rows = await connection.fetch(_COUNTS[state], *which.arguments, timeout=SECONDS)
     return [Group(*row) for row in rows]
 
 
@@ -320,7 +321,7 @@ async def letters(
     while limit > 0:
         size = min(limit, CHUNK)
         rows = await connection.fetch(
-            _LETTERS[state], *which.arguments, *after, size, timeout=_SECONDS
+            _LETTERS[state], *which.arguments, *after, size, timeout=SECONDS
         )
         for row in rows:
             yield _letter(row)
@@ -338,9 +339,9 @@ async def detail(connection: asyncpg.Connection, handle: str) -> Detail:
     return Detail(
         letter=_letter(row),
         advice=REASONS.get(row["reason"], "nothing is known of this reason"),
-        value=_shown(row["value"]),
+        value=shown(row["value"]),
         headers=[
-            (name.encode("utf-8", "backslashreplace").decode(), _shown(value))
+            (name.encode("utf-8", "backslashreplace").decode(), shown(value))
             for name, value in headers_of(row["headers"])
         ],
         timestamp=row["timestamp"],
@@ -368,7 +369,7 @@ def _letter(row: asyncpg.Record) -> Letter:
         topic=row["topic"],
         partition=row["partition"],
         offset=row["offset"],
-        key=_shown(row["record_key"]),
+        key=shown(row["record_key"]),
         received_at=row["received_at"],
         due_at=row["due_at"],
         died_at=row["died_at"],
@@ -378,7 +379,8 @@ def _letter(row: asyncpg.Record) -> Letter:
     )
 
 
-def _shown(data: bytes | None) -> Shown:
+def shown(data: bytes | None) -> Shown:
+    """Return bytes as programs and people can read them."""
     if data is None:
         return None
     try:
@@ -438,12 +440,12 @@ async def _in_chunks(
     patience: float,
 ) -> AsyncIterator[T]:
     """Change rows lane by lane, and the rows of a key in its order."""
-    for (lane,) in await connection.fetch(_LANES, *which.arguments, timeout=_SECONDS):
+    for (lane,) in await connection.fetch(_LANES, *which.arguments, timeout=SECONDS):
         is_done = False
         while not is_done:
             async with connection.transaction():
                 # A stopped process must not hold the lane.
-                await connection.execute(_LIMITS, f"{round(patience * 1000)}ms")
+                await connection.execute(LIMITS, f"{round(patience * 1000)}ms")
                 await backlog.seize(connection, lane)
                 rows = await connection.fetch(_CHUNK, *which.arguments, lane, CHUNK)
                 changed = await change(rows)
@@ -478,25 +480,38 @@ async def _read_again(
 
 async def follow(
     connection: asyncpg.Connection, redriven: Sequence[Redriven], seconds: float
-) -> Became:
+) -> Became[Outcome]:
     """Say what becomes of them, as soon as none waits any more, or so many seconds from now."""
-    became = Became()
-    waiting = list(redriven)
+    became = Became(dict.fromkeys(Outcome, 0))
+    waiting = await until_none_waits(
+        redriven, seconds, lambda some: _sort(connection, some, became)
+    )
+    became.counts[Outcome.WAITING] = len(waiting)
+    return became
+
+
+async def until_none_waits(
+    some: Sequence[T], seconds: float, sort: Callable[[Sequence[T]], Awaitable[list[T]]]
+) -> list[T]:
+    """Sort out, again and again, until none is left or so many seconds have passed.
+
+    `sort` is given some at a time and returns those that wait still; so does this in the end.
+    """
+    waiting = list(some)
     deadline, pause = monotonic() + seconds, _POLL_MIN
     while True:
-        still: list[Redriven] = []
+        still: list[T] = []
         for start in range(0, len(waiting), CHUNK):
-            still += await _sort(connection, waiting[start : start + CHUNK], became)
+            still += await sort(waiting[start : start + CHUNK])
         waiting = still
         if not waiting or monotonic() >= deadline:
-            became.counts[Outcome.WAITING] = len(waiting)
-            return became
+            return waiting
         await asyncio.sleep(min(pause, max(0.0, deadline - monotonic())))
         pause = min(2 * pause, _POLL_MAX)
 
 
 async def _sort(
-    connection: asyncpg.Connection, some: Sequence[Redriven], became: Became
+    connection: asyncpg.Connection, some: Sequence[Redriven], became: Became[Outcome]
 ) -> list[Redriven]:
     """Note what has become of some; returns those that wait."""
     keys = list({key for one in some for key in (*one.keys, *one.markers)})
@@ -511,7 +526,7 @@ async def _sort(
             waiting.append(one)
             continue
         became.counts[outcome] += 1
-        if outcome is Outcome.DEAD and len(became.died) < _NAMED:
+        if outcome is Outcome.DEAD and len(became.died) < NAMED:
             became.died += [
                 {"id": row["key"].hex(), "reason": row["reason"], "error": row["error"]}
                 for row in rows[:1]

@@ -1,9 +1,6 @@
 """The commands `service dead …`."""
 
-import getpass
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -12,40 +9,46 @@ import asyncpg
 import typer
 from pydantic_core import to_json
 
-from . import dead
-from .dead import Became, Detail, Group, Letter, Outcome, Redriven, Shown, State, Which
+from . import dead, dead_event_commands, dead_events
+from .asking import (
+    Because,
+    Discarded,
+    DryRun,
+    How,
+    Json,
+    Limit,
+    Newer,
+    Older,
+    Operator,
+    Progress,
+    Summary,
+    Wait,
+    Waiting,
+    Yes,
+    at,
+    is_agreed,
+    one_line,
+    one_of,
+    signed,
+    state_of,
+    tell_all,
+    tell_total,
+    tell_what_became,
+    text_of,
+)
+from .dead import Detail, Group, Letter, Redriven, State, Which
 from .operations import Refused
 from .service import Service
 from .settings import Settings
 from .terminal import connected, read_settings, run_to_end
 
-_PROGRESS = 10_000
-"""After so many messages there is a line on standard error."""
 _SHORT = 16
 """Characters of an id that are shown."""
-_DEAD_AGAIN = 3
-"""Exit code."""
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey, and a payload may hold; tab and end of line are harmless."""
-
-
-def _span(text: str) -> timedelta:
-    match = re.fullmatch(r"(\d+)([smhd])", text)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m, 2h or 7d")
-    return timedelta(seconds=int(match[1]) * _UNITS[match[2]])
-
-
-def _reason(text: str) -> str:
-    if text not in dead.REASONS:
-        raise typer.BadParameter(f"{text!r} is none of: {', '.join(dead.REASONS)}")
-    return text
-
 
 _Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
 _Reasons = Annotated[
-    list[str] | None, typer.Option("--reason", parser=_reason, help="may be repeated")
+    list[str] | None,
+    typer.Option("--reason", parser=one_of(list(dead.REASONS)), help="may be repeated"),
 ]
 _Consumer = Annotated[
     str | None, typer.Option(help="name of a consumer; '' for records that are nobody's")
@@ -53,17 +56,6 @@ _Consumer = Annotated[
 _Type = Annotated[str | None, typer.Option(help="type of the event")]
 _Topic = Annotated[str | None, typer.Option(help="topic that it came from")]
 _Key = Annotated[str | None, typer.Option(help="the record's key")]
-_Older = Annotated[
-    timedelta | None,
-    typer.Option(parser=_span, metavar="90s|15m|2h|7d", help="dead for at least so long"),
-]
-_Newer = Annotated[
-    timedelta | None,
-    typer.Option(parser=_span, metavar="90s|15m|2h|7d", help="dead for at most so long"),
-]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="only count")]
-_Yes = Annotated[bool, typer.Option("--yes", help="don't ask")]
-_Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 @dataclass(frozen=True)
@@ -99,6 +91,9 @@ def group(service: Service) -> typer.Typer:
     """Return the commands for a service."""
     app = typer.Typer(help="Messages that only a person can do more for.", no_args_is_help=True)
 
+    events = dead_event_commands.group(service)
+    app.add_typer(events, name="events")
+
     @app.command("list")
     def list_letters(
         reason: _Reasons = None,
@@ -106,32 +101,23 @@ def group(service: Service) -> typer.Typer:
         type: _Type = None,
         topic: _Topic = None,
         key: _Key = None,
-        older_than: _Older = None,
-        newer_than: _Newer = None,
-        waiting: Annotated[
-            bool, typer.Option("--waiting", help="what waits in the backlog instead")
-        ] = False,
-        discarded: Annotated[
-            bool, typer.Option("--discarded", help="what was discarded instead")
-        ] = False,
-        summary: Annotated[
-            bool, typer.Option("--summary", help="only count what is alike")
-        ] = False,
-        limit: Annotated[int, typer.Option(min=1, help="so many at most")] = 50,
-        as_json: _Json = False,
+        older_than: Older = None,
+        newer_than: Newer = None,
+        waiting: Waiting = False,
+        discarded: Discarded = False,
+        summary: Summary = False,
+        limit: Limit = 50,
+        as_json: Json = False,
     ) -> None:
         """List dead letters, the newest first; with --json each is a line."""
-        if waiting and discarded:
-            raise typer.BadParameter("--waiting and --discarded exclude each other")
-        state: State = "waiting" if waiting else "discarded" if discarded else "dead"
+        state = state_of(waiting=waiting, discarded=discarded)
         asked = _Asked(None, reason, consumer, type, topic, key, older_than, newer_than)
-        settings = read_settings()
         work = _summary if summary else _list
-        run_to_end(work(service, settings, state, asked, limit, as_json=as_json))
+        run_to_end(work(service, read_settings(), state, asked, limit, as_json=as_json))
 
     @app.command()
     def show(
-        id: Annotated[str, typer.Argument(help="as `list` shows it")], as_json: _Json = False
+        id: Annotated[str, typer.Argument(help="as `list` shows it")], as_json: Json = False
     ) -> None:
         """Tell all that is stored of one, and what to do about it; also of one that waits."""
         run_to_end(_show(service, read_settings(), id, as_json=as_json))
@@ -144,58 +130,44 @@ def group(service: Service) -> typer.Typer:
         type: _Type = None,
         topic: _Topic = None,
         key: _Key = None,
-        older_than: _Older = None,
-        newer_than: _Newer = None,
-        wait: Annotated[
-            float, typer.Option(min=0, help="seconds to wait for what becomes of them")
-        ] = 30.0,
-        dry_run: _DryRun = False,
-        yes: _Yes = False,
-        as_json: _Json = False,
+        older_than: Older = None,
+        newer_than: Newer = None,
+        wait: Wait = 30.0,
+        dry_run: DryRun = False,
+        yes: Yes = False,
+        as_json: Json = False,
     ) -> None:
         """Try them again, in order and with a new budget, and say what became of them.
 
         The exit code is 3 if some are dead again.
         """
         asked = _Asked(ids, reason, consumer, type, topic, key, older_than, newer_than)
-        how = _How(dry_run, not yes, as_json)
+        how = How(dry_run, not yes, as_json)
         run_to_end(_redrive(service, read_settings(), asked, wait, how))
 
     @app.command()
     def discard(
-        because: Annotated[str, typer.Option(help="why; it is kept")],
+        because: Because,
         ids: _Ids = None,
         reason: _Reasons = None,
         consumer: _Consumer = None,
         type: _Type = None,
         topic: _Topic = None,
         key: _Key = None,
-        older_than: _Older = None,
-        newer_than: _Newer = None,
-        operator: Annotated[
-            str | None, typer.Option(help="who; it is kept", show_default="you")
-        ] = None,
-        dry_run: _DryRun = False,
-        yes: _Yes = False,
-        as_json: _Json = False,
+        older_than: Older = None,
+        newer_than: Newer = None,
+        operator: Operator = None,
+        dry_run: DryRun = False,
+        yes: Yes = False,
+        as_json: Json = False,
     ) -> None:
         """Give them up: they stay stored, and known when they come again; their keys go on."""
         asked = _Asked(ids, reason, consumer, type, topic, key, older_than, newer_than)
-        by = _user() if operator is None else operator
-        for name, text in (("--because", because), ("--operator", by)):
-            if not text.strip():
-                raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
-        how = _How(dry_run, not yes, as_json)
+        by = signed(because, operator)
+        how = How(dry_run, not yes, as_json)
         run_to_end(_discard(service, read_settings(), asked, by, because, how))
 
     return app
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # as in a container whose user has no name
-        return ""
 
 
 async def _list(
@@ -209,9 +181,8 @@ async def _list(
             typer.echo(to_json(letter).decode() if as_json else _line(letter))
         if as_json:
             return
-        total = sum(one.count for one in await dead.count(connection, state, which))
-    more = f", the newest of {total:,}: --limit shows more" if total > number else ""
-    typer.echo(f"{number:,} {state}{more}")
+        tell_total(number, _total(await dead.count(connection, state, which)), state)
+        await _tell_of_events(connection, state)
 
 
 async def _summary(
@@ -219,10 +190,17 @@ async def _summary(
 ) -> None:
     async with connected(service, settings) as connection:
         groups = await dead.count(connection, state, await asked.which(connection))
-    for one in groups[:limit]:
-        typer.echo(to_json(one).decode() if as_json else _counted(one))
-    if not as_json:
-        typer.echo(f"{sum(one.count for one in groups):,} {state}")
+        for one in groups[:limit]:
+            typer.echo(to_json(one).decode() if as_json else _counted(one))
+        if not as_json:
+            typer.echo(f"{_total(groups):,} {state}")
+            await _tell_of_events(connection, state)
+
+
+async def _tell_of_events(connection: asyncpg.Connection, state: State) -> None:
+    """Say where the other dead letters are."""
+    if state == "dead" and (number := await dead_events.number(connection)):
+        typer.echo(f"dead events, too: {number:,}; see `service dead events list`")
 
 
 async def _show(service: Service, settings: Settings, id: str, *, as_json: bool) -> None:
@@ -232,28 +210,19 @@ async def _show(service: Service, settings: Settings, id: str, *, as_json: bool)
         fields = asdict(detail)
         typer.echo(to_json(fields.pop("letter") | fields, indent=2).decode())
     else:
-        typer.echo(_told(detail))
-
-
-@dataclass(frozen=True)
-class _How:
-    """How a command that changes something goes about it."""
-
-    is_dry: bool
-    asks: bool
-    as_json: bool
+        _tell(detail)
 
 
 async def _redrive(
-    service: Service, settings: Settings, asked: _Asked, wait: float, how: _How
+    service: Service, settings: Settings, asked: _Asked, wait: float, how: How
 ) -> None:
     became = None
     async with connected(service, settings) as connection:
         everything = await _of_the_dead(connection, asked)
         which = dead.redrivable(everything, service.handlers)
         groups = _without_what_stays(await dead.count(connection, "dead", everything), which)
-        progress = _Progress("redriven", sum(one.count for one in groups))
-        if _is_agreed("redrive", groups, how):
+        progress = Progress("redriven", _total(groups))
+        if is_agreed("redrive", [_counted(one) for one in groups], _total(groups), how):
             redriven: list[Redriven] = []
             with progress.told():
                 async for some in dead.redrive(
@@ -262,13 +231,11 @@ async def _redrive(
                     progress.add(len(some))
                     redriven += some if wait else []
             became = await dead.follow(connection, redriven, wait) if wait else None
-    if how.as_json:
-        counts = became and {outcome.value: number for outcome, number in became.counts.items()}
-        progress.tell_program(became=counts, died=became and became.died)
-    elif became:
-        _tell_what_became(became, wait)
-    if became and became.counts[Outcome.DEAD]:
-        raise typer.Exit(_DEAD_AGAIN)
+    waiting = (
+        f"Some wait after {wait:g} s: see `service dead list --waiting`,"
+        " and whether the service runs."
+    )
+    tell_what_became(became, progress, how, short=_SHORT, waiting=waiting)
 
 
 async def _discard(
@@ -277,13 +244,13 @@ async def _discard(
     asked: _Asked,
     operator: str,
     because: str,
-    how: _How,
+    how: How,
 ) -> None:
     async with connected(service, settings) as connection:
         which = await _of_the_dead(connection, asked)
         groups = await dead.count(connection, "dead", which)
-        progress = _Progress("discarded", sum(one.count for one in groups))
-        if _is_agreed("discard", groups, how):
+        progress = Progress("discarded", _total(groups))
+        if is_agreed("discard", [_counted(one) for one in groups], _total(groups), how):
             with progress.told():
                 async for number in dead.discard(
                     connection,
@@ -322,70 +289,14 @@ def _without_what_stays(groups: Sequence[Group], which: Which) -> list[Group]:
     return redriven
 
 
-def _is_agreed(verb: str, groups: Sequence[Group], how: _How) -> bool:
-    """Count, and ask; says whether to go on. Raises `typer.Abort` if the answer is no."""
-    total = sum(one.count for one in groups)
-    if not how.as_json:
-        for one in groups:
-            typer.echo(_counted(one))
-        typer.echo(f"{total:,} dead")
-    if not total or how.is_dry:
-        return False
-    if how.asks and not typer.confirm(f"{verb.capitalize()} {total:,}?", err=True):
-        raise typer.Abort
-    return True
-
-
-class _Progress:
-    """How many of those that were found have been changed."""
-
-    def __init__(self, verb: str, found: int) -> None:
-        self._verb = verb
-        self._found = found
-        self._number = 0
-
-    def add(self, number: int) -> None:
-        """Count some more; long work says now and then how far it is."""
-        before = self._number // _PROGRESS
-        self._number += number
-        if self._number // _PROGRESS > before:
-            self._tell()
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Say at the end how far it came, whatever has ended it."""
-        try:
-            yield
-        except BaseException:
-            self._tell("; run it again to go on")
-            raise
-        self._tell()
-
-    def _tell(self, more: str = "") -> None:
-        typer.echo(f"{self._verb} {self._number:,} of {self._found:,}{more}", err=True)
-
-    def tell_program(self, **more: object) -> None:
-        """Write what came of it for programs."""
-        typer.echo(to_json({"found": self._found, self._verb: self._number} | more))
-
-
-def _tell_what_became(became: Became, wait: float) -> None:
-    parts = [f"{number:,} {outcome}" for outcome, number in became.counts.items() if number]
-    typer.echo(", ".join(parts))
-    for one in became.died:
-        text = f"  {str(one['id'])[:_SHORT]} is dead again: {one['reason']}: {one['error']}"
-        typer.echo(_one_line(text))
-    if became.counts[Outcome.WAITING]:
-        typer.echo(
-            f"Some wait after {wait:g} s: see `service dead list --waiting`,"
-            " and whether the service runs."
-        )
+def _total(groups: Sequence[Group]) -> int:
+    return sum(one.count for one in groups)
 
 
 def _counted(one: Group) -> str:
-    newest = f"{_at(one.oldest)} to {_at(one.newest)}"
+    newest = f"{at(one.oldest)} to {at(one.newest)}"
     consumer, type = one.consumer or "(nobody)", one.type or "-"
-    return _one_line(
+    return one_line(
         f"{one.count:>8,}  {one.reason:<21}  {consumer:<20}  {type:<24}  {one.topic:<20}  {newest}"
     )
 
@@ -393,15 +304,15 @@ def _counted(one: Group) -> str:
 def _line(letter: Letter) -> str:
     """Return the letter in a line."""
     when = letter.discarded_at or letter.died_at or letter.due_at
-    return _one_line(
-        f"{letter.id[:_SHORT]}  {_at(when) if when else 'behind another':<20}"
+    return one_line(
+        f"{letter.id[:_SHORT]}  {at(when) if when else 'behind another':<20}"
         f"  {letter.attempts:>3}  {letter.reason:<21}  {letter.consumer or '(nobody)':<20}"
         f"  {letter.type or '-':<24}  {letter.topic}/{letter.partition}@{letter.offset}"
-        f"  {_text(letter.key)}"
+        f"  {text_of(letter.key)}"
     )
 
 
-def _told(detail: Detail) -> str:
+def _tell(detail: Detail) -> None:
     letter = detail.letter
     event = letter.type and f"{letter.type} {letter.message_id} of {letter.source}"
     lines = {
@@ -413,52 +324,31 @@ def _told(detail: Detail) -> str:
         "consumer": letter.consumer or "nobody: no handler has seen it",
         "event": event,
         "from": f"{letter.topic}/{letter.partition} at offset {letter.offset}",
-        "key": letter.key and _text(letter.key),
+        "key": letter.key and text_of(letter.key),
         "written": _written(detail.timestamp),
-        "received": _at(letter.received_at),
+        "received": at(letter.received_at),
         "payload": detail.hash and f"hash {detail.hash}",
         "before": detail.remembered_hash and f"hash {detail.remembered_hash}",
         "trace": detail.traceparent,
-        **{f"header {name}": _text(value) for name, value in detail.headers},
+        **{f"header {name}": text_of(value) for name, value in detail.headers},
     }
-    told = [_one_line(f"{name:<22} {text}") for name, text in lines.items() if text is not None]
-    if detail.traceback:
-        told += ["", _harmless(detail.traceback.rstrip())]
-    return "\n".join([*told, "", _harmless(_text(detail.value))])
+    traceback = [detail.traceback.rstrip()] if detail.traceback else []
+    tell_all(lines, *traceback, text_of(detail.value))
 
 
 def _state(detail: Detail) -> str:
     letter = detail.letter
     if letter.discarded_at:
         by, why = detail.discarded_by, detail.discarded_why
-        return f"discarded since {_at(letter.discarded_at)}, by {by}: {why}"
+        return f"discarded since {at(letter.discarded_at)}, by {by}: {why}"
     if letter.died_at:
         key = "its key waits for it" if letter.holds else "its key goes on"
-        return f"dead since {_at(letter.died_at)}; {key}"
-    return f"waiting, due {_at(letter.due_at)}" if letter.due_at else "waiting, behind another"
+        return f"dead since {at(letter.died_at)}; {key}"
+    return f"waiting, due {at(letter.due_at)}" if letter.due_at else "waiting, behind another"
 
 
 def _written(milliseconds: int) -> str:
     try:
-        return _at(datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=milliseconds))
+        return at(datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=milliseconds))
     except OverflowError:  # producers may send any number
         return f"{milliseconds} ms since 1970"
-
-
-def _at(time: datetime) -> str:
-    return f"{time:%Y-%m-%d %H:%M:%SZ}"
-
-
-def _text(data: Shown) -> str:
-    if data is None:
-        return "-"
-    return data["text"] if "text" in data else f"0x{data['hex']}"
-
-
-def _one_line(text: str) -> str:
-    return _harmless(text.replace("\n", "\\n"))
-
-
-def _harmless(text: str) -> str:
-    """Return text that a terminal only shows."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -164,7 +164,8 @@ class Page:
         else:
             self.refused |= chain.leave_out(refusal)
         if chain.refusals >= _AT_MOST:
-            self._closed[chain.topic] = replace(refusal, of_topic=True)
+            text = f"topic {chain.topic} has refused {_AT_MOST} events of a page: {refusal.reason}"
+            self._closed[chain.topic] = replace(refusal, of_topic=True, text=text)
 
     def left(self, chains: Sequence[Chain]) -> list[Chain]:
         """Return the chains with something to send, and leave out what a topic does not take."""

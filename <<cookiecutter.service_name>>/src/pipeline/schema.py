@@ -252,13 +252,19 @@ outbox_unsent = sa.Table(
     sa.Column("died_at", sa.DateTime(timezone=True), comment="it is a dead letter since then"),
     sa.Column("discarded_at", sa.DateTime(timezone=True)),
     sa.Column("discarded_by", sa.Text),
-    sa.Column("discarded_for", sa.Text, comment="the reason given"),
+    sa.Column("discarded_why", sa.Text),
     sa.Index(
         "outbox_unsent_queue_idx",
         "topic",
         "queue",
         "id",
         postgresql_where=sa.text("died_at IS NULL"),
+    ),
+    sa.Index(
+        "outbox_unsent_dead_idx",
+        "shard",
+        "id",
+        postgresql_where=sa.text("died_at IS NOT NULL AND discarded_at IS NULL"),
     ),
     comment="The outbound backlog: events that Kafka refuses, and those that wait behind them.",
 )

@@ -30,31 +30,40 @@ _LONGEST_PAUSE = 12
 """How many times the first pause the longest is."""
 
 _LOOK = """
-SELECT topic, queue, count(*) FILTER (WHERE died_at IS NULL) AS waiting,
-       count(*) FILTER (WHERE died_at IS NOT NULL) AS dead
+SELECT topic, queue, count(*) AS waiting, 0 AS dead
   FROM pipeline.outbox_unsent
- WHERE shard = ANY ($1) AND discarded_at IS NULL
+ WHERE shard = ANY ($1) AND died_at IS NULL
  GROUP BY topic, queue
+UNION ALL
+SELECT NULL, NULL, 0, count(*)
+  FROM pipeline.outbox_unsent
+ WHERE shard = ANY ($1) AND died_at IS NOT NULL AND discarded_at IS NULL
 """
 
 # An event that comes again, after a reset or because the cursor went back, is there already.
+# Of its key one may wait that was redriven since the last look: then it waits behind that one.
 _SET_ASIDE = f"""
 INSERT INTO pipeline.outbox_unsent
        ({COLUMNS}, queue, attempts, reason, error, died_at)
-SELECT {COLUMNS}, queue, attempts, reason, error,
-       CASE WHEN is_dead THEN clock_timestamp() END
+SELECT {COLUMNS},
+       COALESCE((SELECT waiting.queue FROM pipeline.outbox_unsent AS waiting
+                  WHERE waiting.topic = outbox.topic AND waiting.queue = sha256(outbox.key)
+                    AND waiting.died_at IS NULL
+                  LIMIT 1), aside.queue),
+       attempts, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
   FROM unnest($1::bigint[], $2::bytea[], $3::integer[], $4::text[], $5::text[], $6::boolean[])
        AS aside (id, queue, attempts, reason, error, is_dead)
   JOIN pipeline.outbox USING (id)
  WHERE created_at BETWEEN $7 AND $8
     ON CONFLICT (id) DO NOTHING
+RETURNING topic, queue, died_at IS NOT NULL AS is_dead
 """
 
 _DUE = f"""
 SELECT waiting.*
   FROM unnest($1::text[], $2::bytea[]) AS due (topic, queue)
  CROSS JOIN LATERAL (
-       SELECT {COLUMNS}, shard, queue, attempts,
+       SELECT {COLUMNS}, shard, queue, attempts, reason,
               extract(epoch FROM clock_timestamp() - parked_at)::float AS waited
          FROM pipeline.outbox_unsent AS unsent
         WHERE unsent.topic = due.topic AND unsent.queue = due.queue AND died_at IS NULL
@@ -115,6 +124,12 @@ class _Verdict:
     attempts: int = 0
     is_dead: bool = False
 
+    @property
+    def is_news(self) -> bool:
+        """Whether it says anything that is not stored of an event that was due."""
+        stored = self.event["reason"], self.event["attempts"]
+        return self.is_dead or (self.reason, self.attempts) != stored
+
 
 class Unsent:
     """The queues in one relay's shards, and when each is tried again."""
@@ -159,18 +174,20 @@ class Unsent:
         for event in events:
             if not refused.get(event["id"]):
                 by_key = self._is_of_a_key_that_waits(event)
-                queue = _of_key(event) if by_key else _of_topic(event)
-                self._queues.setdefault(queue, _Pause())  # it may be that its first one died
-                verdicts.append(_Verdict(event, queue))
+                verdicts.append(_Verdict(event, _of_key(event) if by_key else _of_topic(event)))
         times = [event["created_at"] for event in events]
-        await connection.execute(_SET_ASIDE, *_rows(verdicts), min(times), max(times))
+        rows = await connection.fetch(_SET_ASIDE, *_rows(verdicts), min(times), max(times))
+        for row in rows:
+            if not row["is_dead"]:
+                self._queues.setdefault(Queue(row["topic"], row["queue"]), _Pause())
 
     async def due(
         self, connection: asyncpg.Connection, shards: Sequence[int]
     ) -> Sequence[asyncpg.Record]:
         """Return the next events of the queues that are due, in order; a queue that is empty ends.
 
-        Nobody else adds to a queue meanwhile, so its events go by the window again from now on.
+        Its events go by the window again from now on: nobody else adds any but what is redriven,
+        and that has been overtaken before.
         """
         now = monotonic()
         due = [queue for queue, pause in self._queues.items() if pause.until <= now]
@@ -197,7 +214,7 @@ class Unsent:
         self._note(verdicts)
         await connection.execute(_SENT, [row["id"] for row in sent])
         # A topic that is still refused changes nothing.
-        if changed := [one for one in verdicts if one.is_dead or one.attempts]:
+        if changed := [one for one in verdicts if one.is_news]:
             await connection.execute(_REFUSED, *_rows(changed))
         # Behind an event that its topic has been waiting for, and that is now refused itself.
         if heads := [

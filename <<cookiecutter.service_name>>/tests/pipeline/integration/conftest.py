@@ -17,8 +17,9 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from typer.testing import CliRunner, Result
 
-from pipeline import Handlers, Service
+from pipeline import Handlers, Service, dead_commands
 from pipeline.breaker import Breaker
 from pipeline.consume import Consume
 from pipeline.database import autocommitting, create_engine
@@ -207,6 +208,16 @@ def settings(database_url: str, kafka: str) -> Callable[..., Settings]:
 
 
 @pytest.fixture
+def quick(settings: Callable[..., Settings]) -> Callable[..., Settings]:
+    """Make settings of a relay that soon tries again what Kafka refuses."""
+
+    def make(**changes: object) -> Settings:
+        return settings(**{"unsent_pause": 0.1, "relay_lease": 3, **changes})
+
+    return make
+
+
+@pytest.fixture
 def direct_url(server_url: str, database_url: str) -> str:
     """URL of the test's database, past any pooler."""
     return _database_url(server_url, make_url(database_url).database or "")
@@ -269,6 +280,33 @@ def unborn() -> Bank:
     """Return a bank whose topics do not exist."""
     name = uuid4().hex[:12]
     return Bank(deposits=f"test-{name}-in", balances=f"test-{name}-out", name=f"bank-{name}")
+
+
+@pytest.fixture
+def missing() -> str:
+    """Return the name of a topic that does not exist."""
+    return f"test-{uuid4().hex[:12]}"
+
+
+Command = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+def service(bank: Bank, database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Call `service dead …` in a thread, as a process would that has this bank's handlers."""
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
+    monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
+    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", kafka)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str, input: str | None = None) -> Result:
+        return CliRunner().invoke(dead_commands.group(bank.service), arguments, input=input)
+
+    async def command(*arguments: str, input: str | None = None) -> Result:
+        return await asyncio.to_thread(call, *arguments, input=input)
+
+    return command
 
 
 Running = Callable[..., AbstractAsyncContextManager[Health]]

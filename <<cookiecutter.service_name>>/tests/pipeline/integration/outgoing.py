@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -13,8 +13,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from sqlalchemy import make_url
 
-from pipeline import outbox, window
+from pipeline import dead_events, outbox, window
 from pipeline.database import create_engine
+from pipeline.dead_events import UnsentEvent, Which
 from pipeline.health import Health
 from pipeline.outbox import StagedEvent
 from pipeline.relay import Relay
@@ -25,6 +26,9 @@ from pipeline.window import Page, Progress
 from .conftest import PATIENCE, eventually
 
 ALL_SHARDS = list(range(SHARDS))
+EVERYTHING = Which()
+SMALL, LARGE = b"x" * 10, b"x" * 9_000
+"""Payloads; topics of tests that allow 4,000 bytes don't take the second one."""
 
 
 async def let_leases_end(connection: asyncpg.Connection) -> None:
@@ -56,15 +60,59 @@ def event(
     return plain._replace(**fields)  # type: ignore[arg-type]
 
 
+def numbered(topic: str, numbers: Iterable[object], key: str | None = "ada") -> list[StagedEvent]:
+    """Return events of one key whose ids are the numbers."""
+    return [event(topic, number, key) for number in numbers]
+
+
 async def stage(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
     """Commit events, in a transaction of their own."""
     async with connection.transaction():
         await outbox.copy(connection, events)
 
 
-def numbered(topic: str, numbers: Iterable[object], key: str | None = "ada") -> list[StagedEvent]:
-    """Return events of one key whose ids are the numbers."""
-    return [event(topic, number, key) for number in numbers]
+async def waiting(db: asyncpg.Connection) -> list[str]:
+    """Return the ids of the events that wait in the outbound backlog."""
+    rows = await db.fetch(
+        "SELECT event_id FROM pipeline.outbox_unsent WHERE died_at IS NULL ORDER BY id"
+    )
+    return [row["event_id"] for row in rows]
+
+
+def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitable[bool]]:
+    """Return the question whether just these events wait, for `eventually`."""
+
+    async def ask() -> bool:
+        return await waiting(db) == [str(id) for id in ids]
+
+    return ask
+
+
+async def died(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[UnsentEvent]:
+    """Return dead events, in the order in which they were staged."""
+    found = [one async for one in dead_events.events(db, "dead", which, 10_000)]
+    return sorted(found, key=lambda one: one.id)
+
+
+def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitable[bool]]:
+    """Return the question whether just these events are dead, for `eventually`."""
+
+    async def ask() -> bool:
+        return [one.event_id for one in await died(db)] == [str(id) for id in ids]
+
+    return ask
+
+
+async def redrive(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[int]:
+    """Redrive dead events, as the command does."""
+    chunks = dead_events.redrive(db, which, patience=PATIENCE)
+    return [id async for ids in chunks for id in ids]
+
+
+async def discard(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[int]:
+    """Discard dead events, as the command does."""
+    chunks = dead_events.discard(db, which, operator="zoë", why="sent by hand", patience=PATIENCE)
+    return [id async for ids in chunks for id in ids]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import asyncpg
 import pytest
-from typer.testing import CliRunner, Result
 
 from pipeline import (
     Handlers,
@@ -18,23 +17,22 @@ from pipeline import (
     Plain,
     Policy,
     Reject,
+    asking,
     backlog,
     dead,
-    dead_commands,
 )
 from pipeline.backlog import LaneLost, Row
 from pipeline.batch import Batch, read
 from pipeline.database import autocommitting
-from pipeline.dead import Became, Letter, Redriven, State, Which
+from pipeline.dead import Became, Letter, Outcome, Redriven, State, Which
 from pipeline.failures import patiently
 from pipeline.policy import dead as fate_of
 from pipeline.runtime import Part
 from pipeline.work import FromLane, FromPartition
 
 from .bank import Bank, Deposit
-from .conftest import Running, eventually, histories
+from .conftest import Command, Running, eventually, histories
 from .desk import Desk, NewDesk
-from .pooler import POOLED
 from .processes import Start, starting
 
 HOLDING = Policy(attempts=1, after_death="hold")
@@ -57,27 +55,6 @@ async def start(
 async def desk(bank: Bank, new_desk: NewDesk) -> Desk:
     """Return the desk of the bank."""
     return await new_desk(bank.handlers, topic=bank.deposits)
-
-
-Command = Callable[..., Awaitable[Result]]
-
-
-@pytest.fixture
-def service(bank: Bank, database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Call `service dead …` in a thread, as a process would that has this bank's handlers."""
-    monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
-    monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
-    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", kafka)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str, input: str | None = None) -> Result:
-        return CliRunner().invoke(dead_commands.group(bank.service), arguments, input=input)
-
-    async def command(*arguments: str, input: str | None = None) -> Result:
-        return await asyncio.to_thread(call, *arguments, input=input)
-
-    return command
 
 
 async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
@@ -114,7 +91,7 @@ async def discard(desk: Desk, which: Which = EVERYTHING) -> int:
 async def became(desk: Desk, redriven: list[Redriven], seconds: float = 0.0) -> dict[str, int]:
     """Say what has become of them; only what has become of any."""
     async with autocommitting(desk.engine) as driver:
-        found: Became = await dead.follow(driver, redriven, seconds)
+        found: Became[Outcome] = await dead.follow(driver, redriven, seconds)
     return {outcome.value: number for outcome, number in found.counts.items() if number}
 
 
@@ -676,7 +653,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     desk: Desk, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead, "CHUNK", 1)
-    monkeypatch.setattr(dead_commands, "_PROGRESS", 2)
+    monkeypatch.setattr(asking, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
     seizes, calls = backlog.seize, []
 

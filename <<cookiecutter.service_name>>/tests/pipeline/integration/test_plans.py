@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import make_url
 
-from pipeline import inbox, unsent, window
+from pipeline import dead_events, inbox, unsent, window
 from pipeline.database import create_engine
 from pipeline.health import Health
 from pipeline.inbox import Anchor, Generations, Marker, Slot
@@ -245,6 +245,7 @@ async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
 ) -> None:
     engine = create_engine(CHOSEN, name="bank")
     one = Relay(engine, name="bank", settings=CHOSEN, health=Health(stall_after=10))
+    one._server = await asked._db.fetchval("SELECT pg_postmaster_start_time()")
     for step in (one._renew, one._renew, one._release):
         await step(asked)
     assert len(asked.plans) > 5
@@ -278,8 +279,35 @@ async def test_events_that_are_set_aside_from_a_large_outbox(asked: Explaining) 
     why = Refusal("topic missing", "it is", of_topic=True)
     await unsent.Unsent(CHOSEN).set_aside(asked, events, {event["id"]: why for event in events})
     assert only(asked).scanned == set()
-    assert only(asked).indexes <= {"outbox_id_idx", "outbox_unsent_pkey"}
+    assert only(asked).indexes <= {
+        "outbox_id_idx",
+        "outbox_unsent_pkey",
+        "outbox_unsent_queue_idx",
+    }
     assert only(asked).blocks < 500 * 40
+
+
+async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
+    asked: Explaining,
+) -> None:
+    await asked._db.execute(
+        "UPDATE pipeline.outbox_unsent SET died_at = now(), reason = 'too large' WHERE id < 40000"
+    )
+    everything = dead_events.Which().arguments
+    (shard, *_) = [row["shard"] for row in await asked._db.fetch(dead_events._SHARDS, *everything)]
+    ids = await asked.fetch(dead_events._CHUNK, *everything, shard, 0, 1_000)
+    assert 50 < len(ids) < 1_000
+    await asked.execute(dead_events._REDRIVE, [row["id"] for row in ids])
+    await asked.execute(dead_events._DISCARD, [row["id"] for row in ids], "ann", "a test")
+    await asked.fetch(dead_events._BECAME, [row["id"] for row in ids])
+    chunk, redrive, discard, became = asked.plans
+    assert (chunk.indexes, chunk.scanned) == ({"outbox_unsent_dead_idx"}, set())
+    assert chunk.blocks < 3 * len(ids)
+    assert redrive.indexes == {"outbox_unsent_pkey", "outbox_unsent_queue_idx"}
+    for one in (redrive, discard, became):
+        assert "outbox_unsent_pkey" in one.indexes
+        assert one.scanned == set()
+        assert one.blocks < len(ids) * 50
 
 
 async def test_that_a_statement_that_reads_everything_is_noticed(asked: Explaining) -> None:

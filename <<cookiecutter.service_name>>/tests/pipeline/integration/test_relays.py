@@ -261,7 +261,7 @@ async def test_whatever_happens_while_events_are_refused_every_event_arrives_in_
 ) -> None:
     """Traps 6 and 7."""
     chosen = settings(
-        relay_page=20, relay_lease=1, relay_cursor_interval=0.05, lanes=1, unsent_pause=0.05
+        relay_page=20, relay_lease=1, relay_cursor_interval=0.05, concurrency=1, unsent_pause=0.05
     )
     assert await faults_of(REFUSALS, chosen, connect, db, await new_topic(4), seed) == set()
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0

@@ -4,67 +4,40 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from pipeline import dead_events, epoch, relay, telemetry, unsent
+from pipeline import epoch, relay, telemetry, unsent
+from pipeline.dead_events import UnsentEvent, Which
 from pipeline.refusal import Refused
 from pipeline.settings import Settings
 
 from .conftest import eventually
 from .kafka_wire import Wire
 from .outgoing import (
+    LARGE,
+    SMALL,
     all_is_written,
     allow,
+    are_dead,
     create_topic,
     delete_topic,
+    died,
+    discard,
     event,
     following,
     let_leases_end,
     numbered,
+    redrive,
     relaying,
     stage,
+    waiting,
+    waits,
 )
 
 NewSettings = Callable[..., Settings]
 NewTopic = Callable[..., Awaitable[str]]
-
-SMALL, LARGE = b"x" * 10, b"x" * 9_000
-
-
-@pytest.fixture
-def quick(settings: NewSettings) -> NewSettings:
-    """Make settings of a relay that tries again soon."""
-
-    def make(**changes: object) -> Settings:
-        return settings(**{"unsent_pause": 0.1, "relay_lease": 3, **changes})
-
-    return make
-
-
-@pytest.fixture
-def missing() -> str:
-    """Return the name of a topic that does not exist."""
-    return f"test-{uuid4().hex[:12]}"
-
-
-async def waiting(db: asyncpg.Connection) -> list[str]:
-    """Return the ids of the events that wait in the outbound backlog."""
-    rows = await db.fetch(
-        "SELECT event_id FROM pipeline.outbox_unsent WHERE died_at IS NULL ORDER BY id"
-    )
-    return [row["event_id"] for row in rows]
-
-
-def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitable[bool]]:
-    """Return the question whether just these events wait, for `eventually`."""
-
-    async def ask() -> bool:
-        return await waiting(db) == [str(id) for id in ids]
-
-    return ask
 
 
 async def attempts(db: asyncpg.Connection) -> dict[str, int]:
@@ -192,6 +165,27 @@ async def test_behind_an_event_that_is_too_large_only_those_of_its_key_wait(
     for place, key in enumerate(["ada", "bob", "eve"]):
         assert first[key.encode()] == [str(n) for n in range(place, 90, 4)]
     assert len(tail.records) == 90
+
+
+async def test_a_topic_that_refuses_many_events_of_a_page_waits_as_a_whole_and_says_so(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    # Each is smaller than the last one that was refused, and so has to be tried.
+    large = [event(topic, n, f"key {n}", b"x" * (9_000 - 100 * n)) for n in range(30)]
+    await stage(db, [*large, *numbered(topic, ["x"])])
+    with caplog.at_level(logging.WARNING, "pipeline.unsent"):
+        async with following(kafka, topic) as tail, relaying(quick(unsent_pause=0.01)):
+            await tail.until_ids(["x"])
+            await allow(kafka, topic, 100_000)
+            await tail.until_ids(range(30))
+    # It says nothing of events that were not refused themselves.
+    line = f"relay: events wait: topic {topic} has refused 20 events of a page: too large"
+    assert line in caplog.messages
 
 
 async def test_an_event_without_a_key_waits_for_no_other_and_is_waited_for_by_none(
@@ -368,38 +362,32 @@ async def test_an_event_that_is_refused_too_often_is_a_dead_letter_and_those_beh
         await tail.until_ids([0, 2, 4, 5])
         await eventually(waits(db, []))
         assert tail.ids == ["0", "2", "4", "5"]
-        first, second = await dead_events.dead(db)
+        first, second = await died(db)
         assert (first.event_id, second.event_id) == ("1", "3")
-        assert (first.key, first.payload, first.attempts) == (b"ada", LARGE, budget)
+        assert (first.key, first.size, first.attempts) == ({"text": "ada"}, len(LARGE), budget)
         assert first.reason == "too large"
-        assert "raise the topic's max.message.bytes" in first.error
-        assert await dead_events.dead(db, topic="other") == []
-        assert await dead_events.dead(db, after=first.id) == [second]
+        assert "raise the topic's max.message.bytes" in str(first.error)
         # A person gives one up, and lets the other be tried again, in vain and then not.
-        assert await dead_events.discard(db, [first.id], by="zoë", reason="sent by hand") == [
-            first.id
-        ]
-        assert await dead_events.redrive(db, [first.id, second.id]) == [second.id]
+        assert await discard(db, Which(ids=[first.id])) == [first.id]
+        assert await redrive(db, Which(ids=[first.id, second.id])) == [second.id]
         await eventually(lambda: _is_dead_again(db, second))
         await allow(kafka, topic, 100_000)
-        await dead_events.redrive(db, [second.id])
+        await redrive(db)
         await tail.until_ids([3])
         await stage(db, numbered(topic, [6]))
         await tail.until_ids([6])
         await eventually(waits(db, []))
-    assert await dead_events.dead(db) == []
+    assert await died(db) == []
     left = await db.fetchrow("SELECT * FROM pipeline.outbox_unsent")
-    assert (left["event_id"], left["discarded_by"], left["discarded_for"]) == (
+    assert (left["event_id"], left["discarded_by"], left["discarded_why"]) == (
         "1",
         "zoë",
         "sent by hand",
     )
 
 
-async def _is_dead_again(db: asyncpg.Connection, one: dead_events.DeadEvent) -> bool:
-    return any(
-        again.id == one.id and again.died_at > one.died_at for again in await dead_events.dead(db)
-    )
+async def _is_dead_again(db: asyncpg.Connection, one: UnsentEvent) -> bool:
+    return any(again.id == one.id and again.died_at != one.died_at for again in await died(db))
 
 
 async def test_events_whose_topic_is_missing_for_too_long_are_dead_letters_and_may_be_redriven(
@@ -408,15 +396,10 @@ async def test_events_whose_topic_is_missing_for_too_long_are_dead_letters_and_m
     keys = ["ada", "bob", None]
     await stage(db, [event(missing, n, keys[n % 3]) for n in range(250)])
     async with relaying(quick(unsent_age=0.001)):
-
-        async def all_are_dead() -> bool:
-            return len(await dead_events.dead(db)) == 250
-
-        await eventually(all_are_dead)
-    died = await dead_events.dead(db)
-    assert {(one.reason, one.attempts) for one in died} == {("topic missing", 0)}
+        await eventually(are_dead(db, range(250)))
+    assert {(one.reason, one.attempts) for one in await died(db)} == {("topic missing", 0)}
     await create_topic(kafka, missing)
-    await dead_events.redrive(db, [one.id for one in died])
+    assert len(await redrive(db)) == 250
     async with following(kafka, missing) as tail, relaying(quick()):
         await tail.until_ids(range(250))
         await eventually(waits(db, []))
@@ -432,15 +415,14 @@ async def test_a_dead_event_that_is_redriven_joins_those_of_its_key_that_wait_wi
     async with relaying(quick()) as one:
         await eventually(waits(db, [0, 1, 2, "x"]))
         await one.stop()
-    died = await db.fetch(
+    await db.execute(
         "UPDATE pipeline.outbox_unsent SET died_at = clock_timestamp(), attempts = 9,"
         " reason = 'too large', error = 'it was', queue = coalesce(sha256(key), '-')"
-        " WHERE event_id IN ('0', 'x') RETURNING id"
+        " WHERE event_id IN ('0', 'x')"
     )
-    assert len(await dead_events.redrive(db, [row["id"] for row in died])) == 2
+    assert len(await redrive(db)) == 2
     assert await waiting(db) == ["0", "1", "2", "x"]
-    queues = await db.fetch("SELECT queue, key IS NULL FROM pipeline.outbox_unsent GROUP BY 1, 2")
-    assert {tuple(row) for row in queues} == {(b"", False), (b"-", True)}
+    assert await db.fetch("SELECT DISTINCT queue FROM pipeline.outbox_unsent") == [(b"",)]
     assert set((await attempts(db)).values()) == {0}
     await create_topic(kafka, missing)
     async with following(kafka, missing) as tail, relaying(quick()):

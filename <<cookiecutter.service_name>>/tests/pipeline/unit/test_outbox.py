@@ -149,6 +149,7 @@ def test_a_row_has_what_the_event_and_the_engine_say_of_it() -> None:
         "traceparent": None,
         "tracestate": None,
         "baggage": None,
+        "headers": None,
     }
 
 

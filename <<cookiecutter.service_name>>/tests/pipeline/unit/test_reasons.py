@@ -1,11 +1,13 @@
 """The table of reasons against the code that gives them."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pipeline
-from pipeline import dead
+from pipeline import dead, dead_events, refusal
 from pipeline.message import Reason
 
 ENGINE = Path(pipeline.__file__).parent
@@ -45,3 +47,9 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
             ):
                 given |= set(reasons(node.value))
     assert given == set(dead.REASONS)
+
+
+def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other() -> None:
+    in_sql = set(re.findall(r"reason(?: =|,) '(\w[^']*)'", (ENGINE / "dead_events.py").read_text()))
+    assert in_sql == {"follows another", "redriven"}
+    assert {*get_args(refusal.Reason), *in_sql} == set(dead_events.REASONS)

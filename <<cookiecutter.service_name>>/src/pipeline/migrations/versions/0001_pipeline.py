@@ -224,11 +224,14 @@ def upgrade() -> None:
             died_at       timestamptz,
             discarded_at  timestamptz,
             discarded_by  text,
-            discarded_for text
+            discarded_why text
         )""")
     op.execute("""
         CREATE INDEX outbox_unsent_queue_idx ON pipeline.outbox_unsent (topic, queue, id)
          WHERE died_at IS NULL""")
+    op.execute("""
+        CREATE INDEX outbox_unsent_dead_idx ON pipeline.outbox_unsent (shard, id)
+         WHERE died_at IS NOT NULL AND discarded_at IS NULL""")
     op.execute("""
         COMMENT ON TABLE pipeline.outbox_unsent IS
         'The outbound backlog: events that Kafka refuses, and those that wait behind them.'""")
@@ -237,7 +240,6 @@ def upgrade() -> None:
         "attempts": "how often it was refused itself",
         "reason": "null: it waits behind another",
         "died_at": "it is a dead letter since then",
-        "discarded_for": "the reason given",
     }.items():
         op.execute(f"COMMENT ON COLUMN pipeline.outbox_unsent.{column} IS '{comment}'")
 

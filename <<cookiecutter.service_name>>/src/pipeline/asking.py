@@ -1,0 +1,194 @@
+"""What commands share by which a person decides on many things: how they ask, count and tell."""
+
+import getpass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Annotated
+
+import typer
+from pydantic_core import to_json
+
+from .dead import Became, OutcomeT, Shown, State
+
+PROGRESS = 10_000
+"""After so many there is a line on standard error."""
+_DEAD_AGAIN = 3
+"""Exit code."""
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey, and a payload may hold; tab and end of line are harmless."""
+
+
+def span(text: str) -> timedelta:
+    """Read how long."""
+    match = re.fullmatch(r"(\d+)([smhd])", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m, 2h or 7d")
+    return timedelta(seconds=int(match[1]) * _UNITS[match[2]])
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], str]:
+    """Return what reads one of these names."""
+
+    def name(text: str) -> str:
+        if text not in names:
+            raise typer.BadParameter(f"{text!r} is none of: {', '.join(names)}")
+        return text
+
+    return name
+
+
+Older = Annotated[
+    timedelta | None,
+    typer.Option(parser=span, metavar="90s|15m|2h|7d", help="dead for at least so long"),
+]
+Newer = Annotated[
+    timedelta | None,
+    typer.Option(parser=span, metavar="90s|15m|2h|7d", help="dead for at most so long"),
+]
+Waiting = Annotated[bool, typer.Option("--waiting", help="what waits in the backlog instead")]
+Discarded = Annotated[bool, typer.Option("--discarded", help="what was discarded instead")]
+Summary = Annotated[bool, typer.Option("--summary", help="only count what is alike")]
+Limit = Annotated[int, typer.Option(min=1, help="so many at most")]
+Wait = Annotated[float, typer.Option(min=0, help="seconds to wait for what becomes of them")]
+Because = Annotated[str, typer.Option(help="why; it is kept")]
+Operator = Annotated[str | None, typer.Option(help="who; it is kept", show_default="you")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="only count")]
+Yes = Annotated[bool, typer.Option("--yes", help="don't ask")]
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a command that changes something goes about it."""
+
+    is_dry: bool
+    asks: bool
+    as_json: bool
+
+
+def state_of(*, waiting: bool, discarded: bool) -> State:
+    """Return what is to be listed."""
+    if waiting and discarded:
+        raise typer.BadParameter("--waiting and --discarded exclude each other")
+    return "waiting" if waiting else "discarded" if discarded else "dead"
+
+
+def signed(because: str, operator: str | None) -> str:
+    """Return who decides; refuses a decision without a name or a reason."""
+    by = _user() if operator is None else operator
+    for name, text in (("--because", because), ("--operator", by)):
+        if not text.strip():
+            raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
+    return by
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # as in a container whose user has no name
+        return ""
+
+
+def is_agreed(verb: str, groups: Sequence[str], total: int, how: How) -> bool:
+    """Tell how many they are, and ask whether to go on. Raises `typer.Abort` if not."""
+    if not how.as_json:
+        for line in groups:
+            typer.echo(line)
+        typer.echo(f"{total:,} dead")
+    if not total or how.is_dry:
+        return False
+    if how.asks and not typer.confirm(f"{verb.capitalize()} {total:,}?", err=True):
+        raise typer.Abort
+    return True
+
+
+class Progress:
+    """How many of those that were found have been changed."""
+
+    def __init__(self, verb: str, found: int) -> None:
+        self._verb = verb
+        self._found = found
+        self._number = 0
+
+    def add(self, number: int) -> None:
+        """Count some more; long work says now and then how far it is."""
+        before = self._number // PROGRESS
+        self._number += number
+        if self._number // PROGRESS > before:
+            self._tell()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Say at the end how far it came, whatever has ended it."""
+        try:
+            yield
+        except BaseException:
+            self._tell("; run it again to go on")
+            raise
+        self._tell()
+
+    def _tell(self, more: str = "") -> None:
+        typer.echo(f"{self._verb} {self._number:,} of {self._found:,}{more}", err=True)
+
+    def tell_program(self, **more: object) -> None:
+        """Write what came of it for programs."""
+        typer.echo(to_json({"found": self._found, self._verb: self._number} | more))
+
+
+def tell_what_became(
+    became: Became[OutcomeT] | None, progress: Progress, how: How, *, short: int, waiting: str
+) -> None:
+    """Say what has become of those that were redriven; ends with its own code if some are dead.
+
+    `short` is how much of an id is shown, `waiting` what is said where some wait.
+    """
+    counts = became and {str(outcome): number for outcome, number in became.counts.items()}
+    if how.as_json:
+        progress.tell_program(became=counts, died=became and became.died)
+    elif became and counts:
+        typer.echo(", ".join(f"{number:,} {name}" for name, number in counts.items() if number))
+        for one in became.died:
+            id = str(one["id"])[:short]
+            typer.echo(one_line(f"  {id} is dead again: {one['reason']}: {one['error']}"))
+        if counts["waiting"]:
+            typer.echo(waiting)
+    if counts and counts["dead"]:
+        raise typer.Exit(_DEAD_AGAIN)
+
+
+def tell_total(number: int, total: int, state: State) -> None:
+    """End a list."""
+    more = f", the newest of {total:,}: --limit shows more" if total > number else ""
+    typer.echo(f"{number:,} {state}{more}")
+
+
+def tell_all(lines: Mapping[str, object], *rest: str) -> None:
+    """Write what is known of one: lines with names, and then texts of several lines."""
+    told = [one_line(f"{name:<22} {text}") for name, text in lines.items() if text is not None]
+    typer.echo("\n".join([*told, *(f"\n{_harmless(text)}" for text in rest)]))
+
+
+def at(time: datetime) -> str:
+    """Return a time to the second."""
+    return f"{time:%Y-%m-%d %H:%M:%SZ}"
+
+
+def text_of(data: Shown) -> str:
+    """Return bytes as text, or in hex."""
+    if data is None:
+        return "-"
+    return data["text"] if "text" in data else f"0x{data['hex']}"
+
+
+def one_line(text: str) -> str:
+    """Return text as a line that a terminal only shows."""
+    return _harmless(text.replace("\n", "\\n"))
+
+
+def _harmless(text: str) -> str:
+    """Return text that a terminal only shows."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -1,0 +1,551 @@
+"""Dead events: a person lists those that Kafka refuses, has them tried again, or gives them up."""
+
+import asyncio
+import getpass
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from hashlib import sha256
+
+import asyncpg
+import pytest
+
+from pipeline import asking, dead_events
+from pipeline.dead import State
+from pipeline.dead_events import UnsentEvent, Which
+from pipeline.settings import Settings
+
+from .bank import Bank
+from .conftest import PATIENCE, Command, eventually
+from .outgoing import (
+    EVERYTHING,
+    LARGE,
+    SMALL,
+    allow,
+    are_dead,
+    create_topic,
+    died,
+    discard,
+    event,
+    following,
+    numbered,
+    redrive,
+    relaying,
+    stage,
+    waits,
+)
+from .processes import Start, starting
+
+Connect = Callable[[], Awaitable[asyncpg.Connection]]
+NewSettings = Callable[..., Settings]
+NewTopic = Callable[..., Awaitable[str]]
+
+_BURY = """
+INSERT INTO pipeline.outbox_unsent
+       (id, created_at, topic, key, payload, event_id, source, type, content_type,
+        queue, attempts, reason, error, died_at)
+SELECT n, now(), 'moves', ('key ' || n % 7)::bytea, '{}', 'event ' || n, '/bank', 'moved',
+       'application/json', sha256(('key ' || n % 7)::bytea), 100, 'too large', 'event is larger',
+       now() - make_interval(secs => n % 3)
+  FROM generate_series(1, $1) AS n
+"""
+
+
+async def bury(db: asyncpg.Connection, count: int) -> None:
+    """Store dead events of seven keys, in an order of death that is not theirs."""
+    await db.execute(_BURY, count)
+
+
+async def listed(
+    db: asyncpg.Connection, state: State = "dead", which: Which = EVERYTHING, limit: int = 1_000
+) -> list[UnsentEvent]:
+    return [one async for one in dead_events.events(db, state, which, limit)]
+
+
+async def numbers(
+    db: asyncpg.Connection, state: State = "dead", which: Which = EVERYTHING
+) -> set[int]:
+    return {one.id for one in await listed(db, state, which)}
+
+
+@pytest.fixture
+async def start(
+    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
+) -> AsyncIterator[Start]:
+    """Start commands of the bank."""
+    async with starting(
+        bank,
+        unused_tcp_port_factory,
+        database_url=database_url,
+        kafka_bootstrap_servers=kafka,
+        relay_lease=3,
+    ) as one:
+        yield one
+
+
+async def test_an_event_too_large_dies_and_is_sent_when_its_topic_takes_it_and_it_is_redriven(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    service: Command,
+) -> None:
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    async with following(kafka, topic) as tail, relaying(quick(unsent_attempts=2)):
+        large = {1, 3}
+        await stage(db, [event(topic, n, payload=LARGE if n in large else SMALL) for n in range(5)])
+        await tail.until_ids([0, 2, 4])
+        await eventually(are_dead(db, [1, 3]))
+        first, second = await died(db)
+        assert (await service("list")).stdout.splitlines() == [
+            "0 dead",
+            "dead events, too: 2; see `service dead events list`",
+        ]
+        vain = await service("events", "redrive", "--yes")
+        assert vain.exit_code == 3
+        assert "redriven 2 of 2" in vain.stderr
+        said = vain.stdout.splitlines()
+        assert said[-3] == "2 dead"
+        assert said[-2].startswith(f"  {first.id} is dead again: too large: event 1 is larger than")
+        assert said[-1].startswith(f"  {second.id} is dead again: too large: event 3 is larger")
+        await allow(kafka, topic, 100_000)
+        done = await service("events", "redrive", "--yes", "--topic", topic, "--json")
+        assert done.exit_code == 0
+        assert json.loads(done.stdout) == {
+            "found": 2,
+            "redriven": 2,
+            "became": {"waiting": 0, "dead": 0, "sent": 2},
+            "died": [],
+        }
+        await stage(db, numbered(topic, [5]))
+        await tail.until_ids([5])
+    assert tail.ids == ["0", "2", "4", "1", "3", "5"]
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
+
+
+async def test_a_redriven_event_goes_before_those_of_its_key_that_wait(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+) -> None:
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    async with following(kafka, topic) as tail:
+        async with relaying(quick(unsent_attempts=1)) as one:
+            await stage(db, [event(topic, 0, payload=LARGE)])
+            await eventually(are_dead(db, [0]))
+            await one.stop()
+        async with relaying(quick(relay_lease=3_600)) as one:
+            await stage(db, [event(topic, 1, payload=LARGE), *numbered(topic, [2])])
+            await stage(db, [event(topic, "x", "bob")])
+            await tail.until_ids(["x"])
+            await eventually(waits(db, [1, 2]))
+            assert len(await redrive(db)) == 1
+            # The relay has not looked, but knows the queue.
+            await allow(kafka, topic, 100_000)
+            await tail.until_ids(range(3))
+            await stage(db, numbered(topic, [3]))
+            await tail.until_ids([3])
+    assert tail.ids == ["x", *"0123"]
+
+
+async def test_a_redriven_event_joins_its_key_that_waits_else_its_topic(
+    db: asyncpg.Connection,
+) -> None:
+    await bury(db, 9)
+    # The first one's key waits by itself; of its topic others wait, and of another topic none.
+    await db.execute(
+        "UPDATE pipeline.outbox_unsent SET died_at = NULL WHERE id = 8;"
+        " UPDATE pipeline.outbox_unsent SET died_at = NULL, queue = '' WHERE id = 9;"
+        " UPDATE pipeline.outbox_unsent SET topic = 'other', queue = '' WHERE id = 3;"
+        " UPDATE pipeline.outbox_unsent SET topic = 'other', queue = '-', key = NULL WHERE id = 4"
+    )
+    assert set(await redrive(db, Which(ids=[1, 2, 3, 4]))) == {1, 2, 3, 4}
+    rows = await db.fetch("SELECT id, key, queue FROM pipeline.outbox_unsent WHERE id < 5")
+    queues = {row["id"]: (row["key"], row["queue"]) for row in rows}
+    assert queues == {
+        1: (b"key 1", sha256(b"key 1").digest()),
+        2: (b"key 2", b""),
+        3: (b"key 3", sha256(b"key 3").digest()),
+        4: (None, b"-"),
+    }
+
+
+async def test_what_is_refused_after_a_redrive_waits_behind_what_was_redriven(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
+) -> None:
+    """Else a key would wait in two queues, and its next events behind only one of them."""
+    await stage(db, [event(missing, 0, payload=LARGE)])
+    async with relaying(quick()) as one:
+        await eventually(waits(db, [0]))
+        await one.stop()
+    await db.execute(
+        "UPDATE pipeline.outbox_unsent SET died_at = clock_timestamp(), attempts = 9,"
+        " reason = 'too large', error = 'it was', queue = sha256(key)"
+    )
+    async with relaying(quick(relay_lease=3_600)) as one:
+        await eventually(lambda: len(one.relay._progress) > 0)
+        # From now on the relay does not look: what was redriven it meets only as it stores.
+        assert len(await redrive(db)) == 1
+        await stage(db, [*numbered(missing, [1]), event(missing, "x", "bob")])
+        await eventually(waits(db, [0, 1, "x"]))
+        await stage(db, numbered(missing, [2]))
+        await eventually(waits(db, [0, 1, "x", 2]))
+        queues = "SELECT count(DISTINCT queue) FROM pipeline.outbox_unsent WHERE key = 'ada'"
+        assert await db.fetchval(queues) == 1
+        await create_topic(kafka, missing)
+        async with following(kafka, missing) as tail:
+            await tail.until_ids([0, 1, 2, "x"])
+    assert tail.first_ids() == {b"ada": ["0", "1", "2"], b"bob": ["x"]}
+
+
+async def test_two_of_a_key_that_died_for_different_reasons_are_redriven_in_order(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
+) -> None:
+    await stage(db, numbered(missing, range(4)))
+    async with relaying(quick(unsent_age=0.001)):
+        await eventually(are_dead(db, range(4)))
+    await db.execute(
+        "UPDATE pipeline.outbox_unsent SET queue = sha256(key), reason = 'too large'"
+        " WHERE event_id IN ('1', '2')"
+    )
+    assert len(await redrive(db)) == 4
+    assert await db.fetchval("SELECT count(DISTINCT queue) FROM pipeline.outbox_unsent") == 1
+    await create_topic(kafka, missing)
+    async with following(kafka, missing) as tail, relaying(quick()):
+        await tail.until_ids(range(4))
+    assert tail.ids == list("0123")
+
+
+async def test_why_an_event_waits_is_known_when_it_was_redriven_and_refused_again(
+    quick: NewSettings, db: asyncpg.Connection, missing: str
+) -> None:
+    await stage(db, numbered(missing, range(2)))
+    async with relaying(quick(unsent_age=0.001)):
+        await eventually(are_dead(db, range(2)))
+    await redrive(db)
+    assert {one.reason for one in await listed(db, "waiting")} == {"redriven"}
+    async with relaying(quick()):
+
+        async def is_known() -> bool:
+            found = await listed(db, "waiting")
+            return {(one.reason, one.attempts) for one in found} == {("topic missing", 0)}
+
+        await eventually(is_known)
+    (one, _) = await listed(db, "waiting")
+    assert f"topic {missing} is not known to the brokers" in str(one.error)
+
+
+async def test_operators_and_relays_at_once_lose_nothing_and_keep_the_order_of_keys(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic, connect: Connect
+) -> None:
+    topic = await new_topic(2, **{"max.message.bytes": "4000"})
+    operators = [await connect(), await connect()]
+    large = set(range(3, 200, 24))
+    given_up: list[int] = []
+    stopped = asyncio.Event()
+
+    async def redrive_often() -> None:
+        while not stopped.is_set():
+            await redrive(operators[0])
+            await asyncio.sleep(0.2)
+
+    async def discard_often() -> None:
+        while not stopped.is_set():
+            given_up.extend(await discard(operators[1], Which(key=b"key 3")))
+            await asyncio.sleep(0.02)
+
+    chosen = quick(unsent_attempts=2, relay_lease=1, relay_page=20, unsent_pause=0.02)
+    async with following(kafka, topic) as tail, relaying(chosen), relaying(chosen):
+        tasks = [asyncio.create_task(redrive_often()), asyncio.create_task(discard_often())]
+        for n in range(200):
+            await stage(db, [event(topic, n, f"key {n % 5}", LARGE if n in large else SMALL)])
+        await tail.until_ids(set(range(200)) - large)
+        await eventually(lambda: len(given_up) > 0)
+        await allow(kafka, topic, 100_000)
+        await eventually(lambda: _nothing_is_left(db))
+        stopped.set()
+        await asyncio.gather(*tasks)
+    discarded = await numbers(db, "discarded")
+    assert sorted(given_up) == sorted(discarded), "each is given up once"
+    lost = {one.event_id for one in await listed(db, "discarded")}
+    assert set(tail.ids) == {str(n) for n in range(200)} - lost
+    assert len(lost) > 0
+    for ids in tail.first_ids().values():
+        straight = [int(id) for id in ids if int(id) not in large]
+        assert straight == sorted(straight), "what never died is in order"
+
+
+async def _nothing_is_left(db: asyncpg.Connection) -> bool:
+    return not await db.fetchval(
+        "SELECT EXISTS (SELECT FROM pipeline.outbox_unsent WHERE discarded_at IS NULL)"
+    )
+
+
+class Stopped:
+    """The connection of a process that is stopped as soon as it holds a shard."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+    async def execute(self, statement: str, *arguments: object) -> None:
+        await self._connection.execute(statement, *arguments)
+        if statement == dead_events._HOLD_SHARD:
+            await eventually(self._connection.is_closed)
+
+
+async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_stops(
+    db: asyncpg.Connection, connect: Connect
+) -> None:
+    """Trap 35: a stopped process must not hold the cursor of a relay."""
+    await bury(db, 1)
+    relay, operator = await connect(), await connect()
+    for change in (
+        dead_events.redrive(operator, EVERYTHING, patience=0.2),
+        dead_events.discard(operator, EVERYTHING, operator="ann", why="", patience=0.2),
+    ):
+        async with relay.transaction():
+            await relay.execute("UPDATE pipeline.outbox_cursor SET token = token")
+            with pytest.raises(asyncpg.LockNotAvailableError):
+                await asyncio.wait_for(anext(change), PATIENCE)
+    stopped = Stopped(operator)
+    with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
+        await anext(dead_events.redrive(stopped, EVERYTHING, patience=0.2))
+    assert await numbers(db) == {1}
+    assert await discard(db) == [1]
+
+
+@pytest.mark.parametrize(
+    ("command", "participle"),
+    [(["redrive", "--wait", "0"], "redriven"), (["discard", "--because", "a test"], "discarded")],
+    ids=["redrive", "discard"],
+)
+async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on(
+    db: asyncpg.Connection, connect: Connect, start: Start, command: list[str], participle: str
+) -> None:
+    count = 3_500
+    await bury(db, count)
+    line = ("dead", "events", *command, "--yes", "--json")
+    shards = "SELECT DISTINCT shard FROM pipeline.outbox_unsent ORDER BY 1"
+    last = [row["shard"] for row in await db.fetch(shards)][-1]
+    blocker = await connect()
+    async with blocker.transaction():
+        await blocker.execute(dead_events._HOLD_SHARD, last)
+        killed = await start(*line)
+        await eventually(lambda: _somebody_waits(db, blocker.get_server_pid()), patience=90)
+        await killed.kill()
+    left = len(await numbers(db))
+    assert 0 < left < count
+    again = await start(*line)
+    assert await again.ended() == 0, again.output
+    done = json.loads(again.output.splitlines()[-1])
+    assert (done["found"], done[participle]) == (left, left)
+    assert await numbers(db) == set()
+
+
+async def _somebody_waits(db: asyncpg.Connection, pid: int) -> bool:
+    blocked = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)))"
+    waits: bool = await db.fetchval(blocked, pid)
+    return waits
+
+
+async def test_events_are_chosen_by_what_they_are(db: asyncpg.Connection) -> None:
+    await bury(db, 7)
+    await db.execute(
+        "UPDATE pipeline.outbox_unsent SET died_at = now() - interval '2 h' WHERE id < 3;"
+        " UPDATE pipeline.outbox_unsent SET reason = 'topic missing', topic = 'gone' WHERE id = 4;"
+        " UPDATE pipeline.outbox_unsent SET type = 'closed' WHERE id = 5;"
+        " UPDATE pipeline.outbox_unsent SET died_at = NULL, reason = NULL WHERE id = 7"
+    )
+    hour_ago = await db.fetchval("SELECT now() - interval '1 h'")
+    for which, chosen in (
+        (EVERYTHING, {1, 2, 3, 4, 5, 6}),
+        (Which(ids=[2, 3, 7, 99]), {2, 3}),
+        (Which(reasons=["topic missing"]), {4}),
+        (Which(reasons=["topic missing", "too large"]), {1, 2, 3, 4, 5, 6}),
+        (Which(event_id="event 6"), {6}),
+        (Which(type="closed"), {5}),
+        (Which(topic="gone"), {4}),
+        (Which(key=b"key 3"), {3}),
+        (Which(since=hour_ago), {3, 4, 5, 6}),
+        (Which(until=hour_ago), {1, 2}),
+    ):
+        assert await numbers(db, which=which) == chosen, which
+        assert sum(one.count for one in await dead_events.count(db, "dead", which)) == len(chosen)
+    assert await numbers(db, "waiting", Which(reasons=["follows another"])) == {7}
+    assert await discard(db, Which(topic="gone")) == [4]
+    assert await numbers(db, "discarded") == {4}
+    assert set(await redrive(db, Which(until=hour_ago))) == {1, 2}
+    assert await numbers(db, "waiting") == {1, 2, 7}
+    # Neither is done twice.
+    assert await discard(db, Which(ids=[1, 4, 7])) == []
+    assert await redrive(db, Which(ids=[1, 4, 7])) == []
+    assert await numbers(db) == {3, 5, 6}
+
+
+async def test_events_come_newest_first_over_as_many_pages_as_there_are(
+    db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_events, "CHUNK", 4)
+    await bury(db, 10)
+    found = [one.id for one in await listed(db)]
+    assert found == [9, 6, 3, 10, 7, 4, 1, 8, 5, 2]
+    assert [one.id for one in await listed(db, limit=5)] == found[:5]
+    # What is changed is changed in the order of its key.
+    shard = "SELECT shard FROM pipeline.outbox_unsent WHERE id = $1"
+    changed = await redrive(db)
+    assert sorted(changed) == list(range(1, 11))
+    assert changed == sorted(
+        changed, key=[await db.fetchval(shard, n) for n in range(11)].__getitem__
+    )
+
+
+async def test_list_and_show_tell_what_there_is(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    missing: str,
+    service: Command,
+) -> None:
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    hostile = b"\x1b[2J" + LARGE
+    await stage(
+        db,
+        [
+            event(topic, "one", "ada\nstate", hostile, sequence=7),
+            event(topic, "two", None, b"\xff" + LARGE),
+            *numbered(missing, ["three", "four"]),
+        ],
+    )
+    async with relaying(quick(unsent_attempts=1)):
+        await eventually(are_dead(db, ["one", "two"]))
+        await eventually(waits(db, ["three", "four"]))
+    one, two = await died(db)
+    lines = (await service("events", "list")).stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {str(one.id), str(two.id), "2"}
+    assert r"  one  " + topic + r"  ada\nstate" in "\n".join(lines)
+    assert "1 dead, the newest of 2" in (await service("events", "list", "--limit", "1")).stdout
+    (line,) = (await service("events", "list", "--event-id", "two", "--json")).stdout.splitlines()
+    varying = {"created_at": None, "parked_at": None, "died_at": None, "error": None}
+    assert json.loads(line) | varying == {
+        "id": two.id,
+        "state": "dead",
+        "reason": "too large",
+        "attempts": 1,
+        "event_id": "two",
+        "source": "/bank",
+        "type": "balance.changed",
+        "topic": topic,
+        "key": None,
+        "size": len(LARGE) + 1,
+        "discarded_at": None,
+        **varying,
+    }
+    summary = await service("events", "list", "--summary", "--waiting", "--json")
+    (group,) = [json.loads(line) for line in summary.stdout.splitlines()]
+    assert (group["reason"], group["topic"], group["count"]) == ("topic missing", missing, 2)
+    assert "2 dead" in (await service("events", "list", "--summary")).stdout
+
+    told = (await service("events", "show", str(one.id))).stdout
+    assert "\x1b" not in told
+    for text in (
+        "dead since ",
+        "reason                 too large, at attempt 1\n",
+        f"to do                  {dead_events.REASONS['too large']}",
+        f"error                  event one is larger than topic {topic} allows",
+        "event                  balance.changed one of /bank",
+        r"key                    ada\nstate",
+        "sequence               7",
+        "payload                9,004 bytes of application/json",
+        r"\x1b[2Jxxx",
+    ):
+        assert text in told
+    exact = json.loads((await service("events", "show", str(two.id), "--json")).stdout)
+    assert exact["payload"] == {"hex": "ff" + LARGE.hex()}
+    assert exact["advice"] == dead_events.REASONS["too large"]
+    (three, _) = await listed(db, "waiting")
+    told = (await service("events", "show", str(three.id))).stdout
+    assert "waiting since" in told
+    assert "reason                 topic missing\n" in told
+
+
+async def test_redrive_counts_asks_and_says_what_waits(
+    db: asyncpg.Connection, service: Command
+) -> None:
+    await bury(db, 3)
+    dry = await service("events", "redrive", "--dry-run")
+    assert "3 dead" in dry.stdout
+    unsure = await service("events", "redrive", input="n\n")
+    assert (unsure.exit_code, "Redrive 3?" in unsure.stderr) == (1, True)
+    assert await numbers(db) == {1, 2, 3}, "nothing was done"
+    done = await service("events", "redrive", "1", "3", "--wait", "0.1", input="y\n")
+    assert done.exit_code == 0
+    assert "redriven 2 of 2" in done.stderr
+    assert "2 waiting" in done.stdout
+    assert "the relay notices within " in done.stdout
+    assert await numbers(db, "waiting") == {1, 3}
+    again = await service("events", "redrive", "1", "--yes")
+    assert (again.exit_code, "1 is no dead event, it waits" in again.stderr) == (1, True)
+    quiet = await service("events", "redrive", "--yes", "--wait", "0", "--json")
+    assert json.loads(quiet.stdout) == {"found": 1, "redriven": 1, "became": None, "died": None}
+
+
+async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Command) -> None:
+    await bury(db, 3)
+    done = await service(
+        "events", "discard", "2", "--because", "told Bob", "--operator", "ann", input="y\n"
+    )
+    assert "Discard 1?" in done.stderr
+    assert "discarded 1 of 1" in done.stderr
+    told = (await service("events", "show", "2")).stdout
+    assert "by ann: told Bob" in told
+    again = await service("events", "discard", "2", "--because", "x", "--yes")
+    assert (again.exit_code, "was discarded" in again.stderr) == (1, True)
+    done = await service("events", "discard", "--because", "all of it", "--yes", "--json")
+    assert json.loads(done.stdout) == {"found": 2, "discarded": 2}
+    by = await db.fetchval("SELECT discarded_by FROM pipeline.outbox_unsent WHERE id = 1")
+    assert by == getpass.getuser()
+    assert (await service("list")).stdout == "0 dead\n", "and nothing of events"
+    assert "3 discarded" in (await service("events", "list", "--discarded")).stdout
+
+
+async def test_a_command_that_loses_the_database_says_how_far_it_came(
+    db: asyncpg.Connection, service: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_events, "CHUNK", 1)
+    monkeypatch.setattr(asking, "PROGRESS", 2)
+    await bury(db, 3)
+    await db.execute("UPDATE pipeline.outbox_unsent SET key = 'ada'")
+    lose = "SELECT pg_terminate_backend(pg_backend_pid()) WHERE $1::bigint[] = ARRAY[3::bigint]"
+    changes = dead_events._REDRIVE
+    monkeypatch.setattr(dead_events, "_REDRIVE", lose)
+    done = await service("events", "redrive", "3", "--yes")
+    assert done.exit_code == 1
+    assert "redriven 0 of 1; run it again to go on" in done.stderr
+    assert "PostgreSQL: " in done.stderr
+    monkeypatch.setattr(dead_events, "_REDRIVE", changes)
+    done = await service("events", "redrive", "--yes", "--wait", "0")
+    assert done.stderr.splitlines() == ["redriven 2 of 3", "redriven 3 of 3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "17"], "no event 17 is in the outbound backlog"),
+        (["show", "event 17"], "Invalid value for"),
+        (["redrive", "17"], "no event 17 is in the outbound backlog"),
+        (["list", "--reason", "dance"], "is none of"),
+        (["list", "--older-than", "soon"], "is not a time such as"),
+        (["list", "--waiting", "--discarded"], "exclude each other"),
+        (["discard"], "--because"),
+        (["discard", "--because", " "], "--because is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_what_can_not_be_meant_is_refused(
+    service: Command, arguments: list[str], said: str
+) -> None:
+    done = await service("events", *arguments)
+    assert done.exit_code in (1, 2)
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+    assert isinstance(done.exception, SystemExit), "and no traceback"
