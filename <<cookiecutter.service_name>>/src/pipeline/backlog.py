@@ -1,9 +1,12 @@
 """The backlog: messages that are stored, to be handled later in the order of their key.
 
 Retries, deferred messages and dead letters are rows of one table, and nothing else knows of them.
-A lane is a share of the order keys. Only who holds a lane's lease changes its rows; consume
-transactions add some. A row is due when it is added, also behind others of its key, because those
-may be gone by the time it is seen; who holds the lane lets only the first row of a key be due.
+A lane is a share of the order keys. Only who holds a lane's lease handles its rows; consume
+transactions add some. A key may have rows in two lanes, of retries and of deferred messages, after
+a deployment has changed its handler's mode; then the markers keep two workers apart.
+
+A row is due when it is added, also behind others of its key, because those may be gone by the time
+it is seen; who holds the lane lets only the first row of a key be due.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -406,7 +409,7 @@ async def take(
         is_head = not keys or keys[-1] != key
         if is_head:
             keys.append(key)
-        if row["died_at"] is not None or (is_head and row["is_early"]):
+        if row["died_at"] is not None or row["is_early"]:
             waiting.add(key)
         if key in waiting:
             continue
@@ -428,8 +431,8 @@ def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Row:
     if isinstance(found, Quarantined):
         fate = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
         return Row(row["key"], consumer, record, fate)
-    if not consumer:
-        return found
+    if not consumer and found:
+        return [replace(item, was_young=True) for item in found]
     for item in found:
         if item.marker.consumer == consumer:
             return [
@@ -438,11 +441,13 @@ def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Row:
                     attempts=row["attempts"],
                     waited=row["waited"],
                     row=row["key"],
+                    was_young=True,
                     is_suspect=row["reason"] == DIED,
                     last_error=row["error"],
                 )
             ]
-    error = NoHandler(f"{consumer} has no handler for {row['type']!r} of {record.topic}")
+    who = consumer or "the service"
+    error = NoHandler(f"{who} has no handler for {row['type'] or 'this'!r} of {record.topic}")
     fate = dead(Policy(), "no handler", error, attempts=row["attempts"])
     return Row(row["key"], consumer, record, fate)
 

@@ -46,6 +46,8 @@ class Item:
     """Seconds that its policy has let it wait so far."""
     row: bytes | None = None
     """Key of its row, if it comes from the backlog."""
+    was_young: bool = False
+    """Whether it was not too old when it was stored in the backlog."""
     is_suspect: bool = False
     """Whether a process has died over it."""
     last_error: str | None = None

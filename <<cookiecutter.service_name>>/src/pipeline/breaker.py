@@ -1,7 +1,7 @@
 """The breaker: when the same error strikes key after key, it is not the messages that are wrong."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
@@ -60,12 +60,17 @@ class Breaker:
         now = monotonic()
         return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
 
-    def observe(self, succeeded: Iterable[str], failures: Iterable[Failure]) -> None:
-        """Note how consumers fared in an attempt; raises `BreakerOpen` if nothing may be stored."""
-        for consumer in succeeded:
+    def succeeded(self, consumers: Iterable[str]) -> None:
+        """Note whose work has been committed."""
+        for consumer in consumers:
             self._close(consumer)
+
+    def observe(self, failures: Iterable[Failure], *, fared_well: Collection[str] = ()) -> None:
+        """Note who failed in an attempt; raises `BreakerOpen` if nothing may be stored.
+
+        The failures of those who `fared_well` with other messages of the attempt are their own.
+        """
         failed: dict[str, BaseException] = {}
-        fared_well = set(succeeded)
         for failure in failures:
             if failure.consumer not in fared_well:
                 failed[failure.consumer] = failure.error

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -51,7 +52,7 @@ class _Unclear(Exception):
     """The batch failed as a whole, and any of its records may be at fault."""
 
     def __init__(self, reason: str, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__()
         self.reason = reason
         self.error = error
 
@@ -100,6 +101,20 @@ class Consume:
         self._staged = staged
         self._parked = parked
         self._turns = asyncio.Semaphore(settings.concurrency)
+        self._taking_all = asyncio.Lock()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator["Consume"]:
+        """Lend a way to apply work while no other transaction of this process runs.
+
+        If it kills the process, nobody else is suspected of that.
+        """
+        async with self._taking_all, AsyncExitStack() as taken:
+            for _ in range(self._settings.concurrency):
+                await taken.enter_async_context(self._turns)
+            only = copy(self)
+            only._turns = asyncio.Semaphore(1)
+            yield only
 
     async def apply(self, work: Work, attempts: AsyncRetrying) -> Sequence[Outcome]:
         """Commit the work; returns what became of it when all of it has taken effect or is stored.
@@ -158,12 +173,13 @@ class Consume:
 
     def _blamed(self, suspects: Sequence[Item], unclear: _Unclear) -> dict[bytes, Fate]:
         """Return the fates of the messages of one record, one of which must be at fault."""
+        self._breaker.observe(
+            Failure(item.marker.consumer, item.order_key, unclear.error, item.last_error)
+            for item in suspects
+        )
         if len(suspects) > 1:
             return {item.marker.key: undecided(unclear.error) for item in suspects}
         (item,) = suspects
-        consumer = item.marker.consumer
-        failure = Failure(consumer, item.order_key, unclear.error, item.last_error)
-        self._breaker.observe((), [failure])
         return {item.marker.key: _judged(item, unclear.error, unclear.reason)}
 
     async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Sequence[Outcome]:
@@ -192,11 +208,13 @@ class Consume:
                 # Lost, cut off or cancelled in the middle: nobody else may get this connection.
                 await session.invalidate()
                 raise
+        readable, _ = work.reading
+        self._breaker.succeeded(readable | {item.marker.consumer for item in results.applied})
         if staged:
             self._staged()
         if any(fate.due_in == 0.0 for _, fate in results.fates):
             self._parked()
-        results.tell(work.quarantined, self._group)
+        results.tell(self._group)
         work.count(self._group, results.applied, perf_counter() - started)
         return outcomes
 
@@ -258,7 +276,7 @@ class Consume:
             if not isinstance(error, Park | Reject)  # decisions
         ]
         succeeded = {item.marker.consumer for item in handled.applied}
-        self._breaker.observe(readable | succeeded, failures)
+        self._breaker.observe(failures, fared_well=readable | succeeded)
         if handled.failed:
             (first, error), *others = handled.failed
             fates = {item.marker.key: undecided(other) for item, other in others}
@@ -309,11 +327,13 @@ def _sort_out(
     behind = set(waiting)
     now: list[Item] = []
     for item in new:
-        fate = fates.get(item.marker.key)
+        # First: what waits is not asked for its age any more.
+        fate = _too_old(item, generations) or fates.get(item.marker.key)
         if fate is None and behind and item.order_key in behind:
             fate = FOLLOWER
-        if fate is None:
-            fate = _unfit(item, generations)
+        if fate is None and item.fault is not None:
+            policy = item.handler.policy
+            fate = dead(policy, "invalid payload", item.fault, attempts=item.attempts)
         if fate is None:
             now.append(item)
             continue
@@ -329,24 +349,12 @@ def _judged(item: Item, error: BaseException, reason: str) -> Fate:
     )
 
 
-def _unfit(item: Item, generations: Generations) -> Fate | None:
-    """Return why the message can't be given to its handler, if so."""
-    policy = item.handler.policy
-    if item.fault is not None:
-        return dead(policy, "invalid payload", item.fault, attempts=item.attempts)
-    # What comes from the backlog was young enough when it was stored.
-    may_be_old = item.row is not None or item.handler.takes_old
-    if not may_be_old and generations.forgot(item.marker.message):
-        return dead(policy, "too old", TooOld(generations.since))
-    return None
-
-
-@dataclass
-class _Progress:
-    """How far a transaction has come."""
-
-    records_since: float = math.inf
-    """When it had done what is the engine's, and turned to what the records ask for."""
+def _too_old(item: Item, generations: Generations) -> Fate | None:
+    """Return the fate of a message that may have been applied and forgotten."""
+    takes_it = item.was_young or item.handler.takes_old
+    if takes_it or not generations.forgot(item.marker.message):
+        return None
+    return dead(item.handler.policy, "too old", TooOld(generations.since))
 
 
 def _suspects(work: Work, fates: Mapping[bytes, Fate]) -> list[Item]:
@@ -355,12 +363,21 @@ def _suspects(work: Work, fates: Mapping[bytes, Fate]) -> list[Item]:
 
 
 def _is_single(work: Work) -> bool:
-    return len({item.marker.message.offset for item in work.items}) <= 1
+    places = {(item.record.topic, item.record.partition, item.record.offset) for item in work.items}
+    return len(places) <= 1
 
 
 def _is_doubtful(work: Work, fates: Mapping[bytes, Fate]) -> bool:
     """Whether an error may be the work's doing: it is too much at once, or somebody is at fault."""
     return not _is_single(work) or bool(_suspects(work, fates))
+
+
+@dataclass
+class _Progress:
+    """How far a transaction has come."""
+
+    records_since: float = math.inf
+    """When it had done what is the engine's, and turned to what the records ask for."""
 
 
 @contextmanager

@@ -71,6 +71,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             await self._connect()
             client.subscribe(sorted(self._handlers.topics), listener=self)
             while not self._stopping.is_set():
+                for reader in self._readers.values():
+                    reader.raise_if_ended()
                 self._commit_offsets()
                 self._look_at_kafka()
                 await self._look_for_topics()

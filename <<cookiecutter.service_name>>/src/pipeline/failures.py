@@ -23,6 +23,7 @@ _INFRASTRUCTURE = (
     "40P01",  # deadlock detected
     "53",  # insufficient resources: connections, memory, disk
     "55P03",  # lock_timeout
+    "57014",  # statement_timeout, or pg_cancel_backend
     "57P",  # operator intervention: shutdown, crash, starting up
     "58",  # system error
 )
@@ -56,7 +57,7 @@ def _as_raised(error: BaseException) -> BaseException:
     return error
 
 
-_CONTENTION = ("40001", "40P01", "55P03")
+_CONTENTION = ("40001", "40P01", "55P03", "57014")
 
 
 def is_contention(error: BaseException) -> bool:

@@ -47,7 +47,7 @@ class Handlers:
         loads: Loads[Any] | None = None,
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
-        timeout: float = 2.0,
+        timeout: float = 5.0,
         takes_old: bool = False,
     ) -> Callable[[Function[E]], Function[E]]:
         """Register the decorated coroutine function for the events of a topic.
@@ -109,6 +109,11 @@ class Handlers:
     def demand_types(self, topic: str) -> None:
         """Make a type that no handler takes a dead letter; elsewhere it is skipped and counted."""
         self._demanding.add(topic)
+
+    @property
+    def demanding(self) -> frozenset[str]:
+        """Topics of which `demand_types` was told."""
+        return frozenset(self._demanding)
 
     @property
     def topics(self) -> frozenset[str]:

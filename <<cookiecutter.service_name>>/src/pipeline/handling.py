@@ -45,7 +45,7 @@ class _Failed(Exception):
     """A handler has failed on a message."""
 
     def __init__(self, error: BaseException, *, is_cut_off: bool = False) -> None:
-        super().__init__(str(error))
+        super().__init__()
         self.error = error
         self.is_cut_off = is_cut_off
 
@@ -109,9 +109,12 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
         if task is None or task.cancelling():
             raise
         raise _Failed(error) from error
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # sys.exit() too, and the panic of a library that is not Python
         if timer.expired():
             late = TimeoutError(f"{consumer} takes longer than {item.handler.timeout} s")
+            late.__cause__ = error  # which tells where it was
             raise _Failed(late, is_cut_off=True) from error
         if is_of_the_database(error) or attempt.driver.is_closed():
             raise

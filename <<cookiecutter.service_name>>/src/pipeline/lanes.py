@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-import math
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
@@ -24,7 +23,8 @@ from .database import autocommitting
 from .failures import named, patiently
 from .handlers import Handlers
 from .health import Health
-from .policy import DIED, Fate, ProcessDied, after_failure, dead
+from .policy import DIED, SHORTEST, UNDECIDED, Fate, ProcessDied, assumed, dead
+from .results import Outcome
 from .settings import Settings
 from .work import FromLane
 
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _TURNS = 20
 """Transactions after which a lane is given back, so that others have their turn."""
 _SAMPLE_SECONDS = 30.0
+_COUNT_SECONDS = 60.0
 _ANSWER_SECONDS = 20.0
 """Longer than any question takes: a connection that died without a word is noticed by it."""
 
@@ -63,7 +64,6 @@ class Lanes:
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._woken = parked
         self._stopping = asyncio.Event()
-        self._sample_at = 0.0
 
     def stop(self) -> None:
         """Ask `run` to end after the transactions that run."""
@@ -76,6 +76,7 @@ class Lanes:
         async with asyncio.TaskGroup() as group:
             for _ in workers:
                 group.create_task(self._work())
+            group.create_task(self._count())
 
     async def _work(self) -> None:
         pause = self._settings.backlog_poll_min
@@ -84,7 +85,6 @@ class Lanes:
             try:
                 is_idle = not await self.work_off()
                 self._health.ready("backlog")
-                await self._sample()
             except Exception as error:
                 if self._stopping.is_set():
                     return
@@ -130,7 +130,10 @@ class Lanes:
 
     async def _serve(self, lane: Lane) -> None:
         """Handle what is due in the lane, for a while."""
-        for _ in range(_TURNS):
+        turns = 0
+        # After a worker has died, who gives up in the middle would have to begin anew.
+        while turns < _TURNS or lane.starts > 1:
+            turns += 1
             taken = await self._ask(
                 "reading the backlog",
                 lambda driver: backlog.take(
@@ -143,24 +146,40 @@ class Lanes:
 
     async def _handle(self, lane: Lane, taken: Taken) -> None:
         """Handle rows in one transaction; a row that may kill the process in one of its own."""
+        if taken.readmitted:
+            taken = replace(taken, items=())  # these call no handler; the others have the next turn
         work = FromLane(lane, self._settings.backlog_lease, taken)
         risky = next((n for n, item in enumerate(taken.items) if self._is_risky(lane, item)), None)
         if risky is not None:
             work = replace(work, taken=replace(taken, items=taken.items[: risky or 1]))
-        if risky == 0:
+        if risky != 0:
+            outcomes = await self._apply(self._consume, work)
+            # Together they would fail together again, once for each that is judged.
+            for item in (one.item for one in outcomes if one.fate and one.fate.is_undecided):
+                alone = replace(taken, items=[item], keys=[item.order_key])
+                await self._apply(self._consume, replace(work, taken=alone))
+            return
+        (item,) = work.items
+        if item.is_suspect:
+            what = f"{item.marker.consumer}: {item.marker.message.type} {item.marker.message.id!r}"
+            log.warning("%s is tried alone: %s", what, item.last_error)
+        async with self._consume.alone() as consume:
             # The worst is assumed before: who does not come back has spent an attempt.
-            (item,) = work.items
-            assumed = _died(item)
-            await self._apply(replace(work, assumed=assumed))
-            if assumed.is_dead:
+            fate = _died(item)
+            await self._apply(consume, replace(work, assumed=fate))
+            if fate.is_dead:
                 return
-        await self._apply(work)
+            try:
+                await self._apply(consume, work)
+            except BreakerOpen:
+                await self._apply(consume, replace(work, assumed=_untouched(item)))
+                raise
 
     def _is_risky(self, lane: Lane, item: Item) -> bool:
         return item.is_suspect or lane.starts > 1
 
-    async def _apply(self, work: FromLane) -> None:
-        await self._consume.apply(work, self._patiently("the backlog"))
+    async def _apply(self, consume: Consume, work: FromLane) -> Sequence[Outcome]:
+        return await consume.apply(work, self._patiently("the backlog"))
 
     @property
     def _consumers(self) -> set[str]:
@@ -171,15 +190,19 @@ class Lanes:
         lease = self._settings.backlog_lease
         return await backlog.claim(driver, self._owner, lease, self._consumers)
 
-    async def _sample(self) -> None:
-        """Tell now and then what the backlog holds."""
-        begun = monotonic()
-        if begun < self._sample_at:
-            return
-        for row in await self._ask("counting the backlog", backlog.count):
-            telemetry.observe_backlog(*row)
-        # It reads the whole backlog, which may be much.
-        self._sample_at = monotonic() + max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
+    async def _count(self) -> None:
+        """Tell now and then what the backlog holds. To count it takes long where that is much."""
+        while not self._stopping.is_set():
+            begun = monotonic()
+            try:
+                async with asyncio.timeout(_COUNT_SECONDS), autocommitting(self._engine) as driver:
+                    for row in await backlog.count(driver):
+                        telemetry.observe_backlog(*row)
+            except Exception as error:
+                log.debug("backlog: not counted: %s", named(error))
+            rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), rest)
 
     async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def ask() -> T:
@@ -208,5 +231,12 @@ def _died(item: Item) -> Fate:
         error = ProcessDied(f"a process began with it (attempt {item.attempts}) and died")
         return dead(policy, "attempts used up", error, attempts=item.attempts)
     error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
-    lenient = replace(policy, attempts=item.attempts + 2, max_age=math.inf)
-    return after_failure(lenient, error, attempts=item.attempts, waited=item.waited, reason=DIED)
+    return assumed(policy, error, attempts=item.attempts, waited=item.waited)
+
+
+def _untouched(item: Item) -> Fate:
+    """Return what a row was before its attempt was spent beforehand."""
+    reason = DIED if item.is_suspect else UNDECIDED
+    return Fate(
+        reason, item.attempts, item.waited, SHORTEST, error=item.last_error, is_assumed=True
+    )

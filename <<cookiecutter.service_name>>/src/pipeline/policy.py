@@ -10,8 +10,10 @@ from .failures import told
 
 _JITTER = 0.1
 """Share of a delay by which it differs, so that what failed together does not come back at once."""
-_SHORTEST = 0.01
+SHORTEST = 0.01
 """Seconds; without an attempt to count, what is parked for no time would never end."""
+_LONGEST = 100 * 365 * 86_400.0
+"""Seconds that anything may be put off; PostgreSQL's time ends somewhere."""
 _TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
 
@@ -24,7 +26,7 @@ class Retry(Exception):
 
     def __init__(self, text: str = "", *, after: float | None = None) -> None:
         super().__init__(text)
-        self.after = after
+        self.after = _checked(after)
 
 
 class Park(Exception):
@@ -36,11 +38,21 @@ class Park(Exception):
 
     def __init__(self, text: str = "", *, after: float | None = None) -> None:
         super().__init__(text)
-        self.after = after
+        self.after = _checked(after)
 
 
 class Reject(Exception):
     """Raised by a handler: this message can never be applied. It is dead at once."""
+
+
+def _is_delay(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST
+
+
+def _checked(after: float | None) -> float | None:
+    if after is None or _is_delay(after):
+        return after
+    raise ValueError(f"after is a number of seconds from now, not {after!r}")
 
 
 class ProcessDied(Exception):
@@ -62,8 +74,12 @@ class Policy:
     """Whether later messages of the key go on, or wait until a person has decided."""
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.max_age <= 0 or not self.schedule or min(self.schedule) < 0:
+        if not (self.attempts >= 1 and self.max_age > 0 and self.schedule):
             raise ValueError("a policy has at least one attempt, an age and a schedule in seconds")
+        if not all(map(_is_delay, self.schedule)):
+            raise ValueError(f"a schedule is made of seconds, not {self.schedule!r}")
+        if self.after_death not in ("go on", "hold"):
+            raise ValueError(f"after_death is 'go on' or 'hold', not {self.after_death!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +96,18 @@ class Fate:
     """Whether a dead one keeps the later ones of its key waiting."""
     error: str | None = None
     traceback: str | None = None
+    is_assumed: bool = False
+    """Whether it is stored only in case that nobody comes back to store another."""
 
     @property
     def is_judged(self) -> bool:
         """Whether it is what its own handling has led to, and not where it stands."""
         return self.due_in != 0.0 or self.attempts > 0
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is to be tried by itself."""
+        return self.reason == UNDECIDED
 
     @property
     def is_dead(self) -> bool:
@@ -94,6 +117,10 @@ class Fate:
 
 DIED = "process died"
 """Reason of a message that is tried alone, with the attempt spent beforehand."""
+UNDECIDED = "undecided"
+"""Reason of a message that may have failed because of another."""
+PARKED = "parked by its handler"
+"""Reason of a message whose handler has raised `Park`."""
 REDRIVEN = "redriven"
 """Reason of what was a dead letter until a person asked for it to be tried again."""
 FOLLOWER = Fate("follows another")
@@ -107,7 +134,15 @@ def undecided(error: BaseException) -> Fate:
 
     It is tried by itself, at once, and nothing is held against it until then.
     """
-    return Fate("undecided", error=described(error))
+    return Fate(UNDECIDED, error=described(error))
+
+
+def suspected(policy: Policy, error: BaseException) -> Fate:
+    """Return the fate of a message over which processes have died, maybe because of others.
+
+    It is tried alone, and nothing is held against it until then.
+    """
+    return Fate(DIED, due_in=max(policy.schedule[0], SHORTEST), error=described(error))
 
 
 def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Fate:
@@ -122,6 +157,16 @@ def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0
     )
 
 
+def assumed(policy: Policy, error: BaseException, *, attempts: int, waited: float) -> Fate:
+    """Return what is stored of a message before it is tried alone: its attempt, spent in vain."""
+    delay = max(_delay(policy, attempts + 1), SHORTEST)
+    return Fate(DIED, attempts + 1, waited + delay, delay, error=described(error), is_assumed=True)
+
+
+def _delay(policy: Policy, attempts: int) -> float:
+    return policy.schedule[min(max(attempts, 1), len(policy.schedule)) - 1]
+
+
 def after_failure(
     policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str
 ) -> Fate:
@@ -133,18 +178,18 @@ def after_failure(
         return dead(policy, "rejected", error, attempts=attempts + 1)
     is_parked = isinstance(error, Park)
     attempts += not is_parked
-    delay = policy.schedule[min(max(attempts, 1), len(policy.schedule)) - 1]
+    delay = _delay(policy, attempts)
     if isinstance(error, Retry | Park) and error.after is not None:
         delay = error.after
-    if attempts >= policy.attempts:
+    if attempts >= policy.attempts and not is_parked:
         return dead(policy, "attempts used up", error, attempts=attempts)
     if waited + delay > policy.max_age:
         return dead(policy, "waited too long", error, attempts=attempts)
     delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
     if is_parked:
-        delay = max(delay, _SHORTEST)
+        delay = max(delay, SHORTEST)
     return Fate(
-        "parked by its handler" if is_parked else reason,
+        PARKED if is_parked else reason,
         attempts=attempts,
         waited=waited + delay,
         due_in=delay,

@@ -16,7 +16,7 @@ from .batch import Batch, read
 from .breaker import BreakerOpen
 from .consume import Consume
 from .database import autocommitting
-from .failures import is_infrastructure, patiently, told
+from .failures import is_infrastructure, named, patiently, told
 from .handlers import Handlers
 from .health import Health
 from .inbox import Anchor, PositionMoved, Slot, StoredPosition
@@ -46,7 +46,7 @@ class Stuck(Exception):
     """The partition stands still before an offset: its service, topic or servers are at fault."""
 
     def __init__(self, offset: int, reason: str, error: BaseException) -> None:
-        super().__init__(f"offset {offset}: {reason}: {told(error)}")
+        super().__init__(f"offset {offset}: {reason}: {told(error) or named(error)}")
         self.offset = offset
         self.reason = reason
         self.error = error
@@ -83,6 +83,7 @@ class Reader:
         self._task: asyncio.Task[None] | None = None
         self._held: Stuck | None = None
         self._is_cut_off = False
+        self._is_careful = False
         self._anchor: Anchor | None = None
         self._started_at: int | None = None
         self.position: int | None = None
@@ -91,6 +92,11 @@ class Reader:
     def start(self) -> None:
         """Begin to read, in a task."""
         self._task = asyncio.create_task(self._run(), name=self._part)
+
+    def raise_if_ended(self) -> None:
+        """Raise what has ended it, if it has ended unasked."""
+        if self._task is not None and self._task.done() and not self._stopping.is_set():
+            self._task.result()
 
     async def stop(self, grace: float) -> None:
         """Let the running batch finish within `grace` seconds, then roll it back."""
@@ -203,6 +209,7 @@ class Reader:
         if starts < singly:
             return [FromPartition(self._slot, batch)]
         log.warning("%s: %s processes have died here: one by one", self._part, starts - 1)
+        self._is_careful = True
         ends = [record.offset + 1 for record in batch.records]
         return [
             FromPartition(
@@ -222,13 +229,14 @@ class Reader:
     async def _end_in_order(self) -> None:
         """Take the start back if nothing came of it: what ends in order has killed nobody."""
         started_at, self._started_at = self._started_at, None
-        if started_at is not None and started_at == self.position:
+        # Where records are taken singly the start has moved along with the position.
+        if started_at is not None and (started_at == self.position or self._is_careful):
             with suppress(Exception):
                 async with (
                     asyncio.timeout(_FAREWELL_SECONDS),
                     autocommitting(self._engine) as driver,
                 ):
-                    await inbox.forgive_start(driver, self._slot, started_at)
+                    await inbox.forgive_start(driver, self._slot, self.position or 0)
 
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""

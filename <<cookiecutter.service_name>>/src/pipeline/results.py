@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from . import telemetry
-from .batch import Item, Quarantined
+from .batch import Item
 from .inbox import IdentityMismatch, Known
 from .message import Record
-from .policy import Fate, dead, described
+from .policy import PARKED, Fate, dead
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ class Results:
     impostors: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
     fates: list[tuple[Item, Fate]] = field(default_factory=list)
     """What is not applied now."""
+    unread: list[tuple[str, Record, Fate]] = field(default_factory=list)
+    """Records that can't be given to a handler, and whose they are; empty: nobody's."""
 
     def outcomes(
         self, items: Sequence[Item], known: Mapping[bytes, Known], returned: Mapping[bytes, str]
@@ -56,8 +58,8 @@ class Results:
             for item in items
         ]
 
-    def tell(self, quarantined: Sequence[Quarantined], group: str) -> None:
-        """Count and log what has been committed, and the records that nobody can read."""
+    def tell(self, group: str) -> None:
+        """Count and log what has been committed."""
         counts: Counter[tuple[str, str, str]] = Counter()
 
         def count(item: Item, outcome: str) -> None:
@@ -68,22 +70,24 @@ class Results:
         for item in self.duplicates:
             count(item, "duplicate")
         for item, fate in self.fates:
+            if fate.is_assumed:
+                continue
             count(item, "dead" if fate.is_dead else "parked")
             if fate.is_judged:
                 _log_fate(item, fate)
         for item, error in self.impostors:
             count(item, "dead")
             _log_fate(item, dead(item.handler.policy, "identity mismatch", error))
-        for one in quarantined:
-            counts[one.record.topic, "", "dead"] += 1
+        for consumer, record, fate in self.unread:
+            counts[record.topic, consumer, "dead"] += 1
             log.error(
                 "dead: %s/%s at offset %s: %s: %s",
-                one.record.topic,
-                one.record.partition,
-                one.record.offset,
-                one.reason,
-                described(one.error),
-                extra=_place(one.record) | {"reason": one.reason},
+                record.topic,
+                record.partition,
+                record.offset,
+                fate.reason,
+                fate.error,
+                extra=_place(record) | {"reason": fate.reason},
             )
         for (topic, consumer, outcome), number in counts.items():
             telemetry.processed(topic, consumer, outcome, number, group)
@@ -95,6 +99,8 @@ def _log_fate(item: Item, fate: Fate) -> None:
     what = f"{item.marker.consumer}: {message.type} {message.id!r}"
     if fate.is_dead:
         level, then = logging.ERROR, f"is dead ({fate.reason}, attempt {fate.attempts})"
+    elif fate.reason == PARKED:
+        level, then = logging.INFO, f"{fate.reason}, again in {fate.due_in:.0f} s"
     else:
         attempt = f"attempt {fate.attempts} of {policy.attempts}"
         level, then = logging.WARNING, f"{fate.reason} ({attempt}), again in {fate.due_in:.0f} s"

@@ -42,8 +42,10 @@ class Part(Flag):
 async def run(service: Service, settings: Settings, parts: Part) -> None:
     """Run until SIGTERM or SIGINT, then finish what is begun within the shutdown grace.
 
-    Raises `NotMigrated`, `CannotListen`, and what a part failed with that nobody expected.
+    Raises `Misconfigured`, `NotMigrated`, `CannotListen`, and what a part failed with that nobody
+    expected.
     """
+    service.check(settings.dead_letter_topic)
     logs.configure(level=settings.log_level, json=settings.log_json)
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
@@ -138,7 +140,9 @@ async def _serve(
             for _, task in together:
                 task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, BaseException) and not isinstance(
+                outcome, asyncio.CancelledError
+            ):
                 raise outcome
 
 

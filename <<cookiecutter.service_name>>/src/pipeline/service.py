@@ -9,6 +9,10 @@ from .events import Event
 from .handlers import Handlers
 
 
+class Misconfigured(Exception):
+    """The service, as its code and its settings describe it, makes no sense."""
+
+
 @dataclass(frozen=True)
 class Service:
     """A service: its name, its handlers and its tables.
@@ -20,6 +24,18 @@ class Service:
     name: str
     handlers: Handlers
     metadata: MetaData
+
+    def check(self, dead_letter_topic: str | None) -> None:
+        """Raise `Misconfigured` for what can't have been meant."""
+        if dead_letter_topic in self.handlers.topics:
+            raise Misconfigured(
+                f"the service reads {dead_letter_topic}, and would send its dead letters there for"
+                " ever: let PIPELINE_DEAD_LETTER_TOPIC name another topic"
+            )
+        if unread := self.handlers.demanding - self.handlers.topics:
+            raise Misconfigured(
+                f"demand_types({min(unread)!r}) is about a topic that no handler reads"
+            )
 
     @property
     def source(self) -> str:

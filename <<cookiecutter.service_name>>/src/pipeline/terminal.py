@@ -18,7 +18,7 @@ from .failures import is_infrastructure, named
 from .health import CannotListen
 from .operations import Refused
 from .retention import NotMigrated
-from .service import Service
+from .service import Misconfigured, Service
 from .settings import Settings
 
 _NOT_LET_IN = ("28", "3D")
@@ -49,7 +49,15 @@ def in_a_sentence() -> Iterator[None]:
     """End the command with exit code 1 and one sentence when it fails as one may expect."""
     try:
         yield
-    except (NotMigrated, CannotListen, CommandError, KafkaError, Refused, OSError) as error:
+    except (
+        Misconfigured,
+        NotMigrated,
+        CannotListen,
+        CommandError,
+        KafkaError,
+        Refused,
+        OSError,
+    ) as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = getattr(getattr(error, "orig", error), "sqlstate", None) or ""

@@ -8,10 +8,10 @@ import asyncpg
 
 from . import backlog, inbox, telemetry
 from .backlog import Lane, Row, StoredRecord, Taken
-from .batch import Batch, Item, Quarantined, order_key
+from .batch import Batch, Item, order_key
 from .breaker import Failure
 from .inbox import Generations, Known, Slot
-from .policy import DEFERRED, DIED, Fate, ProcessDied, after_failure
+from .policy import DEFERRED, Fate, ProcessDied, suspected
 from .results import Results
 
 
@@ -21,11 +21,6 @@ class Work(Protocol):
     @property
     def items(self) -> Sequence[Item]:
         """The messages, in order."""
-        ...
-
-    @property
-    def quarantined(self) -> Sequence[Quarantined]:
-        """Records that can't be given to any handler."""
         ...
 
     @property
@@ -78,11 +73,6 @@ class FromPartition:
         return self.batch.items
 
     @property
-    def quarantined(self) -> Sequence[Quarantined]:
-        """Records that can't be given to any handler."""
-        return self.batch.quarantined
-
-    @property
     def reading(self) -> tuple[set[str], list[Failure]]:
         """Return how the decoder has fared."""
         reader = f"the decoder of {self.slot.topic}"
@@ -98,10 +88,7 @@ class FromPartition:
         if self.deaths:
             error = ProcessDied(f"{self.deaths} processes have begun with it and died")
             return {
-                item.marker.key: after_failure(
-                    item.handler.policy, error, attempts=0, waited=0.0, reason=DIED
-                )
-                for item in self.batch.items
+                item.marker.key: suspected(item.handler.policy, error) for item in self.batch.items
             }
         return {
             item.marker.key: DEFERRED
@@ -130,7 +117,9 @@ class FromPartition:
         """Store what was not applied; returns what has died."""
         rows = [_row(item, fate) for item, fate in results.fates]
         rows += [backlog.impostor(item, error) for item, error in results.impostors]
-        rows += [backlog.quarantined(one) for one in self.batch.quarantined]
+        unread = [backlog.quarantined(one) for one in self.batch.quarantined]
+        results.unread += [(row.consumer, row.record, row.fate) for row in unread]
+        rows += unread
         if rows:
             await backlog.add(connection, rows)
         return [row for row in rows if row.fate.is_dead]
@@ -164,7 +153,6 @@ class FromLane:
     taken: Taken
     assumed: Fate | None = None
     """What is stored of its only row, which is not handled this time."""
-    quarantined: Sequence[Quarantined] = ()
 
     @property
     def items(self) -> Sequence[Item]:
@@ -203,9 +191,11 @@ class FromLane:
     async def settle(self, connection: asyncpg.Connection, results: Results) -> Sequence[Row]:
         """Take off what was applied, and change what was not; returns what has died."""
         done = {item.row for item in (*results.applied, *results.duplicates) if item.row}
+        unread = self.taken.hopeless
+        results.unread += [(row.consumer, row.record, row.fate) for row in unread]
         # The others stay as they are: behind one that failed, or to be tried by themselves.
         judged = [
-            *self.taken.hopeless,
+            *unread,
             *(
                 _row(item, fate)
                 for item, fate in results.fates
@@ -226,10 +216,14 @@ class FromLane:
 
     def halves(self) -> "Sequence[Work]":
         """Return the first half: the others have their turn again."""
-        items = self.taken.items
-        if len(items) < 2:
+        items, readmitted = self.taken.items, list(self.taken.readmitted.items())
+        if max(len(items), len(readmitted)) < 2:
             return [self]
-        first = replace(self.taken, items=items[: len(items) // 2])
+        first = replace(
+            self.taken,
+            items=items[: max(1, len(items) // 2)],
+            readmitted=dict(readmitted[: max(1, len(readmitted) // 2)]),
+        )
         return [FromLane(self.lane, self.lease, first)]
 
     def count(self, group: str, applied: Sequence[Item], seconds: float) -> None:

@@ -260,13 +260,13 @@ async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
     assert [one.reason for one in await letters(desk)] == ["identity mismatch"]
 
 
-async def test_what_nobody_takes_any_more_is_gone(bank: Bank, desk: Desk) -> None:
+async def test_what_nobody_takes_any_more_is_dead_again(bank: Bank, desk: Desk) -> None:
     await desk.position()
     await desk.apply_batch(nameless(desk, Deposit(1), start=0))
     bank.handlers.plain(bank.deposits, Plain("elsewhere", PayloadFields("amount")))
     redriven = await redrive(desk)
     await desk.work_off()
-    assert await became(desk, redriven) == {"gone": 1}
+    assert await became(desk, redriven) == {"dead": 1}
 
 
 async def test_who_has_the_identity_of_another_is_not_applied_in_its_place(

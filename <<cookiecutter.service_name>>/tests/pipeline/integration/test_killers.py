@@ -62,8 +62,8 @@ def struck(how: str) -> Deposit:
 @pytest.mark.parametrize(
     ("mode", "how", "deaths"),
     [
-        # Among others, alone, and twice from the backlog.
-        ("immediate", "kill", 4),
+        # Among others, alone, and three times from the backlog.
+        ("immediate", "kill", 5),
         # Among others, and three times with the attempt spent beforehand.
         ("deferred", "kill", 4),
         ("deferred", "loop", 4),

@@ -10,6 +10,7 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Retry, backlog
 from pipeline.backlog import Lane, LaneLost, Taken
+from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
 from pipeline.results import Outcome
@@ -96,11 +97,14 @@ async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(
     apply = desk.lanes._apply
     seen: list[Sequence[asyncpg.Record]] = []
 
-    async def apply_and_meet_a_later_one(work: FromLane) -> None:
-        await apply(work)
+    another = await new_desk(bank.handlers, topic=bank.deposits)
+
+    async def apply_and_meet_a_later_one(consume: Consume, work: FromLane) -> Sequence[Outcome]:
+        outcomes = await apply(consume, work)
         if work.assumed and not seen:
             seen.append(await desk.backlog())
-            await desk.apply(Deposit(20))
+            await another.apply(Deposit(20))
+        return outcomes
 
     with monkeypatch.context() as patch:
         patch.setattr(desk.lanes, "_apply", apply_and_meet_a_later_one)

@@ -154,7 +154,7 @@ def test_a_handler_has_the_options_that_it_was_registered_with_and_sound_ones_ot
     assert (plain.policy, plain.mode, plain.timeout, plain.takes_old) == (
         Policy(),
         "immediate",
-        2.0,
+        5.0,
         False,
     )
     assert (own.policy, own.mode, own.timeout, own.takes_old) == (patient, "deferred", 0.5, True)

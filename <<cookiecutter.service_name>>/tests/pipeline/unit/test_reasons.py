@@ -19,7 +19,16 @@ GIVEN = {
     "_judged": 2,
     "dead": 1,
 }
-PASSED_ON = {"DIED", "error.reason", "found.reason", "one.reason", "reason", "unclear.reason"}
+PASSED_ON = {
+    "DIED",
+    "error.reason",
+    "found.reason",
+    "one.reason",
+    "reason",
+    "unclear.reason",
+    "UNDECIDED",
+    "PARKED",
+}
 """What holds a reason that is given elsewhere."""
 
 
@@ -43,7 +52,9 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                     given |= set(reasons(node.args[place]))
             elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
                 "DIED",
+                "PARKED",
                 "REDRIVEN",
+                "UNDECIDED",
             ):
                 given |= set(reasons(node.value))
     assert given == set(dead.REASONS)
