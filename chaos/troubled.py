@@ -36,7 +36,7 @@ from demo.witness import CONSUMER
 DAWDLES = 0.2
 PARKED_FOR = 0.3
 HAD = sa.text("""
-SELECT attempts, reason, died_at IS NOT NULL FROM pipeline.backlog WHERE key = :key
+SELECT attempts, reason FROM pipeline.backlog WHERE key = :key
 """)
 # The same error for key after key would be the breaker's, and not the messages'.
 ERRORS = (ValueError, KeyError, LookupError, RuntimeError, ArithmeticError)
@@ -95,9 +95,9 @@ async def had(consumer: str, tx: Transaction) -> tuple[int, str]:
     """
     key = marker_key(consumer, tx.message.source, tx.message.id)
     rows = await (await tx.session.connection()).execute(HAD, {"key": key})
-    attempts, reason, is_dead = rows.one_or_none() or (0, "", False)
-    # Where a process has died, the attempt is counted before it is made, the last one too.
-    return attempts - (is_dead or reason == DIED), reason
+    attempts, reason = rows.one_or_none() or (0, "")
+    # Where a process has died, the attempt is counted before it is made.
+    return attempts - (reason == DIED), reason
 
 
 def note(consumer: str, tx: Transaction, attempts: int, *, fails: bool) -> None:

@@ -11,6 +11,9 @@ from .health import Health
 
 log = logging.getLogger(__name__)
 
+_FORGOTTEN_AFTER = 120.0
+"""Seconds without a probe after which nothing is left here that could make one."""
+
 
 class Failure(NamedTuple):
     """One message that failed."""
@@ -44,7 +47,7 @@ class Breaker:
     """What fails at the consumers of this process, since each has last succeeded.
 
     It opens when one has failed for many keys in a row, all with the same type of error. Each try
-    after that is a probe; the first success closes it.
+    after that is a probe; the first success closes it, when it is committed.
     """
 
     def __init__(self, *, keys: int, pause: float, health: Health) -> None:
@@ -58,12 +61,19 @@ class Breaker:
     def resting(self) -> set[str]:
         """Consumers for whom it is open, and whose next probe is not due."""
         now = monotonic()
+        gone = [
+            name
+            for name, one in self._failing.items()
+            if one.is_open and now > one.probe_at + _FORGOTTEN_AFTER
+        ]
+        for name in gone:
+            self._close(name, "is not tried here any more: another process has its partitions")
         return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
 
     def succeeded(self, consumers: Iterable[str]) -> None:
         """Note whose work has been committed."""
         for consumer in consumers:
-            self._close(consumer)
+            self._close(consumer, "succeeds again")
 
     def observe(self, failures: Iterable[Failure], *, fared_well: Collection[str] = ()) -> None:
         """Note who failed in an attempt; raises `BreakerOpen` if nothing may be stored.
@@ -101,9 +111,9 @@ class Breaker:
         self._health.not_ready(f"breaker of {consumer}", text)
         raise BreakerOpen(text) from error
 
-    def _close(self, consumer: str) -> None:
+    def _close(self, consumer: str, why: str) -> None:
         state = self._failing.pop(consumer, None)
         if state is not None and state.is_open:
-            log.info("breaker: %s succeeds again", consumer)
+            log.info("breaker: %s %s", consumer, why)
             telemetry.set_breaker(consumer, is_open=False)
             self._health.forget(f"breaker of {consumer}")

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Park, Policy, Retry, Transaction, backlog, dead, lanes
+from pipeline import Park, Policy, Retry, Transaction, backlog, breaker, dead, lanes
 from pipeline.batch import order_key
 from pipeline.breaker import BreakerOpen
 from pipeline.schema import LANES
@@ -113,6 +113,27 @@ async def test_an_open_breaker_spends_no_attempt_of_what_is_tried_alone(
         assert len(bank.calls) == calls + 1
         (row,) = await desk.backlog()
         assert (row["attempts"], row["died_at"]) == (1, None)
+
+
+async def test_an_open_breaker_does_not_outlive_the_partition_that_it_was_opened_for(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "_FORGOTTEN_AFTER", 0.1)
+    bank, one = await bank_with(new_desk)
+    another = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.refused = set(range(100))
+    batch = [Deposit(n, account=str(n)) for n in range(100)]
+    with suppress(BreakerOpen):
+        await one.apply(*batch)
+    assert "breaker of deposit" in one.health.reasons
+    bank.refused = set()
+    await another.apply(*batch)
+
+    async def is_ready() -> bool:
+        await one.work_off()
+        return "breaker of deposit" not in one.health.reasons
+
+    await eventually(is_ready)
 
 
 # Lanes.
