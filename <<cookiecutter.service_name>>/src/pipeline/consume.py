@@ -102,6 +102,7 @@ class Consume:
         self._parked = parked
         self._turns = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
+        self._under_way: set[Attempt] = set()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator["Consume"]:
@@ -115,6 +116,10 @@ class Consume:
             only = copy(self)
             only._turns = asyncio.Semaphore(1)
             yield only
+
+    def deaf(self, seconds: float) -> Attempt | None:
+        """Return a call that goes on although it was cancelled so many seconds ago."""
+        return next((one for one in self._under_way if one.is_deaf(seconds)), None)
 
     async def apply(self, work: Work, attempts: AsyncRetrying) -> Sequence[Outcome]:
         """Commit the work; returns what became of it when all of it has taken effect or is stored.
@@ -239,9 +244,12 @@ class Consume:
         new, waiting, known, stored = await _look_up(driver, generations, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
         progress.records_since = perf_counter()
-        handled = await handle_all(
-            items, Attempt(session, driver, Rows(session), outbox, self._group)
-        )
+        attempt = Attempt(session, driver, Rows(session), outbox, self._group)
+        self._under_way.add(attempt)
+        try:
+            handled = await handle_all(items, attempt)
+        finally:
+            self._under_way.discard(attempt)
         results.applied = handled.applied
         self._judge(work, handled, results)
         await session.flush()

@@ -17,15 +17,24 @@ from .outbox import Outbox
 from .transaction import Rows, Transaction
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Attempt:
-    """What the handlers of one transaction share."""
+    """What the handlers of one transaction share, and which of them is at work."""
 
     session: AsyncSession
     driver: asyncpg.Connection
     rows: Rows
     outbox: Outbox
     group: str
+    task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
+    calling: Item | None = None
+    ends_at: float = 0.0
+    """When the call is to be ended, by the clock of the loop."""
+
+    def is_deaf(self, seconds: float) -> bool:
+        """Whether the handler goes on so long after it was cancelled."""
+        now = asyncio.get_running_loop().time()
+        return self.calling is not None and now > self.ends_at + seconds
 
 
 @dataclass
@@ -95,6 +104,8 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
         message=message,
     )
     timer = asyncio.timeout(item.handler.timeout)
+    attempt.calling = item
+    attempt.ends_at = asyncio.get_running_loop().time() + item.handler.timeout
     try:
         with tx, telemetry.process_span(message, consumer, attempt.group):
             async with timer:
@@ -119,6 +130,8 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
         if is_of_the_database(error) or attempt.driver.is_closed():
             raise
         raise _Failed(error) from error
+    finally:
+        attempt.calling = None
 
 
 def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:

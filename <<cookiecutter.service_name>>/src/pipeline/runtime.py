@@ -3,7 +3,9 @@
 import asyncio
 import faulthandler
 import logging
+import os
 import signal
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from enum import Flag, auto
@@ -28,6 +30,8 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 _BEAT = 1.0
+_DEAF = 70
+"""Exit code."""
 _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""
 
@@ -123,7 +127,10 @@ async def _serve(
         (Part.CONSUME, [consumer, lanes]),
         (Part.RELAY, [relay]),
     ]
-    async with _in_background(_keep_house(engine, settings, health, stopping)) as housekeeping:
+    async with (
+        _in_background(_watch(consume, settings.hang_timeout)),
+        _in_background(_keep_house(engine, settings, health, stopping)) as housekeeping,
+    ):
         chosen = [
             [(one, asyncio.create_task(one.run())) for one in together]
             for part, together in every
@@ -144,6 +151,39 @@ async def _serve(
                 outcome, asyncio.CancelledError
             ):
                 raise outcome
+
+
+async def _watch(consume: Consume, seconds: float) -> None:
+    """End the process when a handler swallows its cancellation: it would hold up its partition.
+
+    The next process finds the message by the count of starts, as it does with all that kill.
+    """
+    while True:
+        await asyncio.sleep(_BEAT)
+        attempt = consume.deaf(seconds)
+        if attempt is not None and attempt.calling is not None:
+            break
+    marker = attempt.calling.marker
+    log.critical(
+        "%s: %s %r does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process"
+        " ends, and the next one takes the message by itself. It is at:\n%s",
+        marker.consumer,
+        marker.message.type,
+        marker.message.id,
+        seconds,
+        _stack_of(attempt.task),
+    )
+    logging.shutdown()
+    os._exit(_DEAF)
+
+
+def _stack_of(task: asyncio.Task[object] | None) -> str:
+    """Return where a task waits, through all that it awaits."""
+    frames, awaited = [], task and task.get_coro()
+    while frame := getattr(awaited, "cr_frame", None):
+        frames.append((frame, frame.f_lineno))
+        awaited = getattr(awaited, "cr_await", None)
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())
 
 
 async def _keep_house(

@@ -1,7 +1,9 @@
 """The bank as a program, named by the environment: `python -m tests.pipeline.integration.app`."""
 
+import asyncio
 import os
 import signal
+from contextlib import suppress
 
 from pipeline import Event, Policy, Transaction
 from pipeline.commands import command_line
@@ -37,12 +39,16 @@ class Struck(Event, type="struck"):
     topic=bank.deposits,
     consumer="strike",
     policy=Policy(attempts=3, schedule=(0.1,)),
+    timeout=1,
     mode="deferred" if os.environ.get("BANK_STRIKES") == "deferred" else "immediate",
 )
 async def strike(event: Struck, tx: Transaction) -> None:
     """Die."""
     while event.how == "loop":
         pass
+    while event.how == "deaf":
+        with suppress(BaseException):
+            await asyncio.sleep(60)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -103,6 +103,17 @@ async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_b
             assert "in strike" in started[0].output, "the stack that it hung in is in the log"
 
 
+async def test_a_handler_that_swallows_its_cancellation_ends_the_process(
+    bank: Bank, start: Start, producer: AIOKafkaProducer
+) -> None:
+    await struck("deaf").send(producer, bank.deposits)
+    one = await start("run")
+    assert await asyncio.wait_for(one.ended(), 60) == 70
+    assert "struck by deaf" in one.output
+    assert "does not end, 2.0 s after it was cancelled" in one.output
+    assert "in strike" in one.output
+
+
 async def _is_empty(db: asyncpg.Connection) -> bool:
     applied = "SELECT count(*) FROM pipeline.inbox"
     waiting = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL"
