@@ -21,7 +21,7 @@ from .inbox import Generations, IdentityMismatch, Known
 from .message import Record, headers_as_json, headers_of
 from .outbox import StagedEvent
 from .payload import HASH_VERSION
-from .policy import DIED, REDRIVEN, Fate, Policy, dead
+from .policy import DIED, REDRIVEN, Fate, Policy, after_failure, dead
 from .schema import LANES
 
 _RUN_BYTES = 16 * 2**20
@@ -381,7 +381,7 @@ class Taken:
     readmitted: Mapping[bytes, Sequence[Item]]
     """What records that were nobody's turn out to be now, by their row's key."""
     hopeless: Sequence[Row]
-    """Rows that can't be read any more."""
+    """Rows that can't be given to any handler of this process."""
     keys: Sequence[bytes]
     """Order keys of all rows seen, also of those that turned out not to be due."""
 
@@ -416,6 +416,8 @@ async def take(
         found = _read(handlers, row)
         if isinstance(found, Row):
             hopeless.append(found)
+            if not found.fate.is_dead:
+                waiting.add(key)
         elif row["consumer"]:
             items += found
         else:
@@ -448,7 +450,12 @@ def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Row:
             ]
     who = consumer or "the service"
     error = NoHandler(f"{who} has no handler for {row['type'] or 'this'!r} of {record.topic}")
-    fate = dead(Policy(), "no handler", error, attempts=row["attempts"])
+    if not consumer:
+        return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
+    # In the middle of a deployment another process may have one.
+    fate = after_failure(
+        Policy(), error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
+    )
     return Row(row["key"], consumer, record, fate)
 
 

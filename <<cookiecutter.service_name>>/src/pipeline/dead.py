@@ -45,7 +45,7 @@ REASONS: Mapping[str, str] = {
     "invalid payload": "make the event's model take it, then redrive; or discard it",
     "identity mismatch": "ask the producer which is right, and for a new id; then discard this one",
     "too old": "find out whether it was applied; if not, redrive it by its id; if so, discard it",
-    "no handler": "deploy the handler again, then redrive; or discard it",
+    "no handler": "deploy the handler; if it is dead, redrive it then, or discard it",
     # Messages that a handler has failed on.
     "attempts used up": "mend what the error names, deploy it, then redrive",
     "waited too long": "see to what it waited for, then redrive",

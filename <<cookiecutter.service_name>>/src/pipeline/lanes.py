@@ -153,11 +153,7 @@ class Lanes:
         if risky is not None:
             work = replace(work, taken=replace(taken, items=taken.items[: risky or 1]))
         if risky != 0:
-            outcomes = await self._apply(self._consume, work)
-            # Together they would fail together again, once for each that is judged.
-            for item in (one.item for one in outcomes if one.fate and one.fate.is_undecided):
-                alone = replace(taken, items=[item], keys=[item.order_key])
-                await self._apply(self._consume, replace(work, taken=alone))
+            await self._apply_singly(work, await self._apply(self._consume, work))
             return
         (item,) = work.items
         if item.is_suspect:
@@ -174,6 +170,15 @@ class Lanes:
             except BreakerOpen:
                 await self._apply(consume, replace(work, assumed=_untouched(item)))
                 raise
+
+    async def _apply_singly(self, work: FromLane, outcomes: Sequence[Outcome]) -> None:
+        """Try what is undecided: together they would fail again, once for each that is judged."""
+        waiting: set[bytes] = set()
+        for item, fate in ((one.item, one.fate) for one in outcomes if one.fate):
+            if fate.is_undecided and item.order_key not in waiting:
+                alone = Taken(items=[item], readmitted={}, hopeless=[], keys=[item.order_key])
+                await self._apply(self._consume, replace(work, taken=alone))
+            waiting.add(item.order_key)
 
     def _is_risky(self, lane: Lane, item: Item) -> bool:
         return item.is_suspect or lane.starts > 1

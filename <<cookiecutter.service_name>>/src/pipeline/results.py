@@ -79,9 +79,11 @@ class Results:
             count(item, "dead")
             _log_fate(item, dead(item.handler.policy, "identity mismatch", error))
         for consumer, record, fate in self.unread:
-            counts[record.topic, consumer, "dead"] += 1
-            log.error(
-                "dead: %s/%s at offset %s: %s: %s",
+            counts[record.topic, consumer, "dead" if fate.is_dead else "parked"] += 1
+            log.log(
+                logging.ERROR if fate.is_dead else logging.WARNING,
+                "%s: %s/%s at offset %s: %s: %s",
+                "dead" if fate.is_dead else "tried again later",
                 record.topic,
                 record.partition,
                 record.offset,

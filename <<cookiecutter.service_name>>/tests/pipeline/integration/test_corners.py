@@ -203,6 +203,31 @@ async def test_failures_of_a_lane_cost_no_square(new_desk: NewDesk) -> None:
     assert {row["attempts"] for row in await desk.backlog()} == {1}
 
 
+async def test_what_is_undecided_is_not_tried_past_an_earlier_one_that_has_failed_since(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Trap 7: the first time it went well, beside one that failed; the second time it did not."""
+    bank, desk = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(30,)))
+    guilty, key = map(str, of_one_lane(2))
+    calls: list[int] = []
+
+    async def fail() -> None:
+        calls.append(3)
+        raise ValueError("the second one of its key")
+
+    async def fail_the_second_time() -> None:
+        calls.append(2)
+        if calls.count(2) == 2:
+            raise ValueError("the first one of its key, when it is tried again")
+
+    bank.refused = {1}
+    bank.waits = {2: fail_the_second_time, 3: fail}
+    await desk.apply(Deposit(1, guilty), Deposit(2, key), Deposit(3, key))
+    await desk.work_off()
+    assert calls == [2, 3, 2]
+    assert told(await desk.backlog())[1:] == [(1, "failed", 1), (2, "deferred", 0)]
+
+
 async def test_who_kills_in_a_lane_is_found_by_the_second_death(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +307,28 @@ async def test_what_nobody_takes_any_more_stays_when_it_is_redriven(
     assert row["reason"] == "no handler"
     assert row["died_at"] is not None
     assert "no handler" in caplog.text
+
+
+async def test_a_process_of_before_the_deployment_leaves_what_it_does_not_know_to_the_others(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, new = await bank_with(new_desk, mode="deferred")
+    _, old = await bank_with(new_desk, mode="deferred")
+
+    class Withdrawn(Deposited, type="withdrawn"):
+        pass
+
+    @bank.handlers.on(Withdrawn, topic=bank.deposits, consumer="deposit", mode="deferred")
+    async def withdraw(event: Withdrawn, tx: Transaction) -> None:
+        bank.calls.append(event.amount)
+
+    await new.apply(Deposit(1, type="withdrawn"), Deposit(2))
+    await old.work_off()
+    assert told(await new.backlog()) == [(0, "no handler", 1), (1, "deferred", 0)]
+    await new.make_due()
+    await new.work_off()
+    assert bank.calls == [1, 2]
+    assert await new.backlog() == []
 
 
 # What handlers raise.

@@ -253,7 +253,9 @@ class World:
             await self._allow(100_000)
 
     async def _allow(self, size: int) -> None:
-        await self.servers.admin.create_topics([NewTopic(self.late, 1, 1)])
+        # With its limit from the start: else what is too large might slip through.
+        limit = {"max.message.bytes": str(size)}
+        await self.servers.admin.create_topics([NewTopic(self.late, 1, 1, topic_configs=limit)])
         await allow(self.servers.kafka, self.late, size)
         self.allowed = size
 
