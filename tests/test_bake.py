@@ -22,7 +22,7 @@ import yaml
 
 from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
 
-COPIED = ("src/pipeline", "tests/pipeline", "dev")
+COPIED = ("src/pipeline", "tests/pipeline", "dev", "docs")
 """What is copied as it is, byte for byte."""
 
 ONCE = "--ignore=tests/pipeline/integration"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.baked import RAW, ROOT
+from tests.baked import RAW, ROOT, BakedProject
 
-HANDLING = (ROOT / "docs" / "handling-errors.md").read_text("utf-8")
-OPERATING = (ROOT / "docs" / "operating-errors.md").read_text("utf-8")
+HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
+OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
 EVENTS = OPERATING.partition("## Events that Kafka refuses")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
 
@@ -50,6 +50,23 @@ def test_the_examples_for_authors_of_handlers_work(tmp_path: Path, command: list
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
+    default_project: BakedProject,
+) -> None:
+    guides = {name for name in default_project.files() if name.startswith("docs/")}
+    assert guides == {"docs/handling-errors.md", "docs/operating-errors.md", "docs/protocol.md"}
+    named = re.compile(r"`(docs/[\w./-]+)`")
+    assert set(named.findall(default_project.read("README.md"))) == guides
+    for name, content in default_project.files().items():
+        if name.endswith((".md", ".py")):
+            assert set(named.findall(content.decode())) <= guides, name
+
+
+def test_every_page_that_the_template_names_exists() -> None:
+    for page in re.findall(r"`(docs/[\w./-]+)`", (ROOT / "README.md").read_text("utf-8")):
+        assert [*ROOT.glob(f"{page}*"), *RAW.glob(f"{page}*")], page
 
 
 def test_every_reason_is_in_the_guide_for_operators() -> None:

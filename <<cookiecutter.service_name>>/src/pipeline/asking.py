@@ -2,7 +2,7 @@
 
 import getpass
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -58,6 +58,7 @@ Because = Annotated[str, typer.Option(help="why; it is kept")]
 Operator = Annotated[str | None, typer.Option(help="who; it is kept", show_default="you")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="only count")]
 Yes = Annotated[bool, typer.Option("--yes", help="don't ask")]
+All = Annotated[bool, typer.Option("--all", help="mean everything, without ids and filters")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
@@ -68,6 +69,24 @@ class How:
     is_dry: bool
     asks: bool
     as_json: bool
+
+
+def how_to_go_about(
+    chosen_by: Iterable[object], *, everything: bool, dry_run: bool, yes: bool, as_json: bool
+) -> How:
+    """Return how; `chosen_by` are ids and filters, None or empty where they are not given.
+
+    Refuses to change everything unasked, unless that is said: ids may come from a shell's variable
+    that was empty.
+    """
+    is_chosen = any(one not in (None, []) for one in chosen_by)
+    if everything and is_chosen:
+        raise typer.BadParameter("--all excludes ids and filters")
+    if yes and not (is_chosen or everything or dry_run):
+        raise typer.BadParameter(
+            "--yes without an id or a filter would mean everything: say --all if you mean that"
+        )
+    return How(dry_run, not yes, as_json)
 
 
 def state_of(*, waiting: bool, discarded: bool) -> State:

@@ -18,7 +18,14 @@ from .retention import make_ahead
 from .runtime import Part, run
 from .service import Service
 from .settings import Settings
-from .terminal import connected, in_a_sentence, read_settings, run_to_end
+from .terminal import (
+    connected,
+    in_a_sentence,
+    of_kafka,
+    of_postgresql,
+    read_settings,
+    run_to_end,
+)
 
 _ALEMBIC = Path("alembic.ini")
 _TOPIC_EXISTS = 36
@@ -86,7 +93,8 @@ def command_line(service: Service) -> Callable[[], None]:
         with in_a_sentence():
             if not _ALEMBIC.exists():
                 raise FileNotFoundError(f"no {_ALEMBIC} here: run this in the service's folder")
-            command.upgrade(Config(_ALEMBIC), "heads")
+            with of_postgresql(settings):
+                command.upgrade(Config(_ALEMBIC), "heads")
         run_to_end(_make_ahead(service, settings))
 
     @topics.command("create")
@@ -184,7 +192,9 @@ async def _seek(
 ) -> None:
     servers = settings.kafka_bootstrap_servers
     async with connected(service, settings) as connection:
-        for one in await moves(connection, servers, service, topic, partition, to):
+        with of_kafka(settings):
+            found = await moves(connection, servers, service, topic, partition, to)
+        for one in found:
             if not dry_run:
                 await inbox.seek(connection, one.slot, one.new)
             typer.echo(_moved(one, "would go" if dry_run else "goes"))
@@ -205,9 +215,11 @@ async def _create_topics(
 ) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka_bootstrap_servers)
     try:
-        await admin.start()
+        with of_kafka(settings):
+            await admin.start()
+            new = [NewTopic(name, partitions, replicas) for name in names]
+            answer = await admin.create_topics(new)
         # aiokafka does not raise for a topic that could not be made: look at the codes.
-        answer = await admin.create_topics([NewTopic(name, partitions, replicas) for name in names])
         for name, code, *_ in answer.topic_errors:
             if code not in (0, _TOPIC_EXISTS):
                 raise for_code(code)(f"topic {name} was not created")

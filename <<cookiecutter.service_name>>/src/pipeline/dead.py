@@ -67,6 +67,9 @@ REASONS: Mapping[str, str] = {
 
 State = Literal["dead", "waiting", "discarded"]
 
+DISCARDED = "nothing: it was given up, and stays for the record"
+"""What a person is to do about what was discarded, whatever its reason."""
+
 _STATES: Mapping[State, tuple[str, str]] = {
     "dead": ("died_at IS NOT NULL AND discarded_at IS NULL", "died_at"),
     "waiting": ("died_at IS NULL", "received_at"),
@@ -85,11 +88,12 @@ def _asking(state: State, question: str, rest: str) -> str:
    AND ($2::text[] IS NULL OR reason = ANY ($2))
    AND reason <> ALL ($3::text[])
    AND ($4::text[] IS NULL OR consumer = ANY ($4))
-   AND ($5::text IS NULL OR type = $5)
-   AND ($6::text IS NULL OR topic = $6)
-   AND ($7::bytea IS NULL OR record_key = $7)
-   AND ($8::timestamptz IS NULL OR {since} >= $8)
-   AND ($9::timestamptz IS NULL OR {since} <= $9)
+   AND ($5::text IS NULL OR id = $5)
+   AND ($6::text IS NULL OR type = $6)
+   AND ($7::text IS NULL OR topic = $7)
+   AND ($8::bytea IS NULL OR record_key = $8)
+   AND ($9::timestamptz IS NULL OR {since} >= $9)
+   AND ($10::timestamptz IS NULL OR {since} <= $10)
 {rest}
 """.replace("<since>", since)
 
@@ -110,8 +114,8 @@ _LETTERS = {
         "SELECT key, consumer, reason, attempts, type, source, id, topic, partition, offset,"
         " record_key, received_at, due_at, died_at, discarded_at, holds, error,"
         " <since> AS since".replace("offset", '"offset"'),
-        "AND ($10::timestamptz IS NULL OR (<since>, key) < ($10, $11::bytea))"
-        " ORDER BY <since> DESC, key DESC LIMIT $12",
+        "AND ($11::timestamptz IS NULL OR (<since>, key) < ($11, $12::bytea))"
+        " ORDER BY <since> DESC, key DESC LIMIT $13",
     )
     for state in _STATES
 }
@@ -121,7 +125,7 @@ _LANES = _asking("dead", "SELECT DISTINCT lane", "ORDER BY lane")
 _CHUNK = _asking(
     "dead",
     'SELECT key, order_key, consumer, source, id, topic, partition, "offset"',
-    'AND lane = $10 ORDER BY order_key, partition, "offset" LIMIT $11',
+    'AND lane = $11 ORDER BY order_key, partition, "offset" LIMIT $12',
 )
 
 _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT 2"
@@ -157,6 +161,7 @@ class Which:
     reasons: Sequence[str] | None = None
     but_reasons: Sequence[str] = ()
     consumers: Sequence[str] | None = None
+    event_id: str | None = None
     type: str | None = None
     topic: str | None = None
     record_key: bytes | None = None
@@ -171,6 +176,7 @@ class Which:
             self.reasons,
             self.but_reasons,
             self.consumers,
+            self.event_id,
             self.type,
             self.topic,
             self.record_key,
@@ -338,7 +344,9 @@ async def detail(connection: asyncpg.Connection, handle: str) -> Detail:
         raise Refused(f"{handle} has just left the backlog")
     return Detail(
         letter=_letter(row),
-        advice=REASONS.get(row["reason"], "nothing is known of this reason"),
+        advice=DISCARDED
+        if row["discarded_at"]
+        else REASONS.get(row["reason"], "nothing is known of this reason"),
         value=shown(row["value"]),
         headers=[
             (name.encode("utf-8", "backslashreplace").decode(), shown(value))

@@ -11,6 +11,7 @@ from pydantic_core import to_json
 
 from . import dead, dead_event_commands, dead_events
 from .asking import (
+    All,
     Because,
     Discarded,
     DryRun,
@@ -26,6 +27,7 @@ from .asking import (
     Waiting,
     Yes,
     at,
+    how_to_go_about,
     is_agreed,
     one_line,
     one_of,
@@ -53,6 +55,7 @@ _Reasons = Annotated[
 _Consumer = Annotated[
     str | None, typer.Option(help="name of a consumer; '' for records that are nobody's")
 ]
+_EventId = Annotated[str | None, typer.Option(help="the event's own id, as the log names it")]
 _Type = Annotated[str | None, typer.Option(help="type of the event")]
 _Topic = Annotated[str | None, typer.Option(help="topic that it came from")]
 _Key = Annotated[str | None, typer.Option(help="the record's key")]
@@ -65,6 +68,7 @@ class _Asked:
     ids: Sequence[str] | None
     reasons: Sequence[str] | None
     consumer: str | None
+    event_id: str | None
     type: str | None
     topic: str | None
     key: str | None
@@ -78,6 +82,7 @@ class _Asked:
             keys=await dead.keys_of(connection, self.ids) if self.ids else None,
             reasons=self.reasons or None,
             consumers=None if self.consumer is None else [self.consumer],
+            event_id=self.event_id,
             type=self.type,
             topic=self.topic,
             record_key=None if self.key is None else self.key.encode(),
@@ -98,6 +103,7 @@ def group(service: Service) -> typer.Typer:
     def list_letters(
         reason: _Reasons = None,
         consumer: _Consumer = None,
+        event_id: _EventId = None,
         type: _Type = None,
         topic: _Topic = None,
         key: _Key = None,
@@ -111,7 +117,7 @@ def group(service: Service) -> typer.Typer:
     ) -> None:
         """List dead letters, the newest first; with --json each is a line."""
         state = state_of(waiting=waiting, discarded=discarded)
-        asked = _Asked(None, reason, consumer, type, topic, key, older_than, newer_than)
+        asked = _Asked(None, reason, consumer, event_id, type, topic, key, older_than, newer_than)
         work = _summary if summary else _list
         run_to_end(work(service, read_settings(), state, asked, limit, as_json=as_json))
 
@@ -127,6 +133,7 @@ def group(service: Service) -> typer.Typer:
         ids: _Ids = None,
         reason: _Reasons = None,
         consumer: _Consumer = None,
+        event_id: _EventId = None,
         type: _Type = None,
         topic: _Topic = None,
         key: _Key = None,
@@ -134,6 +141,7 @@ def group(service: Service) -> typer.Typer:
         newer_than: Newer = None,
         wait: Wait = 30.0,
         dry_run: DryRun = False,
+        everything: All = False,
         yes: Yes = False,
         as_json: Json = False,
     ) -> None:
@@ -141,8 +149,10 @@ def group(service: Service) -> typer.Typer:
 
         The exit code is 3 if some are dead again.
         """
-        asked = _Asked(ids, reason, consumer, type, topic, key, older_than, newer_than)
-        how = How(dry_run, not yes, as_json)
+        asked = _Asked(ids, reason, consumer, event_id, type, topic, key, older_than, newer_than)
+        how = how_to_go_about(
+            vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
+        )
         run_to_end(_redrive(service, read_settings(), asked, wait, how))
 
     @app.command()
@@ -151,6 +161,7 @@ def group(service: Service) -> typer.Typer:
         ids: _Ids = None,
         reason: _Reasons = None,
         consumer: _Consumer = None,
+        event_id: _EventId = None,
         type: _Type = None,
         topic: _Topic = None,
         key: _Key = None,
@@ -158,13 +169,16 @@ def group(service: Service) -> typer.Typer:
         newer_than: Newer = None,
         operator: Operator = None,
         dry_run: DryRun = False,
+        everything: All = False,
         yes: Yes = False,
         as_json: Json = False,
     ) -> None:
         """Give them up: they stay stored, and known when they come again; their keys go on."""
-        asked = _Asked(ids, reason, consumer, type, topic, key, older_than, newer_than)
+        asked = _Asked(ids, reason, consumer, event_id, type, topic, key, older_than, newer_than)
         by = signed(because, operator)
-        how = How(dry_run, not yes, as_json)
+        how = how_to_go_about(
+            vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
+        )
         run_to_end(_discard(service, read_settings(), asked, by, because, how))
 
     return app

@@ -11,6 +11,7 @@ from pydantic_core import to_json
 
 from . import dead_events
 from .asking import (
+    All,
     Because,
     Discarded,
     DryRun,
@@ -26,6 +27,7 @@ from .asking import (
     Waiting,
     Yes,
     at,
+    how_to_go_about,
     is_agreed,
     one_line,
     one_of,
@@ -131,6 +133,7 @@ def group(service: Service) -> typer.Typer:
         newer_than: Newer = None,
         wait: Wait = 30.0,
         dry_run: DryRun = False,
+        everything: All = False,
         yes: Yes = False,
         as_json: Json = False,
     ) -> None:
@@ -139,7 +142,9 @@ def group(service: Service) -> typer.Typer:
         The exit code is 3 if some are dead again.
         """
         asked = _Asked(ids, reason, event_id, type, topic, key, older_than, newer_than)
-        how = How(dry_run, not yes, as_json)
+        how = how_to_go_about(
+            vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
+        )
         run_to_end(_redrive(service, read_settings(), asked, wait, how))
 
     @app.command()
@@ -155,13 +160,16 @@ def group(service: Service) -> typer.Typer:
         newer_than: Newer = None,
         operator: Operator = None,
         dry_run: DryRun = False,
+        everything: All = False,
         yes: Yes = False,
         as_json: Json = False,
     ) -> None:
         """Give them up: nobody gets to see them; their rows stay."""
         asked = _Asked(ids, reason, event_id, type, topic, key, older_than, newer_than)
         by = signed(because, operator)
-        how = How(dry_run, not yes, as_json)
+        how = how_to_go_about(
+            vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
+        )
         run_to_end(_discard(service, read_settings(), asked, by, because, how))
 
     return app

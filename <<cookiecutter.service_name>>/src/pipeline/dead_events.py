@@ -11,7 +11,18 @@ from enum import StrEnum
 
 import asyncpg
 
-from .dead import CHUNK, LIMITS, NAMED, SECONDS, Became, Shown, State, shown, until_none_waits
+from .dead import (
+    CHUNK,
+    DISCARDED,
+    LIMITS,
+    NAMED,
+    SECONDS,
+    Became,
+    Shown,
+    State,
+    shown,
+    until_none_waits,
+)
 from .operations import Refused
 
 REASONS: Mapping[str, str] = {
@@ -248,7 +259,9 @@ async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
         raise Refused(f"no event {id} is in the outbound backlog: see `service dead events list`")
     return EventDetail(
         event=_event(row),
-        advice=REASONS.get(row["reason"], "nothing is known of this reason"),
+        advice=DISCARDED
+        if row["discarded_at"]
+        else REASONS.get(row["reason"], "nothing is known of this reason"),
         payload=shown(row["payload"]),
         subject=row["subject"],
         sequence=row["sequence"],

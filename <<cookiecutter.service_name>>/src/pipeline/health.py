@@ -4,14 +4,17 @@ Not in the event loop, on purpose: the answer must come, and be honest, when the
 """
 
 import errno
+import faulthandler
 import json
 import logging
 import math
+import os
 import re
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +27,10 @@ log = logging.getLogger(__name__)
 
 _REMIND_SECONDS = 60.0
 _PARTS_NAMED = 3
+_HUNG = 1
+"""Exit code, which is also `faulthandler`'s."""
+LAST_RESORT = 5.0
+"""Seconds that the watchdog has for its last words, which may find nobody who takes them."""
 
 
 class Health:
@@ -127,6 +134,54 @@ def _summary(reasons: Mapping[str, str]) -> str:
         + f": {reason}"
         for reason, some in parts.items()
     )
+
+
+class Watchdog:
+    """Ends the process, and says why, when the event loop of the thread that starts it is blocked.
+
+    Handlers of one process share the loop: who blocks it for ever stops all of them, and is found
+    by the count of starts at its record. `faulthandler` stays behind it, for what lets no thread of
+    Python run.
+    """
+
+    def __init__(self, health: Health, hang_timeout: float) -> None:
+        """`hang_timeout`: seconds without a heartbeat after which the process ends."""
+        self._health = health
+        self._hang_timeout = hang_timeout
+        self._watched = threading.get_ident()
+        self._stopping = threading.Event()
+
+    def start(self) -> None:
+        """Watch from a daemon thread."""
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def put_off(self) -> None:
+        """Let the last resort wait; at every heartbeat."""
+        faulthandler.dump_traceback_later(self._hang_timeout + LAST_RESORT, exit=True)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopping.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        left = self._hang_timeout
+        while not self._stopping.wait(left):
+            left = self._hang_timeout - self._health.seconds_since_beat
+            if left <= 0:
+                self._end()
+
+    def _end(self) -> None:
+        stack = traceback.format_stack(sys._current_frames()[self._watched])
+        text = "the event loop has been blocked for %.0f s: PIPELINE_HANG_TIMEOUT ends the process"
+        args = (self._health.seconds_since_beat,)
+        told = "".join(["Stack (most recent call last):\n", *stack]).rstrip()
+        # By hand, because its stack is another thread's.
+        record = log.makeRecord(
+            log.name, logging.CRITICAL, __file__, 0, text, args, None, sinfo=told
+        )
+        log.handle(record)
+        os._exit(_HUNG)
 
 
 class CannotListen(Exception):

@@ -6,7 +6,7 @@ import math
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from time import monotonic
 from uuid import uuid4
 
@@ -412,10 +412,9 @@ def _grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:
 
 
 def _observe(pages: Sequence[Page]) -> None:
-    """Tell how far the relay lags: events still to send, and the age of the oldest in seconds."""
+    """Tell how far the relay lags: events still to send, and since when the oldest one waits."""
     events = [event for one in pages for event in one.events]
     # Windows overlap in their ids: the widest says how far it is, about.
     beyond = max((one.then.high_id - one.then.last_id for one in pages), default=0)
     oldest = min((event["created_at"] for event in events), default=None)
-    age = (datetime.now(UTC) - oldest).total_seconds() if oldest else 0.0
-    telemetry.observe_outbox(len(events) + beyond, max(0.0, age))
+    telemetry.observe_outbox(len(events) + beyond, oldest)

@@ -99,8 +99,12 @@ def _log_fate(item: Item, fate: Fate) -> None:
     message = item.marker.message
     policy = item.handler.policy
     what = f"{item.marker.consumer}: {message.type} {message.id!r}"
+    # Where an impostor's letter lies is the backlog's business.
+    key = item.row or (b"" if fate.reason == "identity mismatch" else item.marker.key)
+    letter = key.hex()[:16]
     if fate.is_dead:
         level, then = logging.ERROR, f"is dead ({fate.reason}, attempt {fate.attempts})"
+        then += f", letter {letter}" if letter else ""
     elif fate.reason == PARKED:
         level, then = logging.INFO, f"{fate.reason}, again in {fate.due_in:.0f} s"
     else:
@@ -114,7 +118,8 @@ def _log_fate(item: Item, fate: Fate) -> None:
         fate.error,
         extra=_place(item.record)
         | {"consumer": item.marker.consumer, "reason": fate.reason}
-        | {"message_id": message.id, "message_type": message.type},
+        | {"message_id": message.id, "message_type": message.type}
+        | ({"letter": letter} if letter else {}),
     )
 
 

@@ -1,7 +1,6 @@
 """The runtime: starts everything and stops it in order. The only module that knows everyone."""
 
 import asyncio
-import faulthandler
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from .consume import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
 from .failures import patiently
-from .health import Announcer, Health, HealthServer
+from .health import Announcer, Health, HealthServer, Watchdog
 from .lanes import Lanes
 from .relay import Relay
 from .retention import keep_house, make_ahead
@@ -221,16 +220,16 @@ async def _patiently(
 async def _beat(health: Health, hang_timeout: float) -> None:
     """Tell that the loop turns, and log when the process becomes ready or stops being so."""
     announcer = Announcer(health)
+    watchdog = Watchdog(health, hang_timeout)
+    watchdog.start()
     try:
         while True:
             health.beat()
-            # Ends the process from outside of Python, unless the next beat comes before. A handler
-            # that blocks the loop for ever is found by the count of starts at its record.
-            faulthandler.dump_traceback_later(hang_timeout, exit=True)
+            watchdog.put_off()
             announcer.announce()
             await asyncio.sleep(_BEAT)
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        watchdog.stop()
 
 
 def _stopping_on_signals() -> asyncio.Event:

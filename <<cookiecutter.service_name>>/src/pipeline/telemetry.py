@@ -7,11 +7,13 @@ still travels from message to event. Names are the messaging conventions'.
 import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import UTC, datetime
 from itertools import islice
 
 from opentelemetry import context as otel
 from opentelemetry import metrics, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as names
 from opentelemetry.semconv._incubating.metrics import messaging_metrics as metric_names
 from opentelemetry.semconv.attributes import error_attributes
@@ -60,7 +62,20 @@ _backlog_duration = _meter.create_histogram(
 )
 _shards = _meter.create_gauge("pipeline.relay.shards", "{shard}", "Shards this relay holds.")
 _lag_events = _meter.create_gauge("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
-_lag_seconds = _meter.create_gauge("pipeline.outbox.lag.duration", "s", "Age of the oldest.")
+_oldest_unpublished: list[datetime | None] = []
+"""Since when the oldest event waits, None if none does; empty until a relay has looked."""
+
+
+def _lag_seconds(_: CallbackOptions) -> Iterable[Observation]:
+    """Tell its age when somebody asks: the relay may be waiting for Kafka, and not look again."""
+    for since in _oldest_unpublished:
+        age = (datetime.now(UTC) - since).total_seconds() if since else 0.0
+        yield Observation(max(0.0, age))
+
+
+_meter.create_observable_gauge(
+    "pipeline.outbox.lag.duration", [_lag_seconds], "s", "Age of the oldest."
+)
 _unsent = _meter.create_gauge("pipeline.outbox.unsent", "{event}", "Refused by Kafka, by state.")
 
 
@@ -219,10 +234,10 @@ def relay_progress(shards_held: int) -> None:
     _shards.set(shards_held)
 
 
-def observe_outbox(lag_events: int, lag_seconds: float) -> None:
-    """Tell how many events wait to be published, and how long the oldest has waited."""
+def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
+    """Tell how many events wait to be published, and since when the oldest one does."""
     _lag_events.set(lag_events)
-    _lag_seconds.set(lag_seconds)
+    _oldest_unpublished[:] = [oldest]
 
 
 def observe_unsent(waiting: int, dead: int) -> None:

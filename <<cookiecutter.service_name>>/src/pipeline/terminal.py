@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import asyncpg
@@ -23,6 +23,10 @@ from .settings import Settings
 
 _NOT_LET_IN = ("28", "3D")
 """PostgreSQL's error classes for a wrong user, password or name of the database."""
+
+
+class Away(Exception):
+    """A server can't be used; the text names it, and the variable that says where it is."""
 
 
 def read_settings() -> Settings:
@@ -49,6 +53,8 @@ def in_a_sentence() -> Iterator[None]:
     """End the command with exit code 1 and one sentence when it fails as one may expect."""
     try:
         yield
+    except Away as error:
+        typer.echo(error, err=True)
     except (
         Misconfigured,
         NotMigrated,
@@ -72,6 +78,30 @@ def in_a_sentence() -> Iterator[None]:
     raise typer.Exit(1)
 
 
+def of_postgresql(settings: Settings) -> AbstractContextManager[None]:
+    """Say that it is PostgreSQL that fails. Raises `Away`."""
+    return _of(f"{settings.postgresql} (PIPELINE_DATABASE_URL)", is_infrastructure)
+
+
+def of_kafka(settings: Settings) -> AbstractContextManager[None]:
+    """Say that it is Kafka that fails. Raises `Away`."""
+    return _of(
+        f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)",
+        lambda error: isinstance(error, KafkaError | OSError),
+    )
+
+
+@contextmanager
+def _of(server: str, is_its: Callable[[Exception], bool]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # A pipe is broken where nobody reads any more what a command writes.
+        if isinstance(error, BrokenPipeError) or not is_its(error):
+            raise
+        raise Away(f"{server}: {named(error)}") from error
+
+
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if sys.platform == "win32" or sys.implementation.name != "cpython":
         return None
@@ -85,8 +115,9 @@ async def connected(service: Service, settings: Settings) -> AsyncIterator[async
     """Lend a connection on which every statement is a transaction of its own."""
     engine = create_engine(settings, name=service.name)
     try:
-        async with autocommitting(engine) as connection:
-            yield connection
+        with of_postgresql(settings):
+            async with autocommitting(engine) as connection:
+                yield connection
     except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
         raise NotMigrated from None
     finally:

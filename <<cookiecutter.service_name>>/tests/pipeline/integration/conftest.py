@@ -309,6 +309,11 @@ def service(bank: Bank, database_url: str, kafka: str, monkeypatch: pytest.Monke
     return command
 
 
+def complaint(done: Result) -> str:
+    """Return what a command has complained of, without the frame around it."""
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
 Running = Callable[..., AbstractAsyncContextManager[Health]]
 
 

@@ -325,3 +325,19 @@ async def all_is_written(db: asyncpg.Connection) -> bool:
             " USING (shard) WHERE target IS NOT NULL OR NOT pg_visible_in_snapshot(xid, seen))"
         )
     )
+
+
+_BURY = """
+INSERT INTO pipeline.outbox_unsent
+       (id, created_at, topic, key, payload, event_id, source, type, content_type,
+        queue, attempts, reason, error, died_at)
+SELECT n, now(), 'moves', ('key ' || n % 7)::bytea, '{}', 'event ' || n, '/bank', 'moved',
+       'application/json', sha256(('key ' || n % 7)::bytea), 100, 'too large', 'event is larger',
+       now() - make_interval(secs => n % 3)
+  FROM generate_series(1, $1) AS n
+"""
+
+
+async def bury(db: asyncpg.Connection, count: int) -> None:
+    """Store dead events of seven keys, in an order of death that is not theirs."""
+    await db.execute(_BURY, count)

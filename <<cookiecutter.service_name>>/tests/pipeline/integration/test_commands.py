@@ -132,7 +132,8 @@ async def test_topics_cannot_be_created_while_kafka_is_away(
     nowhere = f"127.0.0.1:{unused_tcp_port}"
     process = await start("topics", "create", kafka_bootstrap_servers=nowhere)
     assert await process.ended() == 1
-    assert nowhere in process.output or str(unused_tcp_port) in process.output
+    named = f"Kafka at {nowhere} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS): KafkaConnectionError: "
+    assert process.output.splitlines()[-1].startswith(named)
     assert "Traceback" not in process.output
     assert "Unclosed" not in process.output
 
@@ -180,9 +181,34 @@ async def test_migrate_says_what_is_missing_instead_of_a_traceback(
     elsewhere = await start("migrate", cwd=tmp_path_factory.mktemp("elsewhere"))
     nowhere = f"postgresql+asyncpg://service:x@127.0.0.1:{unused_tcp_port}/service"
     away = await start("migrate", cwd=folder, database_url=nowhere)
-    for process, hint in ((elsewhere, "alembic.ini"), (away, str(unused_tcp_port))):
+    named = f"PostgreSQL at 127.0.0.1:{unused_tcp_port} (PIPELINE_DATABASE_URL): ConnectionRefused"
+    for process, hint in ((elsewhere, "alembic.ini"), (away, named)):
         assert await process.ended() == 1, process.output
         assert hint in process.output
+        assert "Traceback" not in process.output
+
+
+async def test_a_server_that_is_away_is_named_with_the_variable_that_says_where_it_is(
+    start: Start, folder: Path, unborn: Bank, kafka: str, unused_tcp_port: int
+) -> None:
+    migrate = await start("migrate", cwd=folder)
+    assert await migrate.ended() == 0, migrate.output
+    nowhere = f"127.0.0.1:{unused_tcp_port}"
+    nothing = {"database_url": f"postgresql+asyncpg://service:x@{nowhere}/service"}
+    silence = {"kafka_bootstrap_servers": nowhere}
+    database = f"PostgreSQL at {nowhere} (PIPELINE_DATABASE_URL): "
+    brokers = f"Kafka at {nowhere} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS): "
+    seek = ("topics", "seek", unborn.deposits, "--to", "earliest")
+    for command, away, named in (
+        (("dead", "list"), nothing, database),
+        (("inbox", "show", "x"), nothing, database),
+        (("relay", "reset", "--yes"), nothing, database),
+        (seek, nothing, database),
+        (seek, silence, brokers),
+    ):
+        process = await start(*command, **away)
+        assert await process.ended() == 1, process.output
+        assert process.output.splitlines()[-1].startswith(named), process.output
         assert "Traceback" not in process.output
 
 

@@ -100,7 +100,10 @@ async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_b
         await eventually(lambda: len(started) - 1 == deaths, patience=30)
         await eventually(started[-1].is_ready)
         if how == "loop":
-            assert "in strike" in started[0].output, "the stack that it hung in is in the log"
+            said = started[0].output
+            assert "PIPELINE_HANG_TIMEOUT ends the process" in said
+            assert "in strike" in said, "the stack that it hung in is in the log"
+            assert "Timeout (" not in said, "the last resort of faulthandler was not needed"
 
 
 async def test_a_handler_that_swallows_its_cancellation_ends_the_process(

@@ -9,9 +9,10 @@ from typing import Any
 
 import asyncpg
 import pytest
+from opentelemetry.metrics import CallbackOptions
 from sqlalchemy import make_url
 
-from pipeline import database, epoch, relay
+from pipeline import database, epoch, relay, telemetry
 from pipeline.publisher import Publisher
 from pipeline.refusal import Refused
 from pipeline.settings import Settings
@@ -329,6 +330,46 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
             await tail.until_ids(range(20))
             await eventually(lambda: all_is_written(db))
     assert tail.ids == [str(number) for number in range(20)]
+
+
+async def test_what_waits_for_kafka_grows_older_in_the_metrics(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic = await new_topic()
+    answers = asyncio.Event()
+
+    class Mute(Publisher):
+        """One whose brokers don't answer for a while."""
+
+        async def send(
+            self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
+        ) -> Refused:
+            await answers.wait()
+            return await super().send(events, may_send)
+
+    class MuteRelay(relay.Relay):
+        """A relay with such a publisher."""
+
+        def __init__(self, *args: Any, settings: Settings, **options: Any) -> None:
+            super().__init__(*args, settings=settings, **options)
+            self._publisher = Mute(settings, client_id="mute", owner="mute")
+
+    def age() -> float:
+        (observed,) = telemetry._lag_seconds(CallbackOptions())
+        return observed.value
+
+    telemetry.observe_outbox(0, None)
+    await stage(db, numbered(topic, range(3)))
+    async with following(kafka, topic) as tail, relaying(settings(), MuteRelay):
+        await eventually(lambda: age() > 0)
+        begun = age()
+        await eventually(lambda: age() > begun + 0.5)
+        answers.set()
+        await tail.until_ids(range(3))
+        await eventually(lambda: age() == 0)
 
 
 async def _all_is_written_below(db: asyncpg.Connection, shard: int) -> bool:

@@ -1,6 +1,7 @@
 """One trace from the sender through consume, handler, outbox and relay to the next consumer."""
 
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 
 import asyncpg
 import pytest
@@ -179,10 +180,10 @@ async def test_a_service_that_has_nothing_to_do_records_nothing(
     polls = 0
     original = telemetry.observe_outbox
 
-    def polled(lag_events: int, lag_seconds: float) -> None:
+    def polled(lag_events: int, oldest: datetime | None) -> None:
         nonlocal polls
         polls += 1
-        original(lag_events, lag_seconds)
+        original(lag_events, oldest)
 
     monkeypatch.setattr(telemetry, "observe_outbox", polled)
     async with running(bank.service) as health:

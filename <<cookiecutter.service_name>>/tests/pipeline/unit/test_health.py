@@ -2,12 +2,17 @@ import asyncio
 import http.client
 import json
 import logging
+import os
+import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,3 +357,63 @@ def test_an_outage_that_lasts_is_told_again_every_minute(
     health.not_ready("relay", "refused")
     told = [announced() for _ in range(180)]
     assert sum(map(len, told)) == 3
+
+
+HANG = """
+import asyncio, itertools, time
+from pipeline import health, logs, runtime
+
+health.LAST_RESORT = 0.5
+runtime._BEAT = 0.1
+
+
+def block_the_loop() -> None:
+    {hang}
+
+
+async def main() -> None:
+    beating = asyncio.create_task(runtime._beat(health.Health(stall_after=10), 2))
+    await asyncio.sleep(0.3)
+    block_the_loop()
+    beating.cancel()
+
+
+logs.configure(level="INFO", json=True)
+asyncio.run(main())
+{then}
+"""
+
+
+def hang(how: str, then: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a process in which a blocked event loop is ended after two seconds."""
+    return subprocess.run(
+        [sys.executable, "-c", HANG.format(hang=how, then=then)],
+        env=os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("how", ["time.sleep(60)", "while True: pass"])
+def test_a_process_whose_loop_hangs_says_why_it_ends(how: str) -> None:
+    done = hang(how)
+    assert done.returncode == 1
+    *_, line = [json.loads(line) for line in done.stderr.splitlines()]
+    assert line["level"] == "CRITICAL"
+    assert line["logger"] == "pipeline.health"
+    assert re.match(
+        r"the event loop has been blocked for \d+ s: PIPELINE_HANG_TIMEOUT ends", line["message"]
+    )
+    assert "in block_the_loop" in line["stack"]
+
+
+def test_a_process_in_which_no_thread_runs_any_more_ends_all_the_same() -> None:
+    done = hang("sum(itertools.repeat(0))")
+    assert done.returncode == 1
+    assert "in block_the_loop" in done.stderr
+
+
+def test_a_process_whose_loop_turns_lives_and_what_it_does_after_the_loop_is_not_watched() -> None:
+    done = hang("pass", then="time.sleep(2.8)")
+    assert done.returncode == 0, done.stderr

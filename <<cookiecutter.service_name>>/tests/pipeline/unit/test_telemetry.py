@@ -345,7 +345,7 @@ telemetry.set_breaker("bill", is_open=False)
 telemetry.observe_backlog("track", 12, 3, 61.5)
 telemetry.backlog_applied("track", 59.0)
 telemetry.relay_progress(16)
-telemetry.observe_outbox(100, 2.5)
+telemetry.observe_outbox(100, None)
 telemetry.observe_unsent(waiting=7, dead=2)
 print(generate_latest().decode())
 configured.shutdown()
@@ -402,11 +402,39 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     assert found[f"{waited} le=60.0 pipeline_consumer=track"] == 1
     assert found["pipeline_relay_shards"] == 16
     assert found["pipeline_outbox_lag_events"] == 100
-    assert found["pipeline_outbox_lag_duration_seconds"] == 2.5
+    assert found["pipeline_outbox_lag_duration_seconds"] == 0
     assert found["pipeline_outbox_unsent pipeline_outcome=waiting"] == 7
     assert found["pipeline_outbox_unsent pipeline_outcome=dead"] == 2
     assert any("service_name=parcel-tracker" in name for name in found if "target_info" in name)
     assert after.strip() == "False"
+
+
+LAG = """
+from datetime import UTC, datetime, timedelta
+from prometheus_client import generate_latest
+from pipeline import exporters, telemetry
+
+configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+print(generate_latest().decode() + "===")
+telemetry.observe_outbox(100, datetime.now(UTC) - timedelta(hours=1))
+print(generate_latest().decode() + "===")
+print(generate_latest().decode() + "===")
+telemetry.observe_outbox(1, datetime.now(UTC) + timedelta(hours=1))
+print(generate_latest().decode())
+configured.shutdown()
+"""
+
+
+def test_the_age_of_what_waits_grows_while_the_relay_looks_at_nothing() -> None:
+    scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
+    before, first, later, ahead = (
+        scrape.get("pipeline_outbox_lag_duration_seconds") for scrape in scrapes
+    )
+    assert before is None, "who relays nothing knows of no lag"
+    assert first is not None
+    assert later is not None
+    assert 3_600 < first < later < 3_700
+    assert ahead == 0, "the database's clock goes before ours"
 
 
 EXPORT = """
