@@ -377,7 +377,7 @@ class Taken:
     """Rows of a lane whose turn it is, the first ones of each key, in its order."""
 
     items: Sequence[Item]
-    """Messages to handle."""
+    """Messages to handle; those that may kill the process are not validated yet."""
     readmitted: Mapping[bytes, Sequence[Item]]
     """What records that were nobody's turn out to be now, by their row's key."""
     hopeless: Sequence[Row]
@@ -413,7 +413,7 @@ async def take(
             waiting.add(key)
         if key in waiting:
             continue
-        found = _read(handlers, row)
+        found = _read(handlers, row, validates=lane.starts <= 1 and row["reason"] != DIED)
         if isinstance(found, Row):
             hopeless.append(found)
             if not found.fate.is_dead:
@@ -425,11 +425,12 @@ async def take(
     return Taken(items, readmitted, hopeless, keys)
 
 
-def _read(handlers: Handlers, row: asyncpg.Record) -> Sequence[Item] | Row:
+def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
     """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
     record = stored_record(row, stored_for=row["stored_for"])
-    found = items_of(handlers, record)
     consumer = row["consumer"]
+    # What is nobody's calls no handler in this turn.
+    found = items_of(handlers, record, validates=validates and bool(consumer))
     if isinstance(found, Quarantined):
         fate = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
         return Row(row["key"], consumer, record, fate)

@@ -1,8 +1,8 @@
 """Batches: records decoded, validated and matched with their handlers."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
@@ -37,8 +37,9 @@ class Item:
     handler: Handler
     marker: Marker
     record: Record
-    event: Event | None
-    """None if the payload does not fit the handler's model: then `fault` says why."""
+    event: Event | None = None
+    """None if the payload does not fit the handler's model: then `fault` says why; or as long as
+    nobody has looked."""
     fault: Exception | None = None
     attempts: int = 0
     """Attempts before this one."""
@@ -103,13 +104,20 @@ class Batch:
         )
 
 
-def read(handlers: Handlers, topic: str, start: int, records: Sequence[ConsumerRecord]) -> Batch:
+def read(
+    handlers: Handlers,
+    topic: str,
+    start: int,
+    records: Sequence[ConsumerRecord],
+    *,
+    validates: bool = True,
+) -> Batch:
     """Decode and validate records; every one of them is an item, skipped or quarantined."""
     items: list[Item] = []
     skipped: list[int] = []
     quarantined: list[Quarantined] = []
     for record in records:
-        found = items_of(handlers, record)
+        found = items_of(handlers, record, validates=validates)
         if isinstance(found, Quarantined):
             quarantined.append(found)
         elif found:
@@ -120,8 +128,11 @@ def read(handlers: Handlers, topic: str, start: int, records: Sequence[ConsumerR
     return Batch(start, end, records, items, skipped, quarantined)
 
 
-def items_of(handlers: Handlers, record: Record) -> list[Item] | Quarantined:
-    """Return what the record is to each of its handlers."""
+def items_of(handlers: Handlers, record: Record, *, validates: bool) -> list[Item] | Quarantined:
+    """Return what the record is to each of its handlers.
+
+    To validate its payload runs the service's code. Until that is done an item can't be handled.
+    """
     topic = record.topic
     if record.value is None and not handlers.takes_tombstones(topic):
         return []
@@ -130,27 +141,46 @@ def items_of(handlers: Handlers, record: Record) -> list[Item] | Quarantined:
         message = decode(record, plain)
     except Undecodable as error:
         return Quarantined(record, error.reason, error)
-    found = list(_items(handlers, record, message))
+    found = _items(handlers, record, message, validates=validates)
     if not found and handlers.demands_types(topic):
         return Quarantined(record, "unknown type", UnknownType(message))
     return found
 
 
-def _items(handlers: Handlers, record: Record, message: Message) -> Iterator[Item]:
+def _items(handlers: Handlers, record: Record, message: Message, *, validates: bool) -> list[Item]:
     type = Tombstone.event_type if message.data is None else message.type
-    event: Event | None = None
-    fault: Exception | None = None
-    for handler in handlers.of(message.topic, type):
-        if event is None and fault is None:
-            try:
-                event = _validated(handler.event, message)
-            except Exception as error:  # a model's own validator may raise anything
-                fault = error
-        key = marker_key(handler.consumer, message.source, message.id)
-        yield Item(handler, Marker(key, handler.consumer, message), record, event, fault)
+    takers = handlers.of(message.topic, type)
+    event, fault = None, None
+    if validates and takers:
+        event, fault = _validated(takers[0].event, message)
+    return [
+        Item(
+            handler,
+            Marker(
+                marker_key(handler.consumer, message.source, message.id), handler.consumer, message
+            ),
+            record,
+            event,
+            fault,
+        )
+        for handler in takers
+    ]
 
 
-def _validated(model: type[Event], message: Message) -> Event:
+def validated(item: Item) -> Item:
+    """Return the item with its event, or with why its payload is none."""
+    event, fault = _validated(item.handler.event, item.marker.message)
+    return replace(item, event=event, fault=fault)
+
+
+def _validated(model: type[Event], message: Message) -> tuple[Event, None] | tuple[None, Exception]:
+    try:
+        return _event_of(model, message), None
+    except Exception as error:  # a model's own validator may raise anything
+        return None, error
+
+
+def _event_of(model: type[Event], message: Message) -> Event:
     if message.data is None:
         return Tombstone(key=(message.key or b"").decode("utf-8", "backslashreplace"))
     return model.model_validate_json(message.data)

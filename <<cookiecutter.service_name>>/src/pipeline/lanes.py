@@ -16,7 +16,7 @@ from tenacity import AsyncRetrying
 
 from . import backlog, telemetry
 from .backlog import Lane, LaneLost, Taken
-from .batch import Item
+from .batch import Item, validated
 from .breaker import Breaker, BreakerOpen
 from .consume import Consume
 from .database import autocommitting
@@ -165,6 +165,8 @@ class Lanes:
             await self._apply(consume, replace(work, assumed=fate))
             if fate.is_dead:
                 return
+            # Only now: to validate it may be what kills.
+            work = replace(work, taken=replace(work.taken, items=[validated(item)]))
             try:
                 await self._apply(consume, work)
             except BreakerOpen:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -25,6 +25,7 @@ from .work import FromPartition
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Offsets = Mapping[TopicPartition, int]
 
 _ANSWER_SECONDS = 5.0
@@ -186,41 +187,57 @@ class Reader:
 
     async def _read_on(self) -> None:
         assert self.position is not None
+        if self._started_at is None:
+            await self._begin(self.position)
         following = asyncio.create_task(self._fetch(self.position))
         try:
             while (batch := await self._unless_stopped(following)) is not None:
                 # The next batch is fetched and decoded while this one takes effect.
                 following = asyncio.create_task(self._fetch(batch.end))
-                if batch.end > batch.start:
-                    for work in await self._works(batch):
-                        await self._consume.apply(work, self._patiently("the consume transaction"))
-                        self._move_to(work.batch.end)
+                await self._apply(FromPartition(self._slot, batch))
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
-    async def _works(self, batch: Batch) -> Sequence[FromPartition]:
-        """Return the batch as it is to be applied: whole, unless processes have died over it."""
-        starts = 0
-        if self._started_at is None:
-            self._started_at = batch.start
-            starts = await self._patiently("counting the start")(self._count_start, batch.start)
-        singly = self._settings.unclean_starts + 1
-        if starts < singly:
-            return [FromPartition(self._slot, batch)]
-        log.warning("%s: %s processes have died here: one by one", self._part, starts - 1)
+    async def _begin(self, position: int) -> None:
+        """Count the start before anything is done with the first records, then apply them."""
+        fetching = asyncio.create_task(self._records(position))
+        try:
+            records = await self._unless_stopped(fetching)
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+        if records is None:
+            return
+        self._started_at = position
+        counting = self._patiently("counting the start")
+        starts: int = await counting(self._count_start, position)
+        if starts > self._settings.unclean_starts:
+            log.warning("%s: %s processes have died here: one by one", self._part, starts - 1)
+            await self._apply_singly(records, starts)
+        else:
+            batch = read(self._handlers, self._partition.topic, position, records)
+            await self._apply(FromPartition(self._slot, batch))
+
+    async def _apply_singly(self, records: Sequence[ConsumerRecord], starts: int) -> None:
+        """Apply records one by one; the first is set aside if a process has died over it alone."""
         self._is_careful = True
-        ends = [record.offset + 1 for record in batch.records]
-        return [
-            FromPartition(
-                self._slot,
-                batch.between(start, end),
-                # Where the next process begins, it knows that this record was tried alone.
-                starts=singly if end < batch.end else 0,
-                deaths=starts - 1 if start == batch.start and starts > singly else 0,
-            )
-            for start, end in zip([batch.start, *ends], ends, strict=False)
-        ]
+        singly = self._settings.unclean_starts + 1
+        deaths = starts - 1 if starts > singly else 0
+        assert self.position is not None
+        for record in records:
+            if self._stopping.is_set():
+                return
+            topic, is_last = self._partition.topic, record is records[-1]
+            batch = read(self._handlers, topic, self.position, [record], validates=not deaths)
+            # Where the next process begins, it knows that the record was tried alone.
+            carried = 0 if is_last else singly
+            await self._apply(FromPartition(self._slot, batch, starts=carried, deaths=deaths))
+            deaths = 0
+
+    async def _apply(self, work: FromPartition) -> None:
+        await self._consume.apply(work, self._patiently("the consume transaction"))
+        self._move_to(work.batch.end)
 
     async def _count_start(self, position: int) -> int:
         async with autocommitting(self._engine) as driver:
@@ -240,6 +257,10 @@ class Reader:
 
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""
+        records = await self._records(start)
+        return read(self._handlers, self._partition.topic, start, records)
+
+    async def _records(self, start: int) -> Sequence[ConsumerRecord]:
         records: list[ConsumerRecord] = []
         look_at = monotonic() + self._settings.offset_commit_interval
         while not records:
@@ -255,7 +276,7 @@ class Reader:
                 self._is_cut_off = False
                 self._release()
                 self._health.ready(self._part)
-        return read(self._handlers, self._partition.topic, start, records)
+        return records
 
     async def _is_elsewhere(self, start: int) -> bool:
         """Whether a person has moved the position; without the database nobody can tell."""
@@ -336,7 +357,7 @@ class Reader:
             away=lambda reason: self._health.not_ready(self._part, reason),
         )
 
-    async def _unless_stopped(self, task: asyncio.Task[Batch]) -> Batch | None:
+    async def _unless_stopped(self, task: asyncio.Task[T]) -> T | None:
         """Wait for the task, but no longer than until `stop`: None."""
         stop = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)

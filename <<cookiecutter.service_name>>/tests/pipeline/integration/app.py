@@ -5,6 +5,8 @@ import os
 import signal
 from contextlib import suppress
 
+from pydantic import field_validator
+
 from pipeline import Event, Policy, Transaction
 from pipeline.commands import command_line
 
@@ -32,6 +34,13 @@ class Struck(Event, type="struck"):
     """What nobody survives: the process dies of it, or hangs in a loop."""
 
     how: str
+
+    @field_validator("how")
+    @classmethod
+    def _nobody_survives_its_validation(cls, how: str) -> str:
+        if how == "validation":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return how
 
 
 @bank.handlers.on(

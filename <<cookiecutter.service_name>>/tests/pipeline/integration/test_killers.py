@@ -67,6 +67,8 @@ def struck(how: str) -> Deposit:
         # Among others, and three times with the attempt spent beforehand.
         ("deferred", "kill", 4),
         ("deferred", "loop", 4),
+        # As the first one, before any handler is called.
+        ("immediate", "validation", 5),
     ],
 )
 async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(
