@@ -126,7 +126,8 @@ async def test_partitions_are_made_while_transactions_use_the_table_and_block_no
             await db.execute(_MARK)
             await busy.execute(_INSERT, "3")
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 3
-    assert list(await made(db, "outbox")) == days(10)
+    # The first ones may have been made before midnight.
+    assert list(await made(db, "outbox"))[-11:] == days(10)
 
 
 _INSERT = """
