@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 import typer
 from pydantic_core import to_json
 
 from .dead import Became, OutcomeT, Shown, State
+from .operations import Refused
 
 PROGRESS = 10_000
 """After so many there is a line on standard error."""
@@ -112,15 +113,33 @@ def _user() -> str:
         return ""
 
 
-def is_agreed(verb: str, groups: Sequence[str], total: int, how: How) -> bool:
+class Counted(Protocol):
+    """A number of things that are alike."""
+
+    @property
+    def count(self) -> int: ...
+
+
+CountedT = TypeVar("CountedT", bound=Counted)
+
+
+def total(groups: Iterable[Counted]) -> int:
+    """Return how many they are together."""
+    return sum(one.count for one in groups)
+
+
+def is_agreed(
+    verb: str, groups: Sequence[CountedT], line: Callable[[CountedT], str], how: How
+) -> bool:
     """Tell how many they are, and ask whether to go on. Raises `typer.Abort` if not."""
+    number = total(groups)
     if not how.as_json:
-        for line in groups:
-            typer.echo(line)
-        typer.echo(f"{total:,} dead")
-    if not total or how.is_dry:
+        for one in groups:
+            typer.echo(line(one))
+        typer.echo(f"{number:,} dead")
+    if not number or how.is_dry:
         return False
-    if how.asks and not typer.confirm(f"{verb.capitalize()} {total:,}?", err=True):
+    if how.asks and not typer.confirm(f"{verb.capitalize()} {number:,}?", err=True):
         raise typer.Abort
     return True
 
@@ -189,6 +208,21 @@ def tell_all(lines: Mapping[str, object], *rest: str) -> None:
     """Write what is known of one: lines with names, and then texts of several lines."""
     told = [one_line(f"{name:<22} {text}") for name, text in lines.items() if text is not None]
     typer.echo("\n".join([*told, *(f"\n{_harmless(text)}" for text in rest)]))
+
+
+def refuse_unless_dead(state: State, name: str, show: str) -> None:
+    """Raise `Refused` for one that was named to be changed, unless it is dead.
+
+    `show` is the command that tells more.
+    """
+    if state != "dead":
+        what = "waits in the backlog" if state == "waiting" else "was discarded"
+        raise Refused(f"{name}, it {what}: see `{show}`")
+
+
+def given_up(since: datetime, by: str | None, why: str | None) -> str:
+    """Return the state of what was discarded."""
+    return f"discarded since {at(since)}, by {by}: {why}"
 
 
 def at(time: datetime) -> str:

@@ -18,7 +18,7 @@ import asyncpg
 from .batch import Item, Quarantined, items_of, order_key
 from .handlers import Handlers
 from .inbox import Generations, IdentityMismatch, Known
-from .message import Record, headers_as_json, headers_of
+from .message import Record, headers_as_json, headers_of, printable
 from .outbox import StagedEvent
 from .payload import HASH_VERSION
 from .policy import DIED, REDRIVEN, Fate, Policy, after_failure, dead
@@ -323,7 +323,7 @@ def dead_letter(row: Row, topic: str) -> StagedEvent:
     }
     headers = [
         # A name that is not UTF-8 can't be sent again.
-        *((name.encode(errors="backslashreplace").decode(), one) for name, one in record.headers),
+        *((printable(name), value) for name, value in record.headers),
         *((f"dead-letter-{name}", str(value).encode()) for name, value in why.items()),
     ]
     return StagedEvent(
@@ -406,8 +406,7 @@ async def take(
     waiting: set[bytes] = set()
     for row in rows:
         key = row["order_key"]
-        is_head = not keys or keys[-1] != key
-        if is_head:
+        if not keys or keys[-1] != key:
             keys.append(key)
         if row["died_at"] is not None or row["is_early"]:
             waiting.add(key)

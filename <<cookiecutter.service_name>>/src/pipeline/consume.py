@@ -117,9 +117,12 @@ class Consume:
             only._turns = asyncio.Semaphore(1)
             yield only
 
-    def deaf(self, seconds: float) -> Attempt | None:
-        """Return a call that goes on although it was cancelled so many seconds ago."""
-        return next((one for one in self._under_way if one.is_deaf(seconds)), None)
+    def deaf(self, seconds: float) -> tuple[Item, asyncio.Task[object] | None] | None:
+        """Return a message whose handler goes on so long after it was cancelled, and its task."""
+        for attempt in self._under_way:
+            if item := attempt.deaf(seconds):
+                return item, attempt.task
+        return None
 
     async def apply(self, work: Work, attempts: AsyncRetrying) -> Sequence[Outcome]:
         """Commit the work; returns what became of it when all of it has taken effect or is stored.
@@ -213,8 +216,7 @@ class Consume:
                 # Lost, cut off or cancelled in the middle: nobody else may get this connection.
                 await session.invalidate()
                 raise
-        readable, _ = work.reading
-        self._breaker.succeeded(readable | {item.marker.consumer for item in results.applied})
+        self._breaker.succeeded(results.fared_well)
         if staged:
             self._staged()
         if any(fate.due_in == 0.0 for _, fate in results.fates):
@@ -273,6 +275,7 @@ class Consume:
     def _judge(self, work: Work, handled: Handled, results: Results) -> None:
         """Raise `_Guilty` if any message has failed, or `BreakerOpen` if it is not the messages."""
         readable, failures = work.reading
+        results.fared_well = readable | {item.marker.consumer for item in handled.applied}
         failures += [
             Failure(item.marker.consumer, item.order_key, item.fault, item.last_error)
             for item, fate in results.fates
@@ -283,8 +286,7 @@ class Consume:
             for item, error in handled.failed
             if not isinstance(error, Park | Reject)  # decisions
         ]
-        succeeded = {item.marker.consumer for item in handled.applied}
-        self._breaker.observe(failures, fared_well=readable | succeeded)
+        self._breaker.observe(failures, fared_well=results.fared_well)
         if handled.failed:
             (first, error), *others = handled.failed
             fates = {item.marker.key: undecided(other) for item, other in others}

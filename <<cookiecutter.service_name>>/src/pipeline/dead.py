@@ -17,7 +17,7 @@ import asyncpg
 from . import backlog
 from .batch import Item, Quarantined, items_of
 from .handlers import Handlers
-from .message import headers_of, marker_key
+from .message import headers_of, marker_key, printable
 from .operations import Refused
 
 T = TypeVar("T")
@@ -70,12 +70,20 @@ State = Literal["dead", "waiting", "discarded"]
 DISCARDED = "nothing: it was given up, and stays for the record"
 """What a person is to do about what was discarded, whatever its reason."""
 
-_STATES: Mapping[State, tuple[str, str]] = {
-    "dead": ("died_at IS NOT NULL AND discarded_at IS NULL", "died_at"),
-    "waiting": ("died_at IS NULL", "received_at"),
-    "discarded": ("died_at IS NOT NULL AND discarded_at IS NOT NULL", "discarded_at"),
-}
-"""What is true of the rows in a state, and since when they are in it."""
+
+def states(received: str) -> Mapping[State, tuple[str, str]]:
+    """Return what is true of the rows in a state, and since when they are in it.
+
+    `received` is the column that says since when a row waits.
+    """
+    return {
+        "dead": ("died_at IS NOT NULL AND discarded_at IS NULL", "died_at"),
+        "waiting": ("died_at IS NULL", received),
+        "discarded": ("died_at IS NOT NULL AND discarded_at IS NOT NULL", "discarded_at"),
+    }
+
+
+_STATES = states("received_at")
 
 
 def _asking(state: State, question: str, rest: str) -> str:
@@ -111,9 +119,9 @@ _COUNTS = {
 _LETTERS = {
     state: _asking(
         state,
-        "SELECT key, consumer, reason, attempts, type, source, id, topic, partition, offset,"
+        'SELECT key, consumer, reason, attempts, type, source, id, topic, partition, "offset",'
         " record_key, received_at, due_at, died_at, discarded_at, holds, error,"
-        " <since> AS since".replace("offset", '"offset"'),
+        " <since> AS since",
         "AND ($11::timestamptz IS NULL OR (<since>, key) < ($11, $12::bytea))"
         " ORDER BY <since> DESC, key DESC LIMIT $13",
     )
@@ -264,7 +272,7 @@ class Outcome(StrEnum):
     DUPLICATE = "duplicate"
     """Its event was applied meanwhile, by way of another record."""
     GONE = "gone"
-    """No handler takes it any more, or it is another event to them now."""
+    """Its record is another event to the handlers now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,18 +331,31 @@ async def letters(
     connection: asyncpg.Connection, state: State, which: Which, limit: int
 ) -> AsyncIterator[Letter]:
     """Yield the newest ones, at most `limit`."""
-    after: tuple[datetime | None, bytes | None] = None, None
+    async for row in newest(connection, _LETTERS[state], which.arguments, "key", limit):
+        yield _letter(row)
+
+
+async def newest(
+    connection: asyncpg.Connection,
+    statement: str,
+    arguments: Sequence[object],
+    name: str,
+    limit: int,
+) -> AsyncIterator[asyncpg.Record]:
+    """Yield the newest rows, at most `limit`, page by page.
+
+    After its arguments the statement takes `since` and the column `name` of the last row before.
+    """
+    after: tuple[object, object] = None, None
     while limit > 0:
         size = min(limit, CHUNK)
-        rows = await connection.fetch(
-            _LETTERS[state], *which.arguments, *after, size, timeout=SECONDS
-        )
+        rows = await connection.fetch(statement, *arguments, *after, size, timeout=SECONDS)
         for row in rows:
-            yield _letter(row)
+            yield row
         if len(rows) < size:
             return
         limit -= size
-        after = rows[-1]["since"], rows[-1]["key"]
+        after = rows[-1]["since"], rows[-1][name]
 
 
 async def detail(connection: asyncpg.Connection, handle: str) -> Detail:
@@ -344,14 +365,9 @@ async def detail(connection: asyncpg.Connection, handle: str) -> Detail:
         raise Refused(f"{handle} has just left the backlog")
     return Detail(
         letter=_letter(row),
-        advice=DISCARDED
-        if row["discarded_at"]
-        else REASONS.get(row["reason"], "nothing is known of this reason"),
+        advice=advice(row, REASONS),
         value=shown(row["value"]),
-        headers=[
-            (name.encode("utf-8", "backslashreplace").decode(), shown(value))
-            for name, value in headers_of(row["headers"])
-        ],
+        headers=[(printable(name), shown(value)) for name, value in headers_of(row["headers"])],
         timestamp=row["timestamp"],
         waited=row["waited"],
         hash=row["hash"] and row["hash"].hex(),
@@ -363,11 +379,22 @@ async def detail(connection: asyncpg.Connection, handle: str) -> Detail:
     )
 
 
+def advice(row: asyncpg.Record, reasons: Mapping[str, str]) -> str:
+    """Return what a person is to do about a row."""
+    if row["discarded_at"]:
+        return DISCARDED
+    return reasons.get(row["reason"], "nothing is known of this reason")
+
+
+def state_of(row: asyncpg.Record) -> State:
+    """Return what state a row is in."""
+    return "discarded" if row["discarded_at"] else "dead" if row["died_at"] else "waiting"
+
+
 def _letter(row: asyncpg.Record) -> Letter:
-    state: State = "discarded" if row["discarded_at"] else "dead" if row["died_at"] else "waiting"
     return Letter(
         id=row["key"].hex(),
-        state=state,
+        state=state_of(row),
         reason=row["reason"],
         attempts=row["attempts"],
         consumer=row["consumer"],

@@ -27,19 +27,21 @@ from .asking import (
     Waiting,
     Yes,
     at,
+    given_up,
     how_to_go_about,
     is_agreed,
     one_line,
     one_of,
+    refuse_unless_dead,
     signed,
     state_of,
     tell_all,
     tell_total,
     tell_what_became,
     text_of,
+    total,
 )
 from .dead import Detail, Group, Letter, Redriven, State, Which
-from .operations import Refused
 from .service import Service
 from .settings import Settings
 from .terminal import connected, read_settings, run_to_end
@@ -195,7 +197,7 @@ async def _list(
             typer.echo(to_json(letter).decode() if as_json else _line(letter))
         if as_json:
             return
-        tell_total(number, _total(await dead.count(connection, state, which)), state)
+        tell_total(number, total(await dead.count(connection, state, which)), state)
         await _tell_of_events(connection, state)
 
 
@@ -207,7 +209,7 @@ async def _summary(
         for one in groups[:limit]:
             typer.echo(to_json(one).decode() if as_json else _counted(one))
         if not as_json:
-            typer.echo(f"{_total(groups):,} {state}")
+            typer.echo(f"{total(groups):,} {state}")
             await _tell_of_events(connection, state)
 
 
@@ -235,8 +237,8 @@ async def _redrive(
         everything = await _of_the_dead(connection, asked)
         which = dead.redrivable(everything, service.handlers)
         groups = _without_what_stays(await dead.count(connection, "dead", everything), which)
-        progress = Progress("redriven", _total(groups))
-        if is_agreed("redrive", [_counted(one) for one in groups], _total(groups), how):
+        progress = Progress("redriven", total(groups))
+        if is_agreed("redrive", groups, _counted, how):
             redriven: list[Redriven] = []
             with progress.told():
                 async for some in dead.redrive(
@@ -263,8 +265,8 @@ async def _discard(
     async with connected(service, settings) as connection:
         which = await _of_the_dead(connection, asked)
         groups = await dead.count(connection, "dead", which)
-        progress = Progress("discarded", _total(groups))
-        if is_agreed("discard", [_counted(one) for one in groups], _total(groups), how):
+        progress = Progress("discarded", total(groups))
+        if is_agreed("discard", groups, _counted, how):
             with progress.told():
                 async for number in dead.discard(
                     connection,
@@ -282,9 +284,7 @@ async def _of_the_dead(connection: asyncpg.Connection, asked: _Asked) -> Which:
     """Return what is asked for. Raises `Refused` for one that is named and is not dead."""
     for id in asked.ids or ():
         letter = (await dead.detail(connection, id)).letter
-        if letter.state != "dead":
-            what = "waits in the backlog" if letter.state == "waiting" else "was discarded"
-            raise Refused(f"{id} is no dead letter, it {what}: see `service dead show {id}`")
+        refuse_unless_dead(letter.state, f"{id} is no dead letter", f"service dead show {id}")
     return await asked.which(connection)
 
 
@@ -301,10 +301,6 @@ def _without_what_stays(groups: Sequence[Group], which: Which) -> list[Group]:
             continue
         typer.echo(f"left out: {_counted(one)}; {why}", err=True)
     return redriven
-
-
-def _total(groups: Sequence[Group]) -> int:
-    return sum(one.count for one in groups)
 
 
 def _counted(one: Group) -> str:
@@ -353,8 +349,7 @@ def _tell(detail: Detail) -> None:
 def _state(detail: Detail) -> str:
     letter = detail.letter
     if letter.discarded_at:
-        by, why = detail.discarded_by, detail.discarded_why
-        return f"discarded since {at(letter.discarded_at)}, by {by}: {why}"
+        return given_up(letter.discarded_at, detail.discarded_by, detail.discarded_why)
     if letter.died_at:
         key = "its key waits for it" if letter.holds else "its key goes on"
         return f"dead since {at(letter.died_at)}; {key}"

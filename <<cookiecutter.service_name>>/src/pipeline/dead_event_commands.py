@@ -27,20 +27,22 @@ from .asking import (
     Waiting,
     Yes,
     at,
+    given_up,
     how_to_go_about,
     is_agreed,
     one_line,
     one_of,
+    refuse_unless_dead,
     signed,
     state_of,
     tell_all,
     tell_total,
     tell_what_became,
     text_of,
+    total,
 )
 from .dead import State, ago
 from .dead_events import EventDetail, EventGroup, UnsentEvent, Which
-from .operations import Refused
 from .service import Service
 from .settings import Settings
 from .terminal import connected, read_settings, run_to_end
@@ -186,7 +188,7 @@ async def _list(
             typer.echo(to_json(event).decode() if as_json else _line(event))
         if not as_json:
             groups = await dead_events.count(connection, state, which)
-            tell_total(number, _total(groups), state)
+            tell_total(number, total(groups), state)
 
 
 async def _summary(
@@ -197,7 +199,7 @@ async def _summary(
     for one in groups[:limit]:
         typer.echo(to_json(one).decode() if as_json else _counted(one))
     if not as_json:
-        typer.echo(f"{_total(groups):,} {state}")
+        typer.echo(f"{total(groups):,} {state}")
 
 
 async def _show(service: Service, settings: Settings, id: int, *, as_json: bool) -> None:
@@ -216,8 +218,8 @@ async def _redrive(
     became = None
     async with connected(service, settings) as connection:
         which, groups = await _of_the_dead(connection, asked)
-        progress = Progress("redriven", _total(groups))
-        if is_agreed("redrive", [_counted(one) for one in groups], _total(groups), how):
+        progress = Progress("redriven", total(groups))
+        if is_agreed("redrive", groups, _counted, how):
             redriven: list[int] = []
             with progress.told():
                 async for ids in dead_events.redrive(
@@ -238,8 +240,8 @@ async def _discard(
 ) -> None:
     async with connected(service, settings) as connection:
         which, groups = await _of_the_dead(connection, asked)
-        progress = Progress("discarded", _total(groups))
-        if is_agreed("discard", [_counted(one) for one in groups], _total(groups), how):
+        progress = Progress("discarded", total(groups))
+        if is_agreed("discard", groups, _counted, how):
             with progress.told():
                 async for ids in dead_events.discard(
                     connection,
@@ -264,15 +266,9 @@ async def _of_the_dead(
     """Return what is asked for. Raises `Refused` for one that is named and is not dead."""
     for id in asked.ids or ():
         event = (await dead_events.detail(connection, id)).event
-        if event.state != "dead":
-            what = "waits in the backlog" if event.state == "waiting" else "was discarded"
-            raise Refused(f"{id} is no dead event, it {what}: see `service dead events show {id}`")
+        refuse_unless_dead(event.state, f"{id} is no dead event", f"service dead events show {id}")
     which = await asked.which(connection)
     return which, await dead_events.count(connection, "dead", which)
-
-
-def _total(groups: Sequence[EventGroup]) -> int:
-    return sum(one.count for one in groups)
 
 
 def _counted(one: EventGroup) -> str:
@@ -313,8 +309,7 @@ def _tell(detail: EventDetail) -> None:
 def _state(detail: EventDetail) -> str:
     event = detail.event
     if event.discarded_at:
-        by, why = detail.discarded_by, detail.discarded_why
-        return f"discarded since {at(event.discarded_at)}, by {by}: {why}"
+        return given_up(event.discarded_at, detail.discarded_by, detail.discarded_why)
     if event.died_at:
         return f"dead since {at(event.died_at)}; its key goes on"
     return f"waiting since {at(event.parked_at)}"

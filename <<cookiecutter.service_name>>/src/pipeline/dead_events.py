@@ -13,14 +13,17 @@ import asyncpg
 
 from .dead import (
     CHUNK,
-    DISCARDED,
     LIMITS,
     NAMED,
     SECONDS,
     Became,
     Shown,
     State,
+    advice,
+    newest,
     shown,
+    state_of,
+    states,
     until_none_waits,
 )
 from .operations import Refused
@@ -38,12 +41,7 @@ REASONS: Mapping[str, str] = {
 
 _REASON = "COALESCE(reason, 'follows another')"
 
-_STATES: Mapping[State, tuple[str, str]] = {
-    "dead": ("died_at IS NOT NULL AND discarded_at IS NULL", "died_at"),
-    "waiting": ("died_at IS NULL", "parked_at"),
-    "discarded": ("died_at IS NOT NULL AND discarded_at IS NOT NULL", "discarded_at"),
-}
-"""What is true of the rows in a state, and since when they are in it."""
+_STATES = states("parked_at")
 
 
 def _asking(state: State, question: str, rest: str) -> str:
@@ -238,18 +236,8 @@ async def events(
     connection: asyncpg.Connection, state: State, which: Which, limit: int
 ) -> AsyncIterator[UnsentEvent]:
     """Yield the newest ones, at most `limit`."""
-    after: tuple[datetime | None, int | None] = None, None
-    while limit > 0:
-        size = min(limit, CHUNK)
-        rows = await connection.fetch(
-            _EVENTS[state], *which.arguments, *after, size, timeout=SECONDS
-        )
-        for row in rows:
-            yield _event(row)
-        if len(rows) < size:
-            return
-        limit -= size
-        after = rows[-1]["since"], rows[-1]["id"]
+    async for row in newest(connection, _EVENTS[state], which.arguments, "id", limit):
+        yield _event(row)
 
 
 async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
@@ -259,9 +247,7 @@ async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
         raise Refused(f"no event {id} is in the outbound backlog: see `service dead events list`")
     return EventDetail(
         event=_event(row),
-        advice=DISCARDED
-        if row["discarded_at"]
-        else REASONS.get(row["reason"], "nothing is known of this reason"),
+        advice=advice(row, REASONS),
         payload=shown(row["payload"]),
         subject=row["subject"],
         sequence=row["sequence"],
@@ -275,7 +261,7 @@ async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
 def _event(row: asyncpg.Record) -> UnsentEvent:
     return UnsentEvent(
         id=row["id"],
-        state="discarded" if row["discarded_at"] else "dead" if row["died_at"] else "waiting",
+        state=state_of(row),
         reason=row["reason"],
         attempts=row["attempts"],
         event_id=row["event_id"],

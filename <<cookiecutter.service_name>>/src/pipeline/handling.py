@@ -27,14 +27,15 @@ class Attempt:
     outbox: Outbox
     group: str
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
-    calling: Item | None = None
-    ends_at: float = 0.0
-    """When the call is to be ended, by the clock of the loop."""
+    call: tuple[Item, asyncio.Timeout] | None = None
 
-    def is_deaf(self, seconds: float) -> bool:
-        """Whether the handler goes on so long after it was cancelled."""
-        now = asyncio.get_running_loop().time()
-        return self.calling is not None and now > self.ends_at + seconds
+    def deaf(self, seconds: float) -> Item | None:
+        """Return the message whose handler goes on so long after it was cancelled."""
+        if self.call is None:
+            return None
+        item, timer = self.call
+        cancelled_at = timer.when() or 0.0  # of a time-out without a time, which it never is
+        return item if asyncio.get_running_loop().time() > cancelled_at + seconds else None
 
 
 @dataclass
@@ -104,8 +105,7 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
         message=message,
     )
     timer = asyncio.timeout(item.handler.timeout)
-    attempt.calling = item
-    attempt.ends_at = asyncio.get_running_loop().time() + item.handler.timeout
+    attempt.call = item, timer
     try:
         with tx, telemetry.process_span(message, consumer, attempt.group):
             async with timer:
@@ -131,7 +131,7 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
             raise
         raise _Failed(error) from error
     finally:
-        attempt.calling = None
+        attempt.call = None
 
 
 def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:

@@ -397,6 +397,11 @@ def _time(text: str) -> datetime:
         ) from error
 
 
+def printable(text: str) -> str:
+    """Return text with escapes for the bytes that were not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:
     """Write headers as JSON; every byte of a value is one character of the same number."""
     texts = [[name, None if value is None else value.decode("latin-1")] for name, value in headers]

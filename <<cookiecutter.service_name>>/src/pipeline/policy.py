@@ -18,27 +18,29 @@ _TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
 
 
-class Retry(Exception):
+class _Later(Exception):
+    """Puts a message off."""
+
+    def __init__(self, text: str = "", *, after: float | None = None) -> None:
+        super().__init__(text)
+        if after is not None and not _is_delay(after):
+            raise ValueError(f"after is a number of seconds from now, not {after!r}")
+        self.after = after
+
+
+class Retry(_Later):
     """Raised by a handler: try this message again later; it counts as an attempt.
 
     `after` is in seconds; without it the policy's schedule decides.
     """
 
-    def __init__(self, text: str = "", *, after: float | None = None) -> None:
-        super().__init__(text)
-        self.after = _checked(after)
 
-
-class Park(Exception):
+class Park(_Later):
     """Raised by a handler: what this message needs is not there yet; set it aside.
 
     It is tried again `after` seconds (by the policy's schedule without). That is no failure and
     counts as no attempt, but is bounded by the policy's `max_age`.
     """
-
-    def __init__(self, text: str = "", *, after: float | None = None) -> None:
-        super().__init__(text)
-        self.after = _checked(after)
 
 
 class Reject(Exception):
@@ -47,12 +49,6 @@ class Reject(Exception):
 
 def _is_delay(seconds: object) -> bool:
     return isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST
-
-
-def _checked(after: float | None) -> float | None:
-    if after is None or _is_delay(after):
-        return after
-    raise ValueError(f"after is a number of seconds from now, not {after!r}")
 
 
 class ProcessDied(Exception):
@@ -179,7 +175,7 @@ def after_failure(
     is_parked = isinstance(error, Park)
     attempts += not is_parked
     delay = _delay(policy, attempts)
-    if isinstance(error, Retry | Park) and error.after is not None:
+    if isinstance(error, _Later) and error.after is not None:
         delay = error.after
     if attempts >= policy.attempts and not is_parked:
         return dead(policy, "attempts used up", error, attempts=attempts)

@@ -41,6 +41,9 @@ class Results:
     unread: list[tuple[str, Record, Fate]] = field(default_factory=list)
     """Records that can't be given to a handler, and whose they are; empty: nobody's."""
 
+    fared_well: set[str] = field(default_factory=set)
+    """Consumers that have handled something, and the decoder if it could read something."""
+
     def outcomes(
         self, items: Sequence[Item], known: Mapping[bytes, Known], returned: Mapping[bytes, str]
     ) -> list[Outcome]:

@@ -157,12 +157,12 @@ async def _watch(consume: Consume, seconds: float) -> None:
 
     The next process finds the message by the count of starts, as it does with all that kill.
     """
-    while True:
+    found = None
+    while found is None:
         await asyncio.sleep(_BEAT)
-        attempt = consume.deaf(seconds)
-        if attempt is not None and attempt.calling is not None:
-            break
-    marker = attempt.calling.marker
+        found = consume.deaf(seconds)
+    item, task = found
+    marker = item.marker
     log.critical(
         "%s: %s %r does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process"
         " ends, and the next one takes the message by itself. It is at:\n%s",
@@ -170,7 +170,7 @@ async def _watch(consume: Consume, seconds: float) -> None:
         marker.message.type,
         marker.message.id,
         seconds,
-        _stack_of(attempt.task),
+        _stack_of(task),
     )
     logging.shutdown()
     os._exit(_DEAF)

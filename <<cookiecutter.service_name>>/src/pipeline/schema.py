@@ -37,6 +37,19 @@ class Snapshot(UserDefinedType[str]):
         return "pg_snapshot"
 
 
+def _shard() -> sa.Column[int]:
+    """Return the column that says to which shard of the outbox an event belongs, by its key."""
+    return sa.Column(
+        "shard",
+        sa.SmallInteger,
+        sa.Computed(
+            f"(get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % {SHARDS})::smallint",
+            persisted=True,
+        ),
+        nullable=False,
+    )
+
+
 position = sa.Table(
     "position",
     metadata,
@@ -178,15 +191,7 @@ outbox = sa.Table(
     # CACHE 1 (the default): a cached sequence hands out ids that break the order of a key.
     sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
     sa.Column("xid", Xid8, nullable=False, server_default=sa.text("pg_current_xact_id()")),
-    sa.Column(
-        "shard",
-        sa.SmallInteger,
-        sa.Computed(
-            f"(get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % {SHARDS})::smallint",
-            persisted=True,
-        ),
-        nullable=False,
-    ),
+    _shard(),
     sa.Column(
         "created_at",
         sa.DateTime(timezone=True),
@@ -216,15 +221,7 @@ outbox_unsent = sa.Table(
     "outbox_unsent",
     metadata,
     sa.Column("id", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column(
-        "shard",
-        sa.SmallInteger,
-        sa.Computed(
-            f"(get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % {SHARDS})::smallint",
-            persisted=True,
-        ),
-        nullable=False,
-    ),
+    _shard(),
     sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
     sa.Column("topic", sa.Text, nullable=False),
     sa.Column("key", pg.BYTEA),

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Park, Policy, Retry, Transaction, backlog, breaker, dead, lanes
+from pipeline import Park, Policy, Retry, Transaction, backlog, breaker, lanes
 from pipeline.batch import order_key
 from pipeline.breaker import BreakerOpen
 from pipeline.schema import LANES
@@ -18,13 +18,7 @@ from .bank import Account, Bank, Deposit, Deposited
 from .conftest import Running, eventually, histories, position_of, position_reaches
 from .desk import Desk, NewDesk
 from .test_backlog import NOW, QUICK, bank_with, forgetful, told
-
-
-async def redrive(desk: Desk, db: asyncpg.Connection) -> None:
-    """Redrive all dead letters."""
-    which = dead.redrivable(dead.Which(), desk.handlers)
-    async for _ in dead.redrive(db, desk.handlers, which, patience=5):
-        pass
+from .test_dead import redrive
 
 
 def of_one_lane(count: int) -> list[int]:
@@ -155,7 +149,7 @@ async def redriven_in_a_new_shape(
     async def deposit(event: DepositedAgain, tx: Transaction) -> None:
         bank.calls.append(event.amount)
 
-    await redrive(desk, db)
+    await redrive(desk)
 
 
 async def test_a_suspect_and_records_that_were_nobodys_share_a_lane(
@@ -284,7 +278,7 @@ async def test_a_row_that_is_not_due_waits_behind_one_that_is_redriven(
     await desk.apply(Deposit(20))
     bank.calls.clear()
     bank.refused = set()
-    await redrive(desk, db)
+    await redrive(desk)
     await desk.work_off()
     assert bank.calls == [10]
 
@@ -300,7 +294,7 @@ async def test_what_nobody_takes_any_more_stays_when_it_is_redriven(
     await desk.apply(Deposit(1, type="withdrawn"))
     other = Bank("payments", "balances", "bank")
     without = await new_desk(other.handlers, topic=other.deposits)
-    await redrive(without, db)
+    await redrive(without)
     with caplog.at_level(logging.ERROR):
         await without.work_off()
     (row,) = await desk.backlog()
