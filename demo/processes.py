@@ -145,7 +145,7 @@ class Service:
         self.port = free_port()
         """Where it tells its health and its metrics."""
         self._module = [sys.executable, "-m", module]
-        self._command = command
+        self._runs = command
         self._project = project
         self._environment = {
             **SETTINGS,
@@ -165,8 +165,13 @@ class Service:
 
     async def prepare(self, log: Path) -> None:
         """Create schema and topics."""
-        for step in (["migrate"], ["topics", "create"]):
-            await run([*self._module, *step], log=log, cwd=self._project, env=self._environment)
+        await self.command("migrate", log=log)
+        await self.command("topics", "create", log=log)
+
+    async def command(self, *words: str, log: Path) -> None:
+        """Run another command of it to its end."""
+        command = [*self._module, *words]
+        await run(command, log=log, cwd=self._project, env=self._environment)
 
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
@@ -174,7 +179,7 @@ class Service:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._process = await asyncio.create_subprocess_exec(
                 *self._module,
-                self._command,
+                self._runs,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

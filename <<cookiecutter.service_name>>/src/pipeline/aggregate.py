@@ -44,7 +44,7 @@ class Loads(Generic[A]):
 
     def key_of(self, event: Event) -> Key:
         """Return the primary key that the event names."""
-        return tuple(getattr(event, field) for field in self.fields)
+        return tuple([getattr(event, field) for field in self.fields])
 
     def check(self, event: type[Event]) -> None:
         """Raise `TypeError` if the event lacks a field or the key has another number of columns."""
@@ -85,7 +85,7 @@ def _python_type(entity: type[Aggregate], attribute: str) -> type[Any] | None:
 
 def key_of(row: Aggregate) -> Key:
     """Return the primary key of a row."""
-    return tuple(getattr(row, name) for name in primary_key(type(row)))
+    return tuple([getattr(row, name) for name in primary_key(type(row))])
 
 
 async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) -> dict[Key, A]:

@@ -10,7 +10,7 @@ it is seen; who holds the lane lets only the first row of a key be due.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import asyncpg
@@ -434,12 +434,11 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
         fate = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
         return Row(row["key"], consumer, record, fate)
     if not consumer and found:
-        return [replace(item, was_young=True) for item in found]
+        return [item._replace(was_young=True) for item in found]
     for item in found:
         if item.marker.consumer == consumer:
             return [
-                replace(
-                    item,
+                item._replace(
                     attempts=row["attempts"],
                     waited=row["waited"],
                     row=row["key"],

@@ -2,10 +2,11 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
+from typing import NamedTuple
 
 from aiokafka import ConsumerRecord
 
@@ -30,8 +31,7 @@ class UnknownType(Exception):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One message for one of its handlers."""
 
     handler: Handler
@@ -153,24 +153,18 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
     event, fault = None, None
     if validates and takers:
         event, fault = _validated(takers[0].event, message)
-    return [
-        Item(
-            handler,
-            Marker(
-                marker_key(handler.consumer, message.source, message.id), handler.consumer, message
-            ),
-            record,
-            event,
-            fault,
-        )
-        for handler in takers
-    ]
+    items: list[Item] = []
+    for handler in takers:
+        consumer = handler.consumer
+        key = marker_key(consumer, message.source, message.id)
+        items.append(Item(handler, Marker(key, consumer, message), record, event, fault))
+    return items
 
 
 def validated(item: Item) -> Item:
     """Return the item with its event, or with why its payload is none."""
     event, fault = _validated(item.handler.event, item.marker.message)
-    return replace(item, event=event, fault=fault)
+    return item._replace(event=event, fault=fault)
 
 
 def _validated(model: type[Event], message: Message) -> tuple[Event, None] | tuple[None, Exception]:

@@ -25,7 +25,7 @@ from .inbox import Generations, IdentityMismatch, Known, PositionMoved
 from .outbox import Outbox
 from .payload import HASH_VERSION
 from .policy import FOLLOWER, Fate, Park, Reject, after_failure, dead, undecided
-from .results import Outcome, Results
+from .results import Results
 from .settings import Settings
 from .transaction import Rows
 from .work import Work
@@ -124,7 +124,7 @@ class Consume:
                 return item, attempt.task
         return None
 
-    async def apply(self, work: Work, attempts: AsyncRetrying) -> Sequence[Outcome]:
+    async def apply(self, work: Work, attempts: AsyncRetrying) -> Sequence[Results]:
         """Commit the work; returns what became of it when all of it has taken effect or is stored.
 
         Raises `BreakerOpen` when a consumer fails for whatever comes, and `PositionMoved` or
@@ -134,11 +134,11 @@ class Consume:
 
     async def _apply(
         self, work: Work, fates: dict[bytes, Fate], attempts: AsyncRetrying
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[Results]:
         late: set[bytes] = set()
         while True:
             try:
-                return await self._attempt(work, fates, attempts)
+                return [await self._attempt(work, fates, attempts)]
             except _Guilty as guilty:
                 # Again without them, as often as more of them are found.
                 fates = fates | guilty.fates
@@ -151,15 +151,15 @@ class Consume:
                 if len(parts) == 1 and len(parts[0].items) == len(work.items):
                     fates = fates | self._blamed(_suspects(work, fates), unclear)
                 else:
-                    return [o for one in parts for o in await self._apply(one, fates, attempts)]
+                    return [r for one in parts for r in await self._apply(one, fates, attempts)]
 
     async def _attempt(
         self, work: Work, fates: dict[bytes, Fate], attempts: AsyncRetrying
-    ) -> Sequence[Outcome]:
+    ) -> Results:
         """Commit the work, again and again while infrastructure fails."""
         contentions = 0
 
-        async def commit() -> Sequence[Outcome]:
+        async def commit() -> Results:
             nonlocal contentions
             try:
                 return await self._commit(work, fates)
@@ -190,7 +190,7 @@ class Consume:
         (item,) = suspects
         return {item.marker.key: _judged(item, unclear.error, unclear.reason)}
 
-    async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Sequence[Outcome]:
+    async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Results:
         started = perf_counter()
         limit = self._settings.transaction_timeout
         new_session = AsyncSession(
@@ -203,7 +203,7 @@ class Consume:
                 connection = await session.connection()
                 with _blaming(work, fates, limit) as progress:
                     async with asyncio.timeout(limit + _EARLY):
-                        outcomes, results, staged = await self._execute(
+                        results, staged = await self._execute(
                             session, connection, work, fates, progress
                         )
                     await transaction.commit()
@@ -223,7 +223,7 @@ class Consume:
             self._parked()
         results.tell(self._group)
         work.count(self._group, results.applied, perf_counter() - started)
-        return outcomes
+        return results
 
     async def _execute(
         self,
@@ -232,7 +232,7 @@ class Consume:
         work: Work,
         fates: dict[bytes, Fate],
         progress: "_Progress",
-    ) -> tuple[Sequence[Outcome], Results, int]:
+    ) -> tuple[Results, int]:
         settings = self._settings
         await inbox.begin(
             connection,
@@ -243,7 +243,7 @@ class Consume:
         generations = await work.open(driver)
         outbox = Outbox(self._source, settings.max_event_bytes)
         results = Results()
-        new, waiting, known, stored = await _look_up(driver, generations, work, results)
+        new, waiting, stored = await _look_up(driver, generations, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
         progress.records_since = perf_counter()
         attempt = Attempt(session, driver, Rows(session), outbox, self._group)
@@ -251,14 +251,15 @@ class Consume:
         try:
             handled = await handle_all(items, attempt)
         finally:
+            attempt.deadline.close()
             self._under_way.discard(attempt)
-        results.applied = handled.applied
+        results.applied, results.returned = handled.applied, handled.returned
         self._judge(work, handled, results)
         await session.flush()
         if not connection.in_transaction():
             raise RuntimeError("a handler has rolled the transaction back: it is the batch's")
-        if handled.returned:
-            await inbox.keep_results(driver, generations, handled.returned)
+        if results.returned:
+            await inbox.keep_results(driver, generations, results.returned)
         stored.update(item.marker.key for item, _ in results.fates)
         if stored:
             await inbox.unmark(driver, generations, list(stored))
@@ -270,7 +271,7 @@ class Consume:
         elif results.applied:
             # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
             await driver.execute("SELECT")
-        return results.outcomes(work.items, known, handled.returned), results, len(outbox)
+        return results, len(outbox)
 
     def _judge(self, work: Work, handled: Handled, results: Results) -> None:
         """Raise `_Guilty` if any message has failed, or `BreakerOpen` if it is not the messages."""
@@ -297,11 +298,11 @@ class Consume:
 
 async def _look_up(
     driver: asyncpg.Connection, generations: Generations, work: Work, results: Results
-) -> tuple[list[Item], set[bytes], dict[bytes, Known], set[bytes]]:
+) -> tuple[list[Item], set[bytes], set[bytes]]:
     """Mark the messages, and find those that came before.
 
-    Returns the new ones, which order keys have something waiting in the backlog, what was
-    remembered, and which of it only the backlog remembers.
+    Returns the new ones, which order keys have something waiting in the backlog, and the keys of
+    those that only the backlog remembers.
     """
     known = await inbox.mark(driver, generations, [item.marker for item in work.items])
     first: dict[bytes, Item] = {}
@@ -309,7 +310,7 @@ async def _look_up(
         if item.marker.key not in known:
             first.setdefault(item.marker.key, item)
     stored, waiting = await work.find(driver, list(first.values())) if first else ({}, set())
-    known |= stored
+    results.known = known = known | stored
     new: list[Item] = []
     for item in work.items:
         key = item.marker.key
@@ -323,7 +324,7 @@ async def _look_up(
             results.impostors.append((item, error))
         else:
             results.duplicates.append(item)
-    return new, waiting, known, set(stored)
+    return new, waiting, set(stored)
 
 
 def _sort_out(

@@ -1,8 +1,10 @@
 """Handlers at work: called one after the other, in one transaction."""
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import asyncpg
 import pydantic_core
@@ -17,6 +19,67 @@ from .outbox import Outbox
 from .transaction import Rows, Transaction
 
 
+class Deadline:
+    """Cancels the task that makes it when a call of a handler takes too long.
+
+    As `asyncio.timeout` does, which sets a timer for every call, at a cost that exceeds most
+    handlers'. Here one timer stands for many calls: it looks for how long the latest has run.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks_at = math.inf
+        self._ends_at = math.inf
+        self.is_over = False
+        """Whether the latest call was cancelled."""
+
+    def within(self, seconds: float) -> Self:
+        """Give the call in the `with` that follows so many seconds; `TimeoutError` ends it."""
+        self.is_over = False
+        self._ends_at = self._loop.time() + seconds
+        if self._ends_at < self._looks_at:
+            self._look_at(self._ends_at)
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        self._ends_at = math.inf
+        if self.is_over:
+            is_ours = self._task.uncancel() <= self._cancelling
+            if is_ours and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+    def overdue(self) -> float:
+        """Return for how many seconds a call goes on that was cancelled."""
+        return max(0.0, self._loop.time() - self._ends_at)
+
+    def close(self) -> None:
+        """Let no timer stay behind."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_at(self, time: float) -> None:
+        self.close()
+        self._looks_at = time
+        self._timer = self._loop.call_at(time, self._look)
+
+    def _look(self) -> None:
+        self._looks_at = math.inf
+        if self._loop.time() >= self._ends_at:
+            self.is_over = True
+            self._task.cancel()
+        elif self._ends_at < math.inf:
+            self._look_at(self._ends_at)
+
+
 @dataclass(eq=False)
 class Attempt:
     """What the handlers of one transaction share, and which of them is at work."""
@@ -27,15 +90,12 @@ class Attempt:
     outbox: Outbox
     group: str
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
-    call: tuple[Item, asyncio.Timeout] | None = None
+    calling: Item | None = None
+    deadline: Deadline = field(default_factory=Deadline)
 
     def deaf(self, seconds: float) -> Item | None:
         """Return the message whose handler goes on so long after it was cancelled."""
-        if self.call is None:
-            return None
-        item, timer = self.call
-        cancelled_at = timer.when() or 0.0  # of a time-out without a time, which it never is
-        return item if asyncio.get_running_loop().time() > cancelled_at + seconds else None
+        return self.calling if self.deadline.overdue() > seconds else None
 
 
 @dataclass
@@ -104,12 +164,15 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
         consumer=consumer,
         message=message,
     )
-    timer = asyncio.timeout(item.handler.timeout)
-    attempt.call = item, timer
+    deadline = attempt.deadline
+    attempt.calling = item
     try:
-        with tx, telemetry.process_span(message, consumer, attempt.group):
-            async with timer:
-                result = await item.handler.function(item.event, tx)
+        with (
+            tx,
+            telemetry.process_span(message, consumer, attempt.group),
+            deadline.within(item.handler.timeout),
+        ):
+            result = await item.handler.function(item.event, tx)
         return (
             None
             if result is None
@@ -123,7 +186,7 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # sys.exit() too, and the panic of a library that is not Python
-        if timer.expired():
+        if deadline.is_over:
             late = TimeoutError(f"{consumer} takes longer than {item.handler.timeout} s")
             late.__cause__ = error  # which tells where it was
             raise _Failed(late, is_cut_off=True) from error
@@ -131,7 +194,7 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
             raise
         raise _Failed(error) from error
     finally:
-        attempt.call = None
+        attempt.calling = None
 
 
 def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:

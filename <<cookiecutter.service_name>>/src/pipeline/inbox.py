@@ -94,8 +94,7 @@ class Generations:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
+class Marker(NamedTuple):
     """One message as one consumer will remember it."""
 
     key: bytes

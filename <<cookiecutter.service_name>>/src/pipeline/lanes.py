@@ -24,7 +24,7 @@ from .failures import named, patiently
 from .handlers import Handlers
 from .health import Health
 from .policy import DIED, SHORTEST, UNDECIDED, Fate, ProcessDied, assumed, dead
-from .results import Outcome
+from .results import Results
 from .settings import Settings
 from .work import FromLane
 
@@ -173,10 +173,10 @@ class Lanes:
                 await self._apply(consume, replace(work, assumed=_untouched(item)))
                 raise
 
-    async def _apply_singly(self, work: FromLane, outcomes: Sequence[Outcome]) -> None:
+    async def _apply_singly(self, work: FromLane, results: Sequence[Results]) -> None:
         """Try what is undecided: together they would fail again, once for each that is judged."""
         waiting: set[bytes] = set()
-        for item, fate in ((one.item, one.fate) for one in outcomes if one.fate):
+        for item, fate in (pair for one in results for pair in one.fates):
             if fate.is_undecided and item.order_key not in waiting:
                 alone = Taken(items=[item], readmitted={}, hopeless=[], keys=[item.order_key])
                 await self._apply(self._consume, replace(work, taken=alone))
@@ -185,7 +185,7 @@ class Lanes:
     def _is_risky(self, lane: Lane, item: Item) -> bool:
         return item.is_suspect or lane.starts > 1
 
-    async def _apply(self, consume: Consume, work: FromLane) -> Sequence[Outcome]:
+    async def _apply(self, consume: Consume, work: FromLane) -> Sequence[Results]:
         return await consume.apply(work, self._patiently("the backlog"))
 
     @property

@@ -56,6 +56,8 @@ class Outbox:
         self._source = source
         self._max_event_bytes = max_event_bytes
         self._staged: list[StagedEvent] = []
+        self._checked: dict[type[Event], tuple[str, int]] = {}
+        """Topics and fixed sizes of the events staged so far."""
 
     def __len__(self) -> int:
         return len(self._staged)
@@ -65,47 +67,54 @@ class Outbox:
 
         Raises `Unpublishable` if its topic or key can't be sent or it is larger than allowed.
         """
-        name = type(event).__name__
-        topic = event.event_topic
+        kind = type(event)
+        topic, size = self._checked.get(kind) or self._check(kind)
+        if key is not None and "\x00" in key:
+            raise Unpublishable(f"the key of {kind.__name__} holds a NUL character: {key!r}")
+        try:
+            payload = event.model_dump_json().encode()
+            key_bytes = None if key is None else key.encode()
+        except (UnicodeEncodeError, PydanticSerializationError) as error:
+            text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
+            raise Unpublishable(text) from error
+        traceparent, tracestate, baggage = telemetry.creation_context()
+        size += len(payload) + 2 * len(key_bytes or b"")
+        size += len(tracestate or "") + len(baggage or "")
+        if size > self._max_event_bytes:
+            raise Unpublishable(
+                f"{kind.__name__} takes {size:,} bytes and {self._max_event_bytes:,} are allowed:"
+                " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
+                " and the topic's max.message.bytes"
+            )
+        self._staged.append(
+            StagedEvent(
+                topic,
+                key_bytes,
+                payload,
+                id,
+                self._source,
+                kind.event_type,
+                key or None,
+                sequence,
+                "application/json",
+                traceparent,
+                tracestate,
+                baggage,
+            )
+        )
+
+    def _check(self, kind: type[Event]) -> tuple[str, int]:
+        """Return the topic of such events, and what each takes beside payload, key and context."""
+        topic, name = kind.event_topic, kind.__name__
         if topic is None or not _TOPIC.fullmatch(topic) or topic in (".", ".."):
             raise Unpublishable(
                 f"{name} has {'no topic' if topic is None else f'the topic {topic!r}'};"
                 f' declare it as class {name}(Event, type="…", topic="…"), with 1 to 249 letters,'
                 " digits, dots, underscores and hyphens"
             )
-        if key is not None and "\x00" in key:
-            raise Unpublishable(f"the key of {name} holds a NUL character: {key!r}")
-        try:
-            payload = event.model_dump_json().encode()
-            key_bytes = None if key is None else key.encode()
-        except (UnicodeEncodeError, PydanticSerializationError) as error:
-            raise Unpublishable(f"{name} can't be written as UTF-8 JSON: {error}") from error
-        traceparent, tracestate, baggage = telemetry.creation_context()
-        size = len(payload) + _HEADERS_AT_MOST + 2 * len(key_bytes or b"")
-        size += len(tracestate or "") + len(baggage or "")
-        size += len(self._source.encode()) + len(event.event_type.encode())
-        if size > self._max_event_bytes:
-            raise Unpublishable(
-                f"{name} takes {size:,} bytes and {self._max_event_bytes:,} are allowed:"
-                " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
-                " and the topic's max.message.bytes"
-            )
-        self._staged.append(
-            StagedEvent(
-                topic=topic,
-                key=key_bytes,
-                payload=payload,
-                event_id=id,
-                source=self._source,
-                type=event.event_type,
-                subject=key or None,
-                sequence=sequence,
-                content_type="application/json",
-                traceparent=traceparent,
-                tracestate=tracestate,
-                baggage=baggage,
-            )
-        )
+        size = _HEADERS_AT_MOST + len(self._source.encode()) + len(kind.event_type.encode())
+        self._checked[kind] = topic, size
+        return topic, size
 
     def add(self, events: Iterable[StagedEvent]) -> None:
         """Keep events that are no handler's for the COPY."""

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from time import monotonic
 from typing import NoReturn, TypeVar
 
@@ -26,6 +28,7 @@ from .work import FromPartition
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_offset = attrgetter("offset")
 Offsets = Mapping[TopicPartition, int]
 
 _ANSWER_SECONDS = 5.0
@@ -305,7 +308,7 @@ class Reader:
                 f"the record at {first.offset} is not the one of {anchor.time:%Y-%m-%d %H:%M:%S}Z"
                 " that was read there (created anew)",
             )
-        return [record for record in records if record.offset >= start]
+        return list(records[bisect_left(records, start, key=_offset) :])
 
     def _move_to(self, position: int) -> None:
         """Note the position; the partition is ready unless it still stands before its record."""

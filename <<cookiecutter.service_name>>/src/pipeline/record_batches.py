@@ -39,7 +39,7 @@ class AnyMemoryRecords:
 
 
 class AnyBatch:
-    """A batch of aiokafka's; from the first record that it can't read on, a lenient one."""
+    """A batch of aiokafka's, or a lenient one if it holds a record that aiokafka can't read."""
 
     def __init__(self, batch: Any, raw: bytes) -> None:
         self._batch = batch
@@ -52,13 +52,10 @@ class AnyBatch:
         return next(self._batch)
 
     def __iter__(self) -> Iterator[Any]:
-        offset = -1
         try:
-            for record in self._batch:
-                yield record
-                offset = record.offset
+            return iter(list(self._batch))
         except UnicodeDecodeError:
-            yield from (record for record in _LenientBatch(self._raw) if record.offset > offset)
+            return iter(_LenientBatch(self._raw))
 
 
 class _LenientBatch(_DefaultRecordBatchPy):  # type: ignore[misc]  # it has no types

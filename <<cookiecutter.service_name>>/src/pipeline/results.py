@@ -2,11 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import pydantic_core
 
 from . import telemetry
 from .batch import Item
@@ -15,18 +11,6 @@ from .message import Record
 from .policy import PARKED, Fate, dead
 
 log = logging.getLogger(__name__)
-
-
-class Outcome(NamedTuple):
-    """What became of a message at one of its handlers."""
-
-    item: Item
-    is_new: bool
-    """False for a duplicate, and for what is not applied now: their handler was not called."""
-    result: Any
-    """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
-    fate: Fate | None = None
-    """What becomes of it if it is not applied now."""
 
 
 @dataclass
@@ -41,25 +25,12 @@ class Results:
     unread: list[tuple[str, Record, Fate]] = field(default_factory=list)
     """Records that can't be given to a handler, and whose they are; empty: nobody's."""
 
+    known: dict[bytes, Known] = field(default_factory=dict)
+    """What was remembered of those that came before, by marker key."""
+    returned: dict[bytes, str] = field(default_factory=dict)
+    """What handlers have returned, as JSON, by marker key."""
     fared_well: set[str] = field(default_factory=set)
     """Consumers that have handled something, and the decoder if it could read something."""
-
-    def outcomes(
-        self, items: Sequence[Item], known: Mapping[bytes, Known], returned: Mapping[bytes, str]
-    ) -> list[Outcome]:
-        """Say of each of the items what became of it.
-
-        `returned` is what handlers have returned now, as JSON, and `known` holds what they have
-        returned before, by marker key.
-        """
-        new = {id(item) for item in self.applied}
-        fates = {id(item): fate for item, fate in self.fates}
-        texts = {key: one.result for key, one in known.items()} | dict(returned)
-        values = {key: pydantic_core.from_json(text) for key, text in texts.items() if text}
-        return [
-            Outcome(item, id(item) in new, values.get(item.marker.key), fates.get(id(item)))
-            for item in items
-        ]
 
     def tell(self, group: str) -> None:
         """Count and log what has been committed."""

@@ -1,6 +1,7 @@
 """The runtime: starts everything and stops it in order. The only module that knows everyone."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _BEAT = 1.0
 _DEAF = 70
 """Exit code."""
+_YOUNG = 100_000
+"""Objects, about those of a batch, after which the young ones are searched for cycles."""
 _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""
 
@@ -72,11 +75,21 @@ async def serve(
     service: Service, settings: Settings, parts: Part, *, health: Health, stopping: asyncio.Event
 ) -> None:
     """Run the parts until `stopping` is set, then stop them in order."""
+    _collect_seldom()
     engine = create_engine(settings, name=service.name)
     try:
         await _serve(service, settings, parts, engine, health, stopping)
     finally:
         await engine.dispose()
+
+
+def _collect_seldom() -> None:
+    """Keep the collector from looking at batches: what they hold goes without it, and is much.
+
+    By default it took a quarter of the time.
+    """
+    gc.freeze()
+    gc.set_threshold(_YOUNG, 20, 20)
 
 
 async def _serve(

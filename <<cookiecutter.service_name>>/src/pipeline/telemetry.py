@@ -131,10 +131,25 @@ def send_spans(
 
 def creation_context() -> tuple[str | None, str | None, str | None]:
     """Return the current `traceparent`, `tracestate` and `baggage`, to be stored with an event."""
-    carrier: dict[str, str] = {}
-    _TRACE_CONTEXT.inject(carrier)
-    _BAGGAGE.inject(carrier)
-    return carrier.get("traceparent"), carrier.get("tracestate"), carrier.get("baggage")
+    return _Injected.of(otel.get_current())
+
+
+class _Injected:
+    """What the latest context is in headers: a handler publishes several events in one."""
+
+    context = _NO_PARENT
+    headers: tuple[str | None, str | None, str | None] = None, None, None
+
+    @classmethod
+    def of(cls, context: otel.Context) -> tuple[str | None, str | None, str | None]:
+        if context is not cls.context:
+            carrier: dict[str, str] = {}
+            _TRACE_CONTEXT.inject(carrier, context)
+            _BAGGAGE.inject(carrier, context)
+            cls.context = context
+            traceparent, tracestate = carrier.get("traceparent"), carrier.get("tracestate")
+            cls.headers = traceparent, tracestate, carrier.get("baggage")
+        return cls.headers
 
 
 class _Current:
@@ -161,6 +176,8 @@ class _Current:
 
 def _sender(message: Message) -> tuple[trace.Span, otel.Context]:
     """Return the sender's span and context; what W3C's rules do not let us read is absent."""
+    if not message.traceparent and not message.baggage:
+        return trace.INVALID_SPAN, _NO_PARENT
     if message.traceparent and not message.tracestate and not message.baggage:
         context = _parse(message.traceparent)
         if context is not None:  # the usual case, at less than half of the propagators' cost

@@ -2,24 +2,44 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import asyncpg
+import pydantic_core
 from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers, inbox
-from pipeline.batch import Batch, read
+from pipeline.batch import Batch, Item, read
 from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
 from pipeline.health import Health
 from pipeline.inbox import Slot
 from pipeline.lanes import Lanes
-from pipeline.results import Outcome
+from pipeline.results import Results
 from pipeline.work import FromPartition
 
 from .bank import Deposit
+
+
+class Outcome(NamedTuple):
+    """What became of a message at one of its handlers."""
+
+    item: Item
+    is_new: bool
+    """False for a duplicate, and for what is not applied now: their handler was not called."""
+    result: Any
+    """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
+
+
+def outcomes_of(items: Sequence[Item], results: Sequence[Results]) -> list[Outcome]:
+    """Say of each of the items what became of it."""
+    new = {id(item) for one in results for item in one.applied}
+    texts = {key: known.result for one in results for key, known in one.known.items()}
+    texts |= {key: text for one in results for key, text in one.returned.items()}
+    values = {key: pydantic_core.from_json(text) for key, text in texts.items() if text}
+    return [Outcome(item, id(item) in new, values.get(item.marker.key)) for item in items]
 
 
 @dataclass
@@ -54,7 +74,8 @@ class Desk:
         attempts = patiently(
             "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
         )
-        return await self.consume.apply(FromPartition(self.slot, batch), attempts)
+        results = await self.consume.apply(FromPartition(self.slot, batch), attempts)
+        return outcomes_of(batch.items, results)
 
     async def work_off(self) -> None:
         """Handle what is due in the backlog, as its workers do, until nothing is."""

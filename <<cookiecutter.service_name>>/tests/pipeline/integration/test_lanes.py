@@ -13,7 +13,7 @@ from pipeline.backlog import Lane, LaneLost, Taken
 from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
-from pipeline.results import Outcome
+from pipeline.results import Results
 from pipeline.work import FromLane
 
 from .bank import Bank, Deposit
@@ -33,7 +33,7 @@ async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
         return lane, await backlog.take(driver, lane, desk.handlers, consumers, 100)
 
 
-async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[Outcome]:
+async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[Results]:
     """Handle what was read."""
     attempts = patiently("the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append)
     return await desk.consume.apply(FromLane(lane, LEASE, taken), attempts)
@@ -99,12 +99,12 @@ async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(
 
     another = await new_desk(bank.handlers, topic=bank.deposits)
 
-    async def apply_and_meet_a_later_one(consume: Consume, work: FromLane) -> Sequence[Outcome]:
-        outcomes = await apply(consume, work)
+    async def apply_and_meet_a_later_one(consume: Consume, work: FromLane) -> Sequence[Results]:
+        results = await apply(consume, work)
         if work.assumed and not seen:
             seen.append(await desk.backlog())
             await another.apply(Deposit(20))
-        return outcomes
+        return results
 
     with monkeypatch.context() as patch:
         patch.setattr(desk.lanes, "_apply", apply_and_meet_a_later_one)

@@ -1,7 +1,6 @@
 """What decode, the hash, the marker key and the headers promise, example by example."""
 
 import base64
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta, timezone
@@ -120,15 +119,13 @@ class TestBinaryMode:
         assert message.tracestate is None
         assert message.baggage is None
 
-    def test_a_message_can_neither_be_changed_nor_told_from_one_built_by_hand(self) -> None:
-        message = binary()
+    def test_a_message_can_t_be_changed_and_keeps_its_payload_out_of_logs(self) -> None:
+        message = binary(b'{"secret":7}')
 
-        assert type(message) is Message
-        assert not hasattr(message, "__dict__")
-        assert dataclasses.replace(message, id="42").id == "42"
-        assert hash(message) == hash(dataclasses.replace(message))
-        with pytest.raises(dataclasses.FrozenInstanceError):
+        with pytest.raises(AttributeError):
             message.id = "42"  # type: ignore[misc]
+        assert message.id in repr(message)
+        assert "secret" not in f"{message} {message!r}"
 
     def test_a_payload_is_not_shown_when_a_message_is_printed(self) -> None:
         assert "secret" not in repr(binary(b'"secret"'))

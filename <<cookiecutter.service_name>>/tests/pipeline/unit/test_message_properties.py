@@ -165,7 +165,7 @@ def assert_it_can_be_stored(message: Message) -> None:
     assert message.type
     assert len(message.hash) == 16
     assert message.time is None or message.time.tzinfo is UTC
-    for field in Message.__slots__:
+    for field in Message._fields:
         stored = getattr(message, field)
         if isinstance(stored, str):
             assert "\0" not in stored

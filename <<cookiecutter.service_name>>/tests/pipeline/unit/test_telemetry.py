@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def message(traceparent: str | None = None, **fields: Any) -> Message:
         baggage=None,
         hash=b"",
     )
-    return replace(plain, **fields)
+    return plain._replace(**fields)
 
 
 def process(message: Message) -> Any:

@@ -1,0 +1,1 @@
+"""The benchmark: this service beside what else one could have written, all in one run."""
