@@ -114,9 +114,7 @@ class Rig:
         """Return the URL of a fresh database with the contestant's tables."""
         template = f"bench_{contestant.module.rpartition('.')[2]}"
         if template not in self._templates:
-            await self.execute(
-                f"DROP DATABASE IF EXISTS {template}", f"CREATE DATABASE {template}"
-            )
+            await self.execute(f"DROP DATABASE IF EXISTS {template}", f"CREATE DATABASE {template}")
             await self._command(contestant, self._url(template))
             self._templates.add(template)
         self._number += 1

@@ -177,7 +177,9 @@ def _validated(model: type[Event], message: Message) -> tuple[Event, None] | tup
 def _event_of(model: type[Event], message: Message) -> Event:
     if message.data is None:
         return Tombstone(key=(message.key or b"").decode("utf-8", "backslashreplace"))
-    return model.model_validate_json(message.data)
+    # As model_validate_json() does, which takes half as long again.
+    event: Event = model.__pydantic_validator__.validate_json(message.data)
+    return event
 
 
 def order_key(consumer: str, record: Record) -> bytes:

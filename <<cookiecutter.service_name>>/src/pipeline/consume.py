@@ -11,7 +11,6 @@ from time import perf_counter
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
-from sqlalchemy.orm import Session
 from tenacity import AsyncRetrying
 
 from . import backlog, inbox
@@ -27,7 +26,7 @@ from .payload import HASH_VERSION
 from .policy import FOLLOWER, Fate, Park, Reject, after_failure, dead, undecided
 from .results import Results
 from .settings import Settings
-from .transaction import Rows
+from .transaction import BatchSession, Rows
 from .work import Work
 
 log = logging.getLogger(__name__)
@@ -69,13 +68,6 @@ class _Guilty(Exception):
 
 _IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, _Guilty, _Unclear)
 """Raised in order: the transaction is rolled back, its connection is as good as before."""
-
-
-class _Session(Session):
-    """The session of a batch. A handler that committed it would lose its neighbours' events."""
-
-    def commit(self) -> None:
-        raise TypeError("leave session.commit() out: the whole batch commits after its handlers")
 
 
 class Consume:
@@ -194,7 +186,7 @@ class Consume:
         started = perf_counter()
         limit = self._settings.transaction_timeout
         new_session = AsyncSession(
-            self._engine, sync_session_class=_Session, expire_on_commit=False
+            self._engine, sync_session_class=BatchSession, expire_on_commit=False
         )
         async with self._turns, new_session as session:
             try:

@@ -158,11 +158,7 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
     """Call the handler; returns what it returned, as JSON."""
     message, consumer = item.marker.message, item.handler.consumer
     tx = Transaction(
-        session=attempt.session,
-        rows=attempt.rows,
-        outbox=attempt.outbox,
-        consumer=consumer,
-        message=message,
+        session=attempt.session, rows=attempt.rows, outbox=attempt.outbox, marker=item.marker
     )
     deadline = attempt.deadline
     attempt.calling = item

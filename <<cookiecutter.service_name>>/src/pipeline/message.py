@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -253,23 +254,29 @@ def event_headers(
             raise ValueError(f"the time of event {id!r} has no time zone: {time}")
         time = time.astimezone(UTC)
     headers = [
-        ("ce_specversion", b"1.0"),
+        *_constant_headers(source, type, content_type),
         ("ce_id", id.encode()),
-        ("ce_source", source.encode()),
-        ("ce_type", type.encode()),
         ("ce_time", time.isoformat().encode()),
     ]
-    for name, value in (
-        ("ce_subject", subject),
-        ("ce_sequence", sequence),
-        ("content-type", content_type),
-        ("traceparent", traceparent),
-        ("tracestate", tracestate),
-        ("baggage", baggage),
-    ):
-        if value is not None:
-            headers.append((name, value.encode()))
+    if subject is not None:
+        headers.append(("ce_subject", subject.encode()))
+    if sequence is not None:
+        headers.append(("ce_sequence", sequence.encode()))
+    if traceparent is not None:
+        headers.append(("traceparent", traceparent.encode()))
+    if tracestate is not None:
+        headers.append(("tracestate", tracestate.encode()))
+    if baggage is not None:
+        headers.append(("baggage", baggage.encode()))
     return headers
+
+
+@lru_cache(maxsize=1_024)
+def _constant_headers(
+    source: str, type: str, content_type: str | None
+) -> tuple[tuple[str, bytes], ...]:
+    headers = ("ce_specversion", b"1.0"), ("ce_source", source.encode()), ("ce_type", type.encode())
+    return headers if content_type is None else (*headers, ("content-type", content_type.encode()))
 
 
 def _identity(headers: Mapping[str, str]) -> tuple[str, str, str]:

@@ -81,8 +81,8 @@ async def remembered(
         keys = [marker_key(consumer, source, id) for consumer in service.handlers.consumers]
     found = []
     for row in await connection.fetch(_MARKERS, id, keys, timeout=_SECONDS):
-        identity = row["consumer"], row["source"], row["id"], row["hash"]
-        ids = [event_id(*identity, ordinal) for ordinal in range(_ORDINALS)]
+        key = marker_key(row["consumer"], row["source"], row["id"])
+        ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
         found.append(
             Remembered(
                 consumer=row["consumer"],

@@ -40,13 +40,12 @@ class StagedEvent(NamedTuple):
     """Those of a dead letter's record, as JSON; an event's own are made of the other columns."""
 
 
-def event_id(consumer: str, source: str, id: str, payload_hash: bytes, ordinal: int) -> str:
+def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
     """Return the id of the event that a message causes: the same in every execution.
 
     `ordinal` counts the events that one handler stages for one message, from 0.
     """
-    text = f"{len(consumer)}:{consumer}{len(source)}:{source}{len(id)}:{id}{ordinal}"
-    return blake2b(text.encode("utf-8", "surrogatepass") + payload_hash, digest_size=16).hexdigest()
+    return blake2b(b"%b%b%d" % (marker_key, payload_hash, ordinal), digest_size=16).hexdigest()
 
 
 class Outbox:
@@ -72,7 +71,7 @@ class Outbox:
         if key is not None and "\x00" in key:
             raise Unpublishable(f"the key of {kind.__name__} holds a NUL character: {key!r}")
         try:
-            payload = event.model_dump_json().encode()
+            payload = event.__pydantic_serializer__.to_json(event)  # as model_dump_json() does
             key_bytes = None if key is None else key.encode()
         except (UnicodeEncodeError, PydanticSerializationError) as error:
             text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import islice
 
 from opentelemetry import context as otel
@@ -88,12 +89,31 @@ def process_span(message: Message, consumer: str, group: str) -> AbstractContext
     sender, parent = _sender(message)
     if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
         return _Current(parent, sender)
-    attributes: dict[str, AttributeValue] = {
-        **_operation(_PROCESS, message.topic),
+    name, attributes = _process(message.topic, message.partition, consumer, group)
+    span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes)
+    if span.is_recording():
+        span.set_attributes(_attributes_of(message))
+    elif span is trace.INVALID_SPAN and parent is _NO_PARENT:
+        return nullcontext(span)  # nobody traces anything, here or there
+    return _Current(trace.set_span_in_context(span, parent), span)
+
+
+@lru_cache(maxsize=1_024)
+def _process(
+    topic: str, partition: int, consumer: str, group: str
+) -> tuple[str, dict[str, AttributeValue]]:
+    """Return the name of a span, and the attributes that a sampler can decide by."""
+    return f"{_PROCESS} {topic}", {
+        **_operation(_PROCESS, topic),
         names.MESSAGING_OPERATION_TYPE: _PROCESS,
         names.MESSAGING_CONSUMER_GROUP_NAME: group,
         CONSUMER: consumer,
-        names.MESSAGING_DESTINATION_PARTITION_ID: str(message.partition),
+        names.MESSAGING_DESTINATION_PARTITION_ID: str(partition),
+    }
+
+
+def _attributes_of(message: Message) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
         names.MESSAGING_KAFKA_OFFSET: message.offset,
         names.MESSAGING_MESSAGE_ID: message.id,
     }
@@ -102,9 +122,7 @@ def process_span(message: Message, consumer: str, group: str) -> AbstractContext
     if message.key is not None:
         with suppress(UnicodeDecodeError):  # a key that is no text has no name to show
             attributes[names.MESSAGING_KAFKA_MESSAGE_KEY] = message.key.decode()
-    name = f"{_PROCESS} {message.topic}"
-    span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes)
-    return _Current(trace.set_span_in_context(span, parent), span)
+    return attributes
 
 
 def send_spans(

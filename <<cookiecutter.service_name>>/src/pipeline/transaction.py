@@ -5,22 +5,38 @@ from typing import Self, TypeVar, cast
 import orjson
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from . import aggregate
 from .aggregate import Aggregate, Key
 from .events import Event
-from .message import Message
+from .inbox import Marker
 from .outbox import Outbox, event_id
 
 A = TypeVar("A", bound=Aggregate)
+
+
+class BatchSession(Session):
+    """The session of a batch. A handler that committed it would lose its neighbours' events."""
+
+    has_deleted = False
+    """Whether a row was marked to be deleted: to ask for each which one takes long."""
+
+    def commit(self) -> None:
+        raise TypeError("leave session.commit() out: the whole batch commits after its handlers")
+
+    def delete(self, instance: object) -> None:
+        self.has_deleted = True
+        super().delete(instance)
 
 
 class Rows:
     """The aggregates that a batch has locked, and the keys it found no row for."""
 
     def __init__(self, session: AsyncSession) -> None:
+        assert isinstance(session.sync_session, BatchSession)
         self._session = session
-        self._known = session.sync_session  # asked for every message, three times as quick
+        self._known = session.sync_session  # which answers three times as quickly
         self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
         self._added: set[object] = set()
         # What a handler adds and flushes itself is nobody else's either.
@@ -38,7 +54,9 @@ class Rows:
             await self.lock(entity, {key})
         row = self._rows[entity, key]
         # Another message of the batch may have deleted it, flushed or not.
-        if row is None or row not in self._known or row in self._known.deleted:
+        if row is None or row not in self._known:
+            return None
+        if self._known.has_deleted and row in self._known.deleted:
             return None
         return cast(A, row)
 
@@ -66,18 +84,18 @@ class Transaction:
     rollback does not undo out of it.
     """
 
-    __slots__ = ("_consumer", "_ended", "_outbox", "_published", "_rows", "message", "session")
+    __slots__ = ("_ended", "_key", "_outbox", "_published", "_rows", "message", "session")
 
     def __init__(
-        self, *, session: AsyncSession, rows: Rows, outbox: Outbox, consumer: str, message: Message
+        self, *, session: AsyncSession, rows: Rows, outbox: Outbox, marker: Marker
     ) -> None:
         self.session = session
         """SQLAlchemy's session of the batch. Don't commit or roll it back."""
-        self.message = message
+        self.message = marker.message
         """Envelope of the event: identity, key, time, partition and offset."""
         self._rows = rows
         self._outbox = outbox
-        self._consumer = consumer
+        self._key = marker.key
         self._published = 0
         self._ended = False
 
@@ -122,10 +140,9 @@ class Transaction:
             texts = [str(value) for value in values]
             key = texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
             sequence = (of.version or 0) + 1
-        message = self.message
         self._outbox.stage(
             event,
-            id=event_id(self._consumer, message.source, message.id, message.hash, self._published),
+            id=event_id(self._key, self.message.hash, self._published),
             key=key,
             sequence=sequence,
         )

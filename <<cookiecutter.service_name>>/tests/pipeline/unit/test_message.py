@@ -803,13 +803,13 @@ class TestEventHeaders:
 
         assert headers == [
             ("ce_specversion", b"1.0"),
-            ("ce_id", b"41"),
             ("ce_source", b"/orders"),
             ("ce_type", b"order.placed"),
+            ("content-type", b"application/json"),
+            ("ce_id", b"41"),
             ("ce_time", b"2026-01-31T23:59:59.000005+00:00"),
             ("ce_subject", "Grüße %".encode()),
             ("ce_sequence", b"00000000000000000007"),
-            ("content-type", b"application/json"),
             ("traceparent", TRACEPARENT.encode()),
             ("tracestate", b"rojo=1"),
             ("baggage", b"tenant=7"),
@@ -818,9 +818,9 @@ class TestEventHeaders:
     def test_what_is_none_has_no_header_and_time_is_utc(self) -> None:
         assert bare(datetime(2026, 2, 1, tzinfo=timezone(timedelta(hours=1, seconds=30)))) == [
             ("ce_specversion", b"1.0"),
-            ("ce_id", b"41"),
             ("ce_source", b"/o"),
             ("ce_type", b"t"),
+            ("ce_id", b"41"),
             ("ce_time", b"2026-01-31T22:59:30+00:00"),
         ]
 

@@ -154,14 +154,14 @@ def test_a_row_has_what_the_event_and_the_engine_say_of_it() -> None:
 
 
 def test_an_event_id_differs_when_anything_differs_that_it_is_made_of() -> None:
-    parts = [("a", "aa", "1"), ("b", "ab", ""), ("1", "", "11"), (b"h" * 16, b"1" * 16), (0, 1, 11)]
+    parts = [(b"m" * 16, b"1" * 16), (b"h" * 16, b"1" * 16), (0, 1, 11)]
     ids = {event_id(*combination) for combination in product(*parts)}  # type: ignore[arg-type]
-    assert len(ids) == 3 * 3 * 3 * 2 * 3
+    assert len(ids) == 2 * 2 * 3
 
 
 def test_an_event_id_is_the_same_in_every_release() -> None:
     """A restart in the middle of an upgrade must not make a new event of an old one."""
-    assert event_id("deposit", "/shop", "41", b"\x00" * 16, 0) == "e80475a5c79364f69f49465c938a8830"
+    assert event_id(b"\x00" * 16, b"\x01" * 16, 0) == "e32fcad4bd076e6887be84c3d0d713fc"
 
 
 async def test_nothing_staged_needs_no_connection() -> None:
