@@ -12,11 +12,12 @@ from .handlers import Handlers
 from .message import Header, Message, PayloadFields, Plain, Position
 from .policy import Park, Policy, Reject, Retry
 from .service import Service
-from .transaction import Transaction
+from .transaction import EventBatch, Transaction
 
 __all__ = [
     "Aggregate",
     "Event",
+    "EventBatch",
     "Handlers",
     "Header",
     "Message",

@@ -19,7 +19,7 @@ from .batch import Item
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
 from .failures import is_contention, is_infrastructure
-from .handling import Attempt, Handled, handle_all
+from .handling import Attempt, BatchFailed, Handled, handle_all
 from .inbox import Generations, IdentityMismatch, Known, PositionMoved
 from .outbox import Outbox
 from .payload import HASH_VERSION
@@ -50,10 +50,11 @@ class TooOld(Exception):
 class _Unclear(Exception):
     """The batch failed as a whole, and any of its records may be at fault."""
 
-    def __init__(self, reason: str, error: BaseException) -> None:
+    def __init__(self, reason: str, error: BaseException, *, is_cut_off: bool = False) -> None:
         super().__init__()
         self.reason = reason
         self.error = error
+        self.is_cut_off = is_cut_off
 
 
 class _Guilty(Exception):
@@ -62,6 +63,7 @@ class _Guilty(Exception):
     def __init__(self, fates: dict[bytes, Fate], *, late: bytes | None) -> None:
         super().__init__(f"{len(fates)} messages failed")
         self.fates = fates
+        self.is_cut_off = late is not None
         self.late = late
         """The one that took too long, by marker key. The connection is not usable any more."""
 
@@ -200,7 +202,7 @@ class Consume:
                         )
                     await transaction.commit()
             except _IN_ORDER as error:
-                is_cut_off = isinstance(error, _Guilty) and error.late is not None
+                is_cut_off = isinstance(error, _Guilty | _Unclear) and error.is_cut_off
                 if is_cut_off or perf_counter() - started > limit:
                     await session.invalidate()  # it may be in the middle of a statement
                 raise
@@ -396,6 +398,8 @@ def _blaming(work: Work, fates: Mapping[bytes, Fate], limit: float) -> Iterator[
         yield progress
     except _IN_ORDER:
         raise
+    except BatchFailed as failed:
+        raise _Unclear("failed", failed.error, is_cut_off=failed.is_cut_off) from failed.error
     except Exception as error:
         in_time = perf_counter() - started < limit
         is_slow = len(work.items) == 1 and progress.records_since - started > limit / 2

@@ -9,10 +9,12 @@ from .aggregate import Loads
 from .events import Event, Tombstone
 from .message import Plain
 from .policy import Policy
-from .transaction import Transaction
+from .transaction import EventBatch, Transaction
 
 E = TypeVar("E", bound=Event)
 Function = Callable[[E, Transaction], Awaitable[object]]
+BatchFunction = Callable[[EventBatch[E]], Awaitable[None]]
+F = TypeVar("F", bound=Callable[..., Awaitable[object]])
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Handler:
     topic: str
     consumer: str
     loads: Loads[Any] | None
-    function: Function[Any]
+    function: Callable[..., Awaitable[object]]
+    takes_batches: bool
     policy: Policy
     mode: Literal["immediate", "deferred"]
     timeout: float
@@ -68,13 +71,55 @@ class Handlers:
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
         function does not fit, and `ValueError` for a time-out that is none.
         """
+        register: Callable[[Function[E]], Function[E]] = self._registering(
+            event, topic, consumer, loads, policy, mode, timeout, takes_old, takes_batches=False
+        )
+        return register
+
+    def on_batch(
+        self,
+        event: type[E],
+        *,
+        topic: str,
+        consumer: str,
+        loads: Loads[Any] | None = None,
+        policy: Policy = Policy(),  # noqa: B008  # it is frozen
+        mode: Literal["immediate", "deferred"] = "immediate",
+        timeout: float = 5.0,
+        takes_old: bool = False,
+    ) -> Callable[[BatchFunction[E]], BatchFunction[E]]:
+        """Register a coroutine function that takes many events at once, an `EventBatch`.
+
+        For handlers that read and write by sets, in SQL of their own. All is as in `on`, but that
+        the function returns nothing, `timeout` is for all of a call, and when it fails on several
+        events they are tried again in halves, until it is known which one is at fault.
+        """
+        register: Callable[[BatchFunction[E]], BatchFunction[E]] = self._registering(
+            event, topic, consumer, loads, policy, mode, timeout, takes_old, takes_batches=True
+        )
+        return register
+
+    def _registering(
+        self,
+        event: type[Event],
+        topic: str,
+        consumer: str,
+        loads: Loads[Any] | None,
+        policy: Policy,
+        mode: Literal["immediate", "deferred"],
+        timeout: float,
+        takes_old: bool,
+        *,
+        takes_batches: bool,
+    ) -> Callable[[F], F]:
         if loads is not None:
             loads.check(event)
         if not timeout > 0:
             raise ValueError(f"timeout is in seconds, not {timeout}")
 
-        def register(function: Function[E]) -> Function[E]:
-            if not iscoroutinefunction(function):
+        def register(function: F) -> F:
+            is_coroutine_function = iscoroutinefunction(function)
+            if not is_coroutine_function:
                 raise TypeError(f"{function} is no coroutine function: write `async def`")
             registered = self._by_topic.setdefault(topic, {})
             others = registered.get(event.event_type, ())
@@ -90,7 +135,16 @@ class Handlers:
                         f" {topic!r}: give the second handler a name of its own"
                     )
             handler = Handler(
-                event, topic, consumer, loads, function, policy, mode, timeout, takes_old
+                event,
+                topic,
+                consumer,
+                loads,
+                function,
+                takes_batches,
+                policy,
+                mode,
+                timeout,
+                takes_old,
             )
             registered[event.event_type] = (*others, handler)
             return function

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -16,7 +17,7 @@ from .aggregate import Aggregate, Key
 from .batch import Item
 from .failures import is_of_the_database
 from .outbox import Outbox
-from .transaction import Rows, Transaction
+from .transaction import EventBatch, Rows, Transaction
 
 
 class Deadline:
@@ -111,6 +112,15 @@ class Handled:
     """Whether a statement may still be under way on the connection."""
 
 
+class BatchFailed(Exception):
+    """A handler has failed on several messages at once: nobody knows which is at fault."""
+
+    def __init__(self, error: BaseException, *, is_cut_off: bool) -> None:
+        super().__init__()
+        self.error = error
+        self.is_cut_off = is_cut_off
+
+
 class _Failed(Exception):
     """A handler has failed on a message."""
 
@@ -124,23 +134,28 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
     """Lock the rows that handlers have declared, and call the handlers in order.
 
     After one has failed the transaction is lost. The others are tried all the same, to find out
-    who else fails; not those that have their order with one that failed.
+    who else fails; not those that have their order with one that failed. Raises `BatchFailed`.
     """
     for entity, keys in _declared(items):
         await attempt.rows.lock(entity, keys)
     handled = Handled()
     behind: set[bytes] = set()
-    for item in items:
-        if behind and item.order_key in behind:
+    for one in _runs(items):
+        run = [item for item in one if item.order_key not in behind] if behind else one
+        if not run:
             continue
         try:
-            result = await _handle(item, attempt)
+            result = await _handle(run, attempt)
             if result is not None:
-                handled.returned[item.marker.key] = result
-            handled.applied.append(item)
+                handled.returned[run[0].marker.key] = result
+            handled.applied += run
         except _Failed as failure:
-            handled.failed.append((item, failure.error))
-            behind.add(item.order_key)
+            if len(run) > 1:
+                if handled.failed:
+                    break
+                raise BatchFailed(failure.error, is_cut_off=failure.is_cut_off) from failure.error
+            handled.failed.append((run[0], failure.error))
+            behind.add(run[0].order_key)
             if failure.is_cut_off:
                 handled.is_cut_off = True
                 break
@@ -154,8 +169,21 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
     return handled
 
 
-async def _handle(item: Item, attempt: Attempt) -> str | None:
+def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
+    """Yield what is handed over together: one, or the neighbours of a handler of batches."""
+    run: list[Item] = []
+    for item in items:
+        if run and not (item.handler is run[0].handler and item.handler.takes_batches):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
     """Call the handler; returns what it returned, as JSON."""
+    item = run[0]
     message, consumer = item.marker.message, item.handler.consumer
     tx = Transaction(
         session=attempt.session, rows=attempt.rows, outbox=attempt.outbox, marker=item.marker
@@ -163,6 +191,9 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
     deadline = attempt.deadline
     attempt.calling = item
     try:
+        if item.handler.takes_batches:
+            await _hand_over(run, attempt)
+            return None
         with (
             tx,
             telemetry.process_span(message, consumer, attempt.group),
@@ -191,6 +222,26 @@ async def _handle(item: Item, attempt: Attempt) -> str | None:
         raise _Failed(error) from error
     finally:
         attempt.calling = None
+
+
+async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
+    """Call a handler of batches. Each event it publishes belongs to the trace of its message."""
+    handler = run[0].handler
+    with ExitStack() as ending:
+        calls = []
+        for item in run:
+            span = telemetry.process_span(item.marker.message, handler.consumer, attempt.group)
+            ending.push(span.end)
+            tx = Transaction(
+                session=attempt.session,
+                rows=attempt.rows,
+                outbox=attempt.outbox,
+                marker=item.marker,
+                context=span.context,
+            )
+            calls.append((item.event, ending.enter_context(tx)))
+        with attempt.deadline.within(handler.timeout):
+            await handler.function(EventBatch(attempt.session, calls))
 
 
 def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:

@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import asyncpg
+from opentelemetry.context import Context
 from pydantic_core import PydanticSerializationError
 
 from . import telemetry
@@ -61,8 +62,16 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._staged)
 
-    def stage(self, event: Event, *, id: str, key: str | None, sequence: int | None) -> None:
-        """Keep the event for the COPY.
+    def stage(
+        self,
+        event: Event,
+        *,
+        id: str,
+        key: str | None,
+        sequence: int | None,
+        context: Context | None = None,
+    ) -> None:
+        """Keep the event for the COPY, in the current trace unless a context is given.
 
         Raises `Unpublishable` if its topic or key can't be sent or it is larger than allowed.
         """
@@ -76,7 +85,7 @@ class Outbox:
         except (UnicodeEncodeError, PydanticSerializationError) as error:
             text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
             raise Unpublishable(text) from error
-        traceparent, tracestate, baggage = telemetry.creation_context()
+        traceparent, tracestate, baggage = telemetry.creation_context(context)
         size += len(payload) + 2 * len(key_bytes or b"")
         size += len(tracestate or "") + len(baggage or "")
         if size > self._max_event_bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
@@ -21,11 +22,14 @@ from .failures import named
 from .message import event_headers, headers_of
 from .refusal import Chain, Page, Refused, refusal_of
 from .settings import Settings
+from .tasks import in_background
 
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
+_DEPARTURE_SECONDS = 0.001
+"""After this long a batch is on its way, and the next one is filled."""
 _METADATA_SECONDS = 5.0
 _ASKS = 5
 """So often the brokers are asked for a topic that is new to the producer, before it is missing."""
@@ -35,6 +39,10 @@ _LOOK_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 _FENCE_SECONDS = 1.0
 """Our own shards wait meanwhile."""
+
+
+_Filled = tuple[BatchBuilder, int]
+"""A batch, and how many events are in it."""
 
 
 class LeaseExpired(Exception):
@@ -191,16 +199,15 @@ class Publisher:
                 counts[topic] = _partitions(producer, topic)
             except KafkaError as error:
                 errors[topic] = error
-        chains: dict[tuple[str, int], Chain] = {}
+        runs: defaultdict[tuple[str, int], list[asyncpg.Record]] = defaultdict(list)
         for event in events:
             topic = event["topic"]
             if topic in errors:
                 page.refused[event["id"]] = refusal_of(errors[topic], event)
                 continue
             partition = partition_of(event["key"], event["id"], counts[topic])
-            chain = chains.setdefault((topic, partition), Chain(topic, partition, [[]]))
-            chain.runs[0].append(event)
-        return list(chains.values())
+            runs[topic, partition].append(event)
+        return [Chain(topic, partition, [run]) for (topic, partition), run in runs.items()]
 
     async def _send_chain(
         self,
@@ -214,8 +221,9 @@ class Publisher:
         with telemetry.send_spans(
             topic, chain.partition, len(events), (event["traceparent"] for event in events)
         ):
+            following: _Filled | None = None
             while chain.runs:
-                batch, count = _filled(producer, chain.runs[0])
+                (batch, count), following = following or _filled(producer, chain.runs[0]), None
                 size = batch.size()
                 is_sent = not page.is_too_large(topic, size)
                 try:
@@ -223,12 +231,17 @@ class Publisher:
                         raise MessageSizeTooLargeError
                     if not may_send():
                         raise LeaseExpired("the lease ended before all events were sent")
-                    await _send_batch(producer, batch, chain, page)
+                    async with in_background(_send_batch(producer, batch, chain, page)) as sent:
+                        if rest := chain.runs[0][count:]:
+                            await asyncio.wait({sent}, timeout=_DEPARTURE_SECONDS)
+                            following = _filled(producer, rest)
+                        await sent
                     chain.take(count)
                 except KafkaError as error:
                     refusal = refusal_of(error, chain.runs[0][0])
                     if refusal is None:
                         raise NotSent(f"{topic}/{chain.partition}: {named(error)}") from error
+                    following = None
                     page.blame(chain, refusal, count, size)
                     if is_sent:
                         page.is_void = self._settings.relay_transactional
@@ -296,9 +309,7 @@ async def _send_batch(
         sent.cancel()
 
 
-def _filled(
-    producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]
-) -> tuple[BatchBuilder, int]:
+def _filled(producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]) -> _Filled:
     """Return a batch, and how many events have found room in it: the first one always does."""
     batch = producer.create_batch()
     for count, event in enumerate(events):

@@ -23,6 +23,7 @@ from .handlers import Handlers
 from .health import Health
 from .inbox import Anchor, PositionMoved, Slot, StoredPosition
 from .settings import Settings
+from .tasks import in_background
 from .work import FromPartition
 
 log = logging.getLogger(__name__)
@@ -204,12 +205,8 @@ class Reader:
 
     async def _begin(self, position: int) -> None:
         """Count the start before anything is done with the first records, then apply them."""
-        fetching = asyncio.create_task(self._records(position))
-        try:
+        async with in_background(self._records(position)) as fetching:
             records = await self._unless_stopped(fetching)
-        finally:
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
         if records is None:
             return
         self._started_at = position

@@ -6,6 +6,7 @@ import math
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from time import monotonic
 from uuid import uuid4
@@ -23,6 +24,7 @@ from .publisher import LeaseExpired, NotSent, Publisher
 from .refusal import Refused
 from .schema import SHARDS
 from .settings import Settings
+from .tasks import in_background
 from .unsent import Unsent
 from .window import Page, Progress, fitting, fresh, page
 
@@ -92,6 +94,18 @@ RETURNING cursor.shard
 _LEAVE = "DELETE FROM pipeline.outbox_relay WHERE owner = $1"
 
 
+Pages = list[tuple[list[int], Page]]
+"""Pages of groups of shards."""
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Pages that were read in advance, and the progress from which they go on."""
+
+    progress: Mapping[int, Progress]
+    pages: Pages
+
+
 class Relay:
     """One relay process. Any number of them share the shards; each shard has one owner."""
 
@@ -110,6 +124,9 @@ class Relay:
         self._renew_at = 0.0
         self._look_at = 0.0
         self._page = min(settings.relay_page, _FIRST_PAGE)
+        self._ahead: _Ahead | None = None
+        self._turn = asyncio.Lock()
+        """Held by what uses the connection while a page is sent."""
         self._write_at = 0.0
         self._dirty: set[int] = set()
         self._failures = 0
@@ -206,34 +223,56 @@ class Relay:
         """Publish the next page of every group of shards; says whether there was any event."""
         # Two pages for one that the window may add: what waits becomes less.
         is_draining = await self._retry(driver) and await self._retry(driver)
-        groups = _grouped(self._progress)
-        limit = max(1, self._page // max(1, len(groups)))
-        paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
-        unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
-        pages = [(shards, await page(driver, one, shards, limit)) for one, shards in paged]
-        if len(unpaged) == 1:
-            pages += [(shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged]
-        elif unpaged:
-            # One snapshot for all of them, so that they are one group from now on.
-            async with driver.transaction(isolation="repeatable_read", readonly=True):
-                pages += [
-                    (shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged
-                ]
-        if not {one.server for _, one in pages} <= {self._server, None}:
+        ahead, self._ahead = self._ahead, None
+        is_ahead = ahead is not None and ahead.progress == self._progress
+        pages = ahead.pages if ahead and is_ahead else await self._read(driver, self._progress)
+        if {one.server for _, one in pages} - {self._server}:
             raise ServerChanged
         events = [event for _, one in pages for event in one.events]
         _observe([one for _, one in pages])
         then = {shard: one.then for shards, one in pages for shard in shards}
         if events:
-            await self._publish(driver, events, then)
             self._page = fitting(events, self._settings.relay_page)
+            async with self._reading_ahead(driver, then):
+                await self._publish(driver, events, then)
+        is_paged = any(one.target for one in self._progress.values())
         self._progress.update(then)
         for shards, one in pages:
             if one.events or one.then.target is not None:
                 self._dirty.update(shards)
         self._failures = 0
         self._health.ready("relay")
-        return is_draining or bool(events) or bool(paged)
+        return is_draining or bool(events) or is_paged
+
+    async def _read(self, driver: asyncpg.Connection, progress: Mapping[int, Progress]) -> Pages:
+        """Read the next page of every group of shards."""
+        groups = _grouped(progress)
+        limit = max(1, self._page // max(1, len(groups)))
+        paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
+        unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
+        async with self._turn:
+            pages = [(shards, await page(driver, one, shards, limit)) for one, shards in paged]
+            if len(unpaged) == 1:
+                pages += [(them, await fresh(driver, one, them, limit)) for one, them in unpaged]
+            elif unpaged:
+                # One snapshot for all of them, so that they are one group from now on.
+                async with driver.transaction(isolation="repeatable_read", readonly=True):
+                    pages += [
+                        (shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged
+                    ]
+        return pages
+
+    @asynccontextmanager
+    async def _reading_ahead(
+        self, driver: asyncpg.Connection, then: Mapping[int, Progress]
+    ) -> AsyncIterator[None]:
+        """Read what comes then, in windows of which there is more, while a page is sent."""
+        if any(one.target is None for one in then.values()):
+            yield
+            return
+        async with in_background(self._read(driver, then)) as reading:
+            yield
+            self._ahead = _Ahead(then, await reading)
 
     async def _publish(
         self,
@@ -263,7 +302,7 @@ class Relay:
         self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
     ) -> AsyncIterator[None]:
         """Store in one transaction progress and what is written inside, if we own the shards."""
-        async with driver.transaction():
+        async with self._turn, driver.transaction():
             if await self._write(driver, progress):
                 raise LeaseExpired("shards went to another relay before refusals were stored")
             yield
@@ -273,8 +312,7 @@ class Relay:
         if not events:
             return {}
         begun = monotonic()
-        sending = asyncio.create_task(self._publisher.send(events, self._holds_lease))
-        try:
+        async with in_background(self._publisher.send(events, self._holds_lease)) as sending:
             while not sending.done():
                 await asyncio.wait({sending}, timeout=max(0.0, self._extend_at - monotonic()))
                 if monotonic() >= self._extend_at:
@@ -286,9 +324,6 @@ class Relay:
                             "relay", f"waits for {self._settings.kafka} to acknowledge events"
                         )
             return sending.result()
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
 
     def _holds_lease(self) -> bool:
         return monotonic() < self._lease_ends
@@ -298,8 +333,9 @@ class Relay:
         lease = self._settings.relay_lease
         # From before the first statement: the database's clock started later, never earlier.
         begun = monotonic()
-        await driver.execute(_ANNOUNCE, self._owner, lease)
-        lost = await self._write(driver, self._progress)
+        async with self._turn:
+            await driver.execute(_ANNOUNCE, self._owner, lease)
+            lost = await self._write(driver, self._progress)
         self._lease_ends = begun + lease
         self._extend_at = begun + lease / 3
         return lost
@@ -400,6 +436,7 @@ class Relay:
         self._progress.clear()
         self._tokens.clear()
         self._dirty.clear()
+        self._ahead = None
         self._renew_at = 0.0
 
 

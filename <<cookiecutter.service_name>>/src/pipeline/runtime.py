@@ -6,10 +6,8 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Flag, auto
-from typing import Any
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -26,6 +24,7 @@ from .relay import Relay
 from .retention import keep_house, make_ahead
 from .service import Service
 from .settings import Settings
+from .tasks import in_background
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     )
     log.info("%s starts; health and metrics on port %s", service.name, port)
     try:
-        async with _in_background(_beat(health, settings.hang_timeout)):
+        async with in_background(_beat(health, settings.hang_timeout)):
             await serve(service, settings, parts, health=health, stopping=_stopping_on_signals())
     finally:
         server.stop()
@@ -140,8 +139,8 @@ async def _serve(
         (Part.RELAY, [relay]),
     ]
     async with (
-        _in_background(_watch(consume, settings.hang_timeout)),
-        _in_background(_keep_house(engine, settings, health, stopping)) as housekeeping,
+        in_background(_watch(consume, settings.hang_timeout)),
+        in_background(_keep_house(engine, settings, health, stopping)) as housekeeping,
     ):
         chosen = [
             [(one, asyncio.create_task(one.run())) for one in together]
@@ -261,14 +260,3 @@ def _stopping_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     return stopping
-
-
-@asynccontextmanager
-async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task

@@ -80,7 +80,7 @@ _meter.create_observable_gauge(
 _unsent = _meter.create_gauge("pipeline.outbox.unsent", "{event}", "Refused by Kafka, by state.")
 
 
-def process_span(message: Message, consumer: str, group: str) -> AbstractContextManager[trace.Span]:
+def process_span(message: Message, consumer: str, group: str) -> "Current":
     """Make the message's trace current, with a span `process <topic>` in it if it is recorded.
 
     Of a trace that its sender does not record no span is made: its context alone becomes current,
@@ -88,14 +88,14 @@ def process_span(message: Message, consumer: str, group: str) -> AbstractContext
     """
     sender, parent = _sender(message)
     if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
-        return _Current(parent, sender)
+        return Current(parent, sender)
     name, attributes = _process(message.topic, message.partition, consumer, group)
     span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes)
     if span.is_recording():
         span.set_attributes(_attributes_of(message))
     elif span is trace.INVALID_SPAN and parent is _NO_PARENT:
-        return nullcontext(span)  # nobody traces anything, here or there
-    return _Current(trace.set_span_in_context(span, parent), span)
+        return _UNTRACED
+    return Current(trace.set_span_in_context(span, parent), span)
 
 
 @lru_cache(maxsize=1_024)
@@ -144,12 +144,17 @@ def send_spans(
         attributes[names.MESSAGING_BATCH_MESSAGE_COUNT] = count
     name = f"{_SEND} {topic}"
     span = _tracer.start_span(name, _NO_PARENT, trace.SpanKind.PRODUCER, attributes, links)
-    return _Current(trace.set_span_in_context(span, _NO_PARENT), span)
+    return Current(trace.set_span_in_context(span, _NO_PARENT), span)
 
 
-def creation_context() -> tuple[str | None, str | None, str | None]:
-    """Return the current `traceparent`, `tracestate` and `baggage`, to be stored with an event."""
-    return _Injected.of(otel.get_current())
+def creation_context(
+    context: otel.Context | None = None,
+) -> tuple[str | None, str | None, str | None]:
+    """Return `traceparent`, `tracestate` and `baggage`, to be stored with an event.
+
+    They are the current ones unless a context is given.
+    """
+    return _Injected.of(otel.get_current() if context is None else context)
 
 
 class _Injected:
@@ -170,26 +175,44 @@ class _Injected:
         return cls.headers
 
 
-class _Current:
+class Current:
     """A context that is current inside `with`, where its span ends. A generator costs 1 µs more."""
 
-    __slots__ = ("_context", "_span", "_token")
+    __slots__ = ("_span", "_token", "context")
 
     def __init__(self, context: otel.Context, span: trace.Span) -> None:
-        self._context = context
+        self.context = context
         self._span = span
 
     def __enter__(self) -> trace.Span:
-        self._token = otel.attach(self._context)
+        self._token = otel.attach(self.context)
         return self._span
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         otel.detach(self._token)
+        self.end(kind, error, traceback)
+
+    def end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """End the span, with the error if there is one."""
         if isinstance(error, Exception):
             # Not its text, which may quote a payload: the log has that, under this trace's id.
             self._span.set_attribute(error_attributes.ERROR_TYPE, type(error).__qualname__)
             self._span.set_status(trace.StatusCode.ERROR)
         self._span.end()
+
+
+class _Untraced(Current):
+    """Nobody traces anything, here or where the message comes from: nothing is to be current."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> trace.Span:
+        return self._span
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None: ...
+
+
+_UNTRACED = _Untraced(_NO_PARENT, trace.INVALID_SPAN)
 
 
 def _sender(message: Message) -> tuple[trace.Span, otel.Context]:

@@ -1,9 +1,11 @@
 """The transaction as a handler sees it: load and change rows, publish events."""
 
-from typing import Self, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Generic, Self, TypeVar, cast
 
 import orjson
 import sqlalchemy as sa
+from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -14,6 +16,7 @@ from .inbox import Marker
 from .outbox import Outbox, event_id
 
 A = TypeVar("A", bound=Aggregate)
+E = TypeVar("E", bound=Event)
 
 
 class BatchSession(Session):
@@ -84,10 +87,25 @@ class Transaction:
     rollback does not undo out of it.
     """
 
-    __slots__ = ("_ended", "_key", "_outbox", "_published", "_rows", "message", "session")
+    __slots__ = (
+        "_context",
+        "_ended",
+        "_key",
+        "_outbox",
+        "_published",
+        "_rows",
+        "message",
+        "session",
+    )
 
     def __init__(
-        self, *, session: AsyncSession, rows: Rows, outbox: Outbox, marker: Marker
+        self,
+        *,
+        session: AsyncSession,
+        rows: Rows,
+        outbox: Outbox,
+        marker: Marker,
+        context: Context | None = None,
     ) -> None:
         self.session = session
         """SQLAlchemy's session of the batch. Don't commit or roll it back."""
@@ -96,6 +114,7 @@ class Transaction:
         self._rows = rows
         self._outbox = outbox
         self._key = marker.key
+        self._context = context
         self._published = 0
         self._ended = False
 
@@ -117,22 +136,29 @@ class Transaction:
         """Return the row with this primary key, locked; a missing one is created by keyword."""
         return await self._rows.get(entity, key) or self._rows.create(entity, key)
 
-    def publish(self, event: Event, *, of: Aggregate | None = None, key: str | None = None) -> None:
+    def publish(
+        self,
+        event: Event,
+        *,
+        of: Aggregate | None = None,
+        key: str | None = None,
+        sequence: int | None = None,
+    ) -> None:
         """Stage an event; it is in the outbox exactly if this transaction commits.
 
         `of` is the aggregate that the event tells of: its primary key becomes the record's key
         and its `version`, raised by one, the event's sequence. Events of one aggregate keep their
         order because its row is locked: it must come from `tx.load…`, or be new. Without `of`,
-        `key` may be given; an event without a key has no order.
+        `key` and `sequence` may be given; an event without a key has no order, and those of one key
+        have theirs if you have locked what they tell of.
 
         Raises `Unpublishable` for an event that could never be sent.
         """
         if self._ended:
             raise RuntimeError("the handler has ended: await what publishes before it returns")
-        sequence = None
         if of is not None:
-            if key is not None:
-                raise TypeError("publish(…) takes of= or key=, not both: of= brings its own key")
+            if key is not None or sequence is not None:
+                raise TypeError("publish(…) takes of= or key= and sequence=: of= brings its own")
             values = aggregate.key_of(of)
             if None in values:
                 raise TypeError("publish(…, of=row) needs the row's primary key: flush first")
@@ -145,7 +171,26 @@ class Transaction:
             id=event_id(self._key, self.message.hash, self._published),
             key=key,
             sequence=sequence,
+            context=self._context,
         )
         self._published += 1
         if of is not None and sequence is not None:
             of.version = sequence
+
+
+class EventBatch(Generic[E]):
+    """Events that a handler takes together, in order, each with the transaction to publish in.
+
+    All the transactions are one, and share `session`.
+    """
+
+    def __init__(self, session: AsyncSession, calls: Sequence[tuple[E, Transaction]]) -> None:
+        self.session = session
+        """SQLAlchemy's session of the batch. Don't commit or roll it back."""
+        self._calls = calls
+
+    def __iter__(self) -> Iterator[tuple[E, Transaction]]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)

@@ -28,18 +28,21 @@ COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subjec
        content_type, traceparent, tracestate, baggage, headers"""
 """An event, as it is sent."""
 
+_HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
+       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
+       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic,
+       NULL::bytea AS key, NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type,
+       NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
+       NULL AS tracestate, NULL AS baggage, NULL AS headers"""
+"""Of the row before the events, which says what is true of all of them."""
+
 # By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
 # the one it read with. A snapshot's xmax is the latest *completed* transaction + 1, so rows of
 # running ones may lie above it: the window is never bounded by an id.
 # `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
 # parallel plan, in which the first row might not come first.
 _FRESH = f"""
-SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
-       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
-       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic, NULL::bytea AS key,
-       NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type, NULL AS subject,
-       NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent, NULL AS tracestate,
-       NULL AS baggage, NULL AS headers
+SELECT {_HEAD}
 UNION ALL (
 SELECT NULL, NULL, NULL, {COLUMNS}
   FROM (SELECT {COLUMNS}
@@ -59,13 +62,15 @@ SELECT NULL, NULL, NULL, {COLUMNS}
 
 # Functions instead of comparisons of xid: the planner must take the index on id.
 _PAGE = f"""
-SELECT pg_postmaster_start_time() AS server, {COLUMNS}
+SELECT {_HEAD}
+UNION ALL (
+SELECT NULL, NULL, NULL, {COLUMNS}
   FROM pipeline.outbox
  WHERE id > $3 AND id <= $4
    AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
    AND shard = ANY ($5)
  ORDER BY id
- LIMIT $6
+ LIMIT $6)
 """
 
 
@@ -85,8 +90,8 @@ class Page:
 
     events: Sequence[asyncpg.Record]
     then: Progress
-    server: datetime | None
-    """When the server that answered was started; unknown for a PAGE without events."""
+    server: datetime
+    """When the server that answered was started."""
 
 
 async def fresh(
@@ -111,10 +116,10 @@ async def page(
 ) -> Page:
     """Read on in a window that is larger than a page."""
     upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
-    events = await connection.fetch(
+    head, *events = await connection.fetch(
         _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit
     )
-    server = events[0]["server"] if events else None
+    server = head["server"]
     if len(events) == limit:
         return Page(events, replace(progress, last_id=events[-1]["id"]), server)
     if upto < progress.high_id:
