@@ -195,12 +195,14 @@ class Consume:
                 transaction = await session.begin()
                 # Outside the limit: waiting for a connection is not the batch's doing.
                 connection = await session.connection()
+                begun = perf_counter()
                 with _blaming(work, fates, limit) as progress:
                     async with asyncio.timeout(limit + _EARLY):
                         results, staged = await self._execute(
                             session, connection, work, fates, progress
                         )
                     await transaction.commit()
+                results.seconds = perf_counter() - begun
             except _IN_ORDER as error:
                 is_cut_off = isinstance(error, _Guilty | _Unclear) and error.is_cut_off
                 if is_cut_off or perf_counter() - started > limit:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -185,9 +184,7 @@ async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
     """Call the handler; returns what it returned, as JSON."""
     item = run[0]
     message, consumer = item.marker.message, item.handler.consumer
-    tx = Transaction(
-        session=attempt.session, rows=attempt.rows, outbox=attempt.outbox, marker=item.marker
-    )
+    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, item.marker)
     deadline = attempt.deadline
     attempt.calling = item
     try:
@@ -195,7 +192,6 @@ async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
             await _hand_over(run, attempt)
             return None
         with (
-            tx,
             telemetry.process_span(message, consumer, attempt.group),
             deadline.within(item.handler.timeout),
         ):
@@ -221,27 +217,32 @@ async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
             raise
         raise _Failed(error) from error
     finally:
+        tx.end()
         attempt.calling = None
 
 
 async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
     """Call a handler of batches. Each event it publishes belongs to the trace of its message."""
-    handler = run[0].handler
-    with ExitStack() as ending:
-        calls = []
-        for item in run:
-            span = telemetry.process_span(item.marker.message, handler.consumer, attempt.group)
-            ending.push(span.end)
-            tx = Transaction(
-                session=attempt.session,
-                rows=attempt.rows,
-                outbox=attempt.outbox,
-                marker=item.marker,
-                context=span.context,
-            )
-            calls.append((item.event, ending.enter_context(tx)))
+    handler, session, rows, outbox = run[0].handler, attempt.session, attempt.rows, attempt.outbox
+    spans = [
+        telemetry.process_span(item.marker.message, handler.consumer, attempt.group) for item in run
+    ]
+    calls = [
+        (item.event, Transaction(session, rows, outbox, item.marker, span.context))
+        for item, span in zip(run, spans, strict=True)
+    ]
+    failure = None
+    try:
         with attempt.deadline.within(handler.timeout):
-            await handler.function(EventBatch(attempt.session, calls))
+            await handler.function(EventBatch(session, calls))
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        for span in spans:
+            span.end(failure)
+        for _, tx in calls:
+            tx.end()
 
 
 def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:

@@ -151,14 +151,13 @@ SELECT key, hash, hash_version, result::text AS result
  WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
 """
 
+# Rows, not columns: asyncpg looks at every element of an array, and at a row as one.
 _MARK = """
 INSERT INTO pipeline.inbox
        (generation, key, hash, hash_version, consumer, source, id, type,
         topic, partition, "offset", traceparent)
 SELECT $1, key, hash, $2, consumer, source, id, type, topic, partition, "offset", traceparent
-  FROM unnest($3::bytea[], $4::bytea[], $5::text[], $6::text[], $7::text[], $8::text[],
-              $9::text[], $10::integer[], $11::bigint[], $12::text[])
-       AS new (key, hash, consumer, source, id, type, topic, partition, "offset", traceparent)
+  FROM unnest($3::pipeline.new_marker[])
     ON CONFLICT DO NOTHING
 RETURNING key
 """
@@ -307,23 +306,22 @@ async def keep_results(
 async def _insert(
     connection: asyncpg.Connection, generation: int, markers: Sequence[Marker]
 ) -> set[bytes]:
-    messages = [marker.message for marker in markers]
-    rows = await connection.fetch(
-        _MARK,
-        generation,
-        HASH_VERSION,
-        [marker.key for marker in markers],
-        [message.hash for message in messages],
-        [marker.consumer for marker in markers],
-        [message.source for message in messages],
-        [message.id for message in messages],
-        [message.type for message in messages],
-        [message.topic for message in messages],
-        [message.partition for message in messages],
-        [message.offset for message in messages],
-        [message.traceparent for message in messages],
-    )
-    return {row["key"] for row in rows}
+    new = [
+        (
+            key,
+            message.hash,
+            consumer,
+            message.source,
+            message.id,
+            message.type,
+            message.topic,
+            message.partition,
+            message.offset,
+            message.traceparent,
+        )
+        for key, consumer, message in markers
+    ]
+    return {row["key"] for row in await connection.fetch(_MARK, generation, HASH_VERSION, new)}
 
 
 def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, Known]:

@@ -26,7 +26,7 @@ from .health import Health
 from .policy import DIED, SHORTEST, UNDECIDED, Fate, ProcessDied, assumed, dead
 from .results import Results
 from .settings import Settings
-from .work import FromLane
+from .work import FromLane, Pace
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Lanes:
         self._consume = consume
         self._handlers = handlers
         self._settings = settings
+        self._pace = Pace(settings)
         self._breaker = breaker
         self._health = health
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
@@ -137,7 +138,7 @@ class Lanes:
             taken = await self._ask(
                 "reading the backlog",
                 lambda driver: backlog.take(
-                    driver, lane, self._handlers, self._consumers, self._settings.batch_size
+                    driver, lane, self._handlers, self._consumers, self._pace.limit
                 ),
             )
             if not taken.keys or self._stopping.is_set():
@@ -186,7 +187,9 @@ class Lanes:
         return item.is_suspect or lane.starts > 1
 
     async def _apply(self, consume: Consume, work: FromLane) -> Sequence[Results]:
-        return await consume.apply(work, self._patiently("the backlog"))
+        results = await consume.apply(work, self._patiently("the backlog"))
+        self._pace.learn(work, results)
+        return results
 
     @property
     def _consumers(self) -> set[str]:

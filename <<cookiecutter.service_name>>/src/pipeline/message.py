@@ -177,11 +177,14 @@ def decode(record: Record, plain: Plain | None = None) -> Message:
     Header names count in any case, the last of several with one name wins, an empty value is none,
     and malformed trace context is dropped. Raises `Undecodable`, and nothing else.
     """
-    headers = {
-        name.lower(): value.decode("utf-8", "surrogateescape")
-        for name, value in record.headers
-        if value
-    }
+    try:
+        headers = {name.lower(): value.decode() for name, value in record.headers if value}
+    except UnicodeDecodeError:
+        headers = {
+            name.lower(): value.decode("utf-8", "surrogateescape")
+            for name, value in record.headers
+            if value
+        }
     data = record.value
     media_type = headers.get("content-type", "")
     structured = media_type[:23].lower() == "application/cloudevents"

@@ -42,7 +42,7 @@ def _canonical(data: bytes) -> bytes | None:
     try:
         value = orjson.loads(data)
         written = orjson.dumps(value)
-        if written == data or _tight(written) == _tight(data):
+        if written == data or written == _tight(data) or _tight(written) == _tight(data):
             return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         pass  # It may be JSON all the same: 1e999 is.

@@ -24,7 +24,7 @@ from .health import Health
 from .inbox import Anchor, PositionMoved, Slot, StoredPosition
 from .settings import Settings
 from .tasks import in_background
-from .work import FromPartition
+from .work import FromPartition, Pace
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class Reader:
         self._consume = consume
         self._handlers = handlers
         self._settings = settings
+        self._pace = Pace(settings)
         self._health = health
         self._part = f"partition {partition.topic}/{partition.partition}"
         self._stopping = asyncio.Event()
@@ -236,7 +237,8 @@ class Reader:
             deaths = 0
 
     async def _apply(self, work: FromPartition) -> None:
-        await self._consume.apply(work, self._patiently("the consume transaction"))
+        results = await self._consume.apply(work, self._patiently("the consume transaction"))
+        self._pace.learn(work, results)
         self._move_to(work.batch.end)
 
     async def _count_start(self, position: int) -> int:
@@ -269,7 +271,7 @@ class Reader:
                 if await self._is_elsewhere(start):
                     raise PositionMoved(f"{self._part} is not at {start}: somebody has moved it")
             fetched = await self._client.getmany(
-                self._partition, timeout_ms=1_000, max_records=self._settings.batch_size
+                self._partition, timeout_ms=1_000, max_records=self._pace.limit
             )
             records = self._recognised(fetched.get(self._partition, []), start)
             if self._is_cut_off:

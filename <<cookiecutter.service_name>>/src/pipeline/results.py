@@ -29,6 +29,8 @@ class Results:
     """What was remembered of those that came before, by marker key."""
     returned: dict[bytes, str] = field(default_factory=dict)
     """What handlers have returned, as JSON, by marker key."""
+    seconds: float = 0.0
+    """How long the transaction has taken, without waiting for its turn."""
     fared_well: set[str] = field(default_factory=set)
     """Consumers that have handled something, and the decoder if it could read something."""
 

@@ -51,6 +51,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     expected.
     """
     service.check(settings.dead_letter_topic)
+    _collect_seldom()
     logs.configure(level=settings.log_level, json=settings.log_json)
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
@@ -74,7 +75,6 @@ async def serve(
     service: Service, settings: Settings, parts: Part, *, health: Health, stopping: asyncio.Event
 ) -> None:
     """Run the parts until `stopping` is set, then stop them in order."""
-    _collect_seldom()
     engine = create_engine(settings, name=service.name)
     try:
         await _serve(service, settings, parts, engine, health, stopping)

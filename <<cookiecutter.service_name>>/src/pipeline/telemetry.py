@@ -86,6 +86,9 @@ def process_span(message: Message, consumer: str, group: str) -> "Current":
     Of a trace that its sender does not record no span is made: its context alone becomes current,
     so that what the handler publishes still belongs to it.
     """
+    is_untraced = not message.traceparent and not message.baggage
+    if is_untraced and isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return _UNTRACED
     sender, parent = _sender(message)
     if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
         return Current(parent, sender)
@@ -93,8 +96,6 @@ def process_span(message: Message, consumer: str, group: str) -> "Current":
     span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes)
     if span.is_recording():
         span.set_attributes(_attributes_of(message))
-    elif span is trace.INVALID_SPAN and parent is _NO_PARENT:
-        return _UNTRACED
     return Current(trace.set_span_in_context(span, parent), span)
 
 
@@ -190,9 +191,9 @@ class Current:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         otel.detach(self._token)
-        self.end(kind, error, traceback)
+        self.end(error)
 
-    def end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def end(self, error: BaseException | None) -> None:
         """End the span, with the error if there is one."""
         if isinstance(error, Exception):
             # Not its text, which may quote a payload: the log has that, under this trace's id.
@@ -210,6 +211,8 @@ class _Untraced(Current):
         return self._span
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None: ...
+
+    def end(self, error: BaseException | None) -> None: ...
 
 
 _UNTRACED = _Untraced(_NO_PARENT, trace.INVALID_SPAN)

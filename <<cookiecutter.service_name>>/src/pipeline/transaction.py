@@ -1,7 +1,7 @@
 """The transaction as a handler sees it: load and change rows, publish events."""
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, Self, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import orjson
 import sqlalchemy as sa
@@ -100,7 +100,6 @@ class Transaction:
 
     def __init__(
         self,
-        *,
         session: AsyncSession,
         rows: Rows,
         outbox: Outbox,
@@ -118,10 +117,8 @@ class Transaction:
         self._published = 0
         self._ended = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Let nobody publish any more."""
         # What a task that outlives its handler stages would be lost, and nobody would know.
         self._ended = True
 

@@ -13,6 +13,7 @@ from .breaker import Failure
 from .inbox import Generations, Known, Slot
 from .policy import DEFERRED, Fate, ProcessDied, suspected
 from .results import Results
+from .settings import Settings
 
 
 class Work(Protocol):
@@ -21,6 +22,11 @@ class Work(Protocol):
     @property
     def items(self) -> Sequence[Item]:
         """The messages, in order."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many records there are, whatever they are to the handlers."""
         ...
 
     @property
@@ -56,6 +62,30 @@ class Work(Protocol):
         ...
 
 
+_SHARE = 0.25
+"""Of the time that a transaction may take."""
+
+
+class Pace:
+    """How many messages a transaction is given: no more than it can do in good time.
+
+    What takes longer than a transaction may is rolled back and done again in halves, so slow
+    handlers would be called in vain.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._at_most = settings.batch_size
+        self._seconds = _SHARE * settings.transaction_timeout
+        self.limit = settings.batch_size
+        """Messages of the next transaction."""
+
+    def learn(self, work: Work, results: Sequence[Results]) -> None:
+        """Adapt to work that has been done."""
+        seconds = sum(one.seconds for one in results)
+        if work.size:
+            self.limit = max(1, min(self._at_most, int(work.size * self._seconds / seconds)))
+
+
 @dataclass(frozen=True)
 class FromPartition:
     """A batch of a topic partition; its position moves with it."""
@@ -71,6 +101,11 @@ class FromPartition:
     def items(self) -> Sequence[Item]:
         """The messages, in order."""
         return self.batch.items
+
+    @property
+    def size(self) -> int:
+        """How many records there are."""
+        return len(self.batch.records)
 
     @property
     def reading(self) -> tuple[set[str], list[Failure]]:
@@ -161,6 +196,11 @@ class FromLane:
             *self.taken.items,
             *(item for one in self.taken.readmitted.values() for item in one),
         ]
+
+    @property
+    def size(self) -> int:
+        """How many rows there are."""
+        return len(self.items)
 
     @property
     def fates(self) -> dict[bytes, Fate]:

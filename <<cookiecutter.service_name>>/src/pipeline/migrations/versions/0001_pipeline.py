@@ -77,6 +77,10 @@ def upgrade() -> None:
             created_at   timestamptz NOT NULL DEFAULT now(),
             CONSTRAINT inbox_pkey PRIMARY KEY (generation, key)
         ) PARTITION BY LIST (generation)""")
+    op.execute("""
+        CREATE TYPE pipeline.new_marker AS (
+            key bytea, hash bytea, consumer text, source text, id text, type text,
+            topic text, partition integer, "offset" bigint, traceparent text)""")
     op.execute("COMMENT ON TABLE pipeline.inbox IS 'A marker for every event that took effect.'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.key IS 'hash of (consumer, source, id)'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.hash IS 'hash of type and data'")
