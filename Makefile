@@ -21,8 +21,8 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest model test test-raw test-pooler test-baked
-.PHONY: check check-raw format requirements clean
+.PHONY: help setup up down demo chaos chaos-selftest bench model test test-raw test-pooler
+.PHONY: test-baked check check-raw format requirements clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,7 @@ down: $(INSTALLED) ## stop them
 	@$(STACK) down
 	@test ! -d build/demo || $(BIN)/python -m demo.run --stop
 	@test ! -d build/chaos || $(BIN)/python -m chaos.run --stop
+	@test ! -d build/bench || $(BIN)/python -m benchmarks.run --stop
 
 demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check what came out
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
@@ -51,6 +52,13 @@ chaos: $(INSTALLED) ## feed a service, break everything around it on a schedule,
 
 chaos-selftest: $(INSTALLED) ## break the engine on purpose: the same check must catch it
 	@exec $(BIN)/python -m chaos.selftest
+
+# EVENTS=200000 ROUNDS=3 MINUTES=10 ONLY=<all measures, separated by commas>, unless said otherwise.
+# KEEP_PLOTS=1 copies the plots to docs/performance.
+bench: $(INSTALLED) ## measure the service beside what else one could have written
+	@exec $(BIN)/python -m benchmarks.run $(addprefix --events=,$(EVENTS)) \
+	    $(addprefix --rounds=,$(ROUNDS)) $(addprefix --minutes=,$(MINUTES)) \
+	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots)
 
 model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it is and with faults
 	@$(BIN)/python -m model.check

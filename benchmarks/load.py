@@ -1,8 +1,8 @@
 """What the contestants are fed with: topics full of scans, with the keys of one kind or another."""
 
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -11,17 +11,23 @@ from itertools import islice
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 from aiokafka.partitioner import murmur2  # type: ignore[import-untyped]
 
-from demo import flights
+from demo import feed, flights
 from demo.evidence import LATE
-from demo.feed import headers
 from demo.flights import Scan
 
 FLIGHTS = "flights"
 """The keys of the flights of 2013, as skewed as aircraft are busy."""
+Keys = int | str
+SAMPLED = 100
+"""One trace in so many is recorded, where records carry a trace."""
 _BATCH_BYTES = 256 * 1024
 _BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 _LATE_ONES = 14
 """One scan in so many is late, about as many as among the flights."""
+_SCANNERS = 50
+_PLACES = 300
+_ANY_SCAN = 145
+"""Bytes of a payload without padding, about."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Load:
 
     name: str
     scans: Sequence[Scan]
+    traced: bool = False
+    """Whether each record carries a trace of its own, of which a few are recorded."""
 
     @cached_property
     def per_parcel(self) -> Counter[str]:
@@ -47,27 +55,57 @@ class Load:
         """How many events are published."""
         return self.events_per_parcel.total()
 
+    def headers(self, scan: Scan) -> list[tuple[str, bytes]]:
+        """Return the headers of a scan's record."""
+        headers = feed.headers(scan)
+        # The padding of a scanner belongs to the payload alone: it would lengthen every marker.
+        headers = [
+            (name, value[: len("/scanners/scanner-00")] if name == "ce_source" else value)
+            for name, value in headers
+        ]
+        if self.traced:
+            number, flag = scan.number + 1, int(scan.number % SAMPLED == 0)
+            headers.append(("traceparent", b"00-%032x-%016x-%02x" % (number, number, flag)))
+        return headers
 
-def make(keys: int | str, count: int, *, seed: int = 1, padding: int = 0) -> Load:
+
+def make(
+    keys: Keys,
+    count: int,
+    *,
+    seed: int = 1,
+    first: int = 0,
+    payload: int = 0,
+    traced: bool = False,
+) -> Load:
     """Return a load of so many scans over so many parcels, or over those of the flights.
 
-    `padding` are characters by which each payload is longer.
+    Numbers count from `first`. `payload` is the size of each payload in bytes, about, if it is to
+    be larger than it is by itself.
     """
     if keys == FLIGHTS:
         return Load(FLIGHTS, list(islice(flights.scans(), count)))
     chance = random.Random(seed)
+    padding = max(0, payload - _ANY_SCAN)
+    scanners = [
+        f"scanner-{number:02}" + chance.randbytes((padding + 1) // 2).hex()
+        for number in range(_SCANNERS)
+    ]
+    parcels = [f"parcel-{number:06}" for number in range(int(keys))]
+    places = [f"place-{number:03}" for number in range(_PLACES)]
     scans = [
         Scan(
-            scanner=f"scanner-{chance.randrange(50):02}" + "x" * padding,
+            scanner=chance.choice(scanners),
             number=number,
-            parcel_id=f"parcel-{chance.randrange(int(keys)):06}",
-            place=f"place-{number % 300:03}",
+            parcel_id=chance.choice(parcels),
+            place=places[number % _PLACES],
             scanned_at=_BEGIN + timedelta(seconds=number),
             minutes_late=90 if number % _LATE_ONES == 0 else 5,
         )
-        for number in range(count)
+        for number in range(first, first + count)
     ]
-    return Load(f"{keys}-keys", scans)
+    size = f"-{payload}-bytes" if payload else ""
+    return Load(f"{keys}-keys{size}{'-traced' if traced else ''}", scans, traced)
 
 
 async def fill(producer: AIOKafkaProducer, topic: str, load: Load) -> None:
@@ -77,17 +115,16 @@ async def fill(producer: AIOKafkaProducer, topic: str, load: Load) -> None:
     for scan in load.scans:
         parts[(murmur2(scan.parcel_id.encode()) & 0x7FFFFFFF) % partitions].append(scan)
     for partition, scans in enumerate(parts):
-        rest: Iterator[Scan] = iter(scans)
-        scan = next(rest, None)
-        while scan is not None:
+        rest = deque(scans)
+        while rest:
             batch = producer.create_batch()
-            while scan is not None and batch.append(
-                key=scan.parcel_id.encode(),
-                value=scan.payload(),
+            while rest and batch.append(
+                key=rest[0].parcel_id.encode(),
+                value=rest[0].payload(),
                 timestamp=None,
-                headers=headers(scan),
+                headers=load.headers(rest[0]),
             ):
-                scan = next(rest, None)
+                rest.popleft()
             await (await producer.send_batch(batch, topic, partition=partition))
 
 

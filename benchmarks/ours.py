@@ -6,6 +6,7 @@ same by sets.
 """
 
 import os
+import sys
 
 import sqlalchemy as sa
 from parcel_tracker.events import (  # type: ignore[import-not-found]
@@ -19,7 +20,10 @@ from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 from pipeline import EventBatch, Handlers, Service  # type: ignore[import-not-found]
 from pipeline.commands import command_line  # type: ignore[import-not-found]
 
+KINDS = ("orm", "deferred", "sql")
 KIND = os.environ["BENCH_HANDLER"]
+if KIND not in KINDS:
+    sys.exit(f"BENCH_HANDLER is {KIND!r}; there are {', '.join(KINDS)}")
 TOPIC = os.environ["BENCH_INPUT"]
 CONSUMER = "record-scan"
 

@@ -3,26 +3,37 @@
 import asyncio
 import json
 import os
+import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg  # type: ignore[import-untyped]
-from aiokafka import AIOKafkaConsumer, TopicPartition  # type: ignore[import-untyped]
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition  # type: ignore[import-untyped]
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic  # type: ignore[import-untyped]
 
 from benchmarks import load
+from benchmarks.check import Check, require
 from benchmarks.load import Load
-from demo.processes import ProcessFailed, Service, Stack
+from demo.flights import ROOT
+from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines, run
+
+T = TypeVar("T")
 
 PARTITIONS = 4
-_LOOK_SECONDS = 0.02
-_PATIENCE = 60.0
+PATIENCE = 60.0
 """Seconds without progress after which a contestant has failed."""
+_LOOK_SECONDS = 0.03
+_FETCH_BYTES = 4 * 1024 * 1024
+_STATEMENT_SECONDS = 1_800.0
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MIGRATED = "-"
+"""Stands for a topic where none is needed."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,31 @@ class Contestant:
     name: str
     module: str
     handler: str = ""
-    settings: Mapping[str, str] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_ours(self) -> bool:
         """Whether it is the baked service, which tells when it is ready."""
         return self.module == "benchmarks.ours"
+
+
+OURS = Contestant("ours", "benchmarks.ours", "orm")
+OURS_SQL = Contestant("ours-sql", "benchmarks.ours", "sql")
+BARE = Contestant("bare", "benchmarks.bare", "sql")
+BARE_ORM = Contestant("bare-orm", "benchmarks.bare", "orm")
+USUAL = Contestant("usual", "benchmarks.usual")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a contestant works: a database and a topic of its own."""
+
+    contestant: Contestant
+    database: str
+    """Its URL, as everybody but SQLAlchemy writes it."""
+    input: str
+    output: str
+    group: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +81,9 @@ class Sample:
     """CPU seconds spent so far, by who spent them."""
 
 
+Count = Callable[[], Awaitable[int]]
+
+
 class Rig:
     """Everything that contestants run on."""
 
@@ -61,23 +94,34 @@ class Rig:
         self._log = folder / "setup.txt"
         self._templates: set[str] = set()
         self._inputs: set[str] = set()
+        self._tag = secrets.token_hex(3)
+        """In every name, so that servers may hold what another run has left."""
         self._number = 0
+        self._pids = 0
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """Lend the servers."""
-        await self.stack.up(self._log)
+        """Lend the servers, which are empty, and stop them in the end."""
+        await self.clear()
         try:
+            await self.stack.up(self._log)
             self._admin = AIOKafkaAdminClient(bootstrap_servers=self.stack.kafka)
             await self._admin.start()
-            self._looker = AIOKafkaConsumer(bootstrap_servers=self.stack.kafka)
-            await self._looker.start()
             yield
+            await self.remove_inputs()
+            await self.execute(*(f"DROP DATABASE {name}" for name in sorted(self._templates)))
         finally:
             with suppress(AttributeError):
-                await self._looker.stop()
                 await self._admin.close()
-            await self.stack.down(self._log)
+            await self.stack.remove(self._log)
+
+    async def clear(self) -> None:
+        """End what a run that was killed has left running, and delete its data."""
+        for lock in self.folder.glob("*.pid"):
+            end_holder(lock)
+            lock.unlink()
+        if self.project.exists():
+            await self.stack.remove(self._log)
 
     async def topic(self, name: str, partitions: int = PARTITIONS) -> str:
         """Make a topic."""
@@ -86,70 +130,119 @@ class Rig:
 
     async def input(self, load_: Load, partitions: int = PARTITIONS) -> str:
         """Return a topic that holds the load, which is written when it is first asked for."""
-        name = f"scans-{load_.name}-{len(load_.scans)}-{partitions}"
+        name = f"scans-{self._tag}-{load_.name}-{len(load_.scans)}-{partitions}"
         if name not in self._inputs:
             await self.topic(name, partitions)
-            producer = load.producer(self.stack.kafka)
-            await producer.start()
-            try:
+            async with self.producer() as producer:
                 await load.fill(producer, name, load_)
-            finally:
-                await producer.stop()
             self._inputs.add(name)
         return name
+
+    @asynccontextmanager
+    async def producer(self) -> AsyncIterator[AIOKafkaProducer]:
+        """Lend a producer that writes large batches."""
+        producer = load.producer(self.stack.kafka)
+        await producer.start()
+        try:
+            yield producer
+        finally:
+            await producer.stop()
+
+    async def remove_inputs(self) -> None:
+        """Delete the topics of the loads written so far."""
+        if self._inputs:
+            await self._admin.delete_topics(sorted(self._inputs))
+        self._inputs.clear()
 
     async def execute(self, *statements: str, database: str | None = None) -> None:
         """Execute statements, each by itself."""
         connection = await asyncpg.connect(database or self.stack.database)
         try:
             for statement in statements:
-                await connection.execute(statement, timeout=600)
+                await connection.execute(statement, timeout=_STATEMENT_SECONDS)
         finally:
             await connection.close()
+
+    @asynccontextmanager
+    async def site(
+        self, contestant: Contestant, input_: str, partitions: int = PARTITIONS
+    ) -> AsyncIterator[Site]:
+        """Lend a fresh database with the contestant's tables, and an empty topic for its events."""
+        template = f"bench_{self._tag}_{contestant.module.rpartition('.')[2]}"
+        if template not in self._templates:
+            await self.execute(f"CREATE DATABASE {template}")
+            await self._prepare(contestant, self._url(template))
+            self._templates.add(template)
+        self._number += 1
+        name = f"bench_{self._tag}_{self._number}"
+        await self.execute(f"CREATE DATABASE {name} TEMPLATE {template}", "CHECKPOINT")
+        try:
+            async with self.fresh_topic(partitions) as output:
+                yield Site(contestant, self._url(name), input_, output, name)
+        finally:
+            await self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    @asynccontextmanager
+    async def fresh_topic(self, partitions: int = PARTITIONS) -> AsyncIterator[str]:
+        """Lend an empty topic."""
+        self._number += 1
+        name = await self.topic(f"events-{self._tag}-{self._number}", partitions)
+        try:
+            yield name
+        finally:
+            await self._admin.delete_topics([name])
 
     def _url(self, database: str) -> str:
         return urlunsplit(urlsplit(self.stack.database)._replace(path=f"/{database}"))
 
-    async def database(self, contestant: Contestant) -> str:
-        """Return the URL of a fresh database with the contestant's tables."""
-        template = f"bench_{contestant.module.rpartition('.')[2]}"
-        if template not in self._templates:
-            await self.execute(f"DROP DATABASE IF EXISTS {template}", f"CREATE DATABASE {template}")
-            await self._command(contestant, self._url(template))
-            self._templates.add(template)
-        self._number += 1
-        name = f"bench_{self._number}"
-        await self.execute(
-            f"DROP DATABASE IF EXISTS {name}",
-            f"CREATE DATABASE {name} TEMPLATE {template}",
-            "CHECKPOINT",
-        )
-        return self._url(name)
-
-    async def _command(self, contestant: Contestant, url: str) -> None:
-        service = self.process(contestant, url, input_="-", output="-", name="bench")
+    async def _prepare(self, contestant: Contestant, url: str) -> None:
+        service = self.process(Site(contestant, url, _MIGRATED, _MIGRATED, "bench"))
         await service.command("migrate" if contestant.is_ours else "prepare", log=self._log)
 
     def process(
-        self, contestant: Contestant, url: str, *, input_: str, output: str, name: str
+        self, site: Site, *, command: str = "run", settings: Mapping[str, str] | None = None
     ) -> Service:
-        """Return the contestant's process, which is not started yet."""
-        settings = {
-            "PIPELINE_DATABASE_URL": url.replace("postgresql://", "postgresql+asyncpg://", 1),
-            "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": self.stack.kafka,
-            "BENCH_INPUT": input_,
-            "BENCH_OUTPUT": output,
-            "BENCH_NAME": name,
-            "BENCH_HANDLER": contestant.handler,
-            **(contestant.settings or {}),
-        }
+        """Return a process of the contestant, which is not started yet."""
+        contestant = site.contestant
+        url = site.database.replace("postgresql://", "postgresql+asyncpg://", 1)
+        self._pids += 1
         return Service(
             self.project,
-            settings,
+            {
+                "PIPELINE_DATABASE_URL": url,
+                "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": self.stack.kafka,
+                "BENCH_INPUT": site.input,
+                "BENCH_OUTPUT": site.output,
+                "BENCH_NAME": site.group,
+                "BENCH_HANDLER": contestant.handler,
+                **contestant.settings,
+                **(settings or {}),
+            },
             self.folder / f"{contestant.name}.txt",
-            self.folder / "contestant.pid",
+            self.folder / f"{self._pids}.pid",
+            command=command,
             module=contestant.module,
         )
+
+    async def seek_to_earliest(self, site: Site) -> None:
+        """Let the service read its input again."""
+        service = self.process(site)
+        await service.command("topics", "seek", site.input, "--to", "earliest", log=self._log)
+
+    async def produce(self, output: str, count: int, *, headers: bool) -> dict[str, float]:
+        """Run the producer that is compared with the relay; return what it says it took."""
+        environment = {
+            **os.environ,
+            "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": self.stack.kafka,
+            "BENCH_OUTPUT": output,
+            "BENCH_HEADERS": "1" if headers else "0",
+        }
+        python = self.stack.command[0]
+        told = await run(
+            [python, "-m", "benchmarks.producer", str(count)], cwd=ROOT, env=environment
+        )
+        answer: dict[str, float] = json.loads(told)
+        return answer
 
     def servers_cpu(self) -> dict[str, float]:
         """Return the CPU seconds that the servers have spent, where they are processes here."""
@@ -157,28 +250,123 @@ class Rig:
         if not state.exists():
             return {}
         told = json.loads(state.read_text())
-        pids = {name: told[name].get("pid") for name in ("postgres", "kafka")}
+        pids = {name: (told.get(name) or {}).get("pid") for name in ("postgres", "kafka")}
         return {name: family_seconds(pid) for name, pid in pids.items() if pid}
 
-    async def sizes(self, topic: str) -> int:
-        """Return how many records are in a topic."""
-        partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
-        return sum((await self._looker.end_offsets(partitions)).values())
+    async def partitions(self, topic: str) -> list[TopicPartition]:
+        """Return the partitions of a topic."""
+        told = await self._admin.describe_topics([topic])
+        return [TopicPartition(topic, one["partition"]) for one in told[0]["partitions"]]
 
-    async def watch(self, service: Service, topic: str, expected: int) -> list[Sample]:
-        """Look at an output topic until all is there. Raises `ProcessFailed` if it never is."""
+    @asynccontextmanager
+    async def counted(self, topic: str) -> AsyncIterator[Count]:
+        """Lend what counts the records of a topic."""
+        partitions = await self.partitions(topic)
+        # One for each topic: it would go on asking after those that are deleted.
+        consumer = AIOKafkaConsumer(bootstrap_servers=self.stack.kafka)
+
+        async def count() -> int:
+            ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
+            return sum(ends.values())
+
+        await consumer.start()
+        try:
+            yield count
+        finally:
+            await consumer.stop()
+
+    async def watch(self, services: Sequence[Service], count: Count, expected: int) -> list[Sample]:
+        """Look until all is there. Raises `ProcessFailed` if it never is, or a process ends."""
+        return await guarded(self._watch(services, count, expected), services)
+
+    async def _watch(
+        self, services: Sequence[Service], count: Count, expected: int
+    ) -> list[Sample]:
         samples: list[Sample] = []
         progressed = time.monotonic()
         while not samples or samples[-1].count < expected:
-            count = await self.sizes(topic)
-            if samples and count > samples[-1].count:
+            done = await count()
+            if not samples or done > samples[-1].count:
                 progressed = time.monotonic()
-            elif time.monotonic() - progressed > _PATIENCE:
-                raise ProcessFailed(f"{topic} stands at {count:,} of {expected:,} events")
-            cpu = {"python": process_seconds(service.pid or 0), **self.servers_cpu()}
-            samples.append(Sample(time.monotonic(), count, cpu))
+            elif time.monotonic() - progressed > PATIENCE:
+                raise ProcessFailed(f"it stands at {done:,} of {expected:,}: {services[0].log}")
+            python = sum(process_seconds(service.pid or 0) for service in services)
+            cpu = {"python": python, **self.servers_cpu()}
+            samples.append(Sample(time.monotonic(), done, cpu))
             await asyncio.sleep(_LOOK_SECONDS)
         return samples
+
+    async def check(self, site: Site, load_: Load) -> None:
+        """Hold what the contestant has left against the load. Raises `CheckFailed`."""
+        check = await self.read(site.output)
+        faults = check.faults(load_.events_per_parcel, load_.per_parcel, await self.rows(site))
+        require(faults, site.contestant.name)
+
+    async def rows(self, site: Site) -> dict[str, int]:
+        """Return how many scans each parcel's row counts."""
+        connection = await asyncpg.connect(site.database)
+        try:
+            return dict(await connection.fetch("SELECT id, scans FROM parcel"))
+        finally:
+            await connection.close()
+
+    async def read(self, topic: str) -> Check:
+        """Read a topic of events from its beginning to its end."""
+        check = Check()
+        partitions = await self.partitions(topic)
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self.stack.kafka,
+            max_partition_fetch_bytes=_FETCH_BYTES,
+            enable_auto_commit=False,
+        )
+        await consumer.start()
+        try:
+            consumer.assign(partitions)
+            await consumer.seek_to_beginning(*partitions)
+            left = sum((await consumer.end_offsets(partitions)).values())
+            while left > 0:
+                fetched = await consumer.getmany(timeout_ms=1_000)
+                for record in (record for records in fetched.values() for record in records):
+                    check.add(*_told(record))
+                    left -= 1
+        finally:
+            await consumer.stop()
+        return check
+
+
+def _told(record: Any) -> tuple[str, int]:
+    """Return key and sequence of an event."""
+    sequence = next((value for name, value in record.headers if name == "ce_sequence"), b"0")
+    return (record.key or b"").decode(), int(sequence)
+
+
+@asynccontextmanager
+async def running(*services: Service) -> AsyncIterator[None]:
+    """Start processes, and stop them when the block ends. Raises `ProcessFailed`."""
+    try:
+        for service in services:
+            await service.start()
+        yield
+    finally:
+        properly = await asyncio.gather(*(service.stop() for service in services))
+    if not all(properly):
+        raise ProcessFailed(f"it did not end properly when it was asked to: {services[0].log}")
+
+
+async def guarded(work: Coroutine[Any, Any, T], services: Sequence[Service]) -> T:
+    """Do the work while the processes run. Raises `ProcessFailed` when one ends by itself."""
+    working = asyncio.ensure_future(work)
+    guards = [asyncio.ensure_future(service.guard()) for service in services]
+    try:
+        await asyncio.wait([working, *guards], return_when=asyncio.FIRST_COMPLETED)
+        for service, guard in zip(services, guards, strict=True):
+            if guard.done() and not working.done() and (ended := guard.exception()):
+                raise ProcessFailed(f"{ended}\n{last_lines(service.log)}")
+        return await working
+    finally:
+        for task in (working, *guards):
+            task.cancel()
+        await asyncio.gather(working, *guards, return_exceptions=True)
 
 
 def process_seconds(pid: int) -> float:
@@ -199,9 +387,32 @@ def family_seconds(pid: int) -> float:
     return process_seconds(pid) + sum(process_seconds(int(child)) for child in children)
 
 
+def resident(pid: int) -> int:
+    """Return the bytes that a process has in memory, 0 if there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def peak_resident(pid: int) -> int:
+    """Return the most bytes that a process ever had in memory, 0 if there is none."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(one.split()[1]) * 1024 for one in lines if one.startswith("VmHWM:")), 0)
+
+
 def between(samples: Sequence[Sample], first: float, last: float) -> tuple[Sample, Sample]:
-    """Return the samples at which these shares of the work were done."""
+    """Return the samples at which these shares of the work were done.
+
+    Where it was done too fast for that: the last sample before it began and the last of all.
+    """
     whole = samples[-1].count
     begin = next(one for one in samples if one.count >= first * whole)
     end = next(one for one in samples if one.count >= last * whole)
+    if begin is end:
+        begin = next((one for one in reversed(samples) if one.count == 0), samples[0])
+        end = samples[-1]
     return begin, end

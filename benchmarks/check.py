@@ -1,0 +1,64 @@
+"""The check that every contestant has to pass: the same work, whole, once and in order."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+SHOWN = 5
+"""Faults that are written out."""
+
+
+class CheckFailed(Exception):
+    """A contestant has not done the work, and its rate means nothing."""
+
+
+class Check:
+    """Follows the events of a run as they lie in the topic, and says what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        """Records so far."""
+        self._last: Counter[str] = Counter()
+        self._faults: list[str] = []
+
+    def add(self, key: str, sequence: int) -> None:
+        """Take the next record of a partition."""
+        self.events += 1
+        last = self._last[key]
+        if sequence == last + 1:
+            self._last[key] = sequence
+        else:
+            self._faults.append(f"event {sequence} of {key} follows upon {last}")
+
+    def faults(
+        self, expected: Mapping[str, int], scans: Mapping[str, int], rows: Mapping[str, int]
+    ) -> list[str]:
+        """Say what is wrong, now that all is read; nothing if all is right.
+
+        `expected` are the events of each key, `scans` those of each parcel, and `rows` what its row
+        counts.
+        """
+        faults = list(self._faults)
+        if self.events != (total := sum(expected.values())):
+            faults.append(f"{self.events:,} events were published, it should be {total:,}")
+        faults += _unequal("events", expected, self._last)
+        if len(rows) != len(scans):
+            faults.append(f"{len(rows):,} parcels have a row, it should be {len(scans):,}")
+        if sum(rows.values()) != sum(scans.values()):
+            faults.append(
+                f"the rows count {sum(rows.values()):,} scans, it should be {sum(scans.values()):,}"
+            )
+        faults += _unequal("scans", scans, rows)
+        return faults
+
+
+def _unequal(what: str, expected: Mapping[str, int], found: Mapping[str, int]) -> Iterable[str]:
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key, 0) != found.get(key, 0):
+            yield (f"{key} has {found.get(key, 0):,} {what}, it should be {expected.get(key, 0):,}")
+
+
+def require(faults: list[str], who: str) -> None:
+    """Raise `CheckFailed` if there are any."""
+    if faults:
+        more = f"; and {len(faults) - SHOWN:,} more" if len(faults) > SHOWN else ""
+        raise CheckFailed(f"{who}: {'; '.join(faults[:SHOWN])}{more}")

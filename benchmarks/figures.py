@@ -1,0 +1,87 @@
+"""The figures: which plots are drawn of what was measured."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from benchmarks.bench import Book
+from benchmarks.measures.growth import VARIED, name
+from benchmarks.plots import Bar, Points, bars, lines
+
+ACROSS = {
+    "payload": "bytes of a payload",
+    "batch": "records of a transaction, at most",
+    "partitions": "partitions",
+    "keys": "keys",
+    "processes": "processes",
+}
+WHO = ("python", "postgres", "kafka")
+
+
+def draw(book: Book) -> dict[str, str]:
+    """Return the figures of the measures that were taken, by file name."""
+    taken = {run.measure for run in book.runs if run.round}
+    figures: dict[str, str] = {}
+    if "throughput" in taken:
+        figures["throughput.svg"] = _throughput(book)
+        if any("cpu_postgres" in run.values for run in book.runs):
+            figures["cpu.svg"] = _cpu(book)
+    if "relay" in taken:
+        title = "Events published a second from a backlog"
+        figures["relay.svg"] = bars(title, "events/s", {"": _bars(book, "relay", "rate")})
+    if "latency" in taken:
+        title = "Milliseconds from record to event, 100 records/s"
+        series = {of: _bars(book, "latency", of) for of in ("p50", "p99")}
+        figures["latency.svg"] = bars(title, "ms", series)
+    for kind in VARIED:
+        if _points(book, kind, "rate"):
+            figures[f"growth-{kind}.svg"] = _rate_by(book, kind)
+            figures[f"growth-{kind}-latency.svg"] = _latency_by(book, kind)
+    if series_ := book.series.get("memory over time"):
+        title = "Memory of the service under a steady load"
+        figures["memory.svg"] = lines(title, "seconds", "MB", {"resident": series_})
+    return figures
+
+
+def _bars(book: Book, measure: str, of: str) -> list[Bar]:
+    names = dict.fromkeys(run.contestant for run in book.runs if run.measure == measure)
+    found = {one: [values[of] for values in book.rounds(measure, one)] for one in sorted(names)}
+    return [Bar(one, median(all_), min(all_), max(all_)) for one, all_ in found.items() if all_]
+
+
+def _throughput(book: Book) -> str:
+    return bars(
+        "Messages consumed, applied and published a second",
+        "messages/s",
+        {"": _bars(book, "throughput", "rate")},
+    )
+
+
+def _cpu(book: Book) -> str:
+    # The usual way takes so much that the others could not be seen beside it.
+    series = {
+        who: [one for one in _bars(book, "throughput", f"cpu_{who}") if "usual" not in one.label]
+        for who in WHO
+    }
+    return bars("CPU seconds for 1,000 messages", "CPU seconds", series)
+
+
+def _points(book: Book, kind: str, of: str) -> Points:
+    found = {
+        float(getattr(point, kind)): [
+            values[of] for values in book.rounds("growth", name(kind, point))
+        ]
+        for point in VARIED[kind]
+    }
+    return [(x, median(values)) for x, values in found.items() if values]
+
+
+def _rate_by(book: Book, kind: str) -> str:
+    title = f"Rate by {ACROSS[kind]}"
+    series = {"messages/s": _points(book, kind, "rate")}
+    return lines(title, ACROSS[kind], "messages/s", series, logarithmic=True)
+
+
+def _latency_by(book: Book, kind: str) -> str:
+    quantiles: Sequence[str] = ("p50", "p99")
+    series = {of: _points(book, kind, of) for of in quantiles}
+    return lines(f"Latency by {ACROSS[kind]}", ACROSS[kind], "ms", series, logarithmic=True)

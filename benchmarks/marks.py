@@ -1,0 +1,103 @@
+"""The marks: what each measure is to reach, and whether it does."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+from typing import Literal
+
+Values = Mapping[str, float]
+"""What one run has shown."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure is to be."""
+
+    measure: str
+    """By which it is taken, as ONLY names it."""
+    name: str
+    sign: Literal["≥", "≤", "<"]
+    bound: float
+    unit: str
+
+    @property
+    def text(self) -> str:
+        """The goal as people read it."""
+        return f"{self.sign} {self.bound:g} {self.unit}"
+
+    def is_met_by(self, value: float) -> bool:
+        """Whether a value is as it should be."""
+        match self.sign:
+            case "≥":
+                return value >= self.bound
+            case "≤":
+                return value <= self.bound
+            case "<":
+                return value < self.bound
+
+
+GOALS = (
+    Goal("throughput", "ORM handler, 1,000 keys", "≥", 0.5, "of bare"),
+    Goal("throughput", "ORM handler, 10 keys", "≥", 0.5, "of bare"),
+    Goal("throughput", "ORM handler, 1 key", "≥", 0.5, "of bare"),
+    Goal("throughput", "ORM handler, flights", "≥", 0.5, "of bare"),
+    Goal("throughput", "ORM handler, against usual", "≥", 100, "times usual"),
+    Goal("throughput", "SQL handler", "≥", 0.75, "of bare"),
+    Goal("throughput", "hot key", "≥", 0.9, "of 1,000 keys"),
+    Goal("relay", "relay alone", "≥", 0.9, "of producer"),
+    Goal("latency", "latency, p99", "≤", 3, "times bare"),
+    Goal("latency", "latency, p50", "≤", 10, "ms"),
+    Goal("latency", "relay apart, p50", "≤", 25, "ms"),
+    Goal("latency", "relay apart, idle", "<", 2, "% of a core"),
+    Goal("duplicates", "duplicates only", "≥", 2, "times new messages"),
+    Goal("deferred", "deferred mode", "≥", 0.6, "of inline"),
+    Goal("old_tables", "old tables", "≥", 0.95, "of empty"),
+    Goal("telemetry", "telemetry on, sampled 1 %", "≥", 0.95, "of off"),
+    Goal("idle", "idle service", "<", 1, "% of a core"),
+    Goal("memory", "memory over time", "≤", 1.05, "times a third before"),
+    Goal("memory", "memory behind", "≤", 1.3, "times a short backlog"),
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A goal, and what came of it."""
+
+    goal: Goal
+    values: Sequence[float]
+    """One of each round; none where it was not measured."""
+
+    @property
+    def value(self) -> float | None:
+        """The median of the rounds."""
+        return median(self.values) if self.values else None
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it is as it should be; what was not measured is not."""
+        return self.value is not None and self.goal.is_met_by(self.value)
+
+    def as_json(self) -> dict[str, object]:
+        """Return what `report.json` says of it."""
+        return {
+            "name": self.goal.name,
+            "value": None if self.value is None else round(self.value, 4),
+            "goal": self.goal.text,
+            "met": self.is_met,
+            "unit": self.goal.unit,
+            "least": min(self.values, default=None),
+            "most": max(self.values, default=None),
+            "remark": "" if self.values else "not measured",
+        }
+
+
+def ratios(ones: Sequence[Values], others: Sequence[Values], of: str = "rate") -> list[float]:
+    """Return one side over the other, round by round: what slows a round down slows both."""
+    return [one[of] / other[of] for one, other in zip(ones, others, strict=False)]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that so large a share of the values does not exceed."""
+    # Rounded, because 0.99 times 100 may be a little more than 99.
+    return sorted(values)[max(0, ceil(round(share * len(values), 6)) - 1)]

@@ -1,0 +1,31 @@
+"""The measures, by the names that ONLY takes, in the order in which they are taken."""
+
+from collections.abc import Awaitable, Callable
+
+from benchmarks.bench import Bench
+from benchmarks.measures.deferred import deferred
+from benchmarks.measures.duplicates import duplicates
+from benchmarks.measures.growth import growth
+from benchmarks.measures.idle import idle
+from benchmarks.measures.latency import latency
+from benchmarks.measures.memory import memory
+from benchmarks.measures.old_tables import old_tables
+from benchmarks.measures.relay import relay
+from benchmarks.measures.telemetry import telemetry
+from benchmarks.measures.throughput import throughput
+
+MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
+    one.__name__: one
+    for one in (
+        throughput,
+        relay,
+        latency,
+        duplicates,
+        deferred,
+        old_tables,
+        telemetry,
+        idle,
+        memory,
+        growth,
+    )
+}

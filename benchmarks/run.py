@@ -1,0 +1,199 @@
+"""`make bench`: this service beside what else one could have written, measured in turn."""
+
+import argparse
+import asyncio
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import asyncpg  # type: ignore[import-untyped]
+from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks import figures, machine
+from benchmarks.bench import Bench, Options
+from benchmarks.check import CheckFailed
+from benchmarks.marks import Mark
+from benchmarks.measures import MEASURES
+from benchmarks.rig import Rig
+from demo.display import say
+from demo.flights import ROOT, DataUnavailable
+from demo.processes import NAME, ProcessFailed, Stack, bake
+from demo.running import AlreadyRuns, only_one_in, short, until_interrupted
+
+FAILURES = (
+    AlreadyRuns,
+    CheckFailed,
+    DataUnavailable,
+    ProcessFailed,
+    KafkaError,
+    asyncpg.PostgresError,
+    OSError,
+)
+PLOTS = ROOT / "docs" / "performance"
+
+
+async def benchmark(
+    measures: Sequence[str], options: Options, folder: Path, console: Console
+) -> Bench:
+    """Take the measures on a freshly baked service; what is found is written as it comes."""
+    clear(folder)
+    # What clients have to say of servers and topics that come and go.
+    logging.basicConfig(filename=folder / "clients.txt", force=True)
+    await bake(folder, folder / "bake.txt")
+    bench = Bench(rig_in(folder), options, console)
+    async with bench.rig.started():
+        facts = await machine.facts(bench.rig.stack, bench.rig.project)
+        try:
+            for name in measures:
+                await MEASURES[name](bench)
+                await bench.rig.remove_inputs()
+                write(bench, facts, folder)
+        finally:
+            write(bench, facts, folder)
+    return bench
+
+
+def rig_in(folder: Path) -> Rig:
+    """Return the rig that lies in a folder."""
+    return Rig(folder / NAME, folder, Stack(folder / NAME, folder / "stack"))
+
+
+def clear(folder: Path) -> None:
+    """Delete what an earlier run has told."""
+    for old in [folder / "report.json", *folder.glob("*.svg"), *folder.glob("*.txt")]:
+        old.unlink(missing_ok=True)
+
+
+def write(bench: Bench, facts: Mapping[str, object], folder: Path) -> None:
+    """Write the report and the figures of what was measured so far."""
+    chosen = asdict(bench.options) | {"contestants": sorted(bench.options.contestants)}
+    report = {"machine": facts, "options": chosen, **bench.book.as_json()}
+    (folder / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    for name, svg in figures.draw(bench.book).items():
+        (folder / name).write_text(svg)
+
+
+def copy_plots(folder: Path) -> None:
+    """Put the figures where the documentation shows them."""
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    for plot in folder.glob("*.svg"):
+        shutil.copy(plot, PLOTS)
+
+
+def show(marks: Sequence[Mark], console: Console) -> None:
+    """Write the table of the marks."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("mark")
+    for column in ("median", "least", "most"):
+        table.add_column(column, justify="right")
+    table.add_column("goal")
+    table.add_column("met")
+    for mark in marks:
+        told = (
+            [f"{one:,.3g}" for one in (mark.value, min(mark.values), max(mark.values))]
+            if (mark.value is not None)
+            else ["", "", ""]
+        )
+        met = "[green]yes[/]" if mark.is_met else "[red]no[/]" if mark.values else "not measured"
+        table.add_row(mark.goal.name, *told, mark.goal.text, met)
+    console.print()
+    console.print(table)
+    console.print()
+
+
+async def bench(
+    measures: Sequence[str], options: Options, folder: Path, console: Console, *, keep_plots: bool
+) -> bool:
+    """Measure and tell; a mark that is missed is told and fails nothing."""
+    done = await benchmark(measures, options, folder, console)
+    show(done.book.marks, console)
+    if keep_plots:
+        copy_plots(folder)
+        say(console, "plots", short(PLOTS))
+    say(console, "report", short(folder / "report.json"))
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with the options of the command line; return the exit code."""
+    defaults = Options()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument(
+        "--events", type=int, default=defaults.events, metavar="N", help="scans of a run"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=defaults.rounds, metavar="N", help="that count"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=defaults.minutes,
+        metavar="M",
+        help="how long the memory is watched",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=defaults.seconds,
+        metavar="S",
+        help="how long latencies are measured",
+    )
+    parser.add_argument(
+        "--only",
+        default=",".join(MEASURES),
+        metavar="MEASURES",
+        help="separated by commas; by default all of them: %(default)s",
+    )
+    parser.add_argument(
+        "--contestants", default="", metavar="NAMES", help="only these, separated by semicolons"
+    )
+    parser.add_argument(
+        "--keep-plots", action="store_true", help="copy the plots to docs/performance"
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=ROOT / "build" / "bench",
+        metavar="DIR",
+        help="where to bake the service and to keep everything (build/bench)",
+    )
+    parser.add_argument(
+        "--stop", action="store_true", help="stop what a killed run has left running, and end"
+    )
+    chosen = parser.parse_args(arguments)
+    measures = [name for name in MEASURES if name in chosen.only.split(",")]
+    if unknown := set(chosen.only.split(",")) - {*MEASURES, ""}:
+        known = ", ".join(MEASURES)
+        parser.error(f"no such measures: {', '.join(sorted(unknown))}; there are {known}")
+    if min(chosen.events, chosen.rounds) < 1 or min(chosen.minutes, chosen.seconds) <= 0:
+        parser.error("--events and --rounds are at least 1, --minutes and --seconds more than 0")
+    wanted = frozenset(name.strip() for name in chosen.contestants.split(";") if name.strip())
+    options = Options(chosen.events, chosen.rounds, chosen.minutes, chosen.seconds, wanted)
+    folder, console = chosen.into.resolve(), Console(highlight=False)
+    try:
+        with only_one_in(folder):
+            if chosen.stop:
+                asyncio.run(
+                    Rig(folder / NAME, folder, Stack(folder / NAME, folder / "stack")).clear()
+                )
+                return 0
+            work = bench(measures, options, folder, console, keep_plots=chosen.keep_plots)
+            return asyncio.run(until_interrupted(work, console))
+    except FAILURES as failure:
+        # Cleaning up after a failure may fail as well; the first one tells more.
+        first = None if failure.__suppress_context__ else failure.__context__
+        for each in (first, failure):
+            if isinstance(each, FAILURES):
+                say(console, "[red]failed[/]", escape(str(each) or repr(each)))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
