@@ -125,6 +125,7 @@ class Relay:
         self._look_at = 0.0
         self._page = min(settings.relay_page, _FIRST_PAGE)
         self._ahead: _Ahead | None = None
+        self._lags = True
         self._turn = asyncio.Lock()
         """Held by what uses the connection while a page is sent."""
         self._write_at = 0.0
@@ -229,7 +230,7 @@ class Relay:
         if {one.server for _, one in pages} - {self._server}:
             raise ServerChanged
         events = [event for _, one in pages for event in one.events]
-        _observe([one for _, one in pages])
+        self._observe([one for _, one in pages])
         then = {shard: one.then for shards, one in pages for shard in shards}
         if events:
             self._page = fitting(events, self._settings.relay_page)
@@ -243,6 +244,16 @@ class Relay:
         self._failures = 0
         self._health.ready("relay")
         return is_draining or bool(events) or is_paged
+
+    def _observe(self, pages: Sequence[Page]) -> None:
+        """Tell how many events are still to be sent, and since when the oldest one waits."""
+        events = [event for one in pages for event in one.events]
+        # Windows overlap in their ids: the widest says how far it is, about.
+        beyond = max((one.then.high_id - one.then.last_id for one in pages), default=0)
+        if events or beyond or self._lags:  # telling the same at every idle poll would cost more
+            oldest = min((event["created_at"] for event in events), default=None)
+            telemetry.observe_outbox(len(events) + beyond, oldest)
+        self._lags = bool(events or beyond)
 
     async def _read(self, driver: asyncpg.Connection, progress: Mapping[int, Progress]) -> Pages:
         """Read the next page of every group of shards."""
@@ -446,12 +457,3 @@ def _grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:
     for shard, one in progress.items():
         groups.setdefault(one, []).append(shard)
     return groups
-
-
-def _observe(pages: Sequence[Page]) -> None:
-    """Tell how far the relay lags: events still to send, and since when the oldest one waits."""
-    events = [event for one in pages for event in one.events]
-    # Windows overlap in their ids: the widest says how far it is, about.
-    beyond = max((one.then.high_id - one.then.last_id for one in pages), default=0)
-    oldest = min((event["created_at"] for event in events), default=None)
-    telemetry.observe_outbox(len(events) + beyond, oldest)

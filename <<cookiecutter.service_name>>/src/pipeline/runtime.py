@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _BEAT = 1.0
 _DEAF = 70
 """Exit code."""
-_YOUNG = 100_000
-"""Objects, about those of a batch, after which the young ones are searched for cycles."""
+_YOUNG = 500_000
+"""Objects after which the young ones are searched for cycles: more than batches and pages hold."""
 _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""
 
@@ -85,10 +85,10 @@ async def serve(
 def _collect_seldom() -> None:
     """Keep the collector from looking at batches: what they hold goes without it, and is much.
 
-    By default it took a quarter of the time.
+    By default that takes a quarter of the time, see `docs/performance.md` of the template.
     """
     gc.freeze()
-    gc.set_threshold(_YOUNG, 20, 20)
+    gc.set_threshold(_YOUNG, 10, 10)
 
 
 async def _serve(

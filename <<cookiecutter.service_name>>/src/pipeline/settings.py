@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     """The lane of a worker that died is taken over after this long."""
     backlog_poll_min: Seconds = 0.02
     """Pause after something was found in the backlog, or was stored by this process."""
-    backlog_poll_max: Seconds = 0.5
+    backlog_poll_max: Seconds = 1.0
     """Pause that idle polls of the backlog grow to."""
 
     max_event_bytes: Count = 900_000
@@ -72,8 +72,8 @@ class Settings(BaseSettings):
     """The shards of a relay that died are taken over after this long."""
     relay_poll_min: Seconds = 0.01
     """Pause after a poll that found something, or after this process staged something."""
-    relay_poll_max: Seconds = 0.05
-    """Pause that idle polls grow to."""
+    relay_poll_max: Seconds = 0.2
+    """Pause that idle polls grow to; only events that other processes stage wait for them."""
     relay_cursor_interval: Seconds = 0.25
     """The cursor is written this often; a crash repeats at most what was sent in between."""
 
