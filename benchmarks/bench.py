@@ -16,7 +16,17 @@ EVENTS = 200_000
 """Scans of a run, unless said otherwise. Tables and backlogs shrink with it."""
 RUN_SECONDS = 600.0
 """A run may take so long, unless its measure says otherwise."""
-_SHOWN = ("rate", "p50", "p99", "share", "peak_mb", "growth", "cpu_python", "cpu_postgres")
+_SHOWN = (
+    "in all",
+    "rate",
+    "p50",
+    "p99",
+    "share",
+    "peak_mb",
+    "growth",
+    "cpu_python",
+    "cpu_postgres",
+)
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,10 @@ class Service:
         command = [*self._module, *words]
         await run(command, log=log, cwd=self._project, env=self._environment)
 
+    async def ask(self, *words: str) -> str:
+        """Run another command of it to its end; return what it prints."""
+        return await run([*self._module, *words], cwd=self._project, env=self._environment)
+
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
         with self.log.open("ab") as log, self._lock.open("w") as lock:

@@ -8,6 +8,7 @@ from benchmarks.measures.duplicates import duplicates
 from benchmarks.measures.growth import growth
 from benchmarks.measures.idle import idle
 from benchmarks.measures.latency import latency
+from benchmarks.measures.layers import layers
 from benchmarks.measures.memory import memory
 from benchmarks.measures.old_tables import old_tables
 from benchmarks.measures.relay import relay
@@ -18,6 +19,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
     one.__name__: one
     for one in (
         throughput,
+        layers,
         relay,
         latency,
         duplicates,

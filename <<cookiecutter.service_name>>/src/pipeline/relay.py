@@ -283,7 +283,9 @@ class Relay:
             return
         async with in_background(self._read(driver, then)) as reading:
             yield
-            self._ahead = _Ahead(then, await reading)
+            await asyncio.wait({reading})
+            if reading.exception() is None:  # else it is raised when it is read again
+                self._ahead = _Ahead(then, reading.result())
 
     async def _publish(
         self,
