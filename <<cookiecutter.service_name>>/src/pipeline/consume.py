@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from copy import copy
@@ -60,12 +61,13 @@ class _Unclear(Exception):
 class _Guilty(Exception):
     """Some messages have failed; what becomes of them is known, and the others go on."""
 
-    def __init__(self, fates: dict[bytes, Fate], *, late: bytes | None) -> None:
+    def __init__(self, fates: dict[bytes, Fate], *, late: bytes | None, is_cut_off: bool) -> None:
         super().__init__(f"{len(fates)} messages failed")
         self.fates = fates
-        self.is_cut_off = late is not None
         self.late = late
-        """The one that took too long, by marker key. The connection is not usable any more."""
+        """The one that took too long, by marker key."""
+        self.is_cut_off = is_cut_off
+        """Whether the connection is not usable any more."""
 
 
 _IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, _Guilty, _Unclear)
@@ -140,11 +142,14 @@ class Consume:
                     # Once more: maybe it has waited for a connection that was dead.
                     late.add(guilty.late)
                     del fates[guilty.late]
+                _let_go(guilty)
             except _Unclear as unclear:
                 parts = work.halves()
-                if len(parts) == 1 and len(parts[0].items) == len(work.items):
+                is_whole = len(parts) == 1 and len(parts[0].items) == len(work.items)
+                if is_whole:
                     fates = fates | self._blamed(_suspects(work, fates), unclear)
-                else:
+                _let_go(unclear, unclear.error)
+                if not is_whole:
                     return [r for one in parts for r in await self._apply(one, fates, attempts)]
 
     async def _attempt(
@@ -195,14 +200,12 @@ class Consume:
                 transaction = await session.begin()
                 # Outside the limit: waiting for a connection is not the batch's doing.
                 connection = await session.connection()
-                begun = perf_counter()
                 with _blaming(work, fates, limit) as progress:
                     async with asyncio.timeout(limit + _EARLY):
                         results, staged = await self._execute(
                             session, connection, work, fates, progress
                         )
                     await transaction.commit()
-                results.seconds = perf_counter() - begun
             except _IN_ORDER as error:
                 is_cut_off = isinstance(error, _Guilty | _Unclear) and error.is_cut_off
                 if is_cut_off or perf_counter() - started > limit:
@@ -250,6 +253,7 @@ class Consume:
             attempt.deadline.close()
             self._under_way.discard(attempt)
         results.applied, results.returned = handled.applied, handled.returned
+        results.seconds = handled.seconds
         self._judge(work, handled, results)
         await session.flush()
         if not connection.in_transaction():
@@ -288,8 +292,8 @@ class Consume:
             (first, error), *others = handled.failed
             fates = {item.marker.key: undecided(other) for item, other in others}
             fates[first.marker.key] = _judged(first, error, "failed")
-            last, _ = handled.failed[-1]
-            raise _Guilty(fates, late=last.marker.key if handled.is_cut_off else None)
+            late = handled.late and handled.late.marker.key
+            raise _Guilty(fates, late=late, is_cut_off=handled.is_cut_off)
 
 
 async def _look_up(
@@ -348,6 +352,12 @@ def _sort_out(
         if not fate.is_dead or fate.holds:
             behind.add(item.order_key)
     return now
+
+
+def _let_go(*errors: BaseException) -> None:
+    """Leave nothing of a batch for the collector, which comes seldom: it is in what was called."""
+    for error in errors:
+        traceback.clear_frames(error.__traceback__)
 
 
 def _judged(item: Item, error: BaseException, reason: str) -> Fate:

@@ -27,8 +27,6 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         settings.database_url.get_secret_value(),
         pool_size=settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS,
         max_overflow=0,
-        # The latest is the warmest: it has its statements prepared.
-        pool_use_lifo=True,
         # Errors are logged, and parameters are payloads.
         hide_parameters=True,
         isolation_level="READ COMMITTED",

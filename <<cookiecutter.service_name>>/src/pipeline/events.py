@@ -16,6 +16,9 @@ class Event(BaseModel):
 
     Its handlers and their repetitions share one instance: leave what it holds as it is.
 
+    Pydantic reads and writes the JSON; overriding `model_validate_json` or `model_dump_json` has no
+    effect on it: use validators and serializers.
+
     `type` is the CloudEvents type; it names a contract, so change it when a field changes its
     meaning. `topic` is needed for events that are published.
     """

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Self
 
 import asyncpg
@@ -107,6 +108,10 @@ class Handled:
     """What they returned, as JSON, by marker key."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
     """The first of them has failed by itself, the others maybe because of it."""
+    seconds: float = 0.0
+    """How long they have taken, without waiting for locks."""
+    late: Item | None = None
+    """The last of them, if it took too long."""
     is_cut_off: bool = False
     """Whether a statement may still be under way on the connection."""
 
@@ -139,6 +144,7 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
         await attempt.rows.lock(entity, keys)
     handled = Handled()
     behind: set[bytes] = set()
+    begun = perf_counter()
     for one in _runs(items):
         run = [item for item in one if item.order_key not in behind] if behind else one
         if not run:
@@ -151,12 +157,13 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
         except _Failed as failure:
             if len(run) > 1:
                 if handled.failed:
+                    handled.is_cut_off = failure.is_cut_off
                     break
                 raise BatchFailed(failure.error, is_cut_off=failure.is_cut_off) from failure.error
             handled.failed.append((run[0], failure.error))
             behind.add(run[0].order_key)
             if failure.is_cut_off:
-                handled.is_cut_off = True
+                handled.late, handled.is_cut_off = run[0], True
                 break
             if len(handled.failed) == 1:
                 # Aborted by the error of a statement, it would fail for everybody.
@@ -165,19 +172,25 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
             if handled.failed:
                 break
             raise
+    handled.seconds = perf_counter() - begun
     return handled
 
 
 def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
-    """Yield what is handed over together: one, or the neighbours of a handler of batches."""
-    run: list[Item] = []
+    """Yield what is handed over together: one, or what a handler of batches can have at once.
+
+    For each consumer they are in order; between consumers there is none.
+    """
+    runs: dict[str, list[Item]] = {}
     for item in items:
-        if run and not (item.handler is run[0].handler and item.handler.takes_batches):
-            yield run
-            run = []
-        run.append(item)
-    if run:
-        yield run
+        handler = item.handler
+        if runs and (run := runs.get(handler.consumer)) and run[0].handler is not handler:
+            yield runs.pop(handler.consumer)
+        if handler.takes_batches:
+            runs.setdefault(handler.consumer, []).append(item)
+        else:
+            yield [item]
+    yield from runs.values()
 
 
 async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:

@@ -188,7 +188,8 @@ class Lanes:
 
     async def _apply(self, consume: Consume, work: FromLane) -> Sequence[Results]:
         results = await consume.apply(work, self._patiently("the backlog"))
-        self._pace.learn(work, results)
+        if not work.assumed:  # then no handler was called
+            self._pace.learn(results)
         return results
 
     @property

@@ -79,6 +79,8 @@ class Outbox:
         topic, size = self._checked.get(kind) or self._check(kind)
         if key is not None and "\x00" in key:
             raise Unpublishable(f"the key of {kind.__name__} holds a NUL character: {key!r}")
+        if sequence is not None and (type(sequence) is not int or not 0 <= sequence < 2**63):
+            raise Unpublishable(f"the sequence of {kind.__name__} is no number: {sequence!r}")
         try:
             payload = event.__pydantic_serializer__.to_json(event)  # as model_dump_json() does
             key_bytes = None if key is None else key.encode()

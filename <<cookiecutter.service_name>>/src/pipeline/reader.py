@@ -238,7 +238,7 @@ class Reader:
 
     async def _apply(self, work: FromPartition) -> None:
         results = await self._consume.apply(work, self._patiently("the consume transaction"))
-        self._pace.learn(work, results)
+        self._pace.learn(results)
         self._move_to(work.batch.end)
 
     async def _count_start(self, position: int) -> int:

@@ -261,16 +261,18 @@ class Relay:
         limit = max(1, self._page // max(1, len(groups)))
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
-        async with self._turn:
-            pages = [(shards, await page(driver, one, shards, limit)) for one, shards in paged]
-            if len(unpaged) == 1:
-                pages += [(them, await fresh(driver, one, them, limit)) for one, them in unpaged]
-            elif unpaged:
-                # One snapshot for all of them, so that they are one group from now on.
-                async with driver.transaction(isolation="repeatable_read", readonly=True):
-                    pages += [
-                        (shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged
-                    ]
+        pages: Pages = []
+        for one, shards in paged:
+            async with self._turn:
+                pages.append((shards, await page(driver, one, shards, limit)))
+        if len(unpaged) == 1:
+            pages += [(shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged]
+        elif unpaged:
+            # One snapshot for all of them, so that they are one group from now on.
+            async with driver.transaction(isolation="repeatable_read", readonly=True):
+                pages += [
+                    (shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged
+                ]
         return pages
 
     @asynccontextmanager
@@ -281,11 +283,14 @@ class Relay:
         if any(one.target is None for one in then.values()):
             yield
             return
-        async with in_background(self._read(driver, then)) as reading:
+
+        async def read() -> None:
+            with suppress(Exception):  # it is raised when it is read again
+                self._ahead = _Ahead(then, await self._read(driver, then))
+
+        async with in_background(read()) as reading:
             yield
             await asyncio.wait({reading})
-            if reading.exception() is None:  # else it is raised when it is read again
-                self._ahead = _Ahead(then, reading.result())
 
     async def _publish(
         self,

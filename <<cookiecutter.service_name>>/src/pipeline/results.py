@@ -30,7 +30,7 @@ class Results:
     returned: dict[bytes, str] = field(default_factory=dict)
     """What handlers have returned, as JSON, by marker key."""
     seconds: float = 0.0
-    """How long the transaction has taken, without waiting for its turn."""
+    """How long the handlers have taken."""
     fared_well: set[str] = field(default_factory=set)
     """Consumers that have handled something, and the decoder if it could read something."""
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _BEAT = 1.0
 _DEAF = 70
 """Exit code."""
-_YOUNG = 500_000
+_YOUNG = 200_000
 """Objects after which the young ones are searched for cycles: more than batches and pages hold."""
 _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""

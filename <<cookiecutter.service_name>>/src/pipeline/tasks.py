@@ -10,10 +10,21 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """Let the work run beside the block. What it raises is for who awaits the task."""
+    """Let the work run beside the block, and cancel it in the end.
+
+    What it has failed with is raised then, unless the block has failed itself.
+    """
     task = asyncio.create_task(work)
     try:
         yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    except BaseException:
+        await _end(task)
+        raise
+    await _end(task)
+    if not task.cancelled():
+        task.result()
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

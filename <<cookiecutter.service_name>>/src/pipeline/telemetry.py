@@ -86,9 +86,8 @@ def process_span(message: Message, consumer: str, group: str) -> "Current":
     Of a trace that its sender does not record no span is made: its context alone becomes current,
     so that what the handler publishes still belongs to it.
     """
-    is_untraced = not message.traceparent and not message.baggage
-    if is_untraced and isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        return _UNTRACED
+    if not message.traceparent and not message.baggage and _is_off():
+        return Current(_NO_PARENT, trace.INVALID_SPAN)
     sender, parent = _sender(message)
     if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
         return Current(parent, sender)
@@ -97,6 +96,13 @@ def process_span(message: Message, consumer: str, group: str) -> "Current":
     if span.is_recording():
         span.set_attributes(_attributes_of(message))
     return Current(trace.set_span_in_context(span, parent), span)
+
+
+def _is_off() -> bool:
+    """Whether nobody has set up the SDK: then no trace can begin here."""
+    return isinstance(_tracer, trace.ProxyTracer) and isinstance(
+        trace.get_tracer_provider(), trace.ProxyTracerProvider
+    )
 
 
 @lru_cache(maxsize=1_024)
@@ -200,22 +206,6 @@ class Current:
             self._span.set_attribute(error_attributes.ERROR_TYPE, type(error).__qualname__)
             self._span.set_status(trace.StatusCode.ERROR)
         self._span.end()
-
-
-class _Untraced(Current):
-    """Nobody traces anything, here or where the message comes from: nothing is to be current."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> trace.Span:
-        return self._span
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None: ...
-
-    def end(self, error: BaseException | None) -> None: ...
-
-
-_UNTRACED = _Untraced(_NO_PARENT, trace.INVALID_SPAN)
 
 
 def _sender(message: Message) -> tuple[trace.Span, otel.Context]:

@@ -22,28 +22,22 @@ E = TypeVar("E", bound=Event)
 class BatchSession(Session):
     """The session of a batch. A handler that committed it would lose its neighbours' events."""
 
-    has_deleted = False
-    """Whether a row was marked to be deleted: to ask for each which one takes long."""
-
     def commit(self) -> None:
         raise TypeError("leave session.commit() out: the whole batch commits after its handlers")
-
-    def delete(self, instance: object) -> None:
-        self.has_deleted = True
-        super().delete(instance)
 
 
 class Rows:
     """The aggregates that a batch has locked, and the keys it found no row for."""
 
     def __init__(self, session: AsyncSession) -> None:
-        assert isinstance(session.sync_session, BatchSession)
         self._session = session
         self._known = session.sync_session  # which answers three times as quickly
         self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
         self._added: set[object] = set()
-        # What a handler adds and flushes itself is nobody else's either.
-        sa.event.listen(self._known, "pending_to_persistent", lambda _, row: self._added.add(row))
+        # What a handler adds and flushes itself is nobody else's either. The session must not know
+        # of us: together we would wait for the collector.
+        added = self._added
+        sa.event.listen(self._known, "pending_to_persistent", lambda _, row: added.add(row))
 
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock in one statement."""
@@ -57,9 +51,7 @@ class Rows:
             await self.lock(entity, {key})
         row = self._rows[entity, key]
         # Another message of the batch may have deleted it, flushed or not.
-        if row is None or row not in self._known:
-            return None
-        if self._known.has_deleted and row in self._known.deleted:
+        if row is None or row not in self._known or row in self._known.deleted:
             return None
         return cast(A, row)
 

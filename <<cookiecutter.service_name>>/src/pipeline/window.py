@@ -19,8 +19,8 @@ Snapshot = tuple[int, int, tuple[int, ...]]
 _SCAN_AT_MOST = 50_000
 """Ids that one PAGE looks through, so that one late row does not make it scan everything."""
 
-_PAGE_BYTES = 16 * 2**20
-"""What the events of one page may take in memory, about."""
+_PAGE_BYTES = 8 * 2**20
+"""What the events of one page may take in memory, about; two pages are there at once."""
 _ROW_BYTES = 500
 """Size of an event beside its payload, about."""
 

@@ -1,5 +1,6 @@
 """Work for a consume transaction: a batch of a partition, or rows of a lane of the backlog."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,11 +23,6 @@ class Work(Protocol):
     @property
     def items(self) -> Sequence[Item]:
         """The messages, in order."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many records there are, whatever they are to the handlers."""
         ...
 
     @property
@@ -63,7 +59,11 @@ class Work(Protocol):
 
 
 _SHARE = 0.25
-"""Of the time that a transaction may take."""
+"""Of the time that a transaction may take, for its handlers."""
+_FIRST = 100
+"""Until it is known how long they take."""
+_AT_LEAST = 2
+"""One alone would never show that several take no longer."""
 
 
 class Pace:
@@ -76,14 +76,19 @@ class Pace:
     def __init__(self, settings: Settings) -> None:
         self._at_most = settings.batch_size
         self._seconds = _SHARE * settings.transaction_timeout
-        self.limit = settings.batch_size
+        self.limit = min(_FIRST, settings.batch_size)
         """Messages of the next transaction."""
 
-    def learn(self, work: Work, results: Sequence[Results]) -> None:
-        """Adapt to work that has been done."""
-        seconds = sum(one.seconds for one in results)
-        if work.size:
-            self.limit = max(1, min(self._at_most, int(work.size * self._seconds / seconds)))
+    def learn(self, results: Sequence[Results]) -> None:
+        """Adapt to work that has been done, in one transaction or in several."""
+        self.limit = min(self._at_most, 2 * self.limit)
+        for one in results:
+            if one.applied:
+                fitting = math.ceil(len(one.applied) * self._seconds / one.seconds)
+                self.limit = min(self.limit, max(_AT_LEAST, fitting))
+        if len(results) > 1:  # it was too much at once
+            largest = max(len(one.applied) for one in results)
+            self.limit = min(self.limit, max(_AT_LEAST, largest))
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,6 @@ class FromPartition:
     def items(self) -> Sequence[Item]:
         """The messages, in order."""
         return self.batch.items
-
-    @property
-    def size(self) -> int:
-        """How many records there are."""
-        return len(self.batch.records)
 
     @property
     def reading(self) -> tuple[set[str], list[Failure]]:
@@ -196,11 +196,6 @@ class FromLane:
             *self.taken.items,
             *(item for one in self.taken.readmitted.values() for item in one),
         ]
-
-    @property
-    def size(self) -> int:
-        """How many rows there are."""
-        return len(self.items)
 
     @property
     def fates(self) -> dict[bytes, Fate]:

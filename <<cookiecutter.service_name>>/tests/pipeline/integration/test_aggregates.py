@@ -1,6 +1,8 @@
 """Rows that handlers change: locked for the whole batch at once, created by one, told in order."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Transaction
+from pipeline.transaction import Rows
 
 from .bank import Account, Bank, Base, Deposit, Deposited
 from .conftest import PATIENCE, eventually, histories
@@ -333,3 +336,53 @@ async def test_what_is_published_after_the_handler_has_ended_is_refused(
     await desk.apply(Deposit(1))
     with pytest.raises(RuntimeError, match="the handler has ended"):
         kept[0].publish(BalanceTold(amount=1))
+
+
+@pytest.mark.parametrize("way", ["delete", "delete_all", "flushed"])
+async def test_a_row_that_a_message_deletes_is_gone_for_the_later_ones_of_its_batch(
+    new_desk: NewDesk, db: asyncpg.Connection, way: str
+) -> None:
+    handlers, found = Handlers(), list[bool]()
+
+    @handlers.on(Deposited, topic="deposits", consumer="close", loads=Account.by("account"))
+    async def close(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load(Account, event.account)
+        found.append(account is not None)
+        if event.amount == 1:
+            if way == "delete_all":
+                await tx.session.delete_all([account])
+            else:
+                await tx.session.delete(account)
+            if way == "flushed":
+                await tx.session.flush()
+
+    desk = await new_desk(handlers, topic="deposits")
+    await db.execute("INSERT INTO account (id, balance, history, version) VALUES ('ada', 0, '', 0)")
+    await desk.apply(Deposit(1), Deposit(2))
+    assert found == [True, False]
+    assert await db.fetchval("SELECT count(*) FROM account") == 0
+
+
+@pytest.mark.parametrize("refused", [set[int](), {2}], ids=["applied", "failed"])
+async def test_nothing_of_a_batch_waits_for_the_collector(
+    ledger: tuple[Bank, Desk], monkeypatch: pytest.MonkeyPatch, refused: set[int]
+) -> None:
+    """It runs seldom, and a batch may be large."""
+    bank, desk = ledger
+    alive = weakref.WeakSet[Rows]()
+    bank.refused = refused
+
+    class Watched(Rows):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            alive.add(self)
+
+    monkeypatch.setattr("pipeline.consume.Rows", Watched)
+    await desk.apply(Deposit(9))
+    gc.collect()
+    gc.disable()
+    try:
+        await desk.apply(Deposit(1), Deposit(2))
+        assert not alive
+    finally:
+        gc.enable()

@@ -217,6 +217,40 @@ async def test_a_batch_is_tried_without_those_behind_one_that_has_failed_before_
     assert await histories(db) == {"bob": [3]}
 
 
+async def test_two_consumers_of_a_type_have_their_batches_each(new_desk: NewDesk) -> None:
+    books, calls = Books(), list[list[int]]()
+
+    @books.handlers.on_batch(Deposited, topic=TOPIC, consumer="count")
+    async def count(batch: EventBatch[Deposited]) -> None:
+        calls.append([event.amount for event, _ in batch])
+        if 3 in calls[-1]:
+            raise ValueError("three")
+
+    @books.handlers.on(Deposited, topic=TOPIC, consumer="note")
+    async def note(event: Deposited, tx: Transaction) -> None: ...
+
+    desk = await new_desk(books.handlers, topic=TOPIC)
+    await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
+    assert (books.calls[0], calls[0]) == ([1, 2, 3, 4], [1, 2, 3, 4])
+    assert await desk.set_aside() == {("count", 2): "failed"}
+
+
+@pytest.mark.parametrize("sequence", [-1, 2**63, "7", 1.5, True])
+async def test_a_sequence_that_is_none_is_refused_where_it_is_staged(
+    books: tuple[Books, Desk], sequence: int
+) -> None:
+    book, desk = books
+
+    @book.handlers.on(Noted, topic=TOPIC, consumer="note")
+    async def note(event: Noted, tx: Transaction) -> None:
+        tx.publish(Balance(account="ada", amount=1), key="ada", sequence=sequence)
+
+    await desk.apply(Deposit(1, type="noted"), Deposit(2))
+    assert await desk.set_aside() == {("note", 0): "failed"}
+    (row,) = await desk.backlog()
+    assert "Unpublishable" in row["error"]
+
+
 def test_a_registration_that_can_t_be_meant_is_refused() -> None:
     async def book(batch: EventBatch[Deposited]) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ from pipeline import database, epoch, relay, telemetry
 from pipeline.publisher import Publisher
 from pipeline.refusal import Refused
 from pipeline.settings import Settings
+from pipeline.window import Progress
 
 from .conftest import PATIENCE, eventually
 from .outgoing import (
@@ -555,3 +556,51 @@ def test_the_tail_notices_what_is_out_of_order() -> None:
 
     tail = Tail([seen("1"), seen("3"), seen("1"), seen("2")])
     assert tail.first_ids() == {b"k": ["1", "3", "2"]}
+
+
+async def test_a_page_is_read_while_another_is_sent_and_if_that_fails_nothing_is_sent_again(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic, ahead = await new_topic(), list[bool]()
+
+    class Interrupted(relay.Relay):
+        """One whose connection fails now and then for what it reads in advance."""
+
+        async def _read(
+            self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
+        ) -> relay.Pages:
+            if progress is not self._progress:
+                ahead.append(len(ahead) % 3 != 1)
+                if not ahead[-1]:
+                    raise ConnectionResetError
+            return await super()._read(driver, progress)
+
+    await stage(db, numbered(topic, range(100)))
+    async with following(kafka, topic) as tail, relaying(settings(relay_page=7), Interrupted):
+        await tail.until_ids(range(100))
+    assert tail.ids == [str(number) for number in range(100)]
+    assert set(ahead) == {True, False}
+
+
+async def test_shards_that_change_hands_between_two_pages_lose_and_reorder_nothing(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic = await new_topic()
+    small = settings(relay_page=7, relay_lease=1)
+    events = [event(topic, number, f"key-{number % 50}") for number in range(3_000)]
+    async with following(kafka, topic) as tail, relaying(small):
+        await stage(db, events)
+        for _ in range(2):
+            async with relaying(small):
+                await eventually(lambda: _shares_are(db, [32, 32]))
+        await tail.until_ids(range(3_000))
+    first = dict.fromkeys(map(int, tail.ids))
+    for key in range(50):
+        of_key = [number for number in first if number % 50 == key]
+        assert of_key == sorted(of_key)

@@ -9,10 +9,13 @@ import asyncpg
 import pytest
 
 from pipeline import inbox
+from pipeline.health import Health
 from pipeline.retention import HOUSEKEEPING_LOCK, NotMigrated, keep_house
+from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
-from .conftest import eventually
+from .bank import Bank
+from .conftest import PATIENCE, eventually
 from .outgoing import empty_database, event, stage
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -226,3 +229,18 @@ async def test_a_database_without_the_engines_tables_is_told_to_be_migrated(
     await empty.execute("CREATE SCHEMA pipeline")
     with pytest.raises(NotMigrated, match="service migrate"):
         await keep_house(empty, settings())
+
+
+async def test_an_error_in_housekeeping_that_nobody_expects_ends_the_service_with_it(
+    bank: Bank, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be found out when the partitions made ahead are used up, days later."""
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("no partition for you")
+
+    monkeypatch.setattr("pipeline.runtime.keep_house", fail)
+    health, stopping = Health(stall_after=10), asyncio.Event()
+    serving = serve(bank.service, settings(), Part.RELAY, health=health, stopping=stopping)
+    with pytest.raises(RuntimeError, match="no partition"):
+        await asyncio.wait_for(serving, PATIENCE)
