@@ -63,7 +63,8 @@ class Explaining:
         return await self._db.execute(query, *arguments)
 
     async def _explain(self, query: str, arguments: Sequence[object]) -> None:
-        types = ", ".join(one.name for one in (await self._db.prepare(query)).get_parameters())
+        asked_for = (await self._db.prepare(query)).get_parameters()
+        types = ", ".join(f"{one.schema}.{one.name}" for one in asked_for)
         # EXPLAIN of a statement with parameters knows their values: only EXECUTE may be generic.
         await self._db.execute(f"PREPARE asked {types and f'({types})'} AS {query}")
         values = ", ".join(map(_literal, arguments))
@@ -117,6 +118,9 @@ def _text(value: object) -> str:
             return "{" + ",".join(quoted) + "}"
         case (int(xmin), int(xmax), tuple(running)):
             return f"{xmin}:{xmax}:{','.join(map(str, running))}"
+        case tuple():
+            fields = ("" if one is None else json.dumps(_text(one)) for one in value)
+            return "(" + ",".join(fields) + ")"
         case _:
             return str(value)
 

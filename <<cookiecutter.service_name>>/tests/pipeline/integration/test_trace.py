@@ -1,7 +1,7 @@
 """One trace from the sender through consume, handler, outbox and relay to the next consumer."""
 
 from collections.abc import Awaitable, Callable
-from datetime import datetime
+from typing import Any
 
 import asyncpg
 import pytest
@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pipeline import Event, Handlers, Service, Transaction, exporters, telemetry
 from pipeline.runtime import Part
+from pipeline.window import Page, fresh
 
 from .bank import Bank, Base, Deposit
 from .conftest import Records, Running, eventually
@@ -178,14 +179,13 @@ async def test_a_service_that_has_nothing_to_do_records_nothing(
     provider.add_span_processor(SimpleSpanProcessor(spans))
     monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
     polls = 0
-    original = telemetry.observe_outbox
 
-    def polled(lag_events: int, oldest: datetime | None) -> None:
+    async def polled(*args: Any) -> Page:
         nonlocal polls
         polls += 1
-        original(lag_events, oldest)
+        return await fresh(*args)
 
-    monkeypatch.setattr(telemetry, "observe_outbox", polled)
+    monkeypatch.setattr("pipeline.relay.fresh", polled)
     async with running(bank.service) as health:
         await eventually(lambda: not health.reasons)
         await eventually(lambda: polls > 10)
