@@ -85,7 +85,7 @@ async def serve(
 def _collect_seldom() -> None:
     """Keep the collector from looking at batches: what they hold goes without it, and is much.
 
-    By default that takes a quarter of the time, see `docs/performance.md` of the template.
+    By default that takes a quarter of the time.
     """
     gc.freeze()
     gc.set_threshold(_YOUNG, 10, 10)
