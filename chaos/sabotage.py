@@ -233,11 +233,11 @@ SABOTAGES: Sequence[Sabotage] = (
             Edit(
                 "consume.py",
                 """\
-        new, waiting, known, stored = await _look_up(driver, """,
+        new, waiting, stored = await _look_up(driver, """,
                 """\
         from .database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-          new, waiting, known, stored = await _look_up(elsewhere, """,
+          new, waiting, stored = await _look_up(elsewhere, """,
             )
         ],
     ),
