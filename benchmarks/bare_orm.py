@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from sqlalchemy import ARRAY, Text, bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 
-from benchmarks.models import Parcel, ParcelDelayed, ParcelMoved, ScanRecorded
-from benchmarks.work import DELAYED, LATE, MOVED, Place
+from benchmarks.models import Parcel, ScanRecorded, events_of
+from benchmarks.work import Place
 
 # An array, not an IN list: the statement is the same for every number of parcels.
 LOCK = (
@@ -77,19 +77,5 @@ class _Staged:
 def handle(scan: ScanRecorded, parcel: Parcel, staged: _Staged) -> None:
     """Keep the parcel's place and tell the world; also when it is late."""
     parcel.move_to(scan.place, scan.scanned_at)
-    moved = ParcelMoved(
-        parcel_id=parcel.id,
-        place=parcel.place,
-        scans=parcel.scans,
-        scanner=scan.scanner,
-        number=scan.number,
-    )
-    staged.publish(MOVED, moved, of=parcel)
-    if scan.minutes_late is not None and scan.minutes_late > LATE:
-        delayed = ParcelDelayed(
-            parcel_id=parcel.id,
-            minutes_late=scan.minutes_late,
-            scanner=scan.scanner,
-            number=scan.number,
-        )
-        staged.publish(DELAYED, delayed, of=parcel)
+    for type, event in events_of(scan, parcel):
+        staged.publish(type, event, of=parcel)

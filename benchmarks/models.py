@@ -6,6 +6,8 @@ from pydantic import BaseModel
 from sqlalchemy import BigInteger, DateTime, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from benchmarks.work import DELAYED, LATE, MOVED
+
 
 class ScanRecorded(BaseModel):
     """A scanner has seen a parcel. A scan is identified by its scanner and its number there."""
@@ -66,3 +68,23 @@ class Parcel(Base):
         if self.last_scanned_at is None or scanned_at >= self.last_scanned_at:
             self.place = place
             self.last_scanned_at = scanned_at
+
+
+def events_of(scan: ScanRecorded, parcel: Parcel) -> list[tuple[bytes, BaseModel]]:
+    """Return what is told of a scan that the parcel has had, with the types."""
+    moved = ParcelMoved(
+        parcel_id=parcel.id,
+        place=parcel.place,
+        scans=parcel.scans,
+        scanner=scan.scanner,
+        number=scan.number,
+    )
+    if scan.minutes_late is None or scan.minutes_late <= LATE:
+        return [(MOVED, moved)]
+    delayed = ParcelDelayed(
+        parcel_id=parcel.id,
+        minutes_late=scan.minutes_late,
+        scanner=scan.scanner,
+        number=scan.number,
+    )
+    return [(MOVED, moved), (DELAYED, delayed)]

@@ -25,7 +25,7 @@ from benchmarks.rig import Rig
 from demo.display import say
 from demo.flights import ROOT, DataUnavailable
 from demo.processes import NAME, ProcessFailed, Stack, bake
-from demo.running import AlreadyRuns, only_one_in, short, until_interrupted
+from demo.running import AlreadyRuns, add_into, only_one_in, short, until_interrupted
 
 FAILURES = (
     AlreadyRuns,
@@ -157,13 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--keep-plots", action="store_true", help="copy the plots to docs/performance"
     )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        default=ROOT / "build" / "bench",
-        metavar="DIR",
-        help="where to bake the service and to keep everything (build/bench)",
-    )
+    add_into(parser, "bench")
     parser.add_argument(
         "--stop", action="store_true", help="stop what a killed run has left running, and end"
     )
@@ -180,9 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with only_one_in(folder):
             if chosen.stop:
-                asyncio.run(
-                    Rig(folder / NAME, folder, Stack(folder / NAME, folder / "stack")).clear()
-                )
+                asyncio.run(rig_in(folder).clear())
                 return 0
             work = bench(measures, options, folder, console, keep_plots=chosen.keep_plots)
             return asyncio.run(until_interrupted(work, console))

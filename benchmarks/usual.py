@@ -18,11 +18,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Mapped, mapped_column
 
-from benchmarks.models import Base, Parcel, ParcelDelayed, ParcelMoved, ScanRecorded
+from benchmarks.models import Base, Parcel, ScanRecorded, events_of
 from benchmarks.work import (
-    DELAYED,
-    LATE,
-    MOVED,
     SCAN,
     Place,
     constant_headers,
@@ -98,22 +95,8 @@ async def handle(scan: ScanRecorded, session: AsyncSession) -> None:
         parcel = Parcel(scan.parcel_id)
         session.add(parcel)
     parcel.move_to(scan.place, scan.scanned_at)
-    moved = ParcelMoved(
-        parcel_id=parcel.id,
-        place=parcel.place,
-        scans=parcel.scans,
-        scanner=scan.scanner,
-        number=scan.number,
-    )
-    publish(MOVED, moved, of=parcel, session=session)
-    if scan.minutes_late is not None and scan.minutes_late > LATE:
-        delayed = ParcelDelayed(
-            parcel_id=parcel.id,
-            minutes_late=scan.minutes_late,
-            scanner=scan.scanner,
-            number=scan.number,
-        )
-        publish(DELAYED, delayed, of=parcel, session=session)
+    for type, event in events_of(scan, parcel):
+        publish(type, event, of=parcel, session=session)
 
 
 def publish(type: bytes, event: BaseModel, *, of: Parcel, session: AsyncSession) -> None:

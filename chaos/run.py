@@ -20,9 +20,9 @@ from chaos.round import CONSUMERS, EXTRA, RELAYS, Plan, Round
 from chaos.schedule import KINDS
 from chaos.system import System
 from demo.display import say
-from demo.flights import ROOT, DataUnavailable
+from demo.flights import DataUnavailable
 from demo.processes import NAME, ProcessFailed, bake, last_lines
-from demo.running import AlreadyRuns, only_one_in, short, until_interrupted
+from demo.running import AlreadyRuns, add_into, only_one_in, short, until_interrupted
 
 FAILURES = (
     AlreadyRuns,
@@ -138,13 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--replay", type=Path, metavar="REPORT", help="run the round again that this report is of"
     )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        default=ROOT / "build" / "chaos",
-        metavar="DIR",
-        help="where to bake the service and to keep everything (build/chaos)",
-    )
+    add_into(parser, "chaos")
     parser.add_argument(
         "--stop", action="store_true", help="stop what a killed round has left running, and end"
     )

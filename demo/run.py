@@ -21,10 +21,10 @@ from demo import feed, flights, witness
 from demo.display import Display, say, show
 from demo.evidence import Evidence
 from demo.feed import FeedFailed
-from demo.flights import ROOT, DataUnavailable, Scan
+from demo.flights import DataUnavailable, Scan
 from demo.ledger import Verdict, audit
 from demo.processes import NAME, ProcessFailed, Service, Stack, bake, end_holder, last_lines
-from demo.running import AlreadyRuns, only_one_in, short, until_interrupted
+from demo.running import AlreadyRuns, add_into, only_one_in, short, until_interrupted
 from demo.traffic import PATIENCE, Outcome, Traffic
 
 
@@ -200,13 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=bool(os.environ.get("KEEP")),
         help="leave service and servers running at the end (also KEEP=1)",
     )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        default=ROOT / "build" / "demo",
-        metavar="DIR",
-        help="where to bake the service and to keep everything (build/demo)",
-    )
+    add_into(parser, "demo")
     parser.add_argument(
         "--stop", action="store_true", help="stop what an earlier demo has left running, and end"
     )

@@ -1,5 +1,6 @@
 """How a run begins and ends: alone in its folder, and with everything stopped."""
 
+import argparse
 import asyncio
 import fcntl
 import signal
@@ -11,6 +12,18 @@ from typing import Any
 from rich.console import Console
 
 from demo.display import say
+from demo.flights import ROOT
+
+
+def add_into(parser: argparse.ArgumentParser, name: str) -> None:
+    """Let the command line say in which folder everything is; by default below `build`."""
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=ROOT / "build" / name,
+        metavar="DIR",
+        help=f"where to bake the service and to keep everything (build/{name})",
+    )
 
 
 class AlreadyRuns(Exception):

@@ -137,19 +137,18 @@ class Consume:
                 return [await self._attempt(work, fates, attempts)]
             except _Guilty as guilty:
                 # Again without them, as often as more of them are found.
+                _let_go(guilty)
                 fates = fates | guilty.fates
                 if guilty.late is not None and guilty.late not in late:
                     # Once more: maybe it has waited for a connection that was dead.
                     late.add(guilty.late)
                     del fates[guilty.late]
-                _let_go(guilty)
             except _Unclear as unclear:
-                parts = work.halves()
-                is_whole = len(parts) == 1 and len(parts[0].items) == len(work.items)
-                if is_whole:
-                    fates = fates | self._blamed(_suspects(work, fates), unclear)
                 _let_go(unclear, unclear.error)
-                if not is_whole:
+                parts = work.halves()
+                if len(parts) == 1 and len(parts[0].items) == len(work.items):
+                    fates = fates | self._blamed(_suspects(work, fates), unclear)
+                else:
                     return [r for one in parts for r in await self._apply(one, fates, attempts)]
 
     async def _attempt(

@@ -196,19 +196,10 @@ def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
 async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
     """Call the handler; returns what it returned, as JSON."""
     item = run[0]
-    message, consumer = item.marker.message, item.handler.consumer
-    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, item.marker)
-    deadline = attempt.deadline
+    handler = item.handler
     attempt.calling = item
     try:
-        if item.handler.takes_batches:
-            await _hand_over(run, attempt)
-            return None
-        with (
-            telemetry.process_span(message, consumer, attempt.group),
-            deadline.within(item.handler.timeout),
-        ):
-            result = await item.handler.function(item.event, tx)
+        result = await (_hand_over(run, attempt) if handler.takes_batches else _call(item, attempt))
         return (
             None
             if result is None
@@ -222,16 +213,29 @@ async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # sys.exit() too, and the panic of a library that is not Python
-        if deadline.is_over:
-            late = TimeoutError(f"{consumer} takes longer than {item.handler.timeout} s")
+        if attempt.deadline.is_over:
+            late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
             late.__cause__ = error  # which tells where it was
             raise _Failed(late, is_cut_off=True) from error
         if is_of_the_database(error) or attempt.driver.is_closed():
             raise
         raise _Failed(error) from error
     finally:
-        tx.end()
         attempt.calling = None
+
+
+async def _call(item: Item, attempt: Attempt) -> object:
+    """Call a handler of single events, in the trace of the message."""
+    handler, marker = item.handler, item.marker
+    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker)
+    try:
+        with (
+            telemetry.process_span(marker.message, handler.consumer, attempt.group),
+            attempt.deadline.within(handler.timeout),
+        ):
+            return await handler.function(item.event, tx)
+    finally:
+        tx.end()
 
 
 async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:

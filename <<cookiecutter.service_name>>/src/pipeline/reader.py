@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from time import monotonic
 from typing import NoReturn, TypeVar
 
@@ -29,7 +27,6 @@ from .work import FromPartition, Pace
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_offset = attrgetter("offset")
 Offsets = Mapping[TopicPartition, int]
 
 _ANSWER_SECONDS = 5.0
@@ -307,7 +304,7 @@ class Reader:
                 f"the record at {first.offset} is not the one of {anchor.time:%Y-%m-%d %H:%M:%S}Z"
                 " that was read there (created anew)",
             )
-        return list(records[bisect_left(records, start, key=_offset) :])
+        return [record for record in records if record.offset >= start]
 
     def _move_to(self, position: int) -> None:
         """Note the position; the partition is ready unless it still stands before its record."""

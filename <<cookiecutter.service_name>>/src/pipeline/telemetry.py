@@ -86,9 +86,9 @@ def process_span(message: Message, consumer: str, group: str) -> "Current":
     Of a trace that its sender does not record no span is made: its context alone becomes current,
     so that what the handler publishes still belongs to it.
     """
-    if not message.traceparent and not message.baggage and _is_off():
-        return Current(_NO_PARENT, trace.INVALID_SPAN)
     sender, parent = _sender(message)
+    if parent is _NO_PARENT and _is_off():
+        return Current(parent, sender)
     if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
         return Current(parent, sender)
     name, attributes = _process(message.topic, message.partition, consumer, group)
