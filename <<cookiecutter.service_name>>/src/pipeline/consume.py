@@ -27,6 +27,7 @@ from .payload import HASH_VERSION
 from .policy import FOLLOWER, Fate, Park, Reject, after_failure, dead, undecided
 from .results import Results
 from .settings import Settings
+from .telemetry import ProcessSpans
 from .transaction import BatchSession, Rows
 from .work import Work
 
@@ -244,7 +245,7 @@ class Consume:
         new, waiting, stored = await _look_up(driver, generations, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
         progress.records_since = perf_counter()
-        attempt = Attempt(session, driver, Rows(session), outbox, self._group)
+        attempt = Attempt(session, driver, Rows(session), outbox, ProcessSpans(self._group))
         self._under_way.add(attempt)
         try:
             handled = await handle_all(items, attempt)

@@ -12,11 +12,11 @@ import pydantic_core
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from . import telemetry
 from .aggregate import Aggregate, Key
 from .batch import Item
 from .failures import is_of_the_database
 from .outbox import Outbox
+from .telemetry import ProcessSpans
 from .transaction import EventBatch, Rows, Transaction
 
 
@@ -89,7 +89,7 @@ class Attempt:
     driver: asyncpg.Connection
     rows: Rows
     outbox: Outbox
-    group: str
+    spans: ProcessSpans
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     calling: Item | None = None
     deadline: Deadline = field(default_factory=Deadline)
@@ -230,7 +230,7 @@ async def _call(item: Item, attempt: Attempt) -> object:
     tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker)
     try:
         with (
-            telemetry.process_span(marker.message, handler.consumer, attempt.group),
+            attempt.spans.of(marker.message, handler.consumer),
             attempt.deadline.within(handler.timeout),
         ):
             return await handler.function(item.event, tx)
@@ -241,9 +241,7 @@ async def _call(item: Item, attempt: Attempt) -> object:
 async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
     """Call a handler of batches. Each event it publishes belongs to the trace of its message."""
     handler, session, rows, outbox = run[0].handler, attempt.session, attempt.rows, attempt.outbox
-    spans = [
-        telemetry.process_span(item.marker.message, handler.consumer, attempt.group) for item in run
-    ]
+    spans = [attempt.spans.of(item.marker.message, handler.consumer) for item in run]
     calls = [
         (item.event, Transaction(session, rows, outbox, item.marker, span.context))
         for item, span in zip(run, spans, strict=True)

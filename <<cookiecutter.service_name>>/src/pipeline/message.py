@@ -242,7 +242,7 @@ def event_headers(
     type: str,
     time: datetime,
     subject: str | None,
-    sequence: str | None,
+    sequence: int | None,
     content_type: str | None,
     traceparent: str | None,
     tracestate: str | None,
@@ -259,12 +259,12 @@ def event_headers(
     headers = [
         *_constant_headers(source, type, content_type),
         ("ce_id", id.encode()),
-        ("ce_time", time.isoformat().encode()),
+        ("ce_time", orjson.dumps(time)[1:-1]),  # in a fourth of isoformat()'s time
     ]
     if subject is not None:
         headers.append(("ce_subject", subject.encode()))
     if sequence is not None:
-        headers.append(("ce_sequence", sequence.encode()))
+        headers.append(("ce_sequence", b"%020d" % sequence))
     if traceparent is not None:
         headers.append(("traceparent", traceparent.encode()))
     if tracestate is not None:

@@ -330,7 +330,7 @@ def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
         type=event["type"],
         time=event["created_at"],
         subject=event["subject"],
-        sequence=None if event["sequence"] is None else f"{event['sequence']:020}",
+        sequence=event["sequence"],
         content_type=event["content_type"],
         traceparent=event["traceparent"],
         tracestate=event["tracestate"],

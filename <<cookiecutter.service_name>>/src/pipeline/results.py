@@ -36,15 +36,15 @@ class Results:
 
     def tell(self, group: str) -> None:
         """Count and log what has been committed."""
-        counts: Counter[tuple[str, str, str]] = Counter()
+        counts: Counter[tuple[str, str, str]] = Counter(
+            (item.record.topic, item.marker.consumer, outcome)
+            for outcome, items in (("new", self.applied), ("duplicate", self.duplicates))
+            for item in items
+        )
 
         def count(item: Item, outcome: str) -> None:
             counts[item.record.topic, item.marker.consumer, outcome] += 1
 
-        for item in self.applied:
-            count(item, "new")
-        for item in self.duplicates:
-            count(item, "duplicate")
         for item, fate in self.fates:
             if fate.is_assumed:
                 continue

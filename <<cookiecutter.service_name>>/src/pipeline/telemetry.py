@@ -80,22 +80,30 @@ _meter.create_observable_gauge(
 _unsent = _meter.create_gauge("pipeline.outbox.unsent", "{event}", "Refused by Kafka, by state.")
 
 
-def process_span(message: Message, consumer: str, group: str) -> "Current":
-    """Make the message's trace current, with a span `process <topic>` in it if it is recorded.
+class ProcessSpans:
+    """Makes the spans `process <topic>` of the messages of a transaction."""
 
-    Of a trace that its sender does not record no span is made: its context alone becomes current,
-    so that what the handler publishes still belongs to it.
-    """
-    sender, parent = _sender(message)
-    if parent is _NO_PARENT and _is_off():
-        return Current(parent, sender)
-    if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
-        return Current(parent, sender)
-    name, attributes = _process(message.topic, message.partition, consumer, group)
-    span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes)
-    if span.is_recording():
-        span.set_attributes(_attributes_of(message))
-    return Current(trace.set_span_in_context(span, parent), span)
+    def __init__(self, group: str) -> None:
+        self._group = group
+        # Asked once: the API looks into the environment each time.
+        self._is_off = _is_off()
+
+    def of(self, message: Message, consumer: str) -> "Current":
+        """Make the message's trace current, with a span in it if it is recorded.
+
+        Of a trace that its sender does not record no span is made: its context alone becomes
+        current, so that what the handler publishes still belongs to it.
+        """
+        sender, parent = _sender(message)
+        if parent is _NO_PARENT and self._is_off:
+            return Current(parent, sender)
+        if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
+            return Current(parent, sender)
+        name, attributes = _process(message.topic, message.partition, consumer, self._group)
+        span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes)
+        if span.is_recording():
+            span.set_attributes(_attributes_of(message))
+        return Current(trace.set_span_in_context(span, parent), span)
 
 
 def _is_off() -> bool:

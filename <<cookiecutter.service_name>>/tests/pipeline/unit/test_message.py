@@ -794,7 +794,7 @@ class TestEventHeaders:
             type="order.placed",
             time=datetime(2026, 1, 31, 23, 59, 59, 5, UTC),
             subject="Grüße %",
-            sequence="00000000000000000007",
+            sequence=7,
             content_type="application/json",
             traceparent=TRACEPARENT,
             tracestate="rojo=1",

@@ -349,7 +349,7 @@ traceparents = st.builds(
             "type": name,
             "time": times,
             "subject": st.one_of(st.none(), name),
-            "sequence": st.one_of(st.none(), st.integers(0, 10**20 - 1).map("{:020}".format)),
+            "sequence": st.one_of(st.none(), st.integers(0, 2**63 - 1)),
             "content_type": st.sampled_from([None, "application/json", "text/plain"]),
             "traceparent": traceparents,
             "tracestate": st.one_of(st.none(), name),
@@ -361,6 +361,8 @@ traceparents = st.builds(
 def test_what_event_headers_writes_decode_reads(attributes: dict[str, Any], data: bytes) -> None:
     message = decode(Record(event_headers(**attributes), data))
 
+    if attributes["sequence"] is not None:
+        attributes["sequence"] = f"{attributes['sequence']:020}"  # ordered as text
     assert {name: getattr(message, name) for name in attributes} == attributes
     assert message.data == data
 

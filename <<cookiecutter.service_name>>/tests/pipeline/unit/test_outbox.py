@@ -51,7 +51,7 @@ def size_in_kafka(row: StagedEvent) -> int:
         type=row.type,
         time=datetime(2026, 12, 31, 23, 59, 59, 999_999, UTC),
         subject=row.subject,
-        sequence=None if row.sequence is None else f"{row.sequence:020}",
+        sequence=row.sequence,
         content_type=row.content_type,
         traceparent=row.traceparent,
         tracestate=row.tracestate,

@@ -53,7 +53,7 @@ def message(traceparent: str | None = None, **fields: Any) -> Message:
 
 
 def process(message: Message) -> Any:
-    return telemetry.process_span(message, "track", "parcel-tracker")
+    return telemetry.ProcessSpans("parcel-tracker").of(message, "track")
 
 
 class Spans:
