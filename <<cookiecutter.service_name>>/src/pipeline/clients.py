@@ -7,9 +7,10 @@ still runs in a client whose stop has been cut short opens new connections, or w
 import asyncio
 import traceback
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 
@@ -18,7 +19,31 @@ from .record_batches import AnyMemoryRecords
 _BREAK_SECONDS = 1.0
 """For what runs in a client to notice that it is cut off from the brokers."""
 
+_MAX_WAIT_MS, _IDLE_MAX_WAIT_MS = 100, 500
+"""How long a broker waits for records before it answers that there are none. A partition whose
+records were just taken waits for the fetch that is under way."""
+_BUSY_SECONDS = 2.0
+"""After this long without records a consumer is idle."""
+
 fetcher.MemoryRecords = AnyMemoryRecords
+
+
+class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
+    """One that asks less often as long as nothing comes: to ask is most of what it costs then."""
+
+    _busy_until = 0.0
+
+    async def getmany(
+        self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
+    ) -> dict[TopicPartition, list[ConsumerRecord]]:
+        found: dict[TopicPartition, list[ConsumerRecord]] = await super().getmany(
+            *partitions, timeout_ms=timeout_ms, max_records=max_records
+        )
+        if found:
+            self._busy_until = monotonic() + _BUSY_SECONDS
+        is_busy = monotonic() < self._busy_until
+        self._fetcher._fetch_max_wait_ms = _MAX_WAIT_MS if is_busy else _IDLE_MAX_WAIT_MS
+        return found
 
 
 class _Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types

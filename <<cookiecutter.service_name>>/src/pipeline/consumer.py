@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
-from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
+from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import clients
+from .clients import KafkaConsumer
 from .consume import Consume
 from .failures import patiently
 from .handlers import Handlers
@@ -106,9 +107,9 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             if not self._stopping.is_set():
                 raise
 
-    def _new_client(self) -> AIOKafkaConsumer:
+    def _new_client(self) -> KafkaConsumer:
         session_timeout = round(self._settings.kafka_session_timeout * 1000)
-        return AIOKafkaConsumer(
+        return KafkaConsumer(
             bootstrap_servers=self._settings.kafka_bootstrap_servers,
             group_id=self._group,
             client_id=self._group,
@@ -122,8 +123,6 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
             # A slow batch is ended by the transaction's time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
-            # A partition whose data was just taken waits for the fetch that is under way.
-            fetch_max_wait_ms=100,
             metadata_max_age_ms=10_000,
         )
 

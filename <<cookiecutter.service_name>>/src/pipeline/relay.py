@@ -26,7 +26,7 @@ from .schema import SHARDS
 from .settings import Settings
 from .tasks import in_background
 from .unsent import Unsent
-from .window import Page, Progress, fitting, fresh, page
+from .window import Page, Progress, fitting, fresh, is_as_seen, page
 
 log = logging.getLogger(__name__)
 
@@ -195,23 +195,23 @@ class Relay:
         settings = self._settings
         pause = settings.relay_poll_min
         drained_by = math.inf
+        is_poll = False
         while True:
             if monotonic() >= self._renew_at:
                 await self._renew(driver)
             self._staged.clear()
             # Asked before the step: what is committed before `stop` must be in its window.
             stopping = self._stopping.is_set()
-            found = await self._step(driver)
+            found = await self._step(driver, is_poll=is_poll)
             if self._dirty and monotonic() >= self._write_at:
                 await self._write(driver, self._progress_of(self._dirty))
             if stopping:
                 drained_by = min(drained_by, monotonic() + settings.shutdown_grace / 4)
                 if not found or monotonic() >= drained_by:
                     return
-            elif found or await self._pause(min(pause, self._unsent.seconds_to_next())):
-                pause = settings.relay_poll_min
-            else:
-                pause = min(2 * pause, settings.relay_poll_max)
+                continue
+            is_poll = not (found or await self._pause(min(pause, self._unsent.seconds_to_next())))
+            pause = min(2 * pause, settings.relay_poll_max) if is_poll else settings.relay_poll_min
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep, or wake up for `wake` and `stop`; says whether it was woken."""
@@ -220,10 +220,15 @@ class Relay:
             return True
         return False
 
-    async def _step(self, driver: asyncpg.Connection) -> bool:
-        """Publish the next page of every group of shards; says whether there was any event."""
+    async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> bool:
+        """Publish the next page of every group of shards; says whether there was any event.
+
+        A poll, which nobody has asked for, mostly finds the database as it was.
+        """
         # Two pages for one that the window may add: what waits becomes less.
         is_draining = await self._retry(driver) and await self._retry(driver)
+        if is_poll and await is_as_seen(driver, self._progress.values(), self._server):
+            return is_draining
         ahead, self._ahead = self._ahead, None
         is_ahead = ahead is not None and ahead.progress == self._progress
         pages = ahead.pages if ahead and is_ahead else await self._read(driver, self._progress)

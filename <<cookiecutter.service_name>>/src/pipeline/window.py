@@ -5,7 +5,7 @@ visible now and was not visible in `seen`: exact in whatever order transactions 
 to gaps in `id` and no waiting behind a long transaction. PgQ's ticks are the ancestor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -73,6 +73,8 @@ SELECT NULL, NULL, NULL, {COLUMNS}
  LIMIT $6)
 """
 
+_NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -92,6 +94,19 @@ class Page:
     then: Progress
     server: datetime
     """When the server that answered was started."""
+
+
+async def is_as_seen(
+    connection: asyncpg.Connection, progress: Iterable[Progress], server: datetime | None
+) -> bool:
+    """Whether nothing was committed since, as far as this server can tell: then `fresh` is empty.
+
+    It costs a tenth of that.
+    """
+    now = await connection.fetchrow(_NOW)
+    return now["server"] == server and all(
+        one.target is None and one.seen == now["snapshot"] for one in progress
+    )
 
 
 async def fresh(

@@ -88,6 +88,7 @@ BOUNDARIES = (
     Boundary("relay: count the relays", 2),
     Boundary("relay: look for relays that are gone"),
     Boundary("relay: claim shards"),
+    Boundary("relay: look whether anything is new"),
     Boundary("relay: begin a snapshot"),
     Boundary("relay: read a fresh window", 3),
     Boundary("relay: commit"),

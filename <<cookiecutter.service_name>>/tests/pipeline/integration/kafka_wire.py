@@ -16,6 +16,7 @@ class Api(IntEnum):
     """What a request asks for."""
 
     PRODUCE = 0
+    FETCH = 1
     METADATA = 3
     FIND_COORDINATOR = 10
     LEAVE_GROUP = 13
@@ -49,6 +50,8 @@ class Wire:
         """Requests that were ignored."""
         self.knocks = 0
         """Connections that were asked for, taken or not."""
+        self.waits: list[int] = []
+        """For how many milliseconds each fetch lets the broker wait for records."""
 
     @property
     def address(self) -> str:
@@ -135,6 +138,9 @@ class Wire:
                     await self._hold()
                     if self._loses_answer():
                         asked[request[4:8]] = "lost"
+                elif api == Api.FETCH:
+                    after_name = 10 + int.from_bytes(request[8:10]) + 4
+                    self.waits.append(int.from_bytes(request[after_name : after_name + 4]))
                 elif api == Api.METADATA and version == 5:
                     asked[request[4:8]] = "metadata"
                 broker.write(len(request).to_bytes(4) + request)

@@ -53,6 +53,7 @@ _STATEMENTS: Mapping[object, str] = {
     unsent._SENT: "unsent: remove what is sent",
     unsent._REFUSED: "unsent: count refusals",
     unsent._FOLLOW: "unsent: let a key wait by itself",
+    window._NOW: "relay: look whether anything is new",
     window._FRESH: "relay: read a fresh window",
     window._PAGE: "relay: read a page",
 }

@@ -111,3 +111,27 @@ async def test_a_consumer_whose_farewell_nobody_hears_is_cut_off(
     wire.ignore(Api.LEAVE_GROUP)
     await clients.stop(one, seconds=0.2)
     assert wire.ignored == 1
+
+
+async def test_a_consumer_for_which_nothing_comes_asks_less_often(
+    wire: Wire, kafka: str, new_topic: NewTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "_BUSY_SECONDS", 0.5)
+    topic = await new_topic()
+    one = clients.KafkaConsumer(topic, bootstrap_servers=wire.address, auto_offset_reset="earliest")
+    await clients.start(one)
+
+    async def asks_after(milliseconds: int) -> None:
+        async def asks() -> bool:
+            found = await one.getmany(timeout_ms=50)
+            return not found and wire.waits[-1:] == [milliseconds]
+
+        await eventually(asks)
+
+    await asks_after(500)
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+        await producer.send_and_wait(topic, b"1")
+    assert await one.getmany(timeout_ms=10_000)
+    await asks_after(100)
+    await asks_after(500)
+    await clients.stop(one, seconds=5)

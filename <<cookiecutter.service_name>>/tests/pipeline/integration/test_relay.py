@@ -264,8 +264,8 @@ async def test_what_is_committed_behind_the_back_of_the_last_look_is_published_b
     class Interrupted(relay.Relay):
         """One that is told to stop when it has just found nothing."""
 
-        async def _step(self, driver: asyncpg.Connection) -> bool:
-            found = await super()._step(driver)
+        async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> bool:
+            found = await super()._step(driver, is_poll=is_poll)
             if not self._stopping.is_set():
                 await stage(writer, numbered(topic, [1]))
                 self.stop()

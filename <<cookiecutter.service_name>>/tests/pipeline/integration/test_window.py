@@ -115,13 +115,19 @@ class Reader(Protocol):
 
 
 class OnSnapshots:
-    """The engine's own."""
+    """The engine's own: before it reads, it asks whether there can be anything new."""
 
     def __init__(self, start: Progress) -> None:
         self._progress = start
 
+    async def is_as_seen(self, db: asyncpg.Connection) -> bool:
+        server = await db.fetchval("SELECT pg_postmaster_start_time()")
+        return await window.is_as_seen(db, [self._progress], server)
+
     async def read(self, db: asyncpg.Connection, limit: int) -> tuple[Events, bool]:
         before = self._progress
+        if await self.is_as_seen(db):
+            return [], True
         one = await read(db, before, limit)
         self._progress = one.then
         return one.events, before.target is None and one.then.target is None
@@ -204,6 +210,14 @@ class WithoutTheRunning(Patched):
 
     right = "WHERE pg_visible_in_snapshot(running, pg_current_snapshot())"
     wrong = "WHERE false"
+
+
+class LooksAtTheHighest(OnSnapshots):
+    """The engine's own, if it asked only whether a later transaction has finished."""
+
+    async def is_as_seen(self, db: asyncpg.Connection) -> bool:
+        highest = await db.fetchval("SELECT pg_snapshot_xmax(pg_current_snapshot())")
+        return self._progress.target is None and self._progress.seen[1] == highest
 
 
 class BoundedByAnId(Patched):
@@ -292,6 +306,7 @@ async def first_seed_that_shows(
         (OnFinished, "held up"),
         (OnTransactions, "out of order"),
         (WithoutTheRunning, "lost"),
+        (LooksAtTheHighest, "held up"),
         (BoundedByAnId, "lost"),
     ],
 )
