@@ -64,6 +64,7 @@ class Lanes:
         self._health = health
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._woken = parked
+        self._looking = asyncio.Lock()
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -80,23 +81,34 @@ class Lanes:
             group.create_task(self._count())
 
     async def _work(self) -> None:
-        pause = self._settings.backlog_poll_min
         while not self._stopping.is_set():
-            self._woken.clear()
             try:
-                is_idle = not await self.work_off()
-                self._health.ready("backlog")
+                # One looks for all: the others have nothing to do until it has found something.
+                async with self._looking:
+                    lane = await self._next()
+                if lane is not None:
+                    await self._work_at(lane)
             except Exception as error:
                 if self._stopping.is_set():
                     return
                 log.exception("backlog: unexpected error, starting again")
                 self._health.not_ready("backlog", named(error))
                 await self._pause(self._settings.retry_pause)
-                continue
-            if is_idle and not await self._pause(pause):
-                pause = min(2 * pause, self._settings.backlog_poll_max)
-            else:
+
+    async def _next(self) -> Lane | None:
+        """Wait for a lane with something due; None when it is time to stop."""
+        pause = self._settings.backlog_poll_min
+        while not self._stopping.is_set():
+            self._woken.clear()
+            lane = await self._claim()
+            self._health.ready("backlog")
+            if lane is not None:
+                return lane
+            if await self._pause(pause):
                 pause = self._settings.backlog_poll_min
+            else:
+                pause = min(2 * pause, self._settings.backlog_poll_max)
+        return None
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep, or wake up for what is stored and for `stop`; says whether it was woken."""
@@ -109,14 +121,19 @@ class Lanes:
 
     async def work_off(self) -> bool:
         """Handle what is due in the lane that waits longest; says whether there was one."""
-        lane = await self._ask("claiming a lane", self._claim)
+        lane = await self._claim()
         if lane is None:
             return False
+        await self._work_at(lane)
+        return True
+
+    async def _work_at(self, lane: Lane) -> None:
+        """Handle what is due in the lane, and give it back."""
         try:
             await self._serve(lane)
         except LaneLost as lost:
             log.warning("%s", lost)
-            return True
+            return
         except BreakerOpen:
             pass  # it has told, and the consumer rests
         except Exception:
@@ -124,7 +141,6 @@ class Lanes:
                 await self._release(lane)
             raise
         await self._release(lane)
-        return True
 
     async def _release(self, lane: Lane) -> None:
         await self._ask("giving a lane back", lambda driver: backlog.release(driver, lane))
@@ -197,9 +213,12 @@ class Lanes:
         """Whose rows are looked for; those that are nobody's as well."""
         return {"", *self._handlers.consumers} - self._breaker.resting
 
-    async def _claim(self, driver: asyncpg.Connection) -> Lane | None:
+    async def _claim(self) -> Lane | None:
         lease = self._settings.backlog_lease
-        return await backlog.claim(driver, self._owner, lease, self._consumers)
+        return await self._ask(
+            "claiming a lane",
+            lambda driver: backlog.claim(driver, self._owner, lease, self._consumers),
+        )
 
     async def _count(self) -> None:
         """Tell now and then what the backlog holds. To count it takes long where that is much."""
