@@ -142,7 +142,8 @@ async def layers() -> dict[str, float]:
                 slot = Slot(GROUP, topic, records[0].partition)
                 start = records[0].offset
                 await inbox.start_at(driver, slot, start)
-                work = FromPartition(slot, batch.read(handlers, topic, start, records))
+                read = await batch.read(handlers, topic, start, records)
+                work = FromPartition(slot, read)
                 await consume.apply(work, attempts)
                 page = await window.fresh(driver, progress, list(range(SHARDS)), 10_000)
                 await publisher.send(page.events, lambda: True)

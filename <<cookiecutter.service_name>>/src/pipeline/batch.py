@@ -1,5 +1,6 @@
 """Batches: records decoded, validated and matched with their handlers."""
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from .events import Event, Tombstone
 from .handlers import Handler, Handlers
 from .inbox import Anchor, Marker
 from .message import Message, Plain, Position, Record, Undecodable, decode, marker_key
+from .tasks import TURN
 
 _offset = attrgetter("offset")
 
@@ -104,7 +106,7 @@ class Batch:
         )
 
 
-def read(
+async def read(
     handlers: Handlers,
     topic: str,
     start: int,
@@ -116,7 +118,9 @@ def read(
     items: list[Item] = []
     skipped: list[int] = []
     quarantined: list[Quarantined] = []
-    for record in records:
+    for number, record in enumerate(records, 1):
+        if number % TURN == 0:
+            await asyncio.sleep(0)
         found = items_of(handlers, record, validates=validates)
         if isinstance(found, Quarantined):
             quarantined.append(found)

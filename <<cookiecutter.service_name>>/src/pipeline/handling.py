@@ -16,6 +16,7 @@ from .aggregate import Aggregate, Key
 from .batch import Item
 from .failures import is_of_the_database
 from .outbox import Outbox
+from .tasks import TURN
 from .telemetry import ProcessSpans
 from .transaction import EventBatch, Rows, Transaction
 
@@ -145,7 +146,9 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
     handled = Handled()
     behind: set[bytes] = set()
     begun = perf_counter()
-    for one in _runs(items):
+    for number, one in enumerate(_runs(items), 1):
+        if number % TURN == 0:
+            await asyncio.sleep(0)
         run = [item for item in one if item.order_key not in behind] if behind else one
         if not run:
             continue

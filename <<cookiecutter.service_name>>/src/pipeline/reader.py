@@ -214,7 +214,7 @@ class Reader:
             log.warning("%s: %s processes have died here: one by one", self._part, starts - 1)
             await self._apply_singly(records, starts)
         else:
-            batch = read(self._handlers, self._partition.topic, position, records)
+            batch = await read(self._handlers, self._partition.topic, position, records)
             await self._apply(FromPartition(self._slot, batch))
 
     async def _apply_singly(self, records: Sequence[ConsumerRecord], starts: int) -> None:
@@ -227,7 +227,7 @@ class Reader:
             if self._stopping.is_set():
                 return
             topic, is_last = self._partition.topic, record is records[-1]
-            batch = read(self._handlers, topic, self.position, [record], validates=not deaths)
+            batch = await read(self._handlers, topic, self.position, [record], validates=not deaths)
             # Where the next process begins, it knows that the record was tried alone.
             carried = 0 if is_last else singly
             await self._apply(FromPartition(self._slot, batch, starts=carried, deaths=deaths))
@@ -257,7 +257,7 @@ class Reader:
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""
         records = await self._records(start)
-        return read(self._handlers, self._partition.topic, start, records)
+        return await read(self._handlers, self._partition.topic, start, records)
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
         records: list[ConsumerRecord] = []

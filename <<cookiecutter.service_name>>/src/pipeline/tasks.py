@@ -7,6 +7,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+TURN = 50
+"""Messages after which a batch lets others have their turn, with `asyncio.sleep(0)`.
+
+Else the relay, and the batches of other partitions, would wait for hundreds of handlers each time.
+"""
+
 
 @asynccontextmanager
 async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:

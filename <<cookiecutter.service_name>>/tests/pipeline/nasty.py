@@ -144,14 +144,14 @@ def kafka_record(nasty: Nasty, offset: int, topic: str) -> ConsumerRecord[bytes,
     )
 
 
-def fates(
+async def fates(
     handlers: Handlers, topic: str, records: Sequence[ConsumerRecord[bytes, bytes]]
 ) -> Counter[str]:
     """Read them all, and return how many became what.
 
     Fails the test for a record that became nothing, or what can't be stored.
     """
-    batch = read(handlers, topic, 0, records)
+    batch = await read(handlers, topic, 0, records)
     assert batch.end == len(records)
     assert batch.anchor == (Anchor.of(records[-1]) if records else None)
     found: dict[int, str] = dict.fromkeys(batch.skipped, "skipped")

@@ -55,19 +55,19 @@ class Desk:
     outages: list[str] = field(default_factory=list)
     """Why attempts were repeated in place."""
 
-    def read(self, *deposits: Deposit, start: int) -> Batch:
+    async def read(self, *deposits: Deposit, start: int) -> Batch:
         """Decode the deposits as the records from offset `start` on."""
         records: list[ConsumerRecord[bytes, bytes]] = [
             replace(deposit, partition=self.slot.partition).record(self.slot.topic, start + place)
             for place, deposit in enumerate(deposits)
         ]
-        return read(self.handlers, self.slot.topic, start, records)
+        return await read(self.handlers, self.slot.topic, start, records)
 
     async def apply(self, *deposits: Deposit, start: int | None = None) -> Sequence[Outcome]:
         """Apply the deposits as one batch, from the position stored unless `start` says where."""
         if start is None:
             start = await self.position()
-        return await self.apply_batch(self.read(*deposits, start=start))
+        return await self.apply_batch(await self.read(*deposits, start=start))
 
     async def apply_batch(self, batch: Batch) -> Sequence[Outcome]:
         """Apply the batch as the reader does: infrastructure is tried again for ever."""

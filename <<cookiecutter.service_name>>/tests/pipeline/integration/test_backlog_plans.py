@@ -108,10 +108,10 @@ def lane(key: bytes) -> Lane:
     return Lane(lane_of(key, is_deferred=False), 0, 1)
 
 
-def items(*accounts: str) -> list[Item]:
+async def items(*accounts: str) -> list[Item]:
     """Return new messages for the accounts, which are keys."""
     deposits = (Deposit(1, account=name).record("t", n) for n, name in enumerate(accounts))
-    return list(read(BANK.handlers, "t", 0, list(deposits)).items)
+    return list((await read(BANK.handlers, "t", 0, list(deposits))).items)
 
 
 async def rows_of(db: asyncpg.Connection, key: bytes, count: int) -> list[bytes]:
@@ -125,7 +125,7 @@ async def rows_of(db: asyncpg.Connection, key: bytes, count: int) -> list[bytes]
 
 
 async def test_the_look_up_of_a_batch(asked: Explaining) -> None:
-    batch = items("hot", "new", "dead", *(f"unknown {n}" for n in range(500)))
+    batch = await items("hot", "new", "dead", *(f"unknown {n}" for n in range(500)))
     known, waiting = await backlog.find(asked, batch)
     assert (known, waiting) == ({}, {HOT, NEW})
     assert only(asked).indexes <= {"backlog_pkey", "backlog_order_idx"}
@@ -138,7 +138,7 @@ async def test_new_rows_of_a_batch(asked: Explaining) -> None:
     fate = Fate("follows another")
     rows = [
         backlog.Row(one.marker.key, "deposit", one.record, fate, one)
-        for one in items("hot", *(f"unknown {n}" for n in range(499)))
+        for one in await items("hot", *(f"unknown {n}" for n in range(499)))
     ]
     await backlog.add(asked, rows)
     assert only(asked).scanned == set()

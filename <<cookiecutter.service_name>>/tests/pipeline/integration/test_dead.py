@@ -64,7 +64,7 @@ async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
     start = await desk.position()
     policy = HOLDING if holds else Policy()
     fate = fate_of(policy, "rejected", Reject("no"), attempts=1)
-    items = desk.read(*deposits, start=start).items
+    items = (await desk.read(*deposits, start=start)).items
     rows = [Row(one.marker.key, one.marker.consumer, one.record, fate, one) for one in items]
     async with autocommitting(desk.engine) as driver:
         for first in range(0, len(rows), 5_000):
@@ -233,18 +233,18 @@ async def test_what_was_discarded_stays_known_and_is_not_applied_when_it_comes_a
     assert await discard(desk) == 0
 
 
-def nameless(desk: Desk, *deposits: Deposit, start: int) -> Batch:
+async def nameless(desk: Desk, *deposits: Deposit, start: int) -> Batch:
     """Decode records that have no headers, and so no identity of their own."""
     topic = desk.slot.topic
     records = [replace(one.record(topic, start + n), headers=()) for n, one in enumerate(deposits)]
-    return read(desk.handlers, topic, start, records)
+    return await read(desk.handlers, topic, start, records)
 
 
 async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
     bank: Bank, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await desk.position()
-    await desk.apply_batch(nameless(desk, Deposit(1), Deposit(2), Deposit(3), start=0))
+    await desk.apply_batch(await nameless(desk, Deposit(1), Deposit(2), Deposit(3), start=0))
     assert [one.reason for one in await letters(desk)] == ["not CloudEvents"] * 3
     redriven = await redrive(desk)
     await desk.work_off()
@@ -252,7 +252,9 @@ async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
     bank.handlers.plain(bank.deposits, Plain("deposited", PayloadFields("amount")))
     # The second one comes again, and is applied; the third in another guise.
     await desk.apply_batch(
-        nameless(desk, Deposit(2), Deposit(3, value=b'{"amount": 3, "account": "bob"}'), start=3)
+        await nameless(
+            desk, Deposit(2), Deposit(3, value=b'{"amount": 3, "account": "bob"}'), start=3
+        )
     )
     redriven = await redrive(desk)
     assert await became(desk, redriven) == {"waiting": 3}
@@ -264,7 +266,7 @@ async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
 
 async def test_what_nobody_takes_any_more_is_dead_again(bank: Bank, desk: Desk) -> None:
     await desk.position()
-    await desk.apply_batch(nameless(desk, Deposit(1), start=0))
+    await desk.apply_batch(await nameless(desk, Deposit(1), start=0))
     bank.handlers.plain(bank.deposits, Plain("elsewhere", PayloadFields("amount")))
     redriven = await redrive(desk)
     await desk.work_off()
@@ -314,7 +316,7 @@ async def test_what_is_too_old_is_applied_only_if_it_is_asked_for_as_such(
 
 async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk: Desk) -> None:
     start = await desk.position()
-    batch = desk.read(Deposit(1), start=start)
+    batch = await desk.read(Deposit(1), start=start)
     attempts = patiently("the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append)
     await desk.consume.apply(FromPartition(desk.slot, batch, deaths=3), attempts)
     async with autocommitting(desk.engine) as driver:

@@ -167,7 +167,7 @@ async def test_another_payload_is_recognised_by_who_waited_for_the_first(
     impostors = await first.backlog()
     assert [row["consumer"] for row in impostors] == ["deposit", "waiting"]
     hashes = [
-        desk.read(deposit, start=0).items[0].marker.message.hash
+        (await desk.read(deposit, start=0)).items[0].marker.message.hash
         for desk, deposit in ((first, Deposit(1)), (second, altered))
     ]
     known, new = reversed(hashes) if gives_up else hashes

@@ -221,7 +221,7 @@ async def test_a_commit_whose_answer_is_lost_is_settled_by_the_position(
 
     async with wire(database_url, cut) as url:
         desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
-        batch = desk.read(Deposit(1), Deposit(2), start=await desk.position())
+        batch = await desk.read(Deposit(1), Deposit(2), start=await desk.position())
         with pytest.raises(PositionMoved):
             await desk.apply_batch(batch)
         assert await desk.position() == 2

@@ -71,7 +71,7 @@ async def test_every_nasty_record_comes_as_it_was_sent_and_gets_its_fate(
     assert [
         (list(record.headers), record.value, record.key, record.timestamp) for record in found
     ] == [(nasty.headers, nasty.value, nasty.key, nasty.timestamp) for nasty in NASTY]
-    assert fates(handlers, topic, found).total() == len(NASTY)
+    assert (await fates(handlers, topic, found)).total() == len(NASTY)
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
@@ -106,7 +106,7 @@ async def test_every_nasty_record_takes_effect_or_is_stored_as_it_came(
     desk = await new_desk(handlers, topic="nasty", breaker_keys=10_000)
     found = [kafka_record(nasty, offset, "nasty") for offset, nasty in enumerate(NASTY)]
     assert await desk.position() == 0
-    outcomes = await desk.apply_batch(read(handlers, "nasty", 0, found))
+    outcomes = await desk.apply_batch(await read(handlers, "nasty", 0, found))
     assert await desk.position() == len(NASTY)
     stored = await desk.backlog()
     assert {"invalid payload", "invalid envelope"} <= {row["reason"] for row in stored}

@@ -44,7 +44,7 @@ async def test_a_batch_read_from_where_the_partition_no_longer_is_has_no_effect(
 ) -> None:
     """Trap 12: the second of two owners is refused."""
     bank, desk = ledger
-    stale = desk.read(Deposit(3), Deposit(4), start=await desk.position())
+    stale = await desk.read(Deposit(3), Deposit(4), start=await desk.position())
     await desk.apply(Deposit(1), Deposit(2))
     with pytest.raises(PositionMoved):
         await desk.apply_batch(stale)

@@ -1,5 +1,6 @@
 """Decoding a batch: every record is taken, skipped or quarantined."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from pipeline.batch import Batch, read
 from pipeline.failures import told
 from pipeline.inbox import Anchor
 from pipeline.message import Reason, Undecodable
+from pipeline.tasks import TURN, in_background
 
 TOPIC = "orders"
 
@@ -70,61 +72,63 @@ def taken(batch: Batch) -> list[tuple[int, str]]:
     return [(item.marker.message.offset, item.handler.consumer) for item in batch.items]
 
 
-def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of_registration(
+async def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of_registration(
     handlers: Handlers,
 ) -> None:
-    batch = read(handlers, TOPIC, 5, [record(5), record(6)])
+    batch = await read(handlers, TOPIC, 5, [record(5), record(6)])
     assert taken(batch) == [(5, "ship"), (5, "bill"), (6, "ship"), (6, "bill")]
     assert (batch.start, batch.end, batch.skipped, batch.quarantined) == (5, 7, [], [])
     assert batch.items[0].event == Placed(order=1)
     assert len({item.marker.key for item in batch.items}) == 4
 
 
-def test_the_end_is_behind_the_last_record_whatever_gaps_there_are(handlers: Handlers) -> None:
+async def test_the_end_is_behind_the_last_record_whatever_gaps_there_are(
+    handlers: Handlers,
+) -> None:
     """Trap 13."""
-    batch = read(handlers, TOPIC, 5, [record(7), record(20)])
+    batch = await read(handlers, TOPIC, 5, [record(7), record(20)])
     assert (batch.start, batch.end) == (5, 21)
 
 
-def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_passes_them(
+async def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_passes_them(
     handlers: Handlers,
 ) -> None:
     records = [record(0, type="other", value=b"no JSON"), record(1), record(2, value=None)]
-    batch = read(handlers, TOPIC, 0, records)
+    batch = await read(handlers, TOPIC, 0, records)
     assert [offset for offset, _ in taken(batch)] == [1, 1]
     assert (batch.skipped, batch.end, batch.quarantined) == ([0, 2], 3, [])
 
 
-def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(
+async def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(
     handlers: Handlers,
 ) -> None:
-    batch = read(handlers, TOPIC, 0, [record(0, value=None, type=None)])
+    batch = await read(handlers, TOPIC, 0, [record(0, value=None, type=None)])
     assert (batch.skipped, batch.end, batch.quarantined) == ([0], 1, [])
 
 
-def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_for_it(
+async def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_for_it(
     handlers: Handlers,
 ) -> None:
     handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
-    batch = read(handlers, TOPIC, 0, [record(0, value=None, key=b"a\xff")])
+    batch = await read(handlers, TOPIC, 0, [record(0, value=None, key=b"a\xff")])
     assert taken(batch) == [(0, "forget")]
     assert batch.items[0].event == Tombstone(key="a\\xff")
-    (item,) = read(handlers, TOPIC, 0, [record(0, value=None, key=None)]).items
+    (item,) = (await read(handlers, TOPIC, 0, [record(0, value=None, key=None)])).items
     assert item.event == Tombstone(key="")
 
 
-def test_a_tombstone_without_headers_is_named_by_its_place(handlers: Handlers) -> None:
+async def test_a_tombstone_without_headers_is_named_by_its_place(handlers: Handlers) -> None:
     handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
-    batch = read(handlers, TOPIC, 7, [record(7, value=None, type=None, key=b"a")])
+    batch = await read(handlers, TOPIC, 7, [record(7, value=None, type=None, key=b"a")])
     assert batch.items[0].marker.message.id == "0-7"
 
 
-def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_taken(
+async def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_taken(
     handlers: Handlers,
 ) -> None:
     """Trap 14."""
     bare = record(2, type=None)
-    batch = read(handlers, TOPIC, 0, [record(0), record(1, type="other"), bare, record(3)])
+    batch = await read(handlers, TOPIC, 0, [record(0), record(1, type="other"), bare, record(3)])
     assert taken(batch) == [(0, "ship"), (0, "bill"), (3, "ship"), (3, "bill")]
     assert (batch.start, batch.end, batch.skipped) == (0, 4, [1])
     (one,) = batch.quarantined
@@ -133,11 +137,13 @@ def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_taken(
     assert isinstance(one.error, Undecodable)
 
 
-def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
+async def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
     handlers: Handlers,
 ) -> None:
     handlers.demand_types(TOPIC)
-    batch = read(handlers, TOPIC, 0, [record(0, type="other"), record(1), record(2, value=None)])
+    batch = await read(
+        handlers, TOPIC, 0, [record(0, type="other"), record(1), record(2, value=None)]
+    )
     assert [offset for offset, _ in taken(batch)] == [1, 1]
     assert [(one.record.offset, one.reason) for one in batch.quarantined] == [(0, "unknown type")]
     assert "'other' of orders" in str(batch.quarantined[0].error)
@@ -154,11 +160,11 @@ def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
     ],
     ids=["no JSON", "a wrong type", "no UTF-8", "a validator that breaks"],
 )
-def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and_without_an_event(
+async def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and_without_an_event(
     handlers: Handlers, bad: ConsumerRecord[bytes, bytes], consumers: list[str]
 ) -> None:
     """Trap 14."""
-    batch = read(handlers, TOPIC, 0, [record(1), bad, record(3)])
+    batch = await read(handlers, TOPIC, 0, [record(1), bad, record(3)])
     assert (batch.end, batch.skipped, batch.quarantined) == (4, [], [])
     faulty = [item for item in batch.items if item.fault is not None]
     assert [(item.record.offset, item.handler.consumer) for item in faulty] == [
@@ -168,28 +174,28 @@ def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and_witho
     assert len(batch.items) == 4 + len(faulty)
 
 
-def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_value(
+async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_value(
     handlers: Handlers,
 ) -> None:
-    item, _ = read(handlers, TOPIC, 0, [record(0, value=b'{"order": "secret"}')]).items
+    item, _ = (await read(handlers, TOPIC, 0, [record(0, value=b'{"order": "secret"}')])).items
     assert isinstance(item.fault, ValidationError)
     assert "order" in told(item.fault)
     assert "secret" not in told(item.fault)
 
 
-def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
+async def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
     handlers.plain(TOPIC, Plain("placed", PayloadFields("order")))
     same = [record(n, value=json.dumps({"order": 1}).encode(), type=None) for n in (0, 1)]
-    batch = read(handlers, TOPIC, 0, same)
+    batch = await read(handlers, TOPIC, 0, same)
     assert taken(batch) == [(0, "ship"), (0, "bill"), (1, "ship"), (1, "bill")]
     assert len({item.marker.key for item in batch.items}) == 2
 
 
-def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_other(
+async def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_other(
     handlers: Handlers,
 ) -> None:
     records = [record(0), record(2, type="other"), record(3), record(5, type=None), record(9)]
-    batch = read(handlers, TOPIC, 0, records)
+    batch = await read(handlers, TOPIC, 0, records)
     part = batch.between(1, 9)
     assert (part.start, part.end, part.skipped) == (1, 9, [2])
     assert [one.offset for one in part.records] == [2, 3, 5]
@@ -200,6 +206,20 @@ def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_other(
     assert batch.between(6, 9).anchor is None
 
 
-def test_an_empty_read_moves_nothing(handlers: Handlers) -> None:
-    batch = read(handlers, TOPIC, 3, [])
+async def test_an_empty_read_moves_nothing(handlers: Handlers) -> None:
+    batch = await read(handlers, TOPIC, 3, [])
     assert (batch.start, batch.end, batch.items) == (3, 3, [])
+
+
+async def test_others_have_their_turn_while_a_batch_is_read(handlers: Handlers) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with in_background(others()):
+        await read(handlers, TOPIC, 0, [record(number) for number in range(5 * TURN)])
+    assert turns >= 5

@@ -187,27 +187,29 @@ nasty_records = st.builds(
 @example([Nasty(binary(type="strict"), b'{"a\\u0000": 1}')], CLOUD_EVENTS).via(
     "a NUL in a name that the error tells"
 )
-def test_any_records_are_taken_skipped_or_set_aside_for_a_reason(
+async def test_any_records_are_taken_skipped_or_set_aside_for_a_reason(
     records: list[Nasty], handlers: Handlers
 ) -> None:
-    found = fates(handlers, TOPIC, [kafka_record(it, n, TOPIC) for n, it in enumerate(records)])
+    found = await fates(
+        handlers, TOPIC, [kafka_record(it, n, TOPIC) for n, it in enumerate(records)]
+    )
 
     assert found.total() == len(records)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["shape", "strict", "fragile"]), shapes)
-def test_any_payload_is_an_event_or_set_aside_for_a_reason(type: str, value: bytes) -> None:
+async def test_any_payload_is_an_event_or_set_aside_for_a_reason(type: str, value: bytes) -> None:
     record = kafka_record(Nasty(binary(type=type), value), 0, TOPIC)
 
-    found = fates(CLOUD_EVENTS, TOPIC, [record])
+    found = await fates(CLOUD_EVENTS, TOPIC, [record])
 
     assert +found in ({"taken": 1}, {"invalid payload": 1})
 
 
 @pytest.mark.parametrize("handlers", REGISTRIES.values(), ids=list(REGISTRIES))
-def test_none_of_the_known_nasty_records_vanishes(handlers: Handlers) -> None:
-    found = fates(handlers, TOPIC, [kafka_record(it, n, TOPIC) for n, it in enumerate(NASTY)])
+async def test_none_of_the_known_nasty_records_vanishes(handlers: Handlers) -> None:
+    found = await fates(handlers, TOPIC, [kafka_record(it, n, TOPIC) for n, it in enumerate(NASTY)])
 
     assert found.total() == len(NASTY)
     assert found.keys() >= {"taken", "skipped", "invalid payload", Reason.INVALID_ENVELOPE}
@@ -215,12 +217,12 @@ def test_none_of_the_known_nasty_records_vanishes(handlers: Handlers) -> None:
 
 @pytest.mark.parametrize("type", ["shape", "strict", "fragile"])
 @pytest.mark.parametrize("name", VALUES)
-def test_no_value_breaks_any_kind_of_event(name: str, type: str) -> None:
+async def test_no_value_breaks_any_kind_of_event(name: str, type: str) -> None:
     direct = Nasty(binary(type=type), VALUES[name])
     wrapped = b'{"specversion":"1.0","id":"1","source":"/","type":"%b","data":%b}'
     within = Nasty([STRUCTURED], wrapped % (type.encode(), VALUES[name] or b"null"))
 
-    found = fates(
+    found = await fates(
         CLOUD_EVENTS, TOPIC, [kafka_record(direct, 0, TOPIC), kafka_record(within, 1, TOPIC)]
     )
 
