@@ -144,10 +144,11 @@ byte i, j, places;                            /* scratch, within one step */
 #define marker_of_known ABSENT
 #endif
 
+/* What is parked in one transaction is seen together: only the first of each key must be due. */
 #ifdef FOLLOWER_BORN_NOT_DUE
 #define born_due 0
 #else
-#define born_due park
+#define born_due (first(park & ASIDE) | first(park & below(LENGTH) & ~ASIDE) | park & only(LENGTH))
 #endif
 
 #ifdef RUN_FROM_THE_DUE_ROW

@@ -6,16 +6,18 @@ transactions add some. A key may have rows in two lanes, of retries and of defer
 a deployment has changed its handler's mode; then the markers keep two workers apart.
 
 A row is due when it is added, also behind others of its key, because those may be gone by the time
-it is seen; who holds the lane lets only the first row of a key be due.
+it is seen. Those that are added with it can't be: of them only the first of a key is due. Who holds
+the lane lets only the first row of a key be due.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import asyncpg
 
-from .batch import Item, Quarantined, items_of, order_key
+from .batch import Item, Quarantined, items_of, order_key, validate
 from .handlers import Handlers
 from .inbox import Generations, IdentityMismatch, Known
 from .message import Record, headers_as_json, headers_of, printable
@@ -44,8 +46,7 @@ class Lane:
     """Workers that have begun and not come back, this one included."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRecord:
+class StoredRecord(NamedTuple):
     """A record as it was read from Kafka."""
 
     topic: str
@@ -59,8 +60,7 @@ class StoredRecord:
     """Seconds that it has been in the backlog."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A message or record to be stored, and what becomes of it."""
 
     key: bytes
@@ -89,6 +89,7 @@ SELECT NULL, wanted.key, NULL, NULL
                 WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))
 """
 
+# Rows, not columns: asyncpg looks at every element of an array, and at a row as one.
 _ADD = """
 INSERT INTO pipeline.backlog
        (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
@@ -97,14 +98,8 @@ INSERT INTO pipeline.backlog
 SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
        headers, source, id, type, hash, $1, remembered_hash, traceparent,
        reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),
-       CASE WHEN due_in IS NULL THEN clock_timestamp() END, holds, error, traceback
-  FROM unnest($2::bytea[], $3::smallint[], $4::bytea[], $5::text[], $6::text[], $7::integer[],
-              $8::bigint[], $9::bigint[], $10::bytea[], $11::bytea[], $12::text[], $13::text[],
-              $14::text[], $15::text[], $16::bytea[], $17::bytea[], $18::text[], $19::text[],
-              $20::integer[], $21::float[], $22::float[], $23::boolean[], $24::text[], $25::text[])
-       AS new (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key,
-               value, headers, source, id, type, hash, remembered_hash, traceparent,
-               reason, attempts, waited, due_in, holds, error, traceback)
+       CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
+  FROM unnest($2::pipeline.new_backlog_row[])
     ON CONFLICT DO NOTHING
 """
 
@@ -115,13 +110,17 @@ UPDATE pipeline.backlog_lane
  WHERE lane = (
        SELECT lane FROM pipeline.backlog_lane l
         WHERE (lease_until IS NULL OR lease_until < clock_timestamp())
-          AND EXISTS (SELECT FROM pipeline.backlog b
-                       WHERE b.lane = l.lane AND due_at <= statement_timestamp()
-                         AND consumer = ANY ($3))
+          AND (SELECT true FROM pipeline.backlog b
+                WHERE b.lane = l.lane AND due_at <= statement_timestamp()
+                  AND COALESCE(consumer = ANY ($3), false)
+                ORDER BY due_at LIMIT 1)
         ORDER BY released_at LIMIT 1
           FOR UPDATE SKIP LOCKED)
 RETURNING lane, token, starts
 """
+# Written so that the planner, whatever it knows, asks the index for one row of each lane: EXISTS is
+# a join with everything that is due, or looks through the table for a lane that has nothing; and
+# without COALESCE it expects so few rows that it sorts them all.
 
 _HOLD = """
 WITH held AS (
@@ -146,23 +145,22 @@ WITH due AS MATERIALIZED (
              WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
              ORDER BY due_at LIMIT $3) AS first
      GROUP BY order_key
-), run AS (
-    SELECT due.due_at AS key_due_at, b.*, b.due_at > clock_timestamp() AS is_early,
-           extract(epoch FROM clock_timestamp() - b.received_at)::float AS stored_for
-      FROM due CROSS JOIN LATERAL (
-           SELECT * FROM pipeline.backlog b
-            WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
-            ORDER BY partition, "offset"
-            LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b
 )
-SELECT * FROM (
-    SELECT run.*,
-           sum(octet_length(value)) OVER (
-               ORDER BY key_due_at, order_key, partition, "offset") AS bytes,
-           row_number() OVER (ORDER BY key_due_at, order_key, partition, "offset") AS place
-      FROM run) AS sized
- WHERE bytes <= $4 OR bytes IS NULL OR place = 1
- ORDER BY place
+SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
+       type, reason, attempts, waited, error,
+       date_part('epoch', clock_timestamp() - received_at) AS stored_for,
+       COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
+  FROM (SELECT due.due_at AS key_due_at, b.*,
+               sum(octet_length(value)) OVER (
+                   ORDER BY due.due_at, b.order_key, partition, "offset"
+                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+          FROM due CROSS JOIN LATERAL (
+               SELECT * FROM pipeline.backlog b
+                WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
+                ORDER BY partition, "offset"
+                LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b) AS run
+ WHERE bytes_before < $4 OR bytes_before IS NULL
+ ORDER BY key_due_at, order_key, partition, "offset"
 """
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
@@ -188,8 +186,10 @@ WITH head AS MATERIALIZED (
             WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)
             ORDER BY partition, "offset" LIMIT 1) AS b
 ), behind AS MATERIALIZED (
-    SELECT b.key FROM head JOIN pipeline.backlog b ON b.order_key = head.order_key
-     WHERE b.lane = ANY ($2) AND b.due_at <= statement_timestamp() AND b.key <> head.key
+    SELECT b.key FROM head CROSS JOIN LATERAL (
+           SELECT key FROM pipeline.backlog b
+            WHERE b.order_key = head.order_key AND b.due_at <= statement_timestamp()
+              AND b.lane = ANY ($2) AND b.key <> head.key) AS b
      LIMIT $3
 ), demoted AS (
     UPDATE pipeline.backlog SET due_at = NULL WHERE key IN (SELECT key FROM behind)
@@ -239,47 +239,58 @@ async def find(
     rows = await connection.fetch(
         _FIND,
         [item.marker.key for item in items],
-        list({item.order_key for item in items}),
+        # What is deferred waits in any case.
+        list({item.order_key for item in items if item.handler.mode != "deferred"}),
     )
     known = {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows if row["key"]}
     return known, {row["order_key"] for row in rows if row["order_key"]}
 
 
 async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
-    """Store rows; what is stored already stays as it is."""
-    messages = [row.item.marker.message if row.item else None for row in rows]
-    keys = [order_key(row.consumer, row.record) for row in rows]
-    await connection.execute(
-        _ADD,
-        HASH_VERSION,
-        [row.key for row in rows],
-        [
-            lane_of(key, is_deferred=row.item is not None and row.item.handler.mode == "deferred")
-            for key, row in zip(keys, rows, strict=True)
-        ],
-        keys,
-        [row.consumer for row in rows],
-        [row.record.topic for row in rows],
-        [row.record.partition for row in rows],
-        [row.record.offset for row in rows],
-        [row.record.timestamp for row in rows],
-        [row.record.key for row in rows],
-        [row.record.value for row in rows],
-        [headers_as_json(row.record.headers) for row in rows],
-        [message and message.source for message in messages],
-        [message and message.id for message in messages],
-        [message and message.type for message in messages],
-        [message and message.hash for message in messages],
-        [row.remembered for row in rows],
-        [message and message.traceparent for message in messages],
-        [row.fate.reason for row in rows],
-        [row.fate.attempts for row in rows],
-        [row.fate.waited for row in rows],
-        [row.fate.due_in for row in rows],
-        [row.fate.holds for row in rows],
-        [row.fate.error for row in rows],
-        [row.fate.traceback for row in rows],
-    )
+    """Store rows in the order of their keys; what is stored already stays as it is.
+
+    What stands behind another of its key among them is not due: it is seen together with that one,
+    and is let due when that is settled.
+    """
+    new = []
+    waiting: set[bytes] = set()
+    for row in rows:
+        record, fate = row.record, row.fate
+        message = row.item.marker.message if row.item else None
+        key = order_key(row.consumer, record)
+        is_deferred = row.item is not None and row.item.handler.mode == "deferred"
+        new.append(
+            (
+                row.key,
+                lane_of(key, is_deferred=is_deferred),
+                key,
+                row.consumer,
+                record.topic,
+                record.partition,
+                record.offset,
+                record.timestamp,
+                record.key,
+                record.value,
+                headers_as_json(record.headers),
+                message and message.source,
+                message and message.id,
+                message and message.type,
+                message and message.hash,
+                row.remembered,
+                message and message.traceparent,
+                fate.reason,
+                fate.attempts,
+                fate.waited,
+                None if fate.due_in == 0.0 and key in waiting else fate.due_in,
+                fate.is_dead,
+                fate.holds,
+                fate.error,
+                fate.traceback,
+            )
+        )
+        if not fate.is_dead or fate.holds:
+            waiting.add(key)
+    await connection.execute(_ADD, HASH_VERSION, new)
 
 
 def lane_of(order_key: bytes, *, is_deferred: bool) -> int:
@@ -408,7 +419,7 @@ async def take(
         key = row["order_key"]
         if not keys or keys[-1] != key:
             keys.append(key)
-        if row["died_at"] is not None or row["is_early"]:
+        if row["must_wait"]:
             waiting.add(key)
         if key in waiting:
             continue
@@ -428,25 +439,30 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
     record = stored_record(row, stored_for=row["stored_for"])
     consumer = row["consumer"]
-    # What is nobody's calls no handler in this turn.
-    found = items_of(handlers, record, validates=validates and bool(consumer))
+    found = items_of(handlers, record, validates=False)
     if isinstance(found, Quarantined):
         fate = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
         return Row(row["key"], consumer, record, fate)
     if not consumer and found:
         return [item._replace(was_young=True) for item in found]
-    for item in found:
-        if item.marker.consumer == consumer:
-            return [
-                item._replace(
-                    attempts=row["attempts"],
-                    waited=row["waited"],
-                    row=row["key"],
-                    was_young=True,
-                    is_suspect=row["reason"] == DIED,
-                    last_error=row["error"],
-                )
-            ]
+    for one in found:
+        if one.marker.consumer == consumer:
+            handler, marker = one.handler, one.marker
+            event, fault = validate(handler.event, marker.message) if validates else (None, None)
+            item = Item(
+                handler,
+                marker,
+                record,
+                event,
+                fault,
+                attempts=row["attempts"],
+                waited=row["waited"],
+                row=row["key"],
+                was_young=True,
+                is_suspect=row["reason"] == DIED,
+                last_error=row["error"],
+            )
+            return [item]
     who = consumer or "the service"
     error = NoHandler(f"{who} has no handler for {row['type'] or 'this'!r} of {record.topic}")
     if not consumer:

@@ -153,6 +153,7 @@ backlog = sa.Table(
         postgresql_where=sa.text("died_at IS NULL OR holds"),
     ),
     sa.Index("backlog_due_idx", "lane", "due_at", postgresql_where=sa.text("due_at IS NOT NULL")),
+    sa.Index("backlog_due_key_idx", "order_key", postgresql_where=sa.text("due_at IS NOT NULL")),
     sa.Index("backlog_died_idx", "died_at", postgresql_where=sa.text("died_at IS NOT NULL")),
     sa.Index(
         "backlog_dead_idx",

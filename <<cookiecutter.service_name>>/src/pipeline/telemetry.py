@@ -58,7 +58,7 @@ _backlog_age = _meter.create_gauge("pipeline.backlog.age", "s", "Since the oldes
 _backlog_duration = _meter.create_histogram(
     "pipeline.backlog.duration",
     "s",
-    "From received to applied.",
+    "From received to applied; the oldest message of each transaction.",
     explicit_bucket_boundaries_advisory=[0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3_600.0, 86_400.0],
 )
 _shards = _meter.create_gauge("pipeline.relay.shards", "{shard}", "Shards this relay holds.")
@@ -284,7 +284,7 @@ def observe_backlog(consumer: str, waiting: int, dead: int, oldest_seconds: floa
 
 
 def backlog_applied(consumer: str, seconds: float) -> None:
-    """Record how long a message has waited in the backlog before it took effect."""
+    """Record how long the oldest message of a transaction has waited before it took effect."""
     _backlog_duration.record(seconds, {CONSUMER: consumer})
 
 

@@ -263,9 +263,13 @@ class FromLane:
 
     def count(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record the transaction in metrics."""
+        longest: dict[str, float] = {}
         for item in applied:
             if isinstance(item.record, StoredRecord):
-                telemetry.backlog_applied(item.marker.consumer, item.record.stored_for + seconds)
+                consumer, stored_for = item.marker.consumer, item.record.stored_for
+                longest[consumer] = max(longest.get(consumer, 0.0), stored_for)
+        for consumer, stored_for in longest.items():
+            telemetry.backlog_applied(consumer, stored_for + seconds)
 
 
 def _row(item: Item, fate: Fate) -> Row:

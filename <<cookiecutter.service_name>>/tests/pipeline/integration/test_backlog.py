@@ -4,8 +4,10 @@ import asyncpg
 import pytest
 import sqlalchemy as sa
 
-from pipeline import Park, Policy, Reject, Retry, Transaction
+from pipeline import Park, Policy, Reject, Retry, Transaction, backlog, telemetry
 from pipeline.breaker import BreakerOpen
+from pipeline.database import autocommitting
+from pipeline.policy import DEFERRED, dead
 
 from .bank import Account, Bank, Deposit, Deposited
 from .conftest import histories
@@ -246,6 +248,56 @@ async def test_deferred_messages_are_stored_at_once_and_handled_later_in_order(
     assert await histories(db) == wanted
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 99
     assert await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox") <= 3, "in batches"
+
+
+async def test_of_what_is_stored_together_only_the_first_of_each_key_is_due(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await bank_with(new_desk, mode="deferred")
+    keyless = [Deposit(n, f"account {n}", key=None) for n in (5, 8, 9)]
+    await desk.apply(Deposit(1), Deposit(2), Deposit(3, "bob"), Deposit(4), keyless[0])
+    await desk.apply(Deposit(6), Deposit(7), *keyless[1:])
+    due = [row["offset"] for row in await desk.backlog() if row["due_at"] is not None]
+    assert due == [0, 2, 4, 5, 7, 8], "also behind others that are stored already"
+    await desk.work_off()
+    assert (await histories(db))["ada"] == [1, 2, 4, 6, 7]
+    assert await desk.backlog() == []
+
+
+async def test_who_is_stored_with_a_dead_letter_is_due_unless_that_holds_the_key(
+    new_desk: NewDesk,
+) -> None:
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    fates = [dead(Policy(), "rejected", Reject()), DEFERRED, DEFERRED]
+    fates += [dead(HOLDING, "rejected", Reject()), DEFERRED]
+    deposits = [Deposit(n, name) for n, name in enumerate(("ada", "ada", "ada", "bob", "bob"), 1)]
+    items = (await desk.read(*deposits, start=0)).items
+    rows = [
+        backlog.Row(item.marker.key, "deposit", item.record, fate, item)
+        for item, fate in zip(items, fates, strict=True)
+    ]
+    async with autocommitting(desk.engine) as driver:
+        await backlog.add(driver, rows)
+    due = [row["offset"] for row in await desk.backlog() if row["due_at"] is not None]
+    assert due == [1], "the first of ada's that is alive; bob's wait for a person"
+    await desk.work_off()
+    assert bank.calls == [2, 3]
+
+
+async def test_a_transaction_tells_how_long_its_oldest_message_has_waited(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(telemetry, "backlog_applied", lambda *one: told.append(one))
+    _, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(Deposit(1), Deposit(2), Deposit(3))
+    await db.execute(
+        "UPDATE pipeline.backlog SET received_at = received_at - interval '1 hour'"
+        ' WHERE "offset" = 1'
+    )
+    await desk.work_off()
+    ((consumer, seconds),) = told
+    assert (consumer, seconds // 600) == ("deposit", 6)
 
 
 async def test_a_hot_key_drains_in_batches_and_others_take_their_turns(

@@ -197,3 +197,53 @@ async def test_the_heads_of_many_keys(asked: Explaining) -> None:
     await backlog.let_heads_be_due(asked, [3], keys)
     assert only(asked).scanned == set()
     assert only(asked).blocks < 500 * 25
+
+
+_FLOOD = """
+INSERT INTO pipeline.backlog
+       (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key,
+        value, headers, hash_version, reason, attempts, waited, holds, due_at)
+SELECT hash, 32 + get_byte(hash, 0) % 32, hash, 'deposit', 't', 0, n, 0, hash, '{}', '[]',
+       1, 'deferred', 0, 0, false, now() - n * interval '1 ms'
+  FROM generate_series(1, 40000) AS n, decode(md5('key' || n), 'hex') AS hash
+"""
+
+
+@pytest.fixture(params=["before ANALYZE", "after ANALYZE"])
+async def flooded(db: asyncpg.Connection, request: pytest.FixtureRequest) -> asyncpg.Connection:
+    """Return a database with as many keys as rows, which are all deferred and due."""
+    await db.execute("ALTER TABLE pipeline.backlog SET (autovacuum_enabled = off)")
+    await db.execute(_FLOOD)
+    if request.param == "after ANALYZE":
+        await db.execute("ANALYZE")
+    return db
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_the_claim_of_a_lane_when_much_is_due_in_others(
+    flooded: asyncpg.Connection, mode: str
+) -> None:
+    """Trap 20: half of the lanes have nothing, and those that have much have workers."""
+    await flooded.execute(f"SET plan_cache_mode = {mode}")
+    asked = Explaining(flooded)
+    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
+    await flooded.execute(
+        "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '1 h' WHERE lane >= 32"
+    )
+    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is None
+    for plan in asked.plans:
+        assert plan.scanned == set()
+        assert plan.blocks < 64 * 10
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_the_heads_of_a_few_keys_of_a_lane_in_which_many_are_due(
+    flooded: asyncpg.Connection, mode: str
+) -> None:
+    """Trap 20: what is due of other keys is not looked at."""
+    await flooded.execute(f"SET plan_cache_mode = {mode}")
+    rows = await flooded.fetch("SELECT order_key FROM pipeline.backlog WHERE lane = 40 LIMIT 10")
+    asked = Explaining(flooded)
+    await backlog.let_heads_be_due(asked, [40], [row["order_key"] for row in rows])
+    assert only(asked).scanned == set()
+    assert only(asked).blocks < 10 * 25

@@ -82,6 +82,16 @@ async def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of
     assert len({item.marker.key for item in batch.items}) == 4
 
 
+async def test_what_is_handled_later_is_not_validated_now() -> None:
+    registry = Handlers()
+    registry.on(Placed, topic=TOPIC, consumer="ship", mode="deferred")(ignore)
+    (item,) = (await read(registry, TOPIC, 0, [record(0, value=b"{}")])).items
+    assert (item.event, item.fault) == (None, None)
+    registry.on(Placed, topic=TOPIC, consumer="bill")(ignore)
+    _, bill = (await read(registry, TOPIC, 0, [record(0)])).items
+    assert bill.event == Placed(order=1)
+
+
 async def test_the_end_is_behind_the_last_record_whatever_gaps_there_are(
     handlers: Handlers,
 ) -> None:

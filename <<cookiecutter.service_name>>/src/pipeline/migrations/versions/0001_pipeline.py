@@ -120,10 +120,21 @@ def upgrade() -> None:
             discarded_why   text
         )""")
     op.execute("""
+        CREATE TYPE pipeline.new_backlog_row AS (
+            key bytea, lane smallint, order_key bytea, consumer text,
+            topic text, partition integer, "offset" bigint, timestamp bigint,
+            record_key bytea, value bytea, headers text, source text, id text, type text,
+            hash bytea, remembered_hash bytea, traceparent text, reason text, attempts integer,
+            waited double precision, due_in double precision, is_dead boolean, holds boolean,
+            error text, traceback text)""")
+    op.execute("""
         CREATE INDEX backlog_order_idx ON pipeline.backlog (order_key, partition, "offset")
          WHERE died_at IS NULL OR holds""")
     op.execute("""
         CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, due_at) WHERE due_at IS NOT NULL""")
+    op.execute("""
+        CREATE INDEX backlog_due_key_idx ON pipeline.backlog (order_key)
+         WHERE due_at IS NOT NULL""")
     op.execute("""
         CREATE INDEX backlog_died_idx ON pipeline.backlog (died_at) WHERE died_at IS NOT NULL""")
     op.execute("""
