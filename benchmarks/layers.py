@@ -26,6 +26,7 @@ from pipeline.breaker import Breaker  # type: ignore[import-not-found]
 from pipeline.consume import Consume  # type: ignore[import-not-found]
 from pipeline.database import autocommitting, create_engine  # type: ignore[import-not-found]
 from pipeline.failures import patiently  # type: ignore[import-not-found]
+from pipeline.filters import Filters  # type: ignore[import-not-found]
 from pipeline.health import Health  # type: ignore[import-not-found]
 from pipeline.inbox import Slot  # type: ignore[import-not-found]
 from pipeline.outbox import Outbox  # type: ignore[import-not-found]
@@ -131,6 +132,7 @@ async def layers() -> dict[str, float]:
             source=f"/{GROUP}",
             settings=settings,
             breaker=breaker,
+            filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             staged=lambda: None,
             parked=lambda: None,
         )

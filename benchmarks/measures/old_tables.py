@@ -1,5 +1,6 @@
 """Old tables: a service that has run for long, beside one whose tables are empty."""
 
+import asyncio
 from dataclasses import replace
 from datetime import UTC, timedelta
 from functools import partial
@@ -10,7 +11,7 @@ from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.load import Load
 from benchmarks.marks import Values, ratios
-from benchmarks.rig import OURS, Site
+from benchmarks.rig import OURS, Site, guarded, running
 from benchmarks.runs import Throughput
 
 GENERATIONS = 10
@@ -20,6 +21,7 @@ OUTBOX = 5_000_000
 DAYS = 5
 """Over which the rows of the outbox are spread; today is the last of them."""
 _AT_ONCE = 1_000
+_LOOK_SECONDS = 0.2
 
 _CURRENT = "SELECT current FROM pipeline.inbox_generation"
 _EXISTS = "SELECT to_regclass('pipeline.' || $1) IS NOT NULL"
@@ -38,7 +40,11 @@ SELECT {number}, decode(md5('{number} ' || n), 'hex'), decode(md5(n::text), 'hex
 """
 # What `rotate` does, at once.
 _CLOSE_GENERATIONS = """
-UPDATE pipeline.inbox_generation SET current = {current}, opened_at = clock_timestamp()
+UPDATE pipeline.inbox_generation
+   SET current = {current}, opened_at = clock_timestamp(), opening = gen_random_uuid()
+"""
+_FILTERED = """
+SELECT COALESCE(sum(last_generation - first_generation + 1), 0) FROM pipeline.inbox_filter
 """
 _MAKE_DAY = """
 CREATE TABLE IF NOT EXISTS pipeline.outbox_p{name} PARTITION OF pipeline.outbox
@@ -110,10 +116,19 @@ async def _fill(bench: Bench, site: Site) -> None:
             await connection.execute(_SPEND_TRANSACTIONS.format(count=events // _AT_ONCE + 1))
             await connection.execute(_FILL_DAY.format(day=day, count=events, size=_AT_ONCE))
         await connection.execute(_ALL_IS_PUBLISHED)
+        # Its housekeeping builds the filters.
+        service = bench.rig.process(site, command="relay")
+        async with running(service):
+            await guarded(_all_have_filters(connection), [service])
         await connection.execute("VACUUM (FREEZE, ANALYZE)")
         await connection.execute("CHECKPOINT")
     finally:
         await connection.close()
+
+
+async def _all_have_filters(connection: asyncpg.Connection) -> None:
+    while await connection.fetchval(_FILTERED) < GENERATIONS:  # noqa: ASYNC110  # by a process
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _again(bench: Bench, site: Site, load_: Load) -> Values:

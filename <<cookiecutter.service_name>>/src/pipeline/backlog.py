@@ -129,7 +129,8 @@ WITH held AS (
      WHERE lane = $1 AND token = $2
     RETURNING 1
 )
-SELECT current, oldest, since, EXISTS (SELECT FROM held) AS ours FROM pipeline.inbox_generation
+SELECT current, oldest, since, opening, EXISTS (SELECT FROM held) AS ours
+  FROM pipeline.inbox_generation
 """
 
 _RELEASE = """
@@ -375,7 +376,7 @@ async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Gene
     row = await connection.fetchrow(_HOLD, lane.number, lane.token, lease)
     if row is None or not row["ours"]:
         raise LaneLost(f"backlog lane {lane.number} went to somebody else")
-    return Generations(row["current"], row["oldest"], row["since"])
+    return Generations(row["current"], row["oldest"], row["since"], row["opening"])
 
 
 async def release(connection: asyncpg.Connection, lane: Lane) -> None:

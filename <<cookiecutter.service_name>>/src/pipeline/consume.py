@@ -20,6 +20,7 @@ from .batch import Item
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
 from .failures import is_contention, is_infrastructure
+from .filters import Filters
 from .handling import Attempt, BatchFailed, Handled, handle_all
 from .inbox import Generations, IdentityMismatch, Known, PositionMoved
 from .outbox import Outbox
@@ -86,6 +87,7 @@ class Consume:
         source: str,
         settings: Settings,
         breaker: Breaker,
+        filters: Filters,
         staged: Callable[[], None],
         parked: Callable[[], None],
     ) -> None:
@@ -95,6 +97,7 @@ class Consume:
         self._source = source
         self._settings = settings
         self._breaker = breaker
+        self._filters = filters
         self._staged = staged
         self._parked = parked
         self._turns = asyncio.Semaphore(settings.concurrency)
@@ -242,7 +245,7 @@ class Consume:
         generations = await work.open(driver)
         outbox = Outbox(self._source, settings.max_event_bytes)
         results = Results()
-        new, waiting, stored = await _look_up(driver, generations, work, results)
+        new, waiting, stored = await _look_up(driver, generations, self._filters, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
         progress.records_since = perf_counter()
         attempt = Attempt(session, driver, Rows(session), outbox, ProcessSpans(self._group))
@@ -297,14 +300,18 @@ class Consume:
 
 
 async def _look_up(
-    driver: asyncpg.Connection, generations: Generations, work: Work, results: Results
+    driver: asyncpg.Connection,
+    generations: Generations,
+    filters: Filters,
+    work: Work,
+    results: Results,
 ) -> tuple[list[Item], set[bytes], set[bytes]]:
     """Mark the messages, and find those that came before.
 
     Returns the new ones, which order keys have something waiting in the backlog, and the keys of
     those that only the backlog remembers.
     """
-    known = await inbox.mark(driver, generations, [item.marker for item in work.items])
+    known = await inbox.mark(driver, generations, [item.marker for item in work.items], filters)
     first: dict[bytes, Item] = {}
     for item in work.items:
         if item.marker.key not in known:

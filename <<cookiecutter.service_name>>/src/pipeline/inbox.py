@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import NamedTuple, Self
+from uuid import UUID
 
 import asyncpg
 import sqlalchemy as sa
 from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from .filters import Filters
 from .message import Message
 from .payload import HASH_VERSION
 
@@ -83,6 +85,8 @@ class Generations:
     oldest: int
     since: datetime | None
     """What happened before is not remembered; None: nothing was forgotten yet."""
+    opening: UUID
+    """Names the rotation that opened the current one: no other has this name."""
 
     def forgot(self, message: Message) -> bool:
         """Whether the message may have taken effect so long ago that no marker tells of it."""
@@ -142,13 +146,19 @@ WITH moved AS (
      WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
     RETURNING 1
 )
-SELECT current, oldest, since, EXISTS (SELECT FROM moved) AS ours FROM pipeline.inbox_generation
+SELECT current, oldest, since, opening, EXISTS (SELECT FROM moved) AS ours
+  FROM pipeline.inbox_generation
 """
 
+# In all of them what no filter rules out, and everything in those without a filter.
 _FIND_IN_CLOSED_GENERATIONS = """
 SELECT key, hash, hash_version, result::text AS result
   FROM pipeline.inbox
  WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
+ UNION ALL
+SELECT key, hash, hash_version, result::text
+  FROM pipeline.inbox
+ WHERE generation >= $4 AND generation < $5 AND key = ANY ($6)
 """
 
 # Rows, not columns: asyncpg looks at every element of an array, and at a row as one.
@@ -211,7 +221,7 @@ _LOCK_GENERATION = "SELECT set_config('lock_timeout', '100ms', true), pg_advisor
 
 _CLOSE_GENERATION = """
 UPDATE pipeline.inbox_generation
-   SET current = current + 1, opened_at = clock_timestamp()
+   SET current = current + 1, opened_at = clock_timestamp(), opening = gen_random_uuid()
  WHERE current = $1 AND EXISTS (
        SELECT FROM pg_inherits WHERE inhparent = 'pipeline.inbox'::regclass
           AND inhrelid = to_regclass('pipeline.inbox_g' || ($1 + 1)))
@@ -260,11 +270,14 @@ async def move_position(
     )
     if row is None or not row["ours"]:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
-    return Generations(row["current"], row["oldest"], row["since"])
+    return Generations(row["current"], row["oldest"], row["since"], row["opening"])
 
 
 async def mark(
-    connection: asyncpg.Connection, generations: Generations, markers: Sequence[Marker]
+    connection: asyncpg.Connection,
+    generations: Generations,
+    markers: Sequence[Marker],
+    filters: Filters,
 ) -> dict[bytes, Known]:
     """Remember the messages; returns what was remembered of some of them before, by key."""
     first: dict[bytes, Marker] = {}
@@ -272,11 +285,7 @@ async def mark(
         first.setdefault(marker.key, marker)
     known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
-        known |= _by_key(
-            await connection.fetch(
-                _FIND_IN_CLOSED_GENERATIONS, generations.oldest, generations.current, list(first)
-            )
-        )
+        known = await _find_closed(connection, generations, list(first), filters)
     # Sorted, so that two batches with the same keys wait for each other and never in a circle.
     new = [first[key] for key in sorted(key for key in first if key not in known)]
     inserted = await _insert(connection, generations.current, new) if new else set()
@@ -285,6 +294,29 @@ async def mark(
             await connection.fetch(_FIND_IN_CURRENT_GENERATION, generations.current, raced)
         )
     return known
+
+
+async def _find_closed(
+    connection: asyncpg.Connection,
+    generations: Generations,
+    keys: Sequence[bytes],
+    filters: Filters,
+) -> dict[bytes, Known]:
+    closed = range(generations.oldest, generations.current)
+    suspects, bare = filters.sift(closed, generations.opening, keys)
+    if not suspects and not bare:
+        return {}
+    return _by_key(
+        await connection.fetch(
+            _FIND_IN_CLOSED_GENERATIONS,
+            closed.start,
+            closed.stop,
+            suspects,
+            bare.start,
+            bare.stop,
+            keys if bare else [],
+        )
+    )
 
 
 async def unmark(

@@ -10,7 +10,7 @@ from datetime import UTC, timedelta
 import asyncpg
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random
 
-from . import inbox
+from . import filters, inbox
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -42,11 +42,12 @@ class NotMigrated(Exception):
 
 
 async def keep_house(connection: asyncpg.Connection, settings: Settings) -> None:
-    """Make partitions ahead, and close an inbox generation that is old enough."""
+    """Make partitions ahead, close an inbox generation that is old enough, and build filters."""
     generation = await make_ahead(connection, settings)
     age = timedelta(seconds=settings.inbox_generation_age)
     if generation["now"] - generation["opened_at"] > age:
         await _rotate(connection, generation["current"])
+    await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
 
 
 async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> asyncpg.Record:

@@ -18,6 +18,7 @@ from .consume import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
 from .failures import patiently
+from .filters import Filters
 from .health import Announcer, Health, HealthServer, Watchdog
 from .lanes import Lanes
 from .relay import Relay
@@ -106,6 +107,7 @@ async def _serve(
         return
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
+    filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
     parked = asyncio.Event()
     consume = Consume(
         engine,
@@ -113,6 +115,7 @@ async def _serve(
         source=service.source,
         settings=settings,
         breaker=breaker,
+        filters=filters,
         staged=relay.wake,
         parked=parked.set,
     )
@@ -140,6 +143,7 @@ async def _serve(
     ]
     async with (
         in_background(_watch(consume, settings.hang_timeout)),
+        in_background(filters.keep_loading(engine)),
         in_background(_keep_house(engine, settings, health, stopping)) as housekeeping,
     ):
         chosen = [

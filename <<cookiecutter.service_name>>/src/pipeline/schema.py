@@ -81,6 +81,13 @@ generation = sa.Table(
     sa.Column(
         "since", sa.DateTime(timezone=True), comment="what is older is not remembered; null: all is"
     ),
+    sa.Column(
+        "opening",
+        sa.Uuid,
+        nullable=False,
+        server_default=sa.func.gen_random_uuid(),
+        comment="names the rotation that opened the current one",
+    ),
     comment="One row: which generation takes new markers, and the oldest still remembered.",
 )
 
@@ -106,6 +113,19 @@ inbox = sa.Table(
     ),
     comment="A marker for every event that took effect.",
     postgresql_partition_by="LIST (generation)",
+)
+
+inbox_filter = sa.Table(
+    "inbox_filter",
+    metadata,
+    sa.Column("first_generation", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("last_generation", sa.Integer, nullable=False),
+    sa.Column("keys", sa.BigInteger, nullable=False, comment="how many were added"),
+    sa.Column("capacity", sa.BigInteger, nullable=False, comment="keys with which it is full"),
+    sa.Column("digest", pg.BYTEA, nullable=False, comment="of all of the row"),
+    sa.Column("format", sa.Text, nullable=False, comment="which bits a key sets"),
+    sa.Column("bits", pg.BYTEA, nullable=False),
+    comment="Bloom filters of the keys of closed generations; may be deleted at any time.",
 )
 
 backlog = sa.Table(

@@ -101,6 +101,10 @@ class Settings(BaseSettings):
     """Inbox generations that stand ready."""
     inbox_generation_age: Seconds = 86_400.0
     """A generation takes new markers for this long; then the next one does."""
+    inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
+    """Memory for filters of closed generations, by which new messages are known without a look-up,
+    in MiB: 28 for 16 generations of a million messages each, as much for the 16 before them, and
+    twice one's while it is loaded. What does not fit is looked up in the database."""
     housekeeping_interval: Seconds = 3_600.0
     """How often partitions and generations are made ahead."""
 

@@ -23,6 +23,7 @@ from pipeline import Handlers, Service, dead_commands
 from pipeline.breaker import Breaker
 from pipeline.consume import Consume
 from pipeline.database import autocommitting, create_engine
+from pipeline.filters import Filters
 from pipeline.health import Health
 from pipeline.inbox import Slot
 from pipeline.lanes import Lanes
@@ -389,6 +390,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         engines.append(create_engine(chosen, name=group))
         health = Health(stall_after=PATIENCE)
         breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
+        filters = Filters(mebibytes=chosen.inbox_filter_mebibytes)
         parked = asyncio.Event()
         consume = Consume(
             engines[-1],
@@ -396,6 +398,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             source=f"/{group}",
             settings=chosen,
             breaker=breaker,
+            filters=filters,
             staged=lambda: None,
             parked=parked.set,
         )
@@ -408,7 +411,8 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             health=health,
             parked=parked,
         )
-        return Desk(engines[-1], consume, lanes, health, handlers, Slot(group, topic, partition))
+        slot = Slot(group, topic, partition)
+        return Desk(engines[-1], consume, lanes, health, handlers, slot, filters)
 
     yield make
     for engine in engines:

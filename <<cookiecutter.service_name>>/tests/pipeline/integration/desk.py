@@ -14,6 +14,7 @@ from pipeline.batch import Batch, Item, read
 from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
+from pipeline.filters import Filters
 from pipeline.health import Health
 from pipeline.inbox import Slot
 from pipeline.lanes import Lanes
@@ -52,6 +53,7 @@ class Desk:
     health: Health
     handlers: Handlers
     slot: Slot
+    filters: Filters
     outages: list[str] = field(default_factory=list)
     """Why attempts were repeated in place."""
 
@@ -88,6 +90,11 @@ class Desk:
             await driver.execute(
                 "UPDATE pipeline.backlog SET due_at = now() WHERE due_at > clock_timestamp()"
             )
+
+    async def load_filters(self) -> None:
+        """Load the filters that there are, as is done beside a running service."""
+        async with autocommitting(self.engine) as driver:
+            await self.filters.load(driver)
 
     async def backlog(self) -> list[asyncpg.Record]:
         """Return the rows of the backlog, in the order of their records."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline import backlog, inbox, relay, retention, unsent, window
+from pipeline import backlog, filters, inbox, relay, retention, unsent, window
 
 from .wire import Answer, Request
 
@@ -18,6 +18,16 @@ _STATEMENTS: Mapping[object, str] = {
     retention._BEGIN: "partition: lock",
     inbox._LOCK_GENERATION: "rotation: lock",
     inbox._CLOSE_GENERATION: "rotation: close the generation",
+    filters._FORGET: "filters: forget",
+    filters._LOCK: "filters: lock",
+    filters._NEXT_WITHOUT_FILTER: "filters: look for a generation without",
+    filters._COUNT: "filters: count the keys",
+    filters._WITH_ROOM: "filters: look for one with room",
+    filters._FETCH: "filters: read keys",
+    filters._STORE: "filters: store",
+    filters._MOMENT: "filters: read the generation",
+    filters._STORED: "filters: list",
+    filters._BITS: "filters: load",
     inbox._POSITION: "reader: read the position",
     inbox._START_AT: "reader: store the start",
     inbox._COUNT_START: "reader: count the start",
@@ -62,6 +72,7 @@ _STATEMENTS: Mapping[object, str] = {
 _SHAPES = {
     r"CREATE TABLE pipeline\.(outbox_p|inbox_g)\d+ \(LIKE": "partition: create",
     r"ALTER TABLE pipeline\.(outbox|inbox) ATTACH PARTITION": "partition: attach",
+    "DECLARE closed ": "filters: open a cursor",
     r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",
@@ -69,6 +80,7 @@ _SHAPES = {
     r'COPY "pipeline"\."outbox"': "consume: begin to copy the outbox",
     "BEGIN ISOLATION LEVEL READ COMMITTED$": "consume: begin",
     "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin a snapshot",
+    "BEGIN ISOLATION LEVEL REPEATABLE READ$": "filters: begin a snapshot",
     "BEGIN$": "housekeeping: begin",
     # What SQLAlchemy and asyncpg ask a new connection.
     r"select pg_catalog\.version|select current_schema|show |SELECT current_setting\('jit'\)"
@@ -159,6 +171,9 @@ class Postgres:
         if boundary in ("COMMIT", "ROLLBACK"):
             room = "backlog" if self._is_in_lane else self._last.partition(":")[0]
             self._is_in_lane = False
+            if room in ("housekeeping", "partition", "filters"):
+                # Or a rollback, where SIGTERM has cancelled it in between.
+                return "filters: commit" if room == "filters" else "partition: commit"
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
         if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "unsent:")):
             return "unsent: begin"

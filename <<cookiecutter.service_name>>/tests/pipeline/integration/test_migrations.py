@@ -75,6 +75,7 @@ ALL = [
     "backlog",
     "backlog_lane",
     "inbox",
+    "inbox_filter",
     "inbox_generation",
     "outbox",
     "outbox_cursor",

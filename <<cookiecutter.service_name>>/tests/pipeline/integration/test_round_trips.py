@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
+import asyncpg
 import pytest
 from sqlalchemy import make_url
 
@@ -12,6 +13,7 @@ from pipeline.settings import Settings
 from .bank import Bank, Deposit
 from .desk import Desk, NewDesk
 from .languages import Postgres
+from .test_inbox import close_generation
 from .wire import Wire
 
 NEW = Counter(
@@ -72,6 +74,24 @@ async def test_a_batch_of_any_size_takes_the_same_round_trips(
     await desk.apply(*deposits(0, 10))  # creates the accounts, and prepares the statements
     await desk.apply(*deposits(10, 10))
     assert await round_trips(wire, desk, deposits(20, count)) == NEW
+
+
+async def test_closed_generations_cost_a_batch_none_while_their_filters_are_loaded(
+    wired: tuple[Bank, Desk, Wire], db: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    _, desk, wire = wired
+    await desk.apply(*deposits(0, 500))
+    await close_generation(db, settings)
+    await desk.apply(*deposits(500, 500))
+    await close_generation(db, settings)
+    asked = Counter(["consume: look into closed generations"])
+    assert await round_trips(wire, desk, deposits(1_000, 500)) == NEW + asked
+    await desk.load_filters()
+    assert await round_trips(wire, desk, deposits(1_500, 500)) == NEW
+    # Old ones of two generations among new ones: in one statement.
+    assert await round_trips(wire, desk, deposits(400, 2_000)) == NEW + asked + Counter(
+        ["consume: look into the current generation"]
+    )
 
 
 async def test_a_batch_of_duplicates_takes_fewer(wired: tuple[Bank, Desk, Wire]) -> None:

@@ -48,11 +48,15 @@ def upgrade() -> None:
             current   integer NOT NULL,
             oldest    integer NOT NULL,
             opened_at timestamptz NOT NULL,
-            since     timestamptz
+            since     timestamptz,
+            opening   uuid NOT NULL DEFAULT gen_random_uuid()
         )""")
     op.execute("""
         COMMENT ON COLUMN pipeline.inbox_generation.since IS
         'what is older is not remembered; null: all is'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.inbox_generation.opening IS
+        'names the rotation that opened the current one'""")
     op.execute("""
         COMMENT ON TABLE pipeline.inbox_generation IS
         'One row: which generation takes new markers, and the oldest still remembered.'""")
@@ -85,6 +89,27 @@ def upgrade() -> None:
     op.execute("COMMENT ON COLUMN pipeline.inbox.key IS 'hash of (consumer, source, id)'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.hash IS 'hash of type and data'")
     op.execute("COMMENT ON COLUMN pipeline.inbox.result IS 'what the handler returned'")
+
+    op.execute("""
+        CREATE TABLE pipeline.inbox_filter (
+            first_generation integer PRIMARY KEY,
+            last_generation  integer NOT NULL,
+            keys             bigint NOT NULL,
+            capacity         bigint NOT NULL,
+            digest           bytea NOT NULL,
+            format           text NOT NULL,
+            bits             bytea NOT NULL
+        )""")
+    # To compress megabytes of them takes long and gains little.
+    op.execute("ALTER TABLE pipeline.inbox_filter ALTER COLUMN bits SET STORAGE EXTERNAL")
+    op.execute("COMMENT ON COLUMN pipeline.inbox_filter.format IS 'which bits a key sets'")
+    op.execute("COMMENT ON COLUMN pipeline.inbox_filter.keys IS 'how many were added'")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.inbox_filter.capacity IS 'keys with which it is full'""")
+    op.execute("COMMENT ON COLUMN pipeline.inbox_filter.digest IS 'of all of the row'")
+    op.execute("""
+        COMMENT ON TABLE pipeline.inbox_filter IS
+        'Bloom filters of the keys of closed generations; may be deleted at any time.'""")
 
     op.execute("""
         CREATE TABLE pipeline.backlog (
