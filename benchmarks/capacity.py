@@ -26,8 +26,8 @@ FILTER_BYTES = 1.8
 
 CONCURRENCY = 4
 """Partitions that a process works at, at once (PIPELINE_CONCURRENCY)."""
-CONNECTIONS = 9
-"""Of a process: one for each of these, two for the backlog's workers, three beside them."""
+CONNECTIONS = 10
+"""Of a process: one for each of these, two for the workers of the backlog, four beside them."""
 AT_LEAST = 2
 """Processes, so that one may fail."""
 
