@@ -13,6 +13,7 @@ ACROSS = {
     "partitions": "partitions",
     "keys": "keys",
     "processes": "processes",
+    "rows": "markers of closed generations",
 }
 WHO = ("python", "postgres", "kafka")
 
@@ -36,6 +37,7 @@ def draw(book: Book) -> dict[str, str]:
         if _points(book, kind, "rate"):
             figures[f"growth-{kind}.svg"] = _rate_by(book, kind)
             figures[f"growth-{kind}-latency.svg"] = _latency_by(book, kind)
+            figures[f"growth-{kind}-size.svg"] = _size_by(book, kind)
     if series_ := book.series.get("memory over time"):
         title = "Memory of the service under a steady load"
         figures["memory.svg"] = lines(title, "seconds", "MB", {"resident": series_})
@@ -85,3 +87,9 @@ def _latency_by(book: Book, kind: str) -> str:
     quantiles: Sequence[str] = ("p50", "p99")
     series = {of: _points(book, kind, of) for of in quantiles}
     return lines(f"Latency by {ACROSS[kind]}", ACROSS[kind], "ms", series, logarithmic=True)
+
+
+def _size_by(book: Book, kind: str) -> str:
+    series = {of: _points(book, kind, f"{of}_bytes") for of in ("marker", "event", "wal")}
+    title = f"Bytes on disk by {ACROSS[kind]}"
+    return lines(title, ACROSS[kind], "bytes", series, logarithmic=True)

@@ -118,6 +118,33 @@ class Positions:
         )
 
 
+_SIZES = """
+SELECT (SELECT sum(pg_total_relation_size(inhrelid))::float FROM pg_inherits
+         WHERE inhparent = 'pipeline.inbox'::regclass) / (SELECT count(*) FROM pipeline.inbox),
+       (SELECT sum(pg_total_relation_size(inhrelid))::float FROM pg_inherits
+         WHERE inhparent = 'pipeline.outbox'::regclass) / (SELECT count(*) FROM pipeline.outbox)
+"""
+
+
+async def sizes(site: Site) -> Values:
+    """Return the bytes of a marker and of an event on disk, with their indexes."""
+    connection = await asyncpg.connect(site.database)
+    try:
+        marker, event = await connection.fetchrow(_SIZES)
+    finally:
+        await connection.close()
+    return {"marker_bytes": marker, "event_bytes": event}
+
+
+async def written(site: Site) -> int:
+    """Return how many bytes of write-ahead log the server has written so far."""
+    connection = await asyncpg.connect(site.database)
+    try:
+        return int(await connection.fetchval("SELECT pg_current_wal_lsn() - '0/0'::pg_lsn"))
+    finally:
+        await connection.close()
+
+
 async def latency(
     rig: Rig,
     site: Site,

@@ -197,14 +197,14 @@ def test_plots_are_well_formed_whatever_they_are_called() -> None:
 
 def test_every_measure_has_its_figures() -> None:
     values = {"rate": 2.0, "p50": 1.0, "p99": 3.0, "cpu_python": 1.0, "cpu_postgres": 1.0}
-    values |= {"cpu_kafka": 1.0}
+    values |= {"cpu_kafka": 1.0, "marker_bytes": 200.0, "event_bytes": 500.0, "wal_bytes": 900.0}
     book = Book(series={"memory over time": [(0.0, 100.0), (1.0, 110.0)]})
     for measure in ("throughput", "relay", "latency"):
         book.runs += [Run(measure, who, number, values) for who in "ab" for number in (0, 1, 2)]
     for kind, points in VARIED.items():
         book.runs += [Run("growth", name(kind, point), 1, values) for point in points]
     drawn = figures.draw(book)
-    assert len(drawn) == 5 + 2 * len(VARIED)
+    assert len(drawn) == 5 + 3 * len(VARIED)
     for svg in drawn.values():
         ElementTree.fromstring(svg)
     assert figures.draw(Book()) == {}

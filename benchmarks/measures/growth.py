@@ -1,13 +1,16 @@
-"""Growth: how rate and latency change with payload, batch, partitions, keys and processes."""
+"""Growth: how rate, latency and size change with what there is of everything else."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.marks import Values
-from benchmarks.rig import OURS, PARTITIONS, running
-from benchmarks.runs import Throughput, latency, ready
+from benchmarks.measures.old_tables import DAYS, GENERATIONS, fill
+from benchmarks.rig import OURS, PARTITIONS, Contestant, Site, running
+from benchmarks.runs import Throughput, latency, ready, sizes, written
 
 _SHARE = 2
 """The runs are so many times shorter than those of other measures."""
@@ -24,6 +27,8 @@ class Point:
     batch: int = 1_000
     partitions: int = PARTITIONS
     processes: int = 1
+    rows: int = 0
+    """Markers that are kept in closed generations, and half as many events of days before."""
 
 
 VARIED = {
@@ -32,11 +37,12 @@ VARIED = {
     "partitions": [Point(partitions=count) for count in (1, 4, 16)],
     "keys": [Point(keys=count) for count in (1, 10, 1_000, 100_000)],
     "processes": [Point(processes=count) for count in (1, 2)],
+    "rows": [Point(rows=count) for count in (100_000, 1_000_000, 10_000_000)],
 }
 
 
 async def growth(bench: Bench) -> None:
-    """Take rate and latency at every point; those that are the same are run once."""
+    """Take rate, latency and size at every point; those that are the same are run once."""
     points = {name(kind, point): point for kind, all_ in VARIED.items() for point in all_}
     once = {point: run for run, point in reversed(points.items())}
     await bench.rounds(
@@ -59,10 +65,14 @@ async def _at(bench: Bench, point: Point) -> Values:
         count //= 5
     who = replace(OURS, settings={"PIPELINE_BATCH_SIZE": str(point.batch)})
     work = load.make(point.keys, count, payload=point.payload)
-    values = await Throughput(who, work, point.partitions, point.processes)(rig)
+    async with _site(bench, who, point, await rig.input(work, point.partitions)) as site:
+        before = await written(site)
+        values = await Throughput(who, work, point.partitions, point.processes).at(rig, site)
+        wal = (await written(site) - before) / len(work.scans)
+        values = {**values, **await sizes(site), "wal_bytes": wal}
     async with (
         rig.fresh_topic(point.partitions) as input_,
-        rig.site(who, input_, point.partitions) as site,
+        _site(bench, who, point, input_) as site,
     ):
         services = [rig.process(site) for _ in range(point.processes)]
         async with running(*services):
@@ -76,3 +86,13 @@ async def _at(bench: Bench, point: Point) -> Values:
                 payload=point.payload,
             )
     return {**values, **slow}
+
+
+@asynccontextmanager
+async def _site(bench: Bench, who: Contestant, point: Point, input_: str) -> AsyncIterator[Site]:
+    """Lend a site with the rows that the point asks for."""
+    async with bench.rig.site(who, input_, point.partitions) as site:
+        if point.rows:
+            rows = bench.scaled(point.rows)
+            await fill(bench.rig, site, markers=rows // GENERATIONS, events=rows // 2 // DAYS)
+        yield site

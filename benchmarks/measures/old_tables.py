@@ -11,7 +11,7 @@ from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.load import Load
 from benchmarks.marks import Values, ratios
-from benchmarks.rig import OURS, Site, guarded, running
+from benchmarks.rig import OURS, Rig, Site, guarded, running
 from benchmarks.runs import Throughput
 
 GENERATIONS = 10
@@ -84,7 +84,7 @@ async def old_tables(bench: Bench) -> None:
     rig = bench.rig
     async with rig.site(OURS, await rig.input(one)) as site:
         bench.say("old_tables", "filling")
-        await _fill(bench, site)
+        await fill(rig, site, markers=bench.scaled(MARKERS), events=bench.scaled(OUTBOX) // DAYS)
         await bench.rounds(
             "old_tables",
             {
@@ -96,9 +96,8 @@ async def old_tables(bench: Bench) -> None:
     bench.mark("old tables", ratios(found("old"), found("empty")))
 
 
-async def _fill(bench: Bench, site: Site) -> None:
-    """Write the past, as the engine would have left it."""
-    markers, events = bench.scaled(MARKERS), bench.scaled(OUTBOX) // DAYS
+async def fill(rig: Rig, site: Site, *, markers: int, events: int) -> None:
+    """Write the past, as the engine would have left it: so much in a generation, and in a day."""
     connection = await asyncpg.connect(site.database)
     try:
         first = await connection.fetchval(_CURRENT)
@@ -117,7 +116,7 @@ async def _fill(bench: Bench, site: Site) -> None:
             await connection.execute(_FILL_DAY.format(day=day, count=events, size=_AT_ONCE))
         await connection.execute(_ALL_IS_PUBLISHED)
         # Its housekeeping builds the filters.
-        service = bench.rig.process(site, command="relay")
+        service = rig.process(site, command="relay")
         async with running(service):
             await guarded(_all_have_filters(connection), [service])
         await connection.execute("VACUUM (FREEZE, ANALYZE)")

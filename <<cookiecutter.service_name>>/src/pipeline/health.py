@@ -30,7 +30,10 @@ _PARTS_NAMED = 3
 _HUNG = 1
 """Exit code, which is also `faulthandler`'s."""
 LAST_RESORT = 5.0
-"""Seconds that the watchdog has for its last words, which may find nobody who takes them."""
+"""Seconds that the watchdog has for its last words, which may find nobody who takes them; at least
+half of them."""
+_LOOK_SECONDS = 0.5
+"""How often the server looks whether it is to stop."""
 
 
 class Health:
@@ -149,6 +152,7 @@ class Watchdog:
         self._health = health
         self._hang_timeout = hang_timeout
         self._watched = threading.get_ident()
+        self._put_off_at = 0.0
         self._stopping = threading.Event()
 
     def start(self) -> None:
@@ -156,7 +160,10 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def put_off(self) -> None:
-        """Let the last resort wait; at every heartbeat."""
+        """Let the last resort wait; at every heartbeat, but it starts a thread: so not always."""
+        if time.monotonic() - self._put_off_at < LAST_RESORT / 2:
+            return
+        self._put_off_at = time.monotonic()
         faulthandler.dump_traceback_later(self._hang_timeout + LAST_RESORT, exit=True)
 
     def stop(self) -> None:
@@ -209,11 +216,13 @@ class HealthServer:
             raise CannotListen(
                 f"cannot serve health and metrics on {self._host}, port {self._port}: {why}"
             ) from error
-        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(_LOOK_SECONDS,), daemon=True
+        ).start()
         return self._server.server_port
 
     def stop(self) -> None:
-        """Close the port, within a tenth of a second."""
+        """Close the port, within half a second."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import NoReturn, TypeVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -31,6 +30,8 @@ Offsets = Mapping[TopicPartition, int]
 
 _ANSWER_SECONDS = 5.0
 _FAREWELL_SECONDS = 1.0
+_PROOF_SECONDS = 1.0
+"""Without an error for so long after an outage, the brokers are there again."""
 
 
 class TopicChanged(Exception):
@@ -261,15 +262,13 @@ class Reader:
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
         records: list[ConsumerRecord] = []
-        look_at = monotonic() + self._settings.offset_commit_interval
         while not records:
-            if monotonic() >= look_at:
-                look_at = monotonic() + self._settings.offset_commit_interval
-                if await self._is_elsewhere(start):
-                    raise PositionMoved(f"{self._part} is not at {start}: somebody has moved it")
+            seconds = _PROOF_SECONDS if self._is_cut_off else self._settings.offset_commit_interval
             fetched = await self._client.getmany(
-                self._partition, timeout_ms=1_000, max_records=self._pace.limit
+                self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
             )
+            if not fetched and await self._is_elsewhere(start):
+                raise PositionMoved(f"{self._part} is not at {start}: somebody has moved it")
             records = self._recognised(fetched.get(self._partition, []), start)
             if self._is_cut_off:
                 self._is_cut_off = False
