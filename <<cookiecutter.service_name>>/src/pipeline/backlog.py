@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import asyncpg
 
-from .batch import Item, Quarantined, items_of, order_key, validate
+from .batch import Item, Quarantined, items_of, order_key, validated
 from .handlers import Handlers
 from .inbox import Generations, IdentityMismatch, Known
 from .message import Record, headers_as_json, headers_of, printable
@@ -446,24 +446,18 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
         return Row(row["key"], consumer, record, fate)
     if not consumer and found:
         return [item._replace(was_young=True) for item in found]
-    for one in found:
-        if one.marker.consumer == consumer:
-            handler, marker = one.handler, one.marker
-            event, fault = validate(handler.event, marker.message) if validates else (None, None)
-            item = Item(
-                handler,
-                marker,
-                record,
-                event,
-                fault,
-                attempts=row["attempts"],
-                waited=row["waited"],
-                row=row["key"],
-                was_young=True,
-                is_suspect=row["reason"] == DIED,
-                last_error=row["error"],
-            )
-            return [item]
+    for item in found:
+        if item.marker.consumer == consumer:
+            return [
+                (validated(item) if validates else item)._replace(
+                    attempts=row["attempts"],
+                    waited=row["waited"],
+                    row=row["key"],
+                    was_young=True,
+                    is_suspect=row["reason"] == DIED,
+                    last_error=row["error"],
+                )
+            ]
     who = consumer or "the service"
     error = NoHandler(f"{who} has no handler for {row['type'] or 'this'!r} of {record.topic}")
     if not consumer:

@@ -157,7 +157,7 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
     event, fault = None, None
     # What is handled later is validated then.
     if validates and takers and (len(takers) > 1 or takers[0].mode != "deferred"):
-        event, fault = validate(takers[0].event, message)
+        event, fault = _validated(takers[0].event, message)
     items: list[Item] = []
     for handler in takers:
         consumer = handler.consumer
@@ -168,12 +168,11 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
 
 def validated(item: Item) -> Item:
     """Return the item with its event, or with why its payload is none."""
-    event, fault = validate(item.handler.event, item.marker.message)
+    event, fault = _validated(item.handler.event, item.marker.message)
     return item._replace(event=event, fault=fault)
 
 
-def validate(model: type[Event], message: Message) -> tuple[Event, None] | tuple[None, Exception]:
-    """Return the event, or why the payload is none."""
+def _validated(model: type[Event], message: Message) -> tuple[Event, None] | tuple[None, Exception]:
     try:
         return _event_of(model, message), None
     except Exception as error:  # a model's own validator may raise anything
