@@ -247,11 +247,12 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "consume.py",
-                "            await outbox.write(driver)\n",
+                "        if not await outbox.write(driver) and results.applied:\n",
                 """\
-            from .database import autocommitting
-            async with autocommitting(self._engine) as elsewhere:
-                await outbox.write(elsewhere)
+        from .database import autocommitting
+        async with autocommitting(self._engine) as elsewhere:
+            wrote = await outbox.write(elsewhere)
+        if not wrote and results.applied:
 """,
             ),
             Edit("outbox.py", "if not connection.is_in_transaction():", "if False:"),

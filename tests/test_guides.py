@@ -12,6 +12,8 @@ from tests.baked import RAW, ROOT, BakedProject
 
 HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
+TIME = (RAW / "docs" / "time.md").read_text("utf-8")
+OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 EVENTS = OPERATING.partition("## Events that Kafka refuses")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
 
@@ -37,10 +39,15 @@ def fields(module: str, name: str) -> list[str]:
     raise LookupError(name)
 
 
+@pytest.mark.parametrize(
+    "guide", [HANDLING, TIME, OUTSIDE], ids=["handling-errors", "time", "outside"]
+)
 @pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["runs", "types"])
-def test_the_examples_for_authors_of_handlers_work(tmp_path: Path, command: list[str]) -> None:
+def test_the_examples_for_authors_of_handlers_work(
+    tmp_path: Path, command: list[str], guide: str
+) -> None:
     module = tmp_path / "examples.py"
-    module.write_text(blocks(HANDLING), "utf-8")
+    module.write_text(blocks(guide), "utf-8")
     config = ["--config-file", str(RAW / "pyproject.toml")] if command else []
     done = subprocess.run(
         [sys.executable, *command, *config, str(module)],
@@ -56,7 +63,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     default_project: BakedProject,
 ) -> None:
     guides = {name for name in default_project.files() if name.startswith("docs/")}
-    assert guides == {"docs/handling-errors.md", "docs/operating-errors.md", "docs/protocol.md"}
+    names = ("handling-errors", "operating-errors", "outside", "protocol", "time")
+    assert guides == {f"docs/{name}.md" for name in names}
     named = re.compile(r"`(docs/[\w./-]+)`")
     assert set(named.findall(default_project.read("README.md"))) == guides
     for name, content in default_project.files().items():
@@ -107,7 +115,7 @@ def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
 
 def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     settings = (ENGINE / "settings.py").read_text("utf-8")
-    for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING):
+    for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING + TIME + OUTSIDE):
         assert f"    {name.lower()}: " in settings, name
     policy = (ENGINE / "policy.py").read_text("utf-8")
     for name in fields("policy.py", "Policy"):

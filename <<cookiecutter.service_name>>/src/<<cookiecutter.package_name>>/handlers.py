@@ -1,7 +1,11 @@
 """What the service does with each event."""
 
 # <% if cookiecutter.worked_example == "yes" %>
-from pipeline import Handlers, Transaction
+import os
+
+import httpx
+
+from pipeline import Call, Handlers, Transaction
 
 from .events import ParcelDelayed, ParcelMoved, ScanRecorded
 from .tables import Parcel
@@ -16,6 +20,10 @@ handlers = Handlers()
 
 LATE = 60
 """Minutes from which a parcel counts as delayed."""
+
+webhook = os.environ.get("DELAY_WEBHOOK")
+"""URL that is told of every delay; without it nobody is."""
+client = httpx.AsyncClient(timeout=5.0)
 
 
 @handlers.on(ScanRecorded, topic="scans", consumer="record-scan", loads=Parcel.by("parcel_id"))
@@ -34,15 +42,24 @@ async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
         of=parcel,
     )
     if scan.minutes_late is not None and scan.minutes_late > LATE:
-        tx.publish(
-            ParcelDelayed(
-                parcel_id=parcel.id,
-                minutes_late=scan.minutes_late,
-                scanner=scan.scanner,
-                number=scan.number,
-            ),
-            of=parcel,
+        delayed = ParcelDelayed(
+            parcel_id=parcel.id,
+            minutes_late=scan.minutes_late,
+            scanner=scan.scanner,
+            number=scan.number,
         )
+        tx.publish(delayed, of=parcel)
+        if webhook:
+            tx.call(delayed, of=parcel)
+
+
+@handlers.effect(ParcelDelayed, consumer="tell-webhook", timeout=10.0, per_second=100)
+async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
+    """Tell the webhook. It may be told twice, and knows that by the key."""
+    answer = await client.post(
+        webhook or "", json=delayed.model_dump(), headers={"Idempotency-Key": call.id}
+    )
+    return answer.raise_for_status().status_code
 
 
 # <%- endif +%>

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
+import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -33,6 +34,7 @@ class Aggregate:
 A = TypeVar("A", bound=Aggregate)
 
 _PRIMARY_KEYS: dict[type[Aggregate], tuple[str, ...]] = {}
+_LOCKING: dict[type[Aggregate], sa.Select[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -88,30 +90,47 @@ def key_of(row: Aggregate) -> Key:
     return tuple([getattr(row, name) for name in primary_key(type(row))])
 
 
+def record_key(values: Key) -> str:
+    """Return what a primary key is as the key of a record: its text, or JSON of several."""
+    texts = [str(value) for value in values]
+    return texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
+
+
 async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) -> dict[Key, A]:
     """Fetch the rows that exist and lock them until the transaction ends, in the key's order."""
-    columns = [getattr(entity, name) for name in primary_key(entity)]
-    # Arrays, not an IN list: the statement is the same for every number of keys.
-    wanted = sa.select(
-        *(
-            sa.func.unnest(sa.literal([key[place] for key in keys], ARRAY(column.type)))
-            for place, column in enumerate(columns)
-        )
-    )
-    statement = (
-        sa.select(entity)
-        .where(sa.tuple_(*columns).in_(wanted) if len(columns) > 1 else columns[0].in_(wanted))
-        .order_by(*columns)
-        .with_for_update()
-        .execution_options(populate_existing=True)
-    )
-    found = {key_of(row): row for row in await session.scalars(statement)}
+    columns = {f"key_{place}": list(values) for place, values in enumerate(zip(*keys, strict=True))}
+    found = {key_of(row): row for row in await session.scalars(_locking(entity), columns)}
     if not found.keys() <= set(keys):
         raise TypeError(
             f"{entity.__name__} has the key {next(iter(found))!r}, but was asked for as"
             f" {next(iter(keys))!r}: use the type that the column holds"
         )
     return found
+
+
+def _locking(entity: type[A]) -> sa.Select[A]:
+    """Return the statement that locks rows."""
+    if entity not in _LOCKING:  # to build it takes as long as to send it
+        _LOCKING[entity] = _build_locking(entity)
+    return _LOCKING[entity]
+
+
+def _build_locking(entity: type[A]) -> sa.Select[A]:
+    columns = [getattr(entity, name) for name in primary_key(entity)]
+    # Arrays, not an IN list: the statement is the same for every number of keys.
+    wanted = sa.select(
+        *(
+            sa.func.unnest(sa.bindparam(f"key_{place}", type_=ARRAY(column.type)))
+            for place, column in enumerate(columns)
+        )
+    )
+    return (
+        sa.select(entity)
+        .where(sa.tuple_(*columns).in_(wanted) if len(columns) > 1 else columns[0].in_(wanted))
+        .order_by(*columns)
+        .with_for_update()
+        .execution_options(populate_existing=True)
+    )
 
 
 def create(entity: type[A], key: Key) -> A:

@@ -1,6 +1,7 @@
 """The backlog: messages that are stored, to be handled later in the order of their key.
 
-Retries, deferred messages and dead letters are rows of one table, and nothing else knows of them.
+Retries, deferred messages, effects and dead letters are rows of one table, and nothing else knows
+of them.
 A lane is a share of the order keys. Only who holds a lane's lease handles its rows; consume
 transactions add some. A key may have rows in two lanes, of retries and of deferred messages, after
 a deployment has changed its handler's mode; then the markers keep two workers apart.
@@ -10,8 +11,9 @@ it is seen. Those that are added with it can't be: of them only the first of a k
 the lane lets only the first row of a key be due.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -20,14 +22,18 @@ import asyncpg
 from .batch import Item, Quarantined, items_of, order_key, validated
 from .handlers import Handlers
 from .inbox import Generations, IdentityMismatch, Known
-from .message import Record, headers_as_json, headers_of, printable
+from .message import Record, event_headers, headers_as_json, headers_of, printable
 from .outbox import StagedEvent
 from .payload import HASH_VERSION
-from .policy import DIED, REDRIVEN, Fate, Policy, after_failure, dead
+from .policy import DEFERRED, DIED, GAP, REDRIVEN, UNKNOWN, Fate, Policy, after_failure, dead
 from .schema import LANES
+from .tasks import Turn
 
 _RUN_BYTES = 16 * 2**20
 """What the rows of one transaction may take in memory, about."""
+_FIRST_LANES = {"immediate": 0, "deferred": LANES, "effect": 2 * LANES}
+_NEXT = -1
+"""Offset of what is not stored yet and stands behind all that is: effects have no other place."""
 _DEMOTED = 10_000
 """Rows of a key that one statement stops from being due, so that none takes long."""
 
@@ -92,10 +98,11 @@ SELECT NULL, wanted.key, NULL, NULL
 # Rows, not columns: asyncpg looks at every element of an array, and at a row as one.
 _ADD = """
 INSERT INTO pipeline.backlog
-       (key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
-        headers, source, id, type, hash, hash_version, remembered_hash, traceparent,
-        reason, attempts, waited, due_at, died_at, holds, error, traceback)
-SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
+       (key, lane, order_key, sequence, consumer, topic, partition, "offset", timestamp,
+        record_key, value, headers, source, id, type, hash, hash_version, remembered_hash,
+        traceparent, reason, attempts, waited, due_at, died_at, holds, error, traceback)
+SELECT key, lane, order_key, sequence, consumer, topic, partition,
+       COALESCE("offset", nextval('pipeline.backlog_effect_seq')), timestamp, record_key, value,
        headers, source, id, type, hash, $1, remembered_hash, traceparent,
        reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),
        CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
@@ -153,15 +160,15 @@ SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_k
        COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
   FROM (SELECT due.due_at AS key_due_at, b.*,
                sum(octet_length(value)) OVER (
-                   ORDER BY due.due_at, b.order_key, partition, "offset"
+                   ORDER BY due.due_at, b.order_key, sequence, partition, "offset"
                    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
           FROM due CROSS JOIN LATERAL (
                SELECT * FROM pipeline.backlog b
                 WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
-                ORDER BY partition, "offset"
+                ORDER BY sequence, partition, "offset"
                 LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b) AS run
  WHERE bytes_before < $4 OR bytes_before IS NULL
- ORDER BY key_due_at, order_key, partition, "offset"
+ ORDER BY key_due_at, order_key, sequence, partition, "offset"
 """
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
@@ -185,7 +192,7 @@ WITH head AS MATERIALIZED (
       FROM unnest($1::bytea[]) AS wanted (key) CROSS JOIN LATERAL (
            SELECT key, died_at FROM pipeline.backlog b
             WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)
-            ORDER BY partition, "offset" LIMIT 1) AS b
+            ORDER BY sequence, partition, "offset" LIMIT 1) AS b
 ), behind AS MATERIALIZED (
     SELECT b.key FROM head CROSS JOIN LATERAL (
            SELECT key FROM pipeline.backlog b
@@ -196,15 +203,19 @@ WITH head AS MATERIALIZED (
     UPDATE pipeline.backlog SET due_at = NULL WHERE key IN (SELECT key FROM behind)
 )
 UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
-  FROM head WHERE b.key = head.key AND b.due_at IS NULL AND head.died_at IS NULL
+  FROM head
+ WHERE b.key = head.key AND head.died_at IS NULL
+   AND (b.due_at IS NULL OR b.reason = $4 AND b.order_key = ANY ($5))
 """
 # Asking for b.died_at would let the planner, who may not know yet that anything waits, look for the
 # row through everything that does.
 
 _SEIZE = """
 UPDATE pipeline.backlog_lane
-   SET token = token + 1, owner = NULL, lease_until = NULL,
-       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
+   SET token = CASE WHEN lane < $2 THEN token + 1 ELSE token END,
+       owner = CASE WHEN lane < $2 THEN NULL ELSE owner END,
+       lease_until = CASE WHEN lane < $2 THEN NULL ELSE lease_until END,
+       starts = starts - CASE WHEN lane < $2 AND lease_until > clock_timestamp() THEN 1 ELSE 0 END
  WHERE lane = $1
 """
 
@@ -241,7 +252,7 @@ async def find(
         _FIND,
         [item.marker.key for item in items],
         # What is deferred waits in any case.
-        list({item.order_key for item in items if item.handler.mode != "deferred"}),
+        list({item.order_key for item in items if item.handler.mode == "immediate"}),
     )
     known = {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows if row["key"]}
     return known, {row["order_key"] for row in rows if row["order_key"]}
@@ -259,16 +270,17 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
         record, fate = row.record, row.fate
         message = row.item.marker.message if row.item else None
         key = order_key(row.consumer, record)
-        is_deferred = row.item is not None and row.item.handler.mode == "deferred"
+        mode = row.item.handler.mode if row.item else "immediate"
         new.append(
             (
                 row.key,
-                lane_of(key, is_deferred=is_deferred),
+                lane_of(key, mode),
                 key,
+                row.item.sequence if row.item else 0,
                 row.consumer,
                 record.topic,
                 record.partition,
-                record.offset,
+                None if record.offset == _NEXT else record.offset,
                 record.timestamp,
                 record.key,
                 record.value,
@@ -294,9 +306,40 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
     await connection.execute(_ADD, HASH_VERSION, new)
 
 
-def lane_of(order_key: bytes, *, is_deferred: bool) -> int:
-    """Return the lane of a key. Deferred messages have lanes of their own."""
-    return order_key[0] % LANES + (LANES if is_deferred else 0)
+def lane_of(order_key: bytes, mode: str) -> int:
+    """Return the lane of a key. What a handler takes in each of its modes has lanes of its own."""
+    return order_key[0] % LANES + _FIRST_LANES[mode]
+
+
+def called(handlers: Handlers, events: Iterable[StagedEvent]) -> list[Row]:
+    """Return the rows of effects: each takes the event as if it were a record of a topic.
+
+    They stand in the order in which they are stored, which is that of the transactions for those
+    who hold a lock on what they tell of.
+    """
+    rows: list[Row] = []
+    now = datetime.now(UTC)
+    for event in events:
+        headers = event_headers(
+            id=event.event_id,
+            source=event.source,
+            type=event.type,
+            time=now,
+            subject=event.subject,
+            sequence=None,
+            content_type=event.content_type,
+            traceparent=event.traceparent,
+            tracestate=event.tracestate,
+            baggage=event.baggage,
+        )
+        # One without a key has its own, so that it stands for itself.
+        key = event.event_id.encode() if event.key is None else event.key
+        milliseconds = int(now.timestamp() * 1000)
+        record = StoredRecord(event.topic, 0, _NEXT, milliseconds, key, event.payload, headers, 0.0)
+        found = items_of(handlers, record, validates=False)
+        assert not isinstance(found, Quarantined)  # we have written it ourselves
+        rows += [Row(one.marker.key, one.marker.consumer, record, DEFERRED, one) for one in found]
+    return rows
 
 
 def quarantined(one: Quarantined) -> Row:
@@ -416,7 +459,10 @@ async def take(
     readmitted: dict[bytes, Sequence[Item]] = {}
     hopeless: list[Row] = []
     waiting: set[bytes] = set()
+    turn = Turn()
     for row in rows:
+        if turn.is_over:
+            await turn.end()
         key = row["order_key"]
         if not keys or keys[-1] != key:
             keys.append(key)
@@ -454,7 +500,7 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
                     waited=row["waited"],
                     row=row["key"],
                     was_young=True,
-                    is_suspect=row["reason"] == DIED,
+                    reason=row["reason"],
                     last_error=row["error"],
                 )
             ]
@@ -466,6 +512,8 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     fate = after_failure(
         Policy(), error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
     )
+    if row["reason"] == UNKNOWN:  # and so it stays
+        fate = replace(fate, reason=UNKNOWN)
     return Row(row["key"], consumer, record, fate)
 
 
@@ -490,8 +538,12 @@ async def settle(
     done: Collection[bytes],
     changed: Sequence[Row],
     keys: Collection[bytes],
+    went_on: Collection[bytes],
 ) -> None:
-    """Delete the rows that are done and change others, by their keys, then let heads be due."""
+    """Delete the rows that are done and change others, by their keys, then let heads be due.
+
+    `went_on` are the order keys of which something was done.
+    """
     if done:
         await connection.execute(_DELETE, list(done))
     if changed:
@@ -507,7 +559,7 @@ async def settle(
             [row.fate.traceback for row in changed],
             [row.remembered for row in changed],
         )
-    await let_heads_be_due(connection, [lane.number], keys)
+    await let_heads_be_due(connection, [lane.number], keys, went_on)
 
 
 async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
@@ -516,12 +568,13 @@ async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, flo
 
 
 async def seize(connection: asyncpg.Connection, lane: int) -> None:
-    """Hold the lane to the end of the transaction, as nobody's worker.
+    """Hold the lane to the end of the transaction, as nobody's worker, to change what is dead.
 
     Waits for the transaction of the worker that has it, whose later ones raise `LaneLost`. That
-    worker has not died, so it is not counted among those that did.
+    worker has not died, so it is not counted among those that did. One that makes calls keeps the
+    lane: it knows how they end, and has read only what is alive.
     """
-    await connection.execute(_SEIZE, lane)
+    await connection.execute(_SEIZE, lane, _FIRST_LANES["effect"])
 
 
 async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
@@ -535,12 +588,20 @@ async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None
 async def discard(
     connection: asyncpg.Connection, keys: Sequence[bytes], *, operator: str, why: str
 ) -> None:
-    """Close dead rows; they stay, to be known when they come again. Seize their lane before."""
+    """Close dead rows; they stay for long, to be known again. Seize their lane before."""
     await connection.execute(_DISCARD, keys, operator, why)
 
 
 async def let_heads_be_due(
-    connection: asyncpg.Connection, lanes: Collection[int], keys: Collection[bytes]
+    connection: asyncpg.Connection,
+    lanes: Collection[int],
+    keys: Collection[bytes],
+    went_on: Collection[bytes] = (),
 ) -> None:
-    """Make the first row of each order key the only one that is due. Hold the lanes before."""
-    await connection.execute(_ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED)
+    """Make the first row of each order key the only one that is due. Hold the lanes before.
+
+    One that waits for another of its sequence may be the next, where its key `went_on`.
+    """
+    await connection.execute(
+        _ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED, GAP, list(went_on)
+    )

@@ -1,8 +1,8 @@
 """Batches: records decoded, validated and matched with their handlers."""
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -15,7 +15,9 @@ from .events import Event, Tombstone
 from .handlers import Handler, Handlers
 from .inbox import Anchor, Marker
 from .message import Message, Plain, Position, Record, Undecodable, decode, marker_key
-from .tasks import TURN
+from .ordering import sequence_of
+from .policy import DIED, Reject
+from .tasks import Turn
 
 _offset = attrgetter("offset")
 
@@ -51,10 +53,24 @@ class Item(NamedTuple):
     """Key of its row, if it comes from the backlog."""
     was_young: bool = False
     """Whether it was not too old when it was stored in the backlog."""
-    is_suspect: bool = False
-    """Whether a process has died over it."""
+    reason: str = ""
+    """Why it is in the backlog, if it comes from there."""
     last_error: str | None = None
     """Type and text of what it failed with the last time."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a process has died over it."""
+        return self.reason == DIED
+
+    @property
+    def sequence(self) -> int:
+        """What it keeps its order by, where its handler goes by that; 0: by its place."""
+        if self.handler.gaps is None:
+            return 0
+        with suppress(Reject):
+            return sequence_of(self.marker.message)
+        return 0
 
     @property
     def order_key(self) -> bytes:
@@ -118,9 +134,10 @@ async def read(
     items: list[Item] = []
     skipped: list[int] = []
     quarantined: list[Quarantined] = []
-    for number, record in enumerate(records, 1):
-        if number % TURN == 0:
-            await asyncio.sleep(0)
+    turn = Turn()
+    for record in records:
+        if turn.is_over:
+            await turn.end()
         found = items_of(handlers, record, validates=validates)
         if isinstance(found, Quarantined):
             quarantined.append(found)
@@ -155,9 +172,10 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
     type = Tombstone.event_type if message.data is None else message.type
     takers = handlers.of(message.topic, type)
     event, fault = None, None
-    # What is handled later is validated then.
-    if validates and takers and (len(takers) > 1 or takers[0].mode != "deferred"):
-        event, fault = _validated(takers[0].event, message)
+    for handler in takers if validates else ():
+        if handler.mode == "immediate":  # what is handled later is validated then
+            event, fault = _validated(handler.event, message)
+            break
     items: list[Item] = []
     for handler in takers:
         consumer = handler.consumer
@@ -185,6 +203,20 @@ def _event_of(model: type[Event], message: Message) -> Event:
     # As model_validate_json() does, which takes half as long again.
     event: Event = model.__pydantic_validator__.validate_json(message.data)
     return event
+
+
+def in_sequence(items: Sequence[Item]) -> Sequence[Item]:
+    """Put the events of a key into the order of their sequence, where their handler goes by it."""
+    places: dict[bytes, list[int]] = {}
+    for place, item in enumerate(items):
+        if item.handler.gaps is not None:
+            places.setdefault(item.order_key, []).append(place)
+    ordered = list(items)
+    for of_key in places.values():
+        in_order = sorted((items[place] for place in of_key), key=lambda item: item.sequence)
+        for place, item in zip(of_key, in_order, strict=True):
+            ordered[place] = item
+    return ordered
 
 
 def order_key(consumer: str, record: Record) -> bytes:

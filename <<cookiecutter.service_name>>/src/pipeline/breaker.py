@@ -70,6 +70,11 @@ class Breaker:
             self._close(name, "is not tried here any more: another process has its partitions")
         return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
 
+    @property
+    def open(self) -> set[str]:
+        """Consumers for whom it is open."""
+        return {name for name, one in self._failing.items() if one.is_open}
+
     def succeeded(self, consumers: Iterable[str]) -> None:
         """Note whose work has been committed."""
         for consumer in consumers:

@@ -10,9 +10,10 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition, conn
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
+from aiokafka.errors import KafkaConnectionError
 
 from .record_batches import AnyMemoryRecords
 
@@ -26,6 +27,24 @@ _BUSY_SECONDS = 2.0
 """After this long without records a consumer is idle."""
 
 fetcher.MemoryRecords = AnyMemoryRecords
+
+
+class _Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no types
+    """A way to a broker that says by an error of Kafka's that it was reset.
+
+    uvloop raises `RuntimeError` where asyncio raises `OSError` or nothing. aiokafka does not expect
+    it: what fetches would end, and the consumer would stand still, seemingly well.
+    """
+
+    def send(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().send(*args, **options)
+        except RuntimeError as error:
+            self.close(reason=conn.CloseReason.CONNECTION_BROKEN)
+            raise KafkaConnectionError(f"{self} was reset: {error}") from error
+
+
+conn.AIOKafkaConnection = _Connection
 
 
 class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types

@@ -1,6 +1,7 @@
 """The command line `service`."""
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from alembic import command
 from alembic.config import Config
 from pydantic_core import to_json
 
-from . import dead_commands, epoch, inbox
+from . import dead_commands, epoch, inbox, replay, retention_commands, scheduled_commands
 from .operations import Move, Refused, Remembered, To, moves, remembered
 from .retention import make_ahead
 from .runtime import Part, run
@@ -27,6 +28,7 @@ from .terminal import (
     run_to_end,
 )
 
+PLACE = "earliest|latest|OFFSET|TIME"
 _ALEMBIC = Path("alembic.ini")
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
@@ -45,6 +47,8 @@ def command_line(service: Service) -> Callable[[], None]:
     memory = typer.Typer(help="What the service has handled.", no_args_is_help=True)
     app.add_typer(memory, name="inbox")
     app.add_typer(dead_commands.group(service), name="dead")
+    app.add_typer(retention_commands.group(service), name="retention")
+    app.add_typer(scheduled_commands.group(service), name="scheduled")
     relays = typer.Typer(invoke_without_command=True)
     app.add_typer(relays, name="relay")
 
@@ -112,17 +116,88 @@ def command_line(service: Service) -> Callable[[], None]:
     @topics.command()
     def seek(
         topic: Annotated[str, typer.Argument(help="a topic that the service reads")],
-        to: Annotated[str, typer.Option(metavar="earliest|latest|OFFSET", help="where to go on")],
+        to: Annotated[str, typer.Option(metavar=PLACE, help="where to go on")],
         partition: Annotated[int | None, typer.Option(min=0, help="only this one")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell")] = False,
     ) -> None:
         """Go on elsewhere in a topic: what was handled before is not handled again."""
-        if to not in ("earliest", "latest") and not to.isdecimal():
-            raise typer.BadParameter(f"{to!r} is not earliest, latest or an offset")
-        place: To = int(to) if to.isdecimal() else to  # type: ignore[assignment]
+        place = _place_of(to)
         run_to_end(_seek(service, read_settings(), topic, partition, place, dry_run=dry_run))
 
+    @app.command()
+    def replay(
+        topic: Annotated[str, typer.Argument(help="a topic that the service reads")],
+        since: Annotated[str, typer.Option("--from", metavar=PLACE, help="where to begin")],
+        partition: Annotated[int | None, typer.Option(min=0, help="only this one")] = None,
+        too_old: Annotated[
+            bool, typer.Option("--too-old", help="also what may have been forgotten")
+        ] = False,
+        wait: Annotated[bool, typer.Option(help="show how far it is, until it is done")] = True,
+    ) -> None:
+        """Read a topic again: what took effect before is skipped, what has not is handled."""
+        place = _place_of(since)
+        work = _replay(
+            service, read_settings(), topic, partition, place, too_old=too_old, wait=wait
+        )
+        run_to_end(work)
+
     return app
+
+
+def _place_of(text: str) -> To:
+    """Return what a person has written for a place in a topic."""
+    if text == "earliest":
+        return "earliest"
+    if text == "latest":
+        return "latest"
+    if text.isdecimal():
+        return int(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not earliest, latest, an offset, or a time such as 2026-11-01T08:00+00:00"
+        ) from None
+    if time.tzinfo is None:
+        raise typer.BadParameter(f"{text!r} has no zone: write {text}+00:00 for UTC")
+    return time
+
+
+async def _replay(
+    service: Service,
+    settings: Settings,
+    topic: str,
+    partition: int | None,
+    to: To,
+    *,
+    too_old: bool,
+    wait: bool,
+) -> None:
+    """Move positions back, and follow them."""
+    servers = settings.kafka_bootstrap_servers
+    async with connected(service, settings) as connection:
+        with of_kafka(settings):
+            found = await replay.plan(connection, servers, service, topic, partition, to)
+        if found.forgotten and not too_old:
+            raise Refused(
+                f"{found.forgotten:,} of {found.records:,} offsets are from before {found.since},"
+                " and the inbox does not remember what it handled then: they would be dead letters"
+                f" as too old. Begin with --from {found.since:%Y-%m-%dT%H:%M:%SZ}, or add --too-old"
+            )
+        for one in found.moves:
+            await inbox.seek(connection, one.slot, one.new)
+            typer.echo(_moved(one, "goes"))
+        if not wait:
+            return
+        async for progress in replay.follow(connection, found):
+            typer.echo(
+                f"{progress.done:,} of {found.records:,} offsets are read again"
+                + (": does the service run?" if progress.stands else "")
+            )
+        typer.echo(
+            f"{await replay.applied(connection, found):,} messages took effect that had not;"
+            " the others were known, were dead letters, or are nobody's"
+        )
 
 
 async def _make_ahead(service: Service, settings: Settings) -> None:

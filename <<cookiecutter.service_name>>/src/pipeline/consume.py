@@ -16,16 +16,27 @@ from tenacity import AsyncRetrying
 
 from . import backlog, inbox
 from .backlog import LaneLost
-from .batch import Item
+from .batch import Item, in_sequence
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
 from .failures import is_contention, is_infrastructure
 from .filters import Filters
+from .handlers import Handlers
 from .handling import Attempt, BatchFailed, Handled, handle_all
 from .inbox import Generations, IdentityMismatch, Known, PositionMoved
 from .outbox import Outbox
 from .payload import HASH_VERSION
-from .policy import FOLLOWER, Fate, Park, Reject, after_failure, dead, undecided
+from .policy import (
+    FOLLOWER,
+    Fate,
+    Park,
+    Reject,
+    Retry,
+    after_failure,
+    dead,
+    undecided,
+    unknown,
+)
 from .results import Results
 from .settings import Settings
 from .telemetry import ProcessSpans
@@ -88,18 +99,23 @@ class Consume:
         settings: Settings,
         breaker: Breaker,
         filters: Filters,
+        handlers: Handlers,
         staged: Callable[[], None],
         parked: Callable[[], None],
+        called: Callable[[], None],
     ) -> None:
-        """`staged` and `parked` are told of new rows in the outbox and of what is due at once."""
+        """`staged`, `parked` and `called` are told of new rows in the outbox, of what is due at
+        once, and of new effects."""
         self._engine = engine
         self._group = group
         self._source = source
         self._settings = settings
         self._breaker = breaker
         self._filters = filters
+        self._handlers = handlers
         self._staged = staged
         self._parked = parked
+        self._called = called
         self._turns = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
         self._under_way: set[Attempt] = set()
@@ -205,7 +221,7 @@ class Consume:
                 connection = await session.connection()
                 with _blaming(work, fates, limit) as progress:
                     async with asyncio.timeout(limit + _EARLY):
-                        results, staged = await self._execute(
+                        results, outbox = await self._execute(
                             session, connection, work, fates, progress
                         )
                     await transaction.commit()
@@ -219,8 +235,10 @@ class Consume:
                 await session.invalidate()
                 raise
         self._breaker.succeeded(results.fared_well)
-        if staged:
+        if outbox:
             self._staged()
+        if outbox.calls:
+            self._called()
         if any(fate.due_in == 0.0 for _, fate in results.fates):
             self._parked()
         results.tell(self._group)
@@ -234,7 +252,7 @@ class Consume:
         work: Work,
         fates: dict[bytes, Fate],
         progress: "_Progress",
-    ) -> tuple[Results, int]:
+    ) -> tuple[Results, Outbox]:
         settings = self._settings
         await inbox.begin(
             connection,
@@ -243,7 +261,7 @@ class Consume:
         )
         driver = await driver_of(connection)
         generations = await work.open(driver)
-        outbox = Outbox(self._source, settings.max_event_bytes)
+        outbox = Outbox(self._source, settings.max_event_bytes, effects=self._handlers.effects)
         results = Results()
         new, waiting, stored = await _look_up(driver, generations, self._filters, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
@@ -256,6 +274,8 @@ class Consume:
             attempt.deadline.close()
             self._under_way.discard(attempt)
         results.applied, results.returned = handled.applied, handled.returned
+        results.stale = handled.stale
+        results.fates += handled.early
         results.seconds = handled.seconds
         self._judge(work, handled, results)
         await session.flush()
@@ -269,12 +289,12 @@ class Consume:
         died = await work.settle(driver, results)
         if settings.dead_letter_topic:
             outbox.add(backlog.dead_letter(row, settings.dead_letter_topic) for row in died)
-        if len(outbox):
-            await outbox.write(driver)
-        elif results.applied:
+        if outbox.calls:
+            await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
+        if not await outbox.write(driver) and results.applied:
             # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
             await driver.execute("SELECT")
-        return results, len(outbox)
+        return results, outbox
 
     def _judge(self, work: Work, handled: Handled, results: Results) -> None:
         """Raise `_Guilty` if any message has failed, or `BreakerOpen` if it is not the messages."""
@@ -344,7 +364,7 @@ def _sort_out(
     """Return the messages to handle now; what becomes of the others goes into the results."""
     behind = set(waiting)
     now: list[Item] = []
-    for item in new:
+    for item in in_sequence(new):
         # First: what waits is not asked for its age any more.
         fate = _too_old(item, generations) or fates.get(item.marker.key)
         if fate is None and behind and item.order_key in behind:
@@ -368,9 +388,12 @@ def _let_go(*errors: BaseException) -> None:
 
 
 def _judged(item: Item, error: BaseException, reason: str) -> Fate:
-    return after_failure(
-        item.handler.policy, error, attempts=item.attempts, waited=item.waited, reason=reason
-    )
+    policy, effect = item.handler.policy, item.handler.effect
+    attempts, waited = item.attempts, item.waited
+    if effect and not effect.is_repeatable and not isinstance(error, Park | Reject | Retry):
+        can_ask = effect.ask is not None
+        return unknown(policy, error, attempts=attempts, waited=waited, can_ask=can_ask)
+    return after_failure(policy, error, attempts=attempts, waited=waited, reason=reason)
 
 
 def _too_old(item: Item, generations: Generations) -> Fate | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3.0
 """How long brokers have for what nobody needs to wait for: offsets for tools, a farewell."""
+
+_METADATA_SECONDS = 10.0
+"""How often the brokers are asked which partitions there are, and who leads them."""
 
 _SLACK_SECONDS = 5.0
 """What a request may take beyond the session, which a broker that hangs is noticed by."""
@@ -74,6 +78,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             while not self._stopping.is_set():
                 for reader in self._readers.values():
                     reader.raise_if_ended()
+                if client._fetcher.error_future.done():
+                    client._fetcher.error_future.result()  # else nothing would ever come again
                 self._commit_offsets()
                 self._look_at_kafka()
                 await self._look_for_topics()
@@ -123,7 +129,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
             # A slow batch is ended by the transaction's time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
-            metadata_max_age_ms=10_000,
+            metadata_max_age_ms=round(_METADATA_SECONDS * 1_000),
         )
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
@@ -178,7 +184,11 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             for topic, number in self._readers
             if cluster.leader_for_partition(TopicPartition(topic, number)) in (None, -1)
         ]
-        if self._client._coordinator.coordinator_id is None:
+        # While it joins its group, aiokafka does not notice that nobody answers.
+        silence = time.time() - cluster._last_successful_refresh_ms / 1_000
+        if self._has_joined and silence > _METADATA_SECONDS + _SLACK_SECONDS:
+            trouble = f"the brokers have not answered for {silence:.0f} s"
+        elif self._client._coordinator.coordinator_id is None:
             trouble = "nobody coordinates the group"
         elif leaderless:
             trouble = f"nobody leads {', '.join(sorted(leaderless))}"

@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from .settings import Settings
 
-_BESIDE_TRANSACTIONS = 4
-"""Connections for the relay, housekeeping, reading a position and loading filters."""
+_BESIDE_TRANSACTIONS = 5
+"""For the relay, housekeeping, reading a position, loading filters, and the lanes of effects."""
 
 _CONNECT_SECONDS = 5.0
 """Enough for a server that is there; one that says nothing is told of, and tried again."""

@@ -19,6 +19,7 @@ from .batch import Item, Quarantined, items_of
 from .handlers import Handlers
 from .message import headers_of, marker_key, printable
 from .operations import Refused
+from .policy import UNKNOWN
 
 T = TypeVar("T")
 OutcomeT = TypeVar("OutcomeT", bound=StrEnum)
@@ -49,6 +50,10 @@ REASONS: Mapping[str, str] = {
     # Messages that a handler has failed on.
     "attempts used up": "mend what the error names, deploy it, then redrive",
     "waited too long": "see to what it waited for, then redrive",
+    "sequence gap": "have the producer send what is missing before it; if that is lost, redrive it"
+    " to go on without",
+    "outcome unknown": "find out at the service outside whether it took place; if not, redrive it;"
+    " if so, discard it",
     "rejected": "its handler refuses it for good: mend the data or the handler, then redrive;"
     " or discard it",
     # What waits.
@@ -67,7 +72,7 @@ REASONS: Mapping[str, str] = {
 
 State = Literal["dead", "waiting", "discarded"]
 
-DISCARDED = "nothing: it was given up, and stays for the record"
+DISCARDED = "nothing: it was given up, and stays for the record until it is too old"
 """What a person is to do about what was discarded, whatever its reason."""
 
 
@@ -133,7 +138,7 @@ _LANES = _asking("dead", "SELECT DISTINCT lane", "ORDER BY lane")
 _CHUNK = _asking(
     "dead",
     'SELECT key, order_key, consumer, source, id, topic, partition, "offset"',
-    'AND lane = $11 ORDER BY order_key, partition, "offset" LIMIT $12',
+    'AND lane = $11 ORDER BY order_key, sequence, partition, "offset" LIMIT $12',
 )
 
 _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT 2"
@@ -427,13 +432,15 @@ def shown(data: bytes | None) -> Shown:
 def redrivable(which: Which, handlers: Handlers) -> Which:
     """Leave out what would wait for ever, and what may have been applied before.
 
-    The first is what belongs to consumers that the service does not have. What is too old is
-    redriven only if it is asked for as such: by its id, or by that reason.
+    The first is what belongs to consumers that the service does not have. What is too old, or a
+    call that may have taken place, is redriven only if it is asked for as such: by its id, or by
+    that reason.
     """
     known = ["", *handlers.consumers]
     chosen = [one for one in known if which.consumers is None or one in which.consumers]
-    is_named = which.keys is not None or TOO_OLD in (which.reasons or ())
-    return replace(which, consumers=chosen, but_reasons=[] if is_named else [TOO_OLD])
+    asked_for = (TOO_OLD, UNKNOWN) if which.keys is not None else which.reasons or ()
+    left_out = [reason for reason in (TOO_OLD, UNKNOWN) if reason not in asked_for]
+    return replace(which, consumers=chosen, but_reasons=left_out)
 
 
 async def redrive(

@@ -28,6 +28,9 @@ UPDATE pipeline.outbox_cursor
 
 _RENEW_EVENTS = "UPDATE pipeline.outbox SET xid = DEFAULT"
 
+# By which transaction they were closed means nothing any more; this one comes after all of them.
+_CLOSE_DAYS_AGAIN = "UPDATE pipeline.outbox_closed SET xid = DEFAULT"
+
 # Logical replication carries rows over and leaves sequences behind.
 _RAISE_SEQUENCE = """
 SELECT setval('pipeline.outbox_id_seq', newest)
@@ -81,5 +84,6 @@ async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> None:
     async with connection.transaction():
         if not keep_progress:
             await connection.execute(_RENEW_EVENTS, timeout=_SECONDS)
+            await connection.execute(_CLOSE_DAYS_AGAIN)
             await connection.execute(_RAISE_SEQUENCE, timeout=_SECONDS)
         await connection.execute(_OPEN_EPOCH, keep_progress)

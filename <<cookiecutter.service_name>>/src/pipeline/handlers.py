@@ -1,19 +1,23 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeVar
 
 from .aggregate import Loads
+from .effects import Call, Effect
 from .events import Event, Tombstone
 from .message import Plain
+from .ordering import Gaps, Sequenced
+from .outbox import EFFECTS
 from .policy import Policy
 from .transaction import EventBatch, Transaction
 
 E = TypeVar("E", bound=Event)
 Function = Callable[[E, Transaction], Awaitable[object]]
 BatchFunction = Callable[[EventBatch[E]], Awaitable[None]]
+EffectFunction = Callable[[E, Call], Awaitable[object]]
 F = TypeVar("F", bound=Callable[..., Awaitable[object]])
 
 
@@ -28,9 +32,13 @@ class Handler:
     function: Callable[..., Awaitable[object]]
     takes_batches: bool
     policy: Policy
-    mode: Literal["immediate", "deferred"]
+    mode: Literal["immediate", "deferred", "effect"]
     timeout: float
     takes_old: bool
+    effect: Effect | None = None
+    """What there is more to say where `mode` is "effect"."""
+    gaps: Gaps | None = None
+    """Where it goes by the sequence of its events."""
 
 
 class Handlers:
@@ -52,6 +60,7 @@ class Handlers:
         mode: Literal["immediate", "deferred"] = "immediate",
         timeout: float = 5.0,
         takes_old: bool = False,
+        gaps: Gaps | None = None,
     ) -> Callable[[Function[E]], Function[E]]:
         """Register the decorated coroutine function for the events of a topic.
 
@@ -65,14 +74,30 @@ class Handlers:
         `takes_old=True` also what is older than the inbox remembers is applied, at the risk of
         a second time; otherwise it is a dead letter.
 
+        With `gaps` the events of a row, the one that `loads` names, are applied in the order of
+        their CloudEvents `sequence`: what was overtaken is skipped and counted as stale, and what
+        comes too early waits as `gaps` says. The row is a `Sequenced` one. All handlers of a
+        consumer and a topic go by it, or none.
+
         What the function returns is kept as JSON beside the marker; a duplicate gets it back, and
         `service inbox show` prints it.
 
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
         function does not fit, and `ValueError` for a time-out that is none.
         """
+        if gaps is not None and not (loads and issubclass(loads.entity, Sequenced)):
+            raise TypeError("gaps= needs loads= of a class that has the mixin Sequenced")
         register: Callable[[Function[E]], Function[E]] = self._registering(
-            event, topic, consumer, loads, policy, mode, timeout, takes_old, takes_batches=False
+            event,
+            topic,
+            consumer,
+            loads,
+            policy,
+            mode,
+            timeout,
+            takes_old,
+            takes_batches=False,
+            gaps=gaps,
         )
         return register
 
@@ -99,6 +124,54 @@ class Handlers:
         )
         return register
 
+    def effect(
+        self,
+        event: type[E],
+        *,
+        consumer: str,
+        policy: Policy = Policy(),  # noqa: B008  # it is frozen
+        timeout: float = 10.0,
+        per_second: float | None = None,
+        repeatable: bool = True,
+        ask: Callable[[E, Call], Awaitable[bool]] | None = None,
+        then: Callable[[E, Transaction, Any], Awaitable[object]] | None = None,
+        loads: Loads[Any] | None = None,
+    ) -> Callable[[EffectFunction[E]], EffectFunction[E]]:
+        """Register a coroutine function that calls the outside for events given to `tx.call`.
+
+        It is called with the event and a `Call`, in no transaction, until it returns: a process
+        that dies leaves it to another one, so that the outside may see a call twice. Hand it
+        `call.id` as the idempotency key. `policy`, `consumer` and what is returned are as in `on`;
+        `timeout` is for one call, in seconds. Each process makes up to `per_second` calls in a
+        second.
+
+        For an outside that knows no idempotency key there is `repeatable=False`: it is noted before
+        the call that it begins. Where the function raises `Retry`, `Park` or `Reject`, it did not
+        take place; after any other error, a time-out or the death of the process nobody knows.
+        Then it is not made again: `ask` is called in its stead, and returns whether it took place;
+        without `ask` it is a dead letter ("outcome unknown") until a person has found out.
+
+        `then` is called afterwards as an ordinary handler, with the event, its transaction and what
+        was returned (None if that is known from `ask` only); `loads` is for it. When it fails, all
+        of it is done again.
+
+        Raises `TypeError` if the consumer already takes these events, or `ask`, `loads` or the
+        function does not fit, and `ValueError` for a time-out or a rate that is none.
+        """
+        register: Callable[[EffectFunction[E]], EffectFunction[E]] = self._registering(
+            event,
+            EFFECTS,
+            consumer,
+            loads,
+            policy,
+            "effect",
+            timeout,
+            takes_old=True,
+            takes_batches=False,
+            effect=Effect(then, per_second, repeatable, ask),
+        )
+        return register
+
     def _registering(
         self,
         event: type[Event],
@@ -106,11 +179,13 @@ class Handlers:
         consumer: str,
         loads: Loads[Any] | None,
         policy: Policy,
-        mode: Literal["immediate", "deferred"],
+        mode: Literal["immediate", "deferred", "effect"],
         timeout: float,
         takes_old: bool,
         *,
         takes_batches: bool,
+        effect: Effect | None = None,
+        gaps: Gaps | None = None,
     ) -> Callable[[F], F]:
         if loads is not None:
             loads.check(event)
@@ -145,11 +220,35 @@ class Handlers:
                 mode,
                 timeout,
                 takes_old,
+                effect,
+                gaps,
             )
+            self._check(handler)
             registered[event.event_type] = (*others, handler)
             return function
 
         return register
+
+    def _check(self, new: Handler) -> None:
+        """Raise `TypeError` for a handler that can't be beside those that are registered."""
+        for other in (one for topic in self._by_topic for one in self._on(topic)):
+            is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
+            if other.consumer == new.consumer and (other.effect is None) != (new.effect is None):
+                raise TypeError(
+                    f"{new.consumer!r} is an effect and a consumer of a topic: two names are needed"
+                )
+            if is_alike and (other.gaps is None) != (new.gaps is None):
+                raise TypeError(
+                    f"all handlers of consumer {new.consumer!r} and topic {new.topic!r} go by the"
+                    " sequence of events (gaps=), or none does"
+                )
+            follows = new.loads.entity if new.gaps and new.loads else None
+            followed = other.loads.entity if other.gaps and other.loads else None
+            if follows and follows is followed and not is_alike:
+                raise TypeError(
+                    f"{follows.__name__} follows the sequence of consumer {other.consumer!r} and"
+                    f" topic {other.topic!r}: it can follow one only"
+                )
 
     def plain(self, topic: str, how: Plain) -> None:
         """Say how a topic without CloudEvents names its events.
@@ -172,17 +271,26 @@ class Handlers:
     @property
     def topics(self) -> frozenset[str]:
         """Topics that some handler takes events of."""
-        return frozenset(self._by_topic)
+        return frozenset(self._by_topic) - {EFFECTS}
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """Types of the events that some effect takes."""
+        return frozenset(self._by_topic.get(EFFECTS, ()))
 
     @property
     def consumers(self) -> frozenset[str]:
         """Names of all consumers."""
-        return frozenset(
-            handler.consumer
-            for types in self._by_topic.values()
-            for handlers in types.values()
-            for handler in handlers
-        )
+        return frozenset(one.consumer for topic in self._by_topic for one in self._on(topic))
+
+    @property
+    def callers(self) -> frozenset[str]:
+        """Names of those consumers that are effects."""
+        return frozenset(one.consumer for one in self._on(EFFECTS))
+
+    def _on(self, topic: str) -> Iterator[Handler]:
+        for handlers in self._by_topic.get(topic, {}).values():
+            yield from handlers
 
     def of(self, topic: str, type: str) -> tuple[Handler, ...]:
         """Return the handlers of an event type, in the order of their registration."""

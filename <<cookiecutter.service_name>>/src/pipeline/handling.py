@@ -3,9 +3,9 @@
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Self
+from typing import Self, cast
 
 import asyncpg
 import pydantic_core
@@ -13,10 +13,13 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from .aggregate import Aggregate, Key
+from .backlog import StoredRecord
 from .batch import Item
 from .failures import is_of_the_database
+from .ordering import Sequenced, SequenceGap, sequence_of
 from .outbox import Outbox
-from .tasks import TURN
+from .policy import FOLLOWER, GAP, REDRIVEN, Fate, Reject, dead, early
+from .tasks import Turn
 from .telemetry import ProcessSpans
 from .transaction import EventBatch, Rows, Transaction
 
@@ -76,10 +79,15 @@ class Deadline:
     def _look(self) -> None:
         self._looks_at = math.inf
         if self._loop.time() >= self._ends_at:
-            self.is_over = True
-            self._task.cancel()
+            # What it waits for may have come while others kept the loop: that is seen to first.
+            self._loop.call_soon(self._end)
         elif self._ends_at < math.inf:
             self._look_at(self._ends_at)
+
+    def _end(self) -> None:
+        if self._loop.time() >= self._ends_at:
+            self.is_over = True
+            self._task.cancel()
 
 
 @dataclass(eq=False)
@@ -105,6 +113,10 @@ class Handled:
     """How the handlers have fared."""
 
     applied: list[Item] = field(default_factory=list)
+    stale: list[Item] = field(default_factory=list)
+    """Those that a later one of their sequence has overtaken."""
+    early: list[tuple[Item, Fate]] = field(default_factory=list)
+    """Those that come before others of their sequence, and what becomes of them."""
     returned: dict[bytes, str] = field(default_factory=dict)
     """What they returned, as JSON, by marker key."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
@@ -145,15 +157,29 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
         await attempt.rows.lock(entity, keys)
     handled = Handled()
     behind: set[bytes] = set()
+    holding: set[bytes] = set()
     begun = perf_counter()
-    for number, one in enumerate(_runs(items), 1):
-        if number % TURN == 0:
-            await asyncio.sleep(0)
+    turn = Turn()
+    for one in _runs(items):
+        if turn.is_over:
+            await turn.end()
         run = [item for item in one if item.order_key not in behind] if behind else one
         if not run:
             continue
         try:
-            result = await _handle(run, attempt)
+            gap = 0
+            if run[0].handler.gaps is not None:
+                gap = await _gap_before(run[0], attempt)
+                if gap < 0:
+                    handled.stale.append(run[0])
+                    continue
+                held = run[0].order_key in holding
+                if gap > 0 and (fate := FOLLOWER if held else _fate_of_early(run[0], gap)):
+                    handled.early.append((run[0], fate))
+                    if fate.holds:
+                        holding.add(run[0].order_key)
+                    continue
+            result = await _handle(run, attempt, gap)
             if result is not None:
                 handled.returned[run[0].marker.key] = result
             handled.applied += run
@@ -196,13 +222,51 @@ def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
     yield from runs.values()
 
 
-async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
+async def _followed(item: Item, attempt: Attempt) -> Sequenced | None:
+    """Return the row that the event's sequence is of."""
+    loads = item.handler.loads
+    assert loads is not None
+    assert item.event is not None
+    return cast(Sequenced | None, await attempt.rows.get(loads.entity, loads.key_of(item.event)))
+
+
+async def _gap_before(item: Item, attempt: Attempt) -> int:
+    """Return how many events are missing before this one; less than none: it was overtaken."""
+    try:
+        sequence = sequence_of(item.marker.message)
+    except Reject as error:
+        raise _Failed(error) from error
+    row = await _followed(item, attempt)
+    return sequence - (row.followed or 0 if row else 0) - 1
+
+
+def _fate_of_early(item: Item, gap: int) -> Fate | None:
+    """Return what becomes of an event before which others are missing; None: it is applied."""
+    gaps, policy = item.handler.gaps, item.handler.policy
+    assert gaps is not None
+    error = SequenceGap(item.sequence, gap)
+    waited = item.record.stored_for if isinstance(item.record, StoredRecord) else 0.0
+    if waited < gaps.wait:
+        return early(error, attempts=item.attempts, waited=item.waited, due_in=gaps.wait - waited)
+    # Also of what a person has redriven, who knows of the gap, and of what was tried since.
+    if gaps.then == "apply" or item.reason == REDRIVEN or item.attempts > 0:
+        return None
+    fate = dead(policy, GAP, error, attempts=item.attempts)
+    return replace(fate, holds=gaps.then == "hold")
+
+
+async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None:
     """Call the handler; returns what it returned, as JSON."""
     item = run[0]
     handler = item.handler
     attempt.calling = item
     try:
-        result = await (_hand_over(run, attempt) if handler.takes_batches else _call(item, attempt))
+        if handler.takes_batches:
+            await _hand_over(run, attempt)
+            return None
+        result = await _call(item, attempt, gap)
+        if handler.gaps is not None and (row := await _followed(item, attempt)):
+            row.followed = item.sequence
         return (
             None
             if result is None
@@ -227,10 +291,10 @@ async def _handle(run: Sequence[Item], attempt: Attempt) -> str | None:
         attempt.calling = None
 
 
-async def _call(item: Item, attempt: Attempt) -> object:
+async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     """Call a handler of single events, in the trace of the message."""
     handler, marker = item.handler, item.marker
-    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker)
+    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker, gap=gap)
     try:
         with (
             attempt.spans.of(marker.message, handler.consumer),

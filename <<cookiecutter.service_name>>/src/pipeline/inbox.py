@@ -1,12 +1,12 @@
 """The inbox: where a partition goes on, and which events have already taken effect.
 
 Everything here runs on the connection of a consume transaction, in the order of `docs/protocol.md`,
-but for `start_at`, `position`, `seek` and `rotate`, which are transactions of their own.
+but for `start_at`, `position`, `seek`, `rotate` and `forget`, which are transactions of their own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from typing import NamedTuple, Self
 from uuid import UUID
@@ -220,12 +220,32 @@ VALUES ($1, $2, $3, $4)
 _LOCK_GENERATION = "SELECT set_config('lock_timeout', '100ms', true), pg_advisory_xact_lock($1)"
 
 _CLOSE_GENERATION = """
+WITH opened AS (
+    UPDATE pipeline.inbox_generation
+       SET current = current + 1, opened_at = clock_timestamp(), opening = gen_random_uuid()
+     WHERE current = $1 AND EXISTS (
+           SELECT FROM pg_inherits WHERE inhparent = 'pipeline.inbox'::regclass
+              AND inhrelid = to_regclass('pipeline.inbox_g' || ($1 + 1)))
+    RETURNING opened_at
+)
+INSERT INTO pipeline.inbox_closed (generation, closed_at) SELECT $1, opened_at FROM opened
+    ON CONFLICT (generation) DO UPDATE SET closed_at = excluded.closed_at
+RETURNING generation
+"""
+
+# Those that were closed long ago. A record may carry a time ahead of ours: what is younger than the
+# margin took effect later, by any clock that is not further ahead, and is remembered.
+_FORGET = """
+WITH forgotten AS (
+    DELETE FROM pipeline.inbox_closed
+     WHERE generation <= (SELECT max(generation) FROM pipeline.inbox_closed WHERE closed_at < $1)
+    RETURNING generation, closed_at
+)
 UPDATE pipeline.inbox_generation
-   SET current = current + 1, opened_at = clock_timestamp(), opening = gen_random_uuid()
- WHERE current = $1 AND EXISTS (
-       SELECT FROM pg_inherits WHERE inhparent = 'pipeline.inbox'::regclass
-          AND inhrelid = to_regclass('pipeline.inbox_g' || ($1 + 1)))
-RETURNING current
+   SET oldest = last + 1, since = GREATEST(since, closed_at + $2::interval)
+  FROM (SELECT max(generation) AS last, max(closed_at) AS closed_at FROM forgotten) AS forgotten
+ WHERE oldest <= last AND last < current
+RETURNING last
 """
 
 
@@ -407,3 +427,17 @@ async def rotate(connection: asyncpg.Connection, *, current: int) -> bool:
     async with connection.transaction():
         await connection.execute(_LOCK_GENERATION, GENERATION_LOCK)
         return await connection.fetchval(_CLOSE_GENERATION, current) is not None
+
+
+async def forget(
+    connection: asyncpg.Connection, *, before: datetime, margin: timedelta
+) -> int | None:
+    """Let no transaction look any more into generations that were closed before a time.
+
+    Returns the last of them, None if there is none. `margin` is how far clocks of producers may be
+    ahead. Waits as `rotate` does: a transaction that runs may be looking into them.
+    """
+    async with connection.transaction():
+        await connection.execute(_LOCK_GENERATION, GENERATION_LOCK)
+        forgotten: int | None = await connection.fetchval(_FORGET, before, margin)
+        return forgotten

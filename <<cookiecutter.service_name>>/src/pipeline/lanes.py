@@ -43,21 +43,27 @@ T = TypeVar("T")
 class Lanes:
     """A process's workers. Any number of processes share the lanes; each has one worker at most."""
 
+    _name = "backlog"
+    _counts = True
+    """Whether it tells how much there is, of everything."""
+
     def __init__(
         self,
         engine: AsyncEngine,
         consume: Consume,
         *,
         handlers: Handlers,
+        workers: int,
         settings: Settings,
         breaker: Breaker,
         health: Health,
         parked: asyncio.Event,
     ) -> None:
-        """`parked` is set when this process has stored something that is due."""
+        """`parked` is set when this process has stored something that is due here."""
         self._engine = engine
         self._consume = consume
         self._handlers = handlers
+        self._workers = workers
         self._settings = settings
         self._pace = Pace(settings)
         self._breaker = breaker
@@ -74,11 +80,11 @@ class Lanes:
 
     async def run(self) -> None:
         """Work until `stop`."""
-        workers = range(self._settings.backlog_workers)
         async with asyncio.TaskGroup() as group:
-            for _ in workers:
+            for _ in range(self._workers):
                 group.create_task(self._work())
-            group.create_task(self._count())
+            if self._counts:
+                group.create_task(self._count())
 
     async def _work(self) -> None:
         while not self._stopping.is_set():
@@ -91,8 +97,8 @@ class Lanes:
             except Exception as error:
                 if self._stopping.is_set():
                     return
-                log.exception("backlog: unexpected error, starting again")
-                self._health.not_ready("backlog", named(error))
+                log.exception("%s: unexpected error, starting again", self._name)
+                self._health.not_ready(self._name, named(error))
                 await self._pause(self._settings.retry_pause)
 
     async def _next(self) -> Lane | None:
@@ -101,7 +107,7 @@ class Lanes:
         while not self._stopping.is_set():
             self._woken.clear()
             lane = await self._claim()
-            self._health.ready("backlog")
+            self._health.ready(self._name)
             if lane is not None:
                 return lane
             if await self._pause(pause):
@@ -136,7 +142,7 @@ class Lanes:
             return
         except BreakerOpen:
             pass  # it has told, and the consumer rests
-        except Exception:
+        except (Exception, asyncio.CancelledError):  # who ends in order has killed nobody
             with suppress(Exception):
                 await self._release(lane)
             raise
@@ -151,15 +157,17 @@ class Lanes:
         # After a worker has died, who gives up in the middle would have to begin anew.
         while turns < _TURNS or lane.starts > 1:
             turns += 1
-            taken = await self._ask(
-                "reading the backlog",
-                lambda driver: backlog.take(
-                    driver, lane, self._handlers, self._consumers, self._pace.limit
-                ),
-            )
+            taken = await self._take(lane, self._pace.limit)
             if not taken.keys or self._stopping.is_set():
                 return
             await self._handle(lane, taken)
+
+    async def _take(self, lane: Lane, limit: int) -> Taken:
+        """Read what is due in the lane."""
+        return await self._ask(
+            "reading the backlog",
+            lambda driver: backlog.take(driver, lane, self._handlers, self._consumers, limit),
+        )
 
     async def _handle(self, lane: Lane, taken: Taken) -> None:
         """Handle rows in one transaction; a row that may kill the process in one of its own."""
@@ -178,8 +186,8 @@ class Lanes:
             log.warning("%s is tried alone: %s", what, item.last_error)
         async with self._consume.alone() as consume:
             # The worst is assumed before: who does not come back has spent an attempt.
-            fate = _died(item)
-            await self._apply(consume, replace(work, assumed=fate))
+            fate = died(item)
+            await self._apply(consume, replace(work, assumed={item.marker.key: fate}))
             if fate.is_dead:
                 return
             # Only now: to validate it may be what kills.
@@ -187,7 +195,8 @@ class Lanes:
             try:
                 await self._apply(consume, work)
             except BreakerOpen:
-                await self._apply(consume, replace(work, assumed=_untouched(item)))
+                before = {item.marker.key: untouched(item)}
+                await self._apply(consume, replace(work, assumed=before))
                 raise
 
     async def _apply_singly(self, work: FromLane, results: Sequence[Results]) -> None:
@@ -203,7 +212,7 @@ class Lanes:
         return item.is_suspect or lane.starts > 1
 
     async def _apply(self, consume: Consume, work: FromLane) -> Sequence[Results]:
-        results = await consume.apply(work, self._patiently("the backlog"))
+        results = await consume.apply(work, self._patiently("handling rows"))
         if not work.assumed:  # then no handler was called
             self._pace.learn(results)
         return results
@@ -211,7 +220,8 @@ class Lanes:
     @property
     def _consumers(self) -> set[str]:
         """Whose rows are looked for; those that are nobody's as well."""
-        return {"", *self._handlers.consumers} - self._breaker.resting
+        calling = self._handlers.callers
+        return {"", *self._handlers.consumers} - calling - self._breaker.resting
 
     async def _claim(self) -> Lane | None:
         lease = self._settings.backlog_lease
@@ -243,14 +253,14 @@ class Lanes:
 
     def _patiently(self, what: str) -> AsyncRetrying:
         return patiently(
-            f"backlog: {what}",
+            f"{self._name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready("backlog", reason),
+            away=lambda reason: self._health.not_ready(self._name, reason),
         )
 
 
-def _died(item: Item) -> Fate:
+def died(item: Item) -> Fate:
     """Return what becomes of a row if the process dies over it.
 
     The attempt is spent then, but the row goes on waiting, even after its last one: were it dead
@@ -264,7 +274,7 @@ def _died(item: Item) -> Fate:
     return assumed(policy, error, attempts=item.attempts, waited=item.waited)
 
 
-def _untouched(item: Item) -> Fate:
+def untouched(item: Item) -> Fate:
     """Return what a row was before its attempt was spent beforehand."""
     reason = DIED if item.is_suspect else UNDECIDED
     return Fate(

@@ -40,8 +40,9 @@ SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
  ORDER BY id
 """
 
-To = Literal["earliest", "latest"] | int
-"""Where a partition is to go on: what the brokers have first, what comes next, or an offset."""
+To = Literal["earliest", "latest"] | int | datetime
+"""Where a partition is to go on: what the brokers have first, what comes next, an offset, or the
+first record of a time."""
 
 
 class Refused(Exception):
@@ -138,18 +139,31 @@ async def moves(
     async with AIOKafkaConsumer(bootstrap_servers=bootstrap_servers) as client:
         first = await client.beginning_offsets(chosen)
         end = await client.end_offsets(chosen)
+        if isinstance(to, datetime):
+            places: Mapping[TopicPartition, int] = await offsets_since(client, end, to)
+        else:
+            places = {"earliest": first, "latest": end}.get(str(to), dict.fromkeys(chosen, to))
     found = []
     for one in chosen:
-        new = {"earliest": first[one], "latest": end[one]}.get(str(to), to)
-        if not first[one] <= int(new) <= end[one]:
+        new = places[one]
+        if not first[one] <= new <= end[one]:
             raise Refused(
                 f"{topic}/{one.partition} has the offsets {first[one]} to {end[one]}: not {new}"
             )
         slot = Slot(service.name, topic, one.partition)
         stored = await inbox.position(connection, slot)
         old = stored.next_offset if stored else None
-        found.append(Move(slot, old, int(new), first[one], end[one]))
+        found.append(Move(slot, old, new, first[one], end[one]))
     return found
+
+
+async def offsets_since(
+    client: AIOKafkaConsumer, end: Mapping[TopicPartition, int], time: datetime
+) -> dict[TopicPartition, int]:
+    """Return the offsets of the first records that are not older; where all are, the end."""
+    milliseconds = max(0, round(time.timestamp() * 1_000))
+    found = await client.offsets_for_times(dict.fromkeys(end, milliseconds))
+    return {one: found[one].offset if found[one] else end[one] for one in end}
 
 
 async def _partitions(bootstrap_servers: str, topic: str) -> list[int]:

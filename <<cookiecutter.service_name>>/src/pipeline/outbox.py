@@ -1,21 +1,30 @@
-"""The outbox: events staged in memory while handlers run, written by one COPY before the commit."""
+"""The outbox: events staged in memory while handlers run, written by one COPY before the commit.
+
+Those that are due later are written into a table of their own, from which `scheduled` moves them.
+"""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timedelta
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import asyncpg
-from opentelemetry.context import Context
+from opentelemetry.context import Context, get_current
 from pydantic_core import PydanticSerializationError
 
 from . import telemetry
 from .events import Event
 from .schema import SCHEMA
 
+EFFECTS = "(effects)"
+"""Stands for a topic where an event is to be given to effects; no topic has such a name."""
+
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
+_NAME_AT_MOST = 500
+"""Bytes of the name of a scheduled event, which is in an index."""
 
 
 class Unpublishable(ValueError):
@@ -41,6 +50,45 @@ class StagedEvent(NamedTuple):
     """Those of a dead letter's record, as JSON; an event's own are made of the other columns."""
 
 
+class Due(NamedTuple):
+    """When a scheduled event is to be published, and the name by which it can be cancelled."""
+
+    name: str | None
+    """None: the event's id."""
+    at: datetime | None
+    after: timedelta | None
+    """One of both; this one by the database's clock."""
+
+    @classmethod
+    def check(cls, at: datetime | None, after: timedelta | None, name: str | None) -> Self:
+        """Return it; raises `TypeError` or `Unpublishable` for what can't be meant."""
+        if (at is None) == (after is None):
+            raise TypeError("publish(…) takes at= or after= for an event that is due later")
+        if at is not None and at.tzinfo is None:
+            raise TypeError(f"publish(…, at=…) needs a time with its zone, not {at!r}")
+        if name is not None and ("\x00" in name or not 0 < len(name.encode()) <= _NAME_AT_MOST):
+            raise Unpublishable(
+                f"the name of a scheduled event has 1 to {_NAME_AT_MOST} bytes, no NUL: {name!r}"
+            )
+        return cls(name, at, after)
+
+
+COLUMNS = ", ".join(StagedEvent._fields)
+"""Those of an event, wherever it is stored."""
+
+_SCHEDULE = f"""
+INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS})
+SELECT name, COALESCE(due_at, clock_timestamp() + after), {COLUMNS}
+  FROM unnest($1::pipeline.new_scheduled[])
+ ORDER BY name
+    ON CONFLICT (name) DO UPDATE
+   SET due_at = excluded.due_at, scheduled_at = excluded.scheduled_at,
+       {", ".join(f"{name} = excluded.{name}" for name in StagedEvent._fields)}
+"""
+
+CANCEL = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
+
+
 def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
     """Return the id of the event that a message causes: the same in every execution.
 
@@ -52,10 +100,18 @@ def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
 class Outbox:
     """The events of one transaction, in the order in which they were staged."""
 
-    def __init__(self, source: str, max_event_bytes: int) -> None:
+    def __init__(self, source: str, max_event_bytes: int, *, effects: Collection[str] = ()) -> None:
+        """`effects` are the types that some effect takes."""
         self._source = source
         self._max_event_bytes = max_event_bytes
+        self._effects = effects
         self._staged: list[StagedEvent] = []
+        self.calls: list[StagedEvent] = []
+        """What effects are called with, after the commit."""
+        self._scheduled: dict[str, tuple[Due, StagedEvent] | None] = {}
+        """By name; None for what is cancelled. What is asked last is what holds."""
+        self._injected: tuple[Context, telemetry.TraceHeaders] | None = None
+        """The latest context, and what it is in headers: a handler publishes several events."""
         self._checked: dict[type[Event], tuple[str, int]] = {}
         """Topics and fixed sizes of the events staged so far."""
 
@@ -70,13 +126,46 @@ class Outbox:
         key: str | None,
         sequence: int | None,
         context: Context | None = None,
+        due: Due | None = None,
     ) -> None:
-        """Keep the event for the COPY, in the current trace unless a context is given.
+        """Keep the event for the COPY, or until it is due; in the current trace unless told.
 
         Raises `Unpublishable` if its topic or key can't be sent or it is larger than allowed.
         """
         kind = type(event)
         topic, size = self._checked.get(kind) or self._check(kind)
+        staged = self._written(event, topic, size, id, key, sequence, context)
+        if due is None:
+            self._staged.append(staged)
+        else:
+            self._scheduled[due.name or id] = due, staged
+
+    def call(
+        self, event: Event, *, id: str, key: str | None, context: Context | None = None
+    ) -> None:
+        """Keep what effects are to be called with; in the current trace unless told.
+
+        Raises `TypeError` if no effect takes it, and `Unpublishable` as `stage` does.
+        """
+        kind = type(event)
+        if kind.event_type not in self._effects:
+            name = kind.__name__
+            raise TypeError(f"no effect takes {name}: register one by @handlers.effect({name}, …)")
+        size = self._fixed_size(kind)
+        self.calls.append(self._written(event, EFFECTS, size, id, key, None, context))
+
+    def _written(
+        self,
+        event: Event,
+        topic: str,
+        size: int,
+        id: str,
+        key: str | None,
+        sequence: int | None,
+        context: Context | None,
+    ) -> StagedEvent:
+        """Return the event as a row; `size` is what it takes beside payload, key and context."""
+        kind = type(event)
         if key is not None and "\x00" in key:
             raise Unpublishable(f"the key of {kind.__name__} holds a NUL character: {key!r}")
         if sequence is not None and (type(sequence) is not int or not 0 <= sequence < 2**63):
@@ -87,7 +176,9 @@ class Outbox:
         except (UnicodeEncodeError, PydanticSerializationError) as error:
             text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
             raise Unpublishable(text) from error
-        traceparent, tracestate, baggage = telemetry.creation_context(context)
+        traceparent, tracestate, baggage = self._headers_of(
+            get_current() if context is None else context
+        )
         size += len(payload) + 2 * len(key_bytes or b"")
         size += len(tracestate or "") + len(baggage or "")
         if size > self._max_event_bytes:
@@ -96,22 +187,31 @@ class Outbox:
                 " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
                 " and the topic's max.message.bytes"
             )
-        self._staged.append(
-            StagedEvent(
-                topic,
-                key_bytes,
-                payload,
-                id,
-                self._source,
-                kind.event_type,
-                key or None,
-                sequence,
-                "application/json",
-                traceparent,
-                tracestate,
-                baggage,
-            )
+        return StagedEvent(
+            topic,
+            key_bytes,
+            payload,
+            id,
+            self._source,
+            kind.event_type,
+            key or None,
+            sequence,
+            "application/json",
+            traceparent,
+            tracestate,
+            baggage,
         )
+
+    def cancel(self, name: str) -> None:
+        """Let a scheduled event not be published, if it still waits when this commits."""
+        self._scheduled[name] = None
+
+    def _headers_of(self, context: Context) -> telemetry.TraceHeaders:
+        # Taken and put as one: a handler may publish from threads.
+        injected = self._injected
+        if injected is None or injected[0] is not context:
+            injected = self._injected = context, telemetry.creation_context(context)
+        return injected[1]
 
     def _check(self, kind: type[Event]) -> tuple[str, int]:
         """Return the topic of such events, and what each takes beside payload, key and context."""
@@ -122,18 +222,37 @@ class Outbox:
                 f' declare it as class {name}(Event, type="…", topic="…"), with 1 to 249 letters,'
                 " digits, dots, underscores and hyphens"
             )
-        size = _HEADERS_AT_MOST + len(self._source.encode()) + len(kind.event_type.encode())
+        size = self._fixed_size(kind)
         self._checked[kind] = topic, size
         return topic, size
+
+    def _fixed_size(self, kind: type[Event]) -> int:
+        return _HEADERS_AT_MOST + len(self._source.encode()) + len(kind.event_type.encode())
 
     def add(self, events: Iterable[StagedEvent]) -> None:
         """Keep events that are no handler's for the COPY."""
         self._staged += events
 
-    async def write(self, connection: asyncpg.Connection) -> None:
-        """Copy the staged events into the transaction that is open on the connection."""
+    async def write(self, connection: asyncpg.Connection) -> bool:
+        """Write all into the transaction open on the connection; False if that is nothing."""
         if self._staged:
             await copy(connection, self._staged)
+        if self._scheduled:
+            await self._schedule(connection)
+        return bool(self._staged or self._scheduled)
+
+    async def _schedule(self, connection: asyncpg.Connection) -> None:
+        cancelled = sorted(name for name, one in self._scheduled.items() if one is None)
+        if cancelled:
+            await connection.execute(CANCEL, cancelled)
+        rows = [
+            (name, due.at, due.after, *event)
+            for name, (due, event) in sorted(
+                (name, one) for name, one in self._scheduled.items() if one is not None
+            )
+        ]
+        if rows:
+            await connection.execute(_SCHEDULE, rows)
 
 
 async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:

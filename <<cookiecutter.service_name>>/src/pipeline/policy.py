@@ -23,7 +23,7 @@ class _Later(Exception):
 
     def __init__(self, text: str = "", *, after: float | None = None) -> None:
         super().__init__(text)
-        if after is not None and not _is_delay(after):
+        if after is not None and not is_delay(after):
             raise ValueError(f"after is a number of seconds from now, not {after!r}")
         self.after = after
 
@@ -47,7 +47,8 @@ class Reject(Exception):
     """Raised by a handler: this message can never be applied. It is dead at once."""
 
 
-def _is_delay(seconds: object) -> bool:
+def is_delay(seconds: object) -> bool:
+    """Whether anything may be put off for so long."""
     return isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST
 
 
@@ -72,7 +73,7 @@ class Policy:
     def __post_init__(self) -> None:
         if not (self.attempts >= 1 and self.max_age > 0 and self.schedule):
             raise ValueError("a policy has at least one attempt, an age and a schedule in seconds")
-        if not all(map(_is_delay, self.schedule)):
+        if not all(map(is_delay, self.schedule)):
             raise ValueError(f"a schedule is made of seconds, not {self.schedule!r}")
         if self.after_death not in ("go on", "hold"):
             raise ValueError(f"after_death is 'go on' or 'hold', not {self.after_death!r}")
@@ -119,6 +120,10 @@ PARKED = "parked by its handler"
 """Reason of a message whose handler has raised `Park`."""
 REDRIVEN = "redriven"
 """Reason of what was a dead letter until a person asked for it to be tried again."""
+GAP = "sequence gap"
+"""Reason of a message that came before others of its subject that come before it."""
+UNKNOWN = "outcome unknown"
+"""Reason of an effect that may have taken place, and must not take place twice."""
 FOLLOWER = Fate("follows another")
 """An earlier message of its key waits or has failed."""
 DEFERRED = Fate("deferred")
@@ -153,10 +158,32 @@ def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0
     )
 
 
-def assumed(policy: Policy, error: BaseException, *, attempts: int, waited: float) -> Fate:
-    """Return what is stored of a message before it is tried alone: its attempt, spent in vain."""
+def early(error: BaseException, *, attempts: int, waited: float, due_in: float) -> Fate:
+    """Return the fate of a message that waits for others, so many seconds at most."""
+    return Fate(GAP, attempts, waited, max(due_in, SHORTEST), error=described(error))
+
+
+def assumed(
+    policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str = DIED
+) -> Fate:
+    """Return what is stored of a message before it is tried: its attempt, spent in vain."""
     delay = max(_delay(policy, attempts + 1), SHORTEST)
-    return Fate(DIED, attempts + 1, waited + delay, delay, error=described(error), is_assumed=True)
+    return Fate(
+        reason, attempts + 1, waited + delay, delay, error=described(error), is_assumed=True
+    )
+
+
+def unknown(
+    policy: Policy, error: BaseException, *, attempts: int, waited: float, can_ask: bool
+) -> Fate:
+    """Return what becomes of an effect of which nobody knows whether it took place.
+
+    By the schedule somebody is asked who may know; otherwise a person has to find out.
+    """
+    fate = after_failure(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
+    if can_ask and not fate.is_dead:
+        return fate
+    return dead(policy, UNKNOWN, error, attempts=fate.attempts)
 
 
 def _delay(policy: Policy, attempts: int) -> float:

@@ -22,11 +22,12 @@ from .failures import is_infrastructure, named, pause
 from .health import Health
 from .publisher import LeaseExpired, NotSent, Publisher
 from .refusal import Refused
+from .scheduled import Scheduled
 from .schema import SHARDS
 from .settings import Settings
 from .tasks import in_background
 from .unsent import Unsent
-from .window import Page, Progress, fitting, fresh, is_as_seen, page
+from .window import PAGE_BYTES, Page, Progress, fitting, fresh, is_as_seen, page
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Relay:
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=self._owner)
         self._unsent = Unsent(settings)
+        self._scheduled = Scheduled()
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, int] = {}
         self._server: datetime | None = None
@@ -202,15 +204,18 @@ class Relay:
             self._staged.clear()
             # Asked before the step: what is committed before `stop` must be in its window.
             stopping = self._stopping.is_set()
-            found = await self._step(driver, is_poll=is_poll)
+            has_moved = not stopping and await self._scheduled.move(driver)
+            found, is_more = await self._step(driver, is_poll=is_poll and not has_moved)
             if self._dirty and monotonic() >= self._write_at:
                 await self._write(driver, self._progress_of(self._dirty))
             if stopping:
                 drained_by = min(drained_by, monotonic() + settings.shutdown_grace / 4)
-                if not found or monotonic() >= drained_by:
+                if not is_more or monotonic() >= drained_by:
                     return
                 continue
-            is_poll = not (found or await self._pause(min(pause, self._unsent.seconds_to_next())))
+            if found:
+                pause = settings.relay_poll_min
+            is_poll = not (is_more or await self._pause(min(pause, self._unsent.seconds_to_next())))
             pause = min(2 * pause, settings.relay_poll_max) if is_poll else settings.relay_poll_min
 
     async def _pause(self, seconds: float) -> bool:
@@ -220,15 +225,17 @@ class Relay:
             return True
         return False
 
-    async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> bool:
-        """Publish the next page of every group of shards; says whether there was any event.
+    async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
+        """Publish the next page of every group of shards.
 
-        A poll, which nobody has asked for, mostly finds the database as it was.
+        Says whether there was any event, and whether there are more of those that it has seen. A
+        poll, which nobody has asked for, mostly finds the database as it was.
         """
-        # Two pages for one that the window may add: what waits becomes less.
+        # A page of the window may set as many events aside as a page of those that were set aside
+        # holds. So two of these go out before each, as long as some do: fewer and fewer wait.
         is_draining = await self._retry(driver) and await self._retry(driver)
         if is_poll and await is_as_seen(driver, self._progress.values(), self._server):
-            return is_draining
+            return is_draining, is_draining
         ahead, self._ahead = self._ahead, None
         is_ahead = ahead is not None and ahead.progress == self._progress
         pages = ahead.pages if ahead and is_ahead else await self._read(driver, self._progress)
@@ -241,14 +248,16 @@ class Relay:
             self._page = fitting(events, self._settings.relay_page)
             async with self._reading_ahead(driver, then):
                 await self._publish(driver, events, then)
-        is_paged = any(one.target for one in self._progress.values())
+        was_paged = any(one.target for one in self._progress.values())
         self._progress.update(then)
         for shards, one in pages:
             if one.events or one.then.target is not None:
                 self._dirty.update(shards)
         self._failures = 0
         self._health.ready("relay")
-        return is_draining or bool(events) or is_paged
+        # After the last page of a window comes what was committed behind it.
+        is_more = is_draining or was_paged or any(one.target for one in self._progress.values())
+        return is_draining or bool(events), is_more
 
     def _observe(self, pages: Sequence[Page]) -> None:
         """Tell how many events are still to be sent, and since when the oldest one waits."""
@@ -263,20 +272,25 @@ class Relay:
     async def _read(self, driver: asyncpg.Connection, progress: Mapping[int, Progress]) -> Pages:
         """Read the next page of every group of shards."""
         groups = _grouped(progress)
-        limit = max(1, self._page // max(1, len(groups)))
+        share = max(1, len(groups))
+        limit, at_most = max(1, self._page // share), PAGE_BYTES // share
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
         pages: Pages = []
         for one, shards in paged:
             async with self._turn:
-                pages.append((shards, await page(driver, one, shards, limit)))
+                pages.append((shards, await page(driver, one, shards, limit, at_most)))
         if len(unpaged) == 1:
-            pages += [(shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged]
+            pages += [
+                (shards, await fresh(driver, one, shards, limit, at_most))
+                for one, shards in unpaged
+            ]
         elif unpaged:
             # One snapshot for all of them, so that they are one group from now on.
             async with driver.transaction(isolation="repeatable_read", readonly=True):
                 pages += [
-                    (shards, await fresh(driver, one, shards, limit)) for one, shards in unpaged
+                    (shards, await fresh(driver, one, shards, limit, at_most))
+                    for one, shards in unpaged
                 ]
         return pages
 

@@ -8,7 +8,7 @@ from . import telemetry
 from .batch import Item
 from .inbox import IdentityMismatch, Known
 from .message import Record
-from .policy import PARKED, Fate, dead
+from .policy import GAP, PARKED, Fate, dead
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,8 @@ class Results:
 
     applied: list[Item] = field(default_factory=list)
     duplicates: list[Item] = field(default_factory=list)
+    stale: list[Item] = field(default_factory=list)
+    """What a later one of its sequence has overtaken; no handler was called."""
     impostors: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
     fates: list[tuple[Item, Fate]] = field(default_factory=list)
     """What is not applied now."""
@@ -38,7 +40,11 @@ class Results:
         """Count and log what has been committed."""
         counts: Counter[tuple[str, str, str]] = Counter(
             (item.record.topic, item.marker.consumer, outcome)
-            for outcome, items in (("new", self.applied), ("duplicate", self.duplicates))
+            for outcome, items in (
+                ("new", self.applied),
+                ("duplicate", self.duplicates),
+                ("stale", self.stale),
+            )
             for item in items
         )
 
@@ -81,7 +87,7 @@ def _log_fate(item: Item, fate: Fate) -> None:
     if fate.is_dead:
         level, then = logging.ERROR, f"is dead ({fate.reason}, attempt {fate.attempts})"
         then += f", letter {letter}" if letter else ""
-    elif fate.reason == PARKED:
+    elif fate.reason in (PARKED, GAP):
         level, then = logging.INFO, f"{fate.reason}, again in {fate.due_in:.0f} s"
     else:
         attempt = f"attempt {fate.attempts} of {policy.attempts}"

@@ -1,37 +1,117 @@
-"""Retention: partitions and generations stand ready before anything needs them.
+"""Retention: partitions and generations stand ready before anything needs them, and go in time.
 
-New partitions are made apart and attached, because a plain `CREATE … PARTITION OF` queues behind
-open transactions and stalls everyone behind it.
+What is old enough goes as a whole. What somebody still needs stays, and is told of.
 """
 
 import logging
-from datetime import UTC, timedelta
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Literal
+from uuid import uuid4
 
 import asyncpg
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random
 
-from . import filters, inbox
-from .settings import Settings
+from . import filters, inbox, partitions, telemetry
+from .epoch import IS_OURS
+from .partitions import Held, Partition, State
+from .schema import SHARDS
+from .settings import CLOCK_MARGIN, Settings
 
 log = logging.getLogger(__name__)
 
-HOUSEKEEPING_LOCK = 0x1B0C6
-"""Advisory lock: one process makes partitions at a time."""
+_DAY = timedelta(days=1)
+_LEASE_SECONDS = 60.0
+"""Longer than a step takes, mostly; one that takes longer may be taken twice."""
+_FAREWELL_SECONDS = 2.0
+_GIVEN_WAY_ATTEMPTS = 20
+_DISCARDED_AT_ONCE = 1_000
+_TAKEN = (
+    "somebody has detached it, and relays went past what they did not see: move it away, or attach"
+    " it again and run `service relay reset`"
+)
+_REMEMBERED = "it is not forgotten yet, which waits for a moment without messages"
 
-_BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
+_OUTBOX = "outbox_p[0-9]{8}"
+_INBOX = "inbox_g[0-9]+"
 
-# Not `to_regclass`: it answers from the session's cache, which behind a lock that was waited for
-# does not know yet what the other process has made.
-_EXISTS = """
-SELECT EXISTS (
-       SELECT FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
-        WHERE nspname = 'pipeline' AND relname = $1)
+_GENERATION = """
+SELECT current, oldest, opened_at, since, clock_timestamp() AS now FROM pipeline.inbox_generation
 """
 
-_GENERATION = "SELECT current, opened_at, clock_timestamp() AS now FROM pipeline.inbox_generation"
+# A lease that would last for longer was taken before the clock was set back.
+_LEASE = """
+UPDATE pipeline.retention_lease
+   SET owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2)
+ WHERE owner IS NULL OR owner = $1 OR lease_until < clock_timestamp()
+    OR lease_until > clock_timestamp() + make_interval(secs => $2)
+RETURNING owner
+"""
 
+_OWNER = "SELECT COALESCE(owner, 'none') FROM pipeline.retention_lease"
 
-_ROTATION_ATTEMPTS = 20
+_END_LEASE = "UPDATE pipeline.retention_lease SET owner = NULL WHERE owner = $1"
+
+_CLOSED_GENERATIONS = "SELECT generation, closed_at FROM pipeline.inbox_closed"
+
+# Its own transaction id, and not the snapshot's xmax, which is that of the latest *completed* one
+# plus one: a running transaction above it may have rows in the partition already.
+_CLOSE_DAYS = """
+INSERT INTO pipeline.outbox_closed (day) SELECT unnest($1::date[]) ON CONFLICT DO NOTHING
+"""
+
+_CLOSED_DAYS = "SELECT day, xid, is_published FROM pipeline.outbox_closed"
+
+# Those that are gone; and those that are not over, as after a jump of the clock.
+_REOPEN_DAYS = "DELETE FROM pipeline.outbox_closed WHERE day <> ALL ($1)"
+
+_PUBLISHED = "UPDATE pipeline.outbox_closed SET is_published = true WHERE day = $1"
+
+# Waits for a reset, and a reset for us: it takes the relays' progress back.
+_HOLD_PROGRESS = """
+SELECT set_config('lock_timeout', '2s', true), set_config('statement_timeout', '10s', true)
+"""
+_LOCK_PROGRESS = "LOCK TABLE pipeline.outbox_cursor IN ACCESS SHARE MODE"
+
+_IS_OURS = f"SELECT {IS_OURS}"
+
+_NEWEST = "SELECT xid FROM pipeline.{name} ORDER BY xid DESC LIMIT 1"
+
+_UNFINISHED = """
+SELECT count(*) AS shards,
+       array_agg(shard ORDER BY shard) FILTER (WHERE is_unfinished) AS unfinished,
+       bool_or(lease_until IS NULL OR lease_until < clock_timestamp())
+           FILTER (WHERE is_unfinished) AS is_nobodys
+  FROM (SELECT shard, lease_until,
+               pg_snapshot_xmin(seen) < $1 OR pg_snapshot_xmin(seen) <= $2 AS is_unfinished
+          FROM pipeline.outbox_cursor) AS cursor
+"""
+
+# In whatever database of the cluster: snapshots hold them all. Who began after the oldest progress
+# holds nothing back. What a user may not see of others is null here, and then not named.
+_OLDEST_WRITER = """
+WITH running AS (
+    SELECT format('process %s of %s in %s', pid,
+                  COALESCE(NULLIF(application_name, ''), usename, '?'), datname) AS who,
+           xact_start AS since, backend_xid AS xid
+      FROM pg_stat_activity WHERE pid <> pg_backend_pid()
+     UNION ALL
+    SELECT format('the prepared transaction %s in %s', gid, database), prepared, transaction
+      FROM pg_prepared_xacts)
+SELECT who, since FROM running
+ WHERE age(xid) >= (SELECT max(age(pg_snapshot_xmin(seen)::xid)) FROM pipeline.outbox_cursor)
+ ORDER BY age(xid) DESC LIMIT 1
+"""
+
+_DELETE_DISCARDED = """
+WITH old AS (
+    SELECT ctid FROM pipeline.{table}
+     WHERE discarded_at < $1 ORDER BY discarded_at LIMIT $2 FOR UPDATE SKIP LOCKED)
+DELETE FROM pipeline.{table} WHERE ctid = ANY (ARRAY(SELECT ctid FROM old))
+"""
 
 
 class NotMigrated(Exception):
@@ -41,67 +121,278 @@ class NotMigrated(Exception):
         super().__init__("the database has no pipeline tables yet: run `service migrate` first")
 
 
-async def keep_house(connection: asyncpg.Connection, settings: Settings) -> None:
-    """Make partitions ahead, close an inbox generation that is old enough, and build filters."""
-    generation = await make_ahead(connection, settings)
-    age = timedelta(seconds=settings.inbox_generation_age)
-    if generation["now"] - generation["opened_at"] > age:
-        await _rotate(connection, generation["current"])
-    await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
+@dataclass(frozen=True)
+class Standing:
+    """Where a partition stands on its way out."""
+
+    table: Literal["inbox", "outbox"]
+    partition: Partition
+    is_due: bool
+    """Whether its age has come."""
+    due_at: datetime | None = None
+    """When it comes, or came; None for a generation that is not closed yet."""
+    needed_by: str | None = None
+    """Of one that is due: what holds it back; None if nothing does."""
+
+    @property
+    def name(self) -> str:
+        """The table that it is."""
+        return self.partition.name
 
 
-async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> asyncpg.Record:
-    """Make outbox partitions and inbox generations ahead; returns the current generation.
+@dataclass
+class Round:
+    """What one round of retention has done."""
+
+    owner: str
+    """The process that is at it."""
+    is_ours: bool = True
+    """Whether that is this one; otherwise nothing was done."""
+    dropped: list[str] = field(default_factory=list)
+    """Partitions that are gone."""
+    held: list[Standing] = field(default_factory=list)
+    """Partitions that are due, and that somebody needs."""
+    discarded: int = 0
+    """Dead letters deleted, which a person had discarded long ago."""
+
+
+async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> None:
+    """Make outbox partitions and inbox generations ahead, which nobody may find missing.
 
     Harmless to repeat and to run in several processes at once. Raises `NotMigrated`.
     """
-    generation = await connection.fetchrow(_GENERATION) if await _is_there(connection) else None
+    generation = None
+    if await partitions.exists(connection, "inbox_generation"):
+        generation = await connection.fetchrow(_GENERATION)
     if generation is None:
         raise NotMigrated
     today = generation["now"].astimezone(UTC).date()
     for ahead in range(settings.outbox_days_ahead + 1):
-        day = today + timedelta(days=ahead)
-        name = f"outbox_p{day:%Y%m%d}"
-        bounds = f"FROM ('{day} 00:00+00') TO ('{day + timedelta(days=1)} 00:00+00')"
-        await _attach(connection, "outbox", name, bounds)
+        day = today + ahead * _DAY
+        bounds = f"FROM ('{day} 00:00+00') TO ('{day + _DAY} 00:00+00')"
+        await partitions.attach(connection, "outbox", f"outbox_p{day:%Y%m%d}", bounds)
     current = int(generation["current"])
     for number in range(current, current + settings.inbox_generations_ahead + 1):
-        await _attach(connection, "inbox", f"inbox_g{number}", f"IN ({number})")
-    return generation
+        await partitions.attach(connection, "inbox", f"inbox_g{number}", f"IN ({number})")
+    last = today + settings.outbox_days_ahead * _DAY
+    telemetry.observe_partitions(_end_of(last), generation["since"])
 
 
-async def _is_there(connection: asyncpg.Connection) -> bool:
-    return bool(await connection.fetchval(_EXISTS, "inbox_generation"))
+async def tidy(connection: asyncpg.Connection, settings: Settings) -> Round:
+    """Do what one process does for all, unless another one is at it.
+
+    Close an inbox generation that is old enough, forget old ones, drop what is too old and what
+    nobody needs, and build filters. Can be cut off at any point, and two at once do no harm.
+    """
+    owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
+    lease = min(_LEASE_SECONDS, settings.housekeeping_interval)
+    if not await connection.fetchval(_LEASE, owner, lease):
+        telemetry.observe_retention(0)  # the other one tells
+        return Round(await connection.fetchval(_OWNER), is_ours=False)
+    done = Round(owner)
+    try:
+        await _rotate(connection, settings)
+        await _forget(connection, settings)
+        await _close_days(connection)
+        async for one in survey(connection, settings):
+            if one.is_due:
+                await connection.fetchval(_LEASE, owner, lease)
+                await _drop(connection, one, done)
+        await _delete_discarded(connection, settings, done)
+        await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
+    finally:
+        with suppress(Exception):  # else it ends by itself
+            await connection.execute(_END_LEASE, owner, timeout=_FAREWELL_SECONDS)
+    for held in done.held:
+        log.warning("partition %s is due since %s: %s", held.name, held.due_at, held.needed_by)
+    telemetry.observe_retention(len(done.held))
+    return done
 
 
-async def _attach(connection: asyncpg.Connection, parent: str, name: str, bounds: str) -> None:
-    """Create a partition and attach it, unless it is there."""
-    if await connection.fetchval(_EXISTS, name):
+async def keep_house(connection: asyncpg.Connection, settings: Settings) -> Round:
+    """Make partitions ahead and tidy up."""
+    await make_ahead(connection, settings)
+    return await tidy(connection, settings)
+
+
+async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIterator[Standing]:
+    """Tell of every partition when it is due, and of those that are due what holds them back.
+
+    That is asked when its turn comes.
+    """
+    generation = await connection.fetchrow(_GENERATION)
+    now = generation["now"]
+    age = timedelta(seconds=settings.inbox_age)
+    closed_at = dict(await connection.fetch(_CLOSED_GENERATIONS))
+    for one in await partitions.like(connection, _INBOX):
+        number = int(one.name.removeprefix("inbox_g"))
+        if number < generation["oldest"]:
+            # No transaction looks into it: those that run began after that.
+            yield Standing("inbox", one, True, generation["since"])
+        else:
+            due_at = closed_at[number] + age if number in closed_at else None
+            is_due = due_at is not None and due_at < now
+            yield Standing("inbox", one, is_due, due_at, _REMEMBERED if is_due else None)
+    for day, one in await _days(connection):
+        due_at = _end_of(day) + timedelta(seconds=settings.outbox_age)
+        try:
+            why = await _what_needs(connection, day, one) if due_at < now else None
+        except asyncpg.UndefinedTableError:
+            continue  # another process has dropped it
+        yield Standing("outbox", one, due_at < now, due_at, why)
+
+
+async def _rotate(connection: asyncpg.Connection, settings: Settings) -> None:
+    """Close the generation that takes new markers, if it is old enough."""
+    generation = await connection.fetchrow(_GENERATION)
+    current = generation["current"]
+    age = timedelta(seconds=settings.inbox_generation_age)
+    if generation["now"] - generation["opened_at"] <= age:
         return
-    async with connection.transaction():
-        await connection.execute(_BEGIN, HOUSEKEEPING_LOCK)
-        if await connection.fetchval(_EXISTS, name):
-            return
-        await connection.execute(
-            f"CREATE TABLE pipeline.{name}"
-            f" (LIKE pipeline.{parent} INCLUDING ALL EXCLUDING IDENTITY)"
-        )
-        await connection.execute(
-            f"ALTER TABLE pipeline.{parent} ATTACH PARTITION pipeline.{name} FOR VALUES {bounds}"
-        )
-    log.info("made partition %s", name)
-
-
-async def _rotate(connection: asyncpg.Connection, current: int) -> None:
-    """Close the generation. It gives way at once and tries again, so that it stalls no message."""
-    async for attempt in AsyncRetrying(
-        retry=retry_if_exception_type(asyncpg.LockNotAvailableError),
-        wait=wait_random(0.1, 0.5),
-        stop=stop_after_attempt(_ROTATION_ATTEMPTS),
-        retry_error_callback=lambda _: None,
-    ):
+    async for attempt in _giving_way():
         with attempt:
             if await inbox.rotate(connection, current=current):
                 log.info("inbox generation %s is closed", current)
             return
     log.warning("inbox generation %s is busy; it will be closed in the next round", current)
+
+
+async def _forget(connection: asyncpg.Connection, settings: Settings) -> None:
+    """Forget the generations that were closed long ago."""
+    generation = await connection.fetchrow(_GENERATION)
+    before = generation["now"] - timedelta(seconds=settings.inbox_age)
+    closed = await connection.fetch(_CLOSED_GENERATIONS)
+    if not any(closed_at < before for _, closed_at in closed):
+        return  # the lock would hold up every message
+    async for attempt in _giving_way():
+        with attempt:
+            last = await inbox.forget(connection, before=before, margin=CLOCK_MARGIN)
+            if last is not None:
+                log.info("inbox generations up to %s are forgotten", last)
+            return
+    log.warning("inbox generations are in use; they will be forgotten in the next round")
+
+
+def _giving_way() -> AsyncRetrying:
+    """Try what holds up every message again and again; it gives way at once, so that none waits."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type(asyncpg.LockNotAvailableError),
+        wait=wait_random(0.1, 0.5),
+        stop=stop_after_attempt(_GIVEN_WAY_ATTEMPTS),
+        retry_error_callback=lambda _: None,
+    )
+
+
+async def _close_days(connection: asyncpg.Connection) -> None:
+    """Note who could have put events into days that are over, an hour after their end."""
+    now = (await connection.fetchrow(_GENERATION))["now"]
+    over = [day for day, _ in await _days(connection) if now > _end_of(day) + CLOCK_MARGIN]
+    await connection.execute(_REOPEN_DAYS, over)
+    await connection.execute(_CLOSE_DAYS, over)
+
+
+async def _what_needs(connection: asyncpg.Connection, day: date, one: Partition) -> str | None:
+    """Say who still needs a day of the outbox; None if all its events are published.
+
+    A transaction that could have put an event into it began before the day was closed: what is
+    visible to each shard's progress must lie above that, and above every event that is there.
+    """
+    closed = {row["day"]: row for row in await connection.fetch(_CLOSED_DAYS)}.get(day)
+    if closed is None:
+        return "it is not closed yet: that comes an hour after its end"
+    if one.state is not State.ATTACHED:
+        # Relays go past what they don't see: only what was found before the detach counts.
+        is_ours = closed["is_published"]
+        return None if is_ours else _TAKEN
+    if not await connection.fetchval(_IS_OURS):
+        return "the outbox is another database cluster's: see `service relay reset`"
+    newest = await connection.fetchval(_NEWEST.format(name=one.name))
+    shards, unfinished, is_nobodys = await connection.fetchrow(
+        _UNFINISHED, closed["xid"], newest or 0
+    )
+    if shards != SHARDS:
+        return f"pipeline.outbox_cursor has {shards} shards, and not {SHARDS}"
+    if not unfinished:
+        return None
+    many = f"{len(unfinished)} shards" if len(unfinished) > 1 else f"shard {unfinished[0]}"
+    if is_nobodys:
+        return f"no relay publishes {many}: run `service relay`"
+    writer = await connection.fetchrow(_OLDEST_WRITER)
+    if writer is None:
+        return f"the relay has not published all of {many}"
+    return f"the relay can't be past {writer['who']}, which runs since {writer['since']}"
+
+
+async def _drop(connection: asyncpg.Connection, one: Standing, done: Round) -> None:
+    """Drop what is due and nobody needs."""
+    try:
+        if one.needed_by is None and one.table == "outbox":
+            one = replace(one, needed_by=await _mark_published(connection, one.partition))
+        if one.needed_by is None:
+            await partitions.drop(connection, one.table, one.partition)
+    except asyncpg.UndefinedTableError:
+        return  # another process has dropped it
+    except (Held, asyncpg.PostgresError) as error:
+        one = replace(one, needed_by=str(error))
+    if one.needed_by is None:
+        done.dropped.append(one.name)
+    else:
+        done.held.append(one)
+
+
+async def _mark_published(connection: asyncpg.Connection, one: Partition) -> str | None:
+    """Note before the detach that nobody needs the day; or say who does.
+
+    Afterwards nobody could find out: the relays don't see its events, and go past them.
+    """
+    day = _day_of(one)
+    assert day is not None
+    async with connection.transaction():
+        await connection.execute(_HOLD_PROGRESS)
+        await connection.execute(_LOCK_PROGRESS)
+        why = await _what_needs(connection, day, one)
+        if why is None:
+            await connection.execute(_PUBLISHED, day)
+        return why
+
+
+async def _delete_discarded(
+    connection: asyncpg.Connection, settings: Settings, done: Round
+) -> None:
+    """Delete the dead letters that a person has discarded long ago.
+
+    One of the inbox is also the memory of its message: it stays as long as a marker would.
+    """
+    generation = await connection.fetchrow(_GENERATION)
+    before = generation["now"] - timedelta(seconds=settings.discarded_age)
+    if generation["since"] is not None:
+        forgotten = generation["since"] - CLOCK_MARGIN
+        done.discarded += await _delete(connection, "backlog", min(before, forgotten))
+    done.discarded += await _delete(connection, "outbox_unsent", before)
+
+
+async def _delete(connection: asyncpg.Connection, table: str, before: datetime) -> int:
+    deleted, last = 0, _DISCARDED_AT_ONCE
+    while last == _DISCARDED_AT_ONCE:
+        tag = await connection.execute(
+            _DELETE_DISCARDED.format(table=table), before, _DISCARDED_AT_ONCE
+        )
+        last = int(tag.split()[1])
+        deleted += last
+    return deleted
+
+
+async def _days(connection: asyncpg.Connection) -> list[tuple[date, Partition]]:
+    """Return the days of the outbox; tables that only look like one are somebody's."""
+    found = [(_day_of(one), one) for one in await partitions.like(connection, _OUTBOX)]
+    return [(day, one) for day, one in found if day is not None]
+
+
+def _day_of(one: Partition) -> date | None:
+    with suppress(ValueError):
+        return date.fromisoformat(one.name.removeprefix("outbox_p"))
+    return None
+
+
+def _end_of(day: date) -> datetime:
+    return datetime.combine(day + _DAY, time(), UTC)

@@ -12,17 +12,19 @@ from enum import Flag, auto
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from . import exporters, logs
+from . import exporters, horizon, logs, telemetry
 from .breaker import Breaker
+from .caller import Caller
 from .consume import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
-from .failures import patiently
+from .failures import is_infrastructure, is_of_the_database, named, patiently
 from .filters import Filters
 from .health import Announcer, Health, HealthServer, Watchdog
 from .lanes import Lanes
 from .relay import Relay
-from .retention import keep_house, make_ahead
+from .retention import make_ahead, tidy
+from .schema import LANES
 from .service import Service
 from .settings import Settings
 from .tasks import in_background
@@ -32,8 +34,6 @@ log = logging.getLogger(__name__)
 _BEAT = 1.0
 _DEAF = 70
 """Exit code."""
-_YOUNG = 200_000
-"""Objects after which the young ones are searched for cycles: more than batches and pages hold."""
 _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""
 
@@ -48,11 +48,11 @@ class Part(Flag):
 async def run(service: Service, settings: Settings, parts: Part) -> None:
     """Run until SIGTERM or SIGINT, then finish what is begun within the shutdown grace.
 
-    Raises `Misconfigured`, `NotMigrated`, `CannotListen`, and what a part failed with that nobody
-    expected.
+    Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, and what a part
+    failed with that nobody expected.
     """
     service.check(settings.dead_letter_topic)
-    _collect_seldom()
+    _collect_seldom(settings.gc_threshold)
     logs.configure(level=settings.log_level, json=settings.log_json)
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
@@ -83,13 +83,15 @@ async def serve(
         await engine.dispose()
 
 
-def _collect_seldom() -> None:
+def _collect_seldom(threshold: int) -> None:
     """Keep the collector from looking at batches: what they hold goes without it, and is much.
 
-    By default that takes a quarter of the time.
+    By default that takes a quarter of the time. Only what handlers leave behind in cycles lets the
+    number of objects grow to the threshold. Every third time those are searched again that were in
+    use then, and every ninth time all.
     """
     gc.freeze()
-    gc.set_threshold(_YOUNG, 10, 10)
+    gc.set_threshold(threshold, 2, 2)
 
 
 async def _serve(
@@ -105,10 +107,14 @@ async def _serve(
     await _patiently(make_ahead, engine, settings, health, stopping)
     if stopping.is_set():
         return
+    if Part.CONSUME in parts and service.handlers.topics:
+        health.not_ready("consumer", "has not asked yet how long its topics keep records")
+        await horizon.check(settings, service.handlers.topics)
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-    parked = asyncio.Event()
+    parked, called = asyncio.Event(), asyncio.Event()
+    handlers = service.handlers
     consume = Consume(
         engine,
         group=service.name,
@@ -116,33 +122,47 @@ async def _serve(
         settings=settings,
         breaker=breaker,
         filters=filters,
+        handlers=handlers,
         staged=relay.wake,
         parked=parked.set,
+        called=called.set,
     )
     lanes = Lanes(
         engine,
         consume,
-        handlers=service.handlers,
+        handlers=handlers,
+        workers=settings.backlog_workers,
         settings=settings,
         breaker=breaker,
         health=health,
         parked=parked,
     )
+    caller = Caller(
+        engine,
+        consume,
+        handlers=handlers,
+        group=service.name,
+        workers=LANES,
+        settings=settings,
+        breaker=breaker,
+        health=health,
+        parked=called,
+    )
     consumer = Consumer(
         engine,
         consume,
-        handlers=service.handlers,
+        handlers=handlers,
         group=service.name,
         settings=settings,
         health=health,
     )
     # In this order they stop: the relay publishes what the others have committed last.
     every: list[tuple[Part, Sequence[Consumer | Lanes | Relay]]] = [
-        (Part.CONSUME, [consumer, lanes]),
+        (Part.CONSUME, [consumer, lanes, *([caller] if handlers.callers else [])]),
         (Part.RELAY, [relay]),
     ]
     async with (
-        in_background(_watch(consume, settings.hang_timeout)),
+        in_background(_watch([consume, caller], settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
         in_background(_keep_house(engine, settings, health, stopping)) as housekeeping,
     ):
@@ -168,7 +188,7 @@ async def _serve(
                 raise outcome
 
 
-async def _watch(consume: Consume, seconds: float) -> None:
+async def _watch(callers: Sequence[Consume | Caller], seconds: float) -> None:
     """End the process when a handler swallows its cancellation: it would hold up its partition.
 
     The next process finds the message by the count of starts, as it does with all that kill.
@@ -176,7 +196,7 @@ async def _watch(consume: Consume, seconds: float) -> None:
     found = None
     while found is None:
         await asyncio.sleep(_BEAT)
-        found = consume.deaf(seconds)
+        found = next(filter(None, (one.deaf(seconds) for one in callers)), None)
     item, task = found
     marker = item.marker
     log.critical(
@@ -205,8 +225,20 @@ async def _keep_house(
     engine: AsyncEngine, settings: Settings, health: Health, stopping: asyncio.Event
 ) -> None:
     while True:
-        await _patiently(keep_house, engine, settings, health, stopping)
+        await _patiently(make_ahead, engine, settings, health, stopping)
+        await _tidy(engine, settings)
         await asyncio.sleep(settings.housekeeping_interval)
+
+
+async def _tidy(engine: AsyncEngine, settings: Settings) -> None:
+    """Drop what is too old. Nothing that fails there concerns a message: the next round goes on."""
+    try:
+        async with autocommitting(engine) as connection:
+            await tidy(connection, settings)
+    except Exception as error:
+        telemetry.retention_failed()
+        expected = is_infrastructure(error) or is_of_the_database(error)
+        log.error("tidying up failed: %s", named(error), exc_info=None if expected else error)
 
 
 async def _patiently(

@@ -3,6 +3,8 @@
 The migrations in `pipeline.migrations` create them; a test holds the two against each other.
 """
 
+from typing import Any
+
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 from sqlalchemy.types import UserDefinedType
@@ -12,7 +14,7 @@ SHARDS = 64
 """Virtual shards of the outbox; fixed, because every row's shard is stored."""
 
 LANES = 32
-"""Lanes of the backlog, and as many for deferred messages; fixed, because every row has one."""
+"""Lanes of the backlog, as many for deferred messages, and for effects; every row has one."""
 
 metadata = sa.MetaData(schema=SCHEMA)
 
@@ -48,6 +50,25 @@ def _shard() -> sa.Column[int]:
         ),
         nullable=False,
     )
+
+
+def _event() -> list[sa.Column[Any]]:
+    """Return the columns that hold an event, wherever it is stored."""
+    return [
+        sa.Column("topic", sa.Text, nullable=False),
+        sa.Column("key", pg.BYTEA),
+        sa.Column("payload", pg.BYTEA),
+        sa.Column("event_id", sa.Text, nullable=False),
+        sa.Column("source", sa.Text, nullable=False),
+        sa.Column("type", sa.Text, nullable=False),
+        sa.Column("subject", sa.Text),
+        sa.Column("sequence", sa.BigInteger, comment="version of the aggregate after this event"),
+        sa.Column("content_type", sa.Text, nullable=False),
+        sa.Column("traceparent", sa.Text),
+        sa.Column("tracestate", sa.Text),
+        sa.Column("baggage", sa.Text),
+        sa.Column("headers", sa.Text, comment="of a dead letter: all of them, as JSON"),
+    ]
 
 
 position = sa.Table(
@@ -91,6 +112,14 @@ generation = sa.Table(
     comment="One row: which generation takes new markers, and the oldest still remembered.",
 )
 
+inbox_closed = sa.Table(
+    "inbox_closed",
+    metadata,
+    sa.Column("generation", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("closed_at", sa.DateTime(timezone=True), nullable=False),
+    comment="When each closed generation that is still remembered was closed.",
+)
+
 inbox = sa.Table(
     "inbox",
     metadata,
@@ -121,7 +150,7 @@ inbox_filter = sa.Table(
     sa.Column("first_generation", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("last_generation", sa.Integer, nullable=False),
     sa.Column("keys", sa.BigInteger, nullable=False, comment="how many were added"),
-    sa.Column("capacity", sa.BigInteger, nullable=False, comment="keys with which it is full"),
+    sa.Column("capacity", sa.BigInteger, nullable=False, comment="full with so many; 0: too many"),
     sa.Column("digest", pg.BYTEA, nullable=False, comment="of all of the row"),
     sa.Column("format", sa.Text, nullable=False, comment="which bits a key sets"),
     sa.Column("bits", pg.BYTEA, nullable=False),
@@ -136,6 +165,13 @@ backlog = sa.Table(
     ),
     sa.Column("lane", sa.SmallInteger, nullable=False),
     sa.Column("order_key", pg.BYTEA, nullable=False, comment="hash of (consumer, topic, key)"),
+    sa.Column(
+        "sequence",
+        sa.BigInteger,
+        nullable=False,
+        server_default="0",
+        comment="0: by partition and offset",
+    ),
     sa.Column("consumer", sa.Text, nullable=False, comment="empty: a record that is nobody's yet"),
     sa.Column("topic", sa.Text, nullable=False),
     sa.Column("partition", sa.Integer, nullable=False),
@@ -168,6 +204,7 @@ backlog = sa.Table(
     sa.Index(
         "backlog_order_idx",
         "order_key",
+        "sequence",
         "partition",
         "offset",
         postgresql_where=sa.text("died_at IS NULL OR holds"),
@@ -179,9 +216,15 @@ backlog = sa.Table(
         "backlog_dead_idx",
         "lane",
         "order_key",
+        "sequence",
         "partition",
         "offset",
         postgresql_where=sa.text("died_at IS NOT NULL AND discarded_at IS NULL"),
+    ),
+    sa.Index(
+        "backlog_discarded_idx",
+        "discarded_at",
+        postgresql_where=sa.text("discarded_at IS NOT NULL"),
     ),
     comment="Messages to be handled later, in the order of their key, and dead letters.",
 )
@@ -219,23 +262,48 @@ outbox = sa.Table(
         nullable=False,
         server_default=sa.func.clock_timestamp(),
     ),
-    sa.Column("topic", sa.Text, nullable=False),
-    sa.Column("key", pg.BYTEA),
-    sa.Column("payload", pg.BYTEA),
-    sa.Column("event_id", sa.Text, nullable=False),
-    sa.Column("source", sa.Text, nullable=False),
-    sa.Column("type", sa.Text, nullable=False),
-    sa.Column("subject", sa.Text),
-    sa.Column("sequence", sa.BigInteger, comment="version of the aggregate after this event"),
-    sa.Column("content_type", sa.Text, nullable=False),
-    sa.Column("traceparent", sa.Text),
-    sa.Column("tracestate", sa.Text),
-    sa.Column("baggage", sa.Text),
-    sa.Column("headers", sa.Text, comment="of a dead letter: all of them, as JSON"),
+    *_event(),
     sa.Index("outbox_id_idx", "id"),
     sa.Index("outbox_xid_idx", "xid"),
     comment="Events of committed transactions; append-only, published by the relay.",
     postgresql_partition_by="RANGE (created_at)",
+)
+
+scheduled = sa.Table(
+    "scheduled",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("due_at", sa.DateTime(timezone=True), nullable=False),
+    sa.Column(
+        "scheduled_at",
+        sa.DateTime(timezone=True),
+        nullable=False,
+        server_default=sa.func.clock_timestamp(),
+    ),
+    *_event(),
+    sa.Index("scheduled_due_idx", "due_at", "scheduled_at", "name"),
+    comment="Events that are put into the outbox when they are due.",
+)
+
+outbox_closed = sa.Table(
+    "outbox_closed",
+    metadata,
+    sa.Column("day", sa.Date, primary_key=True),
+    sa.Column(
+        "xid",
+        Xid8,
+        nullable=False,
+        server_default=sa.text("pg_current_xact_id()"),
+        comment="who has put an event into it began before this transaction",
+    ),
+    sa.Column(
+        "is_published",
+        sa.Boolean,
+        nullable=False,
+        server_default="false",
+        comment="found before it was detached; after that nobody could tell",
+    ),
+    comment="Days of the outbox to which nobody adds an event any more.",
 )
 
 outbox_unsent = sa.Table(
@@ -244,19 +312,7 @@ outbox_unsent = sa.Table(
     sa.Column("id", sa.BigInteger, primary_key=True, autoincrement=False),
     _shard(),
     sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-    sa.Column("topic", sa.Text, nullable=False),
-    sa.Column("key", pg.BYTEA),
-    sa.Column("payload", pg.BYTEA),
-    sa.Column("event_id", sa.Text, nullable=False),
-    sa.Column("source", sa.Text, nullable=False),
-    sa.Column("type", sa.Text, nullable=False),
-    sa.Column("subject", sa.Text),
-    sa.Column("sequence", sa.BigInteger),
-    sa.Column("content_type", sa.Text, nullable=False),
-    sa.Column("traceparent", sa.Text),
-    sa.Column("tracestate", sa.Text),
-    sa.Column("baggage", sa.Text),
-    sa.Column("headers", sa.Text),
+    *_event(),
     sa.Column("queue", pg.BYTEA, nullable=False, comment="who waits for it: see unsent.py"),
     sa.Column(
         "parked_at",
@@ -283,6 +339,11 @@ outbox_unsent = sa.Table(
         "shard",
         "id",
         postgresql_where=sa.text("died_at IS NOT NULL AND discarded_at IS NULL"),
+    ),
+    sa.Index(
+        "outbox_unsent_discarded_idx",
+        "discarded_at",
+        postgresql_where=sa.text("discarded_at IS NOT NULL"),
     ),
     comment="The outbound backlog: events that Kafka refuses, and those that wait behind them.",
 )
@@ -316,4 +377,13 @@ outbox_relay = sa.Table(
     sa.Column("owner", sa.Text, primary_key=True),
     sa.Column("lease_until", sa.DateTime(timezone=True), nullable=False),
     comment="The relays that are alive; they share the shards evenly.",
+)
+
+retention_lease = sa.Table(
+    "retention_lease",
+    metadata,
+    sa.Column("singleton", sa.Boolean, sa.CheckConstraint("singleton"), primary_key=True),
+    sa.Column("owner", sa.Text),
+    sa.Column("lease_until", sa.DateTime(timezone=True)),
+    comment="One row: the process that does what one does for all, as to drop what is too old.",
 )

@@ -4,6 +4,7 @@ Every field is the variable `PIPELINE_<FIELD>`. Wrong values are refused, all mi
 Durations are in seconds.
 """
 
+from datetime import timedelta
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -13,6 +14,9 @@ from sqlalchemy.exc import ArgumentError
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+
+CLOCK_MARGIN = timedelta(hours=1)
+"""How far clocks may be apart: those of producers and brokers, and the database's from itself."""
 
 
 class Settings(BaseSettings):
@@ -33,7 +37,7 @@ class Settings(BaseSettings):
     consumer_start: Literal["earliest", "latest"] = "earliest"
     """Where a partition begins that this service has never read; also one that is added later,
     so that `latest` misses what was written to it before it was noticed."""
-    batch_size: Count = 1_000
+    batch_size: Count = 3_000
     """Records of one partition that share a transaction, at most."""
     concurrency: Count = 4
     """Consume transactions that run at once, each on a connection of its own."""
@@ -54,6 +58,10 @@ class Settings(BaseSettings):
     hang_timeout: Annotated[float, Field(ge=2)] = 30.0
     """A process whose event loop is blocked for this long ends, with its stack in the log; what
     supervises it is to start another."""
+    gc_threshold: Annotated[int, Field(ge=700)] = 100_000
+    """After so many more objects Python looks for cycles among the new ones: more than batches and
+    pages hold, which need no search. Lower it where handlers leave much memory in cycles, as ORM
+    objects that refer to each other do: at 40 objects and 50 kB a message this is 125 MB."""
 
     backlog_workers: Count = 2
     """Lanes of the backlog that the process works at, at once."""
@@ -61,8 +69,11 @@ class Settings(BaseSettings):
     """The lane of a worker that died is taken over after this long."""
     backlog_poll_min: Seconds = 0.02
     """Pause after something was found in the backlog, or was stored by this process."""
-    backlog_poll_max: Seconds = 1.0
+    backlog_poll_max: Seconds = 2.0
     """Pause that idle polls of the backlog grow to."""
+
+    effect_calls: Count = 40
+    """Calls to the outside that the process makes at once, each of another key."""
 
     max_event_bytes: Count = 900_000
     """A larger event is refused when it is staged; stay below the topics' `max.message.bytes`."""
@@ -72,7 +83,7 @@ class Settings(BaseSettings):
     """The shards of a relay that died are taken over after this long."""
     relay_poll_min: Seconds = 0.01
     """Pause after a poll that found something, or after this process staged something."""
-    relay_poll_max: Seconds = 0.2
+    relay_poll_max: Seconds = 0.25
     """Pause that idle polls grow to; only events that other processes stage wait for them."""
     relay_cursor_interval: Seconds = 0.25
     """The cursor is written this often; a crash repeats at most what was sent in between."""
@@ -101,12 +112,24 @@ class Settings(BaseSettings):
     """Inbox generations that stand ready."""
     inbox_generation_age: Seconds = 86_400.0
     """A generation takes new markers for this long; then the next one does."""
+    inbox_age: Annotated[float, Field(ge=7_200)] = 691_200.0
+    """An event is remembered for at least this long after it took effect: 8 days. Longer than the
+    topics keep their records, or what is sent again may be too old to be told from a new one."""
+    inbox_must_cover_topics: bool = False
+    """Refuse to start where a topic keeps its records for longer than events are remembered;
+    otherwise that is a warning. Brokers that don't answer are not waited for."""
+    outbox_age: Annotated[float, Field(ge=7_200)] = 172_800.0
+    """A day of the outbox is dropped this long after its end, when all of it is published."""
+    discarded_age: Seconds = 2_592_000.0
+    """Dead letters are deleted this long after a person has discarded them: 30 days."""
     inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
     """Memory for filters of closed generations, by which new messages are known without a look-up,
     in MiB: 28 for 16 generations of a million messages each, as much for the 16 before them, and
-    twice one's while it is loaded. What does not fit is looked up in the database."""
+    twice one's while it is loaded. A filter takes half of it at most. What does not fit is looked
+    up in the database: a generation of more than 290,000 messages for each MiB, and older ones."""
     housekeeping_interval: Seconds = 3_600.0
-    """How often partitions and generations are made ahead."""
+    """How often partitions and generations are made ahead, and those that are too old dropped, by
+    one process at a time."""
 
     shutdown_grace: Seconds = 20.0
     """After SIGTERM the process has this long: half of it for running batches, half for the relay.

@@ -51,6 +51,9 @@ _duration = _meter.create_histogram(
 )
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
 _stuck = _meter.create_gauge("pipeline.partitions.stuck", "{partition}", "1 while it stands still.")
+_conflicts = _meter.create_counter(
+    "pipeline.conflicts", "{conflict}", "Writers that found a row changed by another one."
+)
 _breaker = _meter.create_gauge("pipeline.breaker.open", "{consumer}", "1 while it is open.")
 _backlog = _meter.create_gauge("pipeline.backlog.waiting", "{message}", "Stored for later.")
 _dead = _meter.create_gauge("pipeline.backlog.dead", "{message}", "For a person to decide on.")
@@ -76,6 +79,43 @@ def _lag_seconds(_: CallbackOptions) -> Iterable[Observation]:
 
 _meter.create_observable_gauge(
     "pipeline.outbox.lag.duration", [_lag_seconds], "s", "Age of the oldest."
+)
+_outbox_until: list[datetime] = []
+"""When the last day of the outbox that is made ahead ends; empty until housekeeping has looked."""
+_remembered_since: list[datetime] = []
+"""What happened before may be forgotten; empty while nothing is."""
+
+
+def _ahead(_: CallbackOptions) -> Iterable[Observation]:
+    """Tell it when somebody asks: where housekeeping fails it shrinks all the same."""
+    for until in _outbox_until:
+        yield Observation((until - datetime.now(UTC)).total_seconds())
+
+
+def _horizon(_: CallbackOptions) -> Iterable[Observation]:
+    for since in _remembered_since:
+        yield Observation((datetime.now(UTC) - since).total_seconds())
+
+
+_meter.create_observable_gauge(
+    "pipeline.outbox.ahead", [_ahead], "s", "Until there is no partition for new events."
+)
+_meter.create_observable_gauge(
+    "pipeline.inbox.horizon",
+    [_horizon],
+    "s",
+    "How far back all is remembered, once some is not.",
+)
+_held = _meter.create_gauge(
+    "pipeline.retention.held", "{partition}", "Due to be dropped, and still needed by somebody."
+)
+_retention_failures = _meter.create_counter(
+    "pipeline.retention.failures", "{round}", "Rounds of tidying up that were not finished."
+)
+_without_filter = _meter.create_gauge(
+    "pipeline.inbox.unfiltered",
+    "{generation}",
+    "Closed, and without a filter here: looked up for every message.",
 )
 _unsent = _meter.create_gauge("pipeline.outbox.unsent", "{event}", "Refused by Kafka, by state.")
 
@@ -162,32 +202,16 @@ def send_spans(
     return Current(trace.set_span_in_context(span, _NO_PARENT), span)
 
 
-def creation_context(
-    context: otel.Context | None = None,
-) -> tuple[str | None, str | None, str | None]:
-    """Return `traceparent`, `tracestate` and `baggage`, to be stored with an event.
-
-    They are the current ones unless a context is given.
-    """
-    return _Injected.of(otel.get_current() if context is None else context)
+TraceHeaders = tuple[str | None, str | None, str | None]
+"""`traceparent`, `tracestate` and `baggage`."""
 
 
-class _Injected:
-    """What the latest context is in headers: a handler publishes several events in one."""
-
-    context = _NO_PARENT
-    headers: tuple[str | None, str | None, str | None] = None, None, None
-
-    @classmethod
-    def of(cls, context: otel.Context) -> tuple[str | None, str | None, str | None]:
-        if context is not cls.context:
-            carrier: dict[str, str] = {}
-            _TRACE_CONTEXT.inject(carrier, context)
-            _BAGGAGE.inject(carrier, context)
-            cls.context = context
-            traceparent, tracestate = carrier.get("traceparent"), carrier.get("tracestate")
-            cls.headers = traceparent, tracestate, carrier.get("baggage")
-        return cls.headers
+def creation_context(context: otel.Context | None = None) -> TraceHeaders:
+    """Return what is to be stored with an event: the current context unless one is given."""
+    carrier: dict[str, str] = {}
+    _TRACE_CONTEXT.inject(carrier, context)
+    _BAGGAGE.inject(carrier, context)
+    return carrier.get("traceparent"), carrier.get("tracestate"), carrier.get("baggage")
 
 
 class Current:
@@ -270,6 +294,11 @@ def set_stuck(topic: str, partition: int, *, is_stuck: bool) -> None:
     _stuck.set(int(is_stuck), attributes)
 
 
+def conflicted() -> None:
+    """Count a writer that has found its rows changed by others."""
+    _conflicts.add(1)
+
+
 def set_breaker(consumer: str, *, is_open: bool) -> None:
     """Tell whether the consumer's breaker is open in this process."""
     _breaker.set(int(is_open), {CONSUMER: consumer})
@@ -297,6 +326,27 @@ def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
     """Tell how many events wait to be published, and since when the oldest one does."""
     _lag_events.set(lag_events)
     _oldest_unpublished[:] = [oldest]
+
+
+def observe_partitions(until: datetime, since: datetime | None) -> None:
+    """Tell until when there are partitions for new events, and since when all is remembered."""
+    _outbox_until[:] = [until]
+    _remembered_since[:] = [since] if since else []
+
+
+def observe_retention(held: int) -> None:
+    """Tell how many partitions should have been dropped, and are still needed."""
+    _held.set(held)
+
+
+def retention_failed() -> None:
+    """Count a round of retention that was not finished."""
+    _retention_failures.add(1)
+
+
+def observe_filters(without: int) -> None:
+    """Tell in how many closed generations this process looks every message up."""
+    _without_filter.set(without)
 
 
 def observe_unsent(waiting: int, dead: int) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from .database import autocommitting, create_engine
 from .failures import is_infrastructure, named
 from .health import CannotListen
+from .horizon import RemembersTooLittle
 from .operations import Refused
 from .retention import NotMigrated
 from .service import Misconfigured, Service
@@ -59,6 +60,7 @@ def in_a_sentence() -> Iterator[None]:
         Misconfigured,
         NotMigrated,
         CannotListen,
+        RemembersTooLittle,
         CommandError,
         KafkaError,
         Refused,

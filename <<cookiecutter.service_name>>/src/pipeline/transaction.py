@@ -1,9 +1,9 @@
 """The transaction as a handler sees it: load and change rows, publish events."""
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Generic, TypeVar, cast
 
-import orjson
 import sqlalchemy as sa
 from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -13,7 +13,8 @@ from . import aggregate
 from .aggregate import Aggregate, Key
 from .events import Event
 from .inbox import Marker
-from .outbox import Outbox, event_id
+from .ordering import Timed, overwrites
+from .outbox import Due, Outbox, event_id
 
 A = TypeVar("A", bound=Aggregate)
 E = TypeVar("E", bound=Event)
@@ -60,8 +61,8 @@ class Rows:
         held = self._rows.get((type(row), key))
         if row is not held and row not in self._known.new and row not in self._added:
             raise TypeError(
-                f"publish(…, of={type(row).__name__}) needs a row that is locked, or its events"
-                " lose their order: fetch it by tx.load or tx.load_or_create"
+                f"an event of={type(row).__name__} needs a row that is locked, or events lose"
+                " their order: fetch it by tx.load or tx.load_or_create"
             )
 
     def create(self, entity: type[A], key: Key) -> A:
@@ -84,8 +85,9 @@ class Transaction:
         "_ended",
         "_key",
         "_outbox",
-        "_published",
         "_rows",
+        "_staged",
+        "gap",
         "message",
         "session",
     )
@@ -97,16 +99,19 @@ class Transaction:
         outbox: Outbox,
         marker: Marker,
         context: Context | None = None,
+        gap: int = 0,
     ) -> None:
         self.session = session
         """SQLAlchemy's session of the batch. Don't commit or roll it back."""
         self.message = marker.message
         """Envelope of the event: identity, key, time, partition and offset."""
+        self.gap = gap
+        """So many events that come before this one did not come in time, see `Gaps`."""
         self._rows = rows
         self._outbox = outbox
         self._key = marker.key
         self._context = context
-        self._published = 0
+        self._staged = 0
         self._ended = False
 
     def end(self) -> None:
@@ -125,6 +130,16 @@ class Transaction:
         """Return the row with this primary key, locked; a missing one is created by keyword."""
         return await self._rows.get(entity, key) or self._rows.create(entity, key)
 
+    def overwrites(self, row: Timed) -> bool:
+        """Let the event win over what wrote the row before, if it is later; says whether it is.
+
+        The latest by CloudEvents' `time`, whatever order events come in; of two with the same time
+        always the same one. That is as good as the clocks of those who send: one that is ahead wins
+        until it is overtaken. What was deleted is forgotten, and an older event makes it anew.
+        Raises `Reject` for an event without a time.
+        """
+        return overwrites(row, self.message)
+
     def publish(
         self,
         event: Event,
@@ -132,6 +147,9 @@ class Transaction:
         of: Aggregate | None = None,
         key: str | None = None,
         sequence: int | None = None,
+        at: datetime | None = None,
+        after: timedelta | None = None,
+        name: str | None = None,
     ) -> None:
         """Stage an event; it is in the outbox exactly if this transaction commits.
 
@@ -141,30 +159,70 @@ class Transaction:
         `key` and `sequence` may be given; an event without a key has no order, and those of one key
         have theirs if you have locked what they tell of.
 
+        With `at`, a time with its zone, or `after` the commit, the event is put into the outbox
+        when it is due, by the database's clock; until then `tx.cancel` takes it back by its `name`.
+        Another one of that name takes its place. It has no place among the other events of its key,
+        and so no `of` and no `sequence`.
+
         Raises `Unpublishable` for an event that could never be sent.
         """
         if self._ended:
             raise RuntimeError("the handler has ended: await what publishes before it returns")
+        due = None
+        if at is not None or after is not None or name is not None:
+            if of is not None or sequence is not None:
+                raise TypeError("publish(…, at=…) takes key=, and neither of= nor sequence=")
+            due = Due.check(at, after, name)
         if of is not None:
             if key is not None or sequence is not None:
                 raise TypeError("publish(…) takes of= or key= and sequence=: of= brings its own")
-            values = aggregate.key_of(of)
-            if None in values:
-                raise TypeError("publish(…, of=row) needs the row's primary key: flush first")
-            self._rows.check(of, values)
-            texts = [str(value) for value in values]
-            key = texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
+            key = self._key_of(of)
             sequence = (of.version or 0) + 1
         self._outbox.stage(
-            event,
-            id=event_id(self._key, self.message.hash, self._published),
-            key=key,
-            sequence=sequence,
-            context=self._context,
+            event, id=self._id(), key=key, sequence=sequence, context=self._context, due=due
         )
-        self._published += 1
+        self._staged += 1
         if of is not None and sequence is not None:
             of.version = sequence
+
+    def call(self, event: Event, *, of: Aggregate | None = None, key: str | None = None) -> None:
+        """Have the effects of this event's type called, exactly if this transaction commits.
+
+        They are called after the commit, see `Handlers.effect`: those of one key one after the
+        other, in the order of the transactions that hold what they tell of. `of` is that row, as in
+        `publish`, and its primary key the key; without `of` and `key` there is no order.
+
+        Raises `TypeError` if no effect takes the event, and `Unpublishable` if it can't be stored.
+        """
+        if self._ended:
+            raise RuntimeError("the handler has ended: await what calls before it returns")
+        if of is not None:
+            if key is not None:
+                raise TypeError("call(…) takes of= or key=: of= brings its own")
+            key = self._key_of(of)
+        self._outbox.call(event, id=self._id(), key=key, context=self._context)
+        self._staged += 1
+
+    def _id(self) -> str:
+        """Return the id of the event that is staged next."""
+        return event_id(self._key, self.message.hash, self._staged)
+
+    def _key_of(self, row: Aggregate) -> str:
+        """Return the key of events of a row. Raises `TypeError` if it has none, or no lock."""
+        values = aggregate.key_of(row)
+        if None in values:
+            raise TypeError("an event of=row needs the row's primary key: flush first")
+        self._rows.check(row, values)
+        return aggregate.record_key(values)
+
+    def cancel(self, name: str) -> None:
+        """Take back the scheduled event of this name, exactly if this transaction commits.
+
+        What is published already, or was never scheduled, is left alone.
+        """
+        if self._ended:
+            raise RuntimeError("the handler has ended: await what cancels before it returns")
+        self._outbox.cancel(name)
 
 
 class EventBatch(Generic[E]):

@@ -20,7 +20,7 @@ import asyncpg
 from . import telemetry
 from .refusal import Refusal, Refused
 from .settings import Settings
-from .window import COLUMNS, fitting
+from .window import COLUMNS, PAGE_BYTES, fitting
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +59,21 @@ SELECT {COLUMNS},
 RETURNING topic, queue, died_at IS NOT NULL AS is_dead
 """
 
+# Of each queue one at least: one of which nothing comes would count as empty.
 _DUE = f"""
 SELECT waiting.*
   FROM unnest($1::text[], $2::bytea[]) AS due (topic, queue)
  CROSS JOIN LATERAL (
-       SELECT {COLUMNS}, shard, queue, attempts, reason,
-              extract(epoch FROM clock_timestamp() - parked_at)::float AS waited
-         FROM pipeline.outbox_unsent AS unsent
-        WHERE unsent.topic = due.topic AND unsent.queue = due.queue AND died_at IS NULL
-          AND shard = ANY ($3)
-        ORDER BY id
-        LIMIT $4) AS waiting
+       SELECT *, sum(octet_length(payload)) OVER (
+                     ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+         FROM (SELECT {COLUMNS}, shard, queue, attempts, reason,
+                      extract(epoch FROM clock_timestamp() - parked_at)::float AS waited
+                 FROM pipeline.outbox_unsent AS unsent
+                WHERE unsent.topic = due.topic AND unsent.queue = due.queue AND died_at IS NULL
+                  AND shard = ANY ($3)
+                ORDER BY id
+                LIMIT $4) AS next) AS waiting
+ WHERE before IS NULL OR before < $5
  ORDER BY id
 """
 
@@ -195,7 +199,10 @@ class Unsent:
         if not due:
             return []
         limit = max(1, self._page // len(due))
-        rows: list[asyncpg.Record] = await connection.fetch(_DUE, *_columns(due), shards, limit)
+        at_most = PAGE_BYTES // len(due)
+        rows: list[asyncpg.Record] = await connection.fetch(
+            _DUE, *_columns(due), shards, limit, at_most
+        )
         for queue in set(due) - {Queue(row["topic"], row["queue"]) for row in rows}:
             if self._queues.pop(queue).told:
                 log.info("relay: nothing waits any longer for what was refused by %s", queue.topic)

@@ -1,8 +1,8 @@
 """Work for a consume transaction: a batch of a partition, or rows of a lane of the backlog."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import asyncpg
@@ -186,8 +186,8 @@ class FromLane:
     lease: float
     """Seconds that the lane stays ours after the transaction has begun."""
     taken: Taken
-    assumed: Fate | None = None
-    """What is stored of its only row, which is not handled this time."""
+    assumed: Mapping[bytes, Fate] = field(default_factory=dict)
+    """What is stored of its rows, by marker key, where they are not handled this time."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -200,10 +200,10 @@ class FromLane:
     @property
     def fates(self) -> dict[bytes, Fate]:
         """What was nobody's takes its place behind the others of its key."""
-        if self.assumed:
-            return {item.marker.key: self.assumed for item in self.taken.items}
         readmitted = self.taken.readmitted.values()
-        return {item.marker.key: DEFERRED for items in readmitted for item in items}
+        return {item.marker.key: DEFERRED for items in readmitted for item in items} | dict(
+            self.assumed
+        )
 
     @property
     def reading(self) -> tuple[set[str], list[Failure]]:
@@ -225,7 +225,7 @@ class FromLane:
 
     async def settle(self, connection: asyncpg.Connection, results: Results) -> Sequence[Row]:
         """Take off what was applied, and change what was not; returns what has died."""
-        done = {item.row for item in (*results.applied, *results.duplicates) if item.row}
+        gone = (*results.applied, *results.duplicates, *results.stale)
         unread = self.taken.hopeless
         results.unread += [(row.consumer, row.record, row.fate) for row in unread]
         # The others stay as they are: behind one that failed, or to be tried by themselves.
@@ -243,9 +243,10 @@ class FromLane:
         await backlog.settle(
             connection,
             self.lane,
-            done=done | self.taken.readmitted.keys(),
+            done={item.row for item in gone if item.row} | self.taken.readmitted.keys(),
             changed=[row for row in judged if not row.is_new],
             keys=self.taken.keys,
+            went_on={item.order_key for item in gone},
         )
         return [row for row in judged if row.fate.is_dead]
 

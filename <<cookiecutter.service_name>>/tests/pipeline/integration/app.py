@@ -4,10 +4,11 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from datetime import timedelta
 
 from pydantic import field_validator
 
-from pipeline import Event, Policy, Transaction
+from pipeline import Call, Event, Policy, Transaction
 from pipeline.commands import command_line
 
 from .bank import ATTEMPTS, Bank
@@ -28,6 +29,56 @@ class Noted(Event, type="noted"):
 async def note(event: Noted, tx: Transaction) -> str:
     """Do nothing, once, and say so."""
     return "noted"
+
+
+class Reminded(Event, type="reminded", topic=bank.balances):
+    """Somebody was promised something."""
+
+
+class Told(Event, type="told"):
+    """Somebody outside is to be told of it."""
+
+
+OUTSIDE = os.environ.get("BANK_OUTSIDE", os.devnull)
+"""The file that the outside remembers its calls in."""
+
+
+def remember(whom: str, call: Call) -> None:
+    """Note a call, as somebody does who lives on when this process dies."""
+    die_if(f"{whom} before")
+    with open(OUTSIDE, "a") as outside:
+        outside.write(f"{whom} {call.id}\n")
+    die_if(f"{whom} after")
+
+
+def die_if(moment: str) -> None:
+    """Die by kill -9 if this is the moment for it."""
+    if moment == os.environ.get("BANK_DIES"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@bank.handlers.effect(Told, consumer="tell", policy=Policy(schedule=(0.05,)))
+async def tell(event: Told, call: Call) -> None:
+    """Tell somebody who does not mind to be told twice."""
+    remember("tell", call)
+
+
+@bank.handlers.effect(Told, consumer="pay", policy=Policy(schedule=(0.05,)), repeatable=False)
+async def pay(event: Told, call: Call) -> None:
+    """Tell somebody who does."""
+    remember("pay", call)
+
+
+class Promised(Event, type="promised"):
+    """Something that is to be said later."""
+
+
+@bank.handlers.on(Promised, topic=bank.deposits, consumer="promise")
+async def promise(event: Promised, tx: Transaction) -> None:
+    """Say so in a moment, and not what an older promise would have said."""
+    tx.cancel(f"{tx.message.id} of before")
+    tx.publish(Reminded(), key="promise", after=timedelta(seconds=0.1), name=tx.message.id)
+    tx.call(Told(), key="promise")
 
 
 class Struck(Event, type="struck"):

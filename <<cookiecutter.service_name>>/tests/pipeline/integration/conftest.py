@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
+import typer
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from alembic import command
@@ -21,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 from pipeline import Handlers, Service, dead_commands
 from pipeline.breaker import Breaker
+from pipeline.caller import Caller
 from pipeline.consume import Consume
 from pipeline.database import autocommitting, create_engine
 from pipeline.filters import Filters
@@ -29,6 +32,7 @@ from pipeline.inbox import Slot
 from pipeline.lanes import Lanes
 from pipeline.retention import keep_house
 from pipeline.runtime import Part, serve
+from pipeline.schema import LANES
 from pipeline.settings import Settings
 
 from .bank import Bank, Base
@@ -293,21 +297,29 @@ Command = Callable[..., Awaitable[Result]]
 
 
 @pytest.fixture
-def service(bank: Bank, database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Call `service dead …` in a thread, as a process would that has this bank's handlers."""
+def commands(
+    database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[typer.Typer], Command]:
+    """Call commands in a thread, as a process would."""
     monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
     monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
     monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", kafka)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
 
-    def call(*arguments: str, input: str | None = None) -> Result:
-        return CliRunner().invoke(dead_commands.group(bank.service), arguments, input=input)
+    def of(group: typer.Typer) -> Command:
+        async def command(*arguments: str, input: str | None = None) -> Result:
+            return await asyncio.to_thread(CliRunner().invoke, group, arguments, input=input)
 
-    async def command(*arguments: str, input: str | None = None) -> Result:
-        return await asyncio.to_thread(call, *arguments, input=input)
+        return command
 
-    return command
+    return of
+
+
+@pytest.fixture
+def service(bank: Bank, commands: Callable[[typer.Typer], Command]) -> Command:
+    """Call `service dead …` of a service that has this bank's handlers."""
+    return commands(dead_commands.group(bank.service))
 
 
 def complaint(done: Result) -> str:
@@ -391,7 +403,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         health = Health(stall_after=PATIENCE)
         breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
         filters = Filters(mebibytes=chosen.inbox_filter_mebibytes)
-        parked = asyncio.Event()
+        parked, called = asyncio.Event(), asyncio.Event()
         consume = Consume(
             engines[-1],
             group=group,
@@ -399,20 +411,34 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             settings=chosen,
             breaker=breaker,
             filters=filters,
+            handlers=handlers,
             staged=lambda: None,
             parked=parked.set,
+            called=called.set,
         )
+        common: dict[str, Any] = {
+            "handlers": handlers,
+            "settings": chosen,
+            "breaker": breaker,
+            "health": health,
+        }
         lanes = Lanes(
             engines[-1],
             consume,
-            handlers=handlers,
-            settings=chosen,
-            breaker=breaker,
-            health=health,
+            workers=chosen.backlog_workers,
             parked=parked,
+            **common,
+        )
+        caller = Caller(
+            engines[-1],
+            consume,
+            group=group,
+            workers=LANES,
+            parked=called,
+            **common,
         )
         slot = Slot(group, topic, partition)
-        return Desk(engines[-1], consume, lanes, health, handlers, slot, filters)
+        return Desk(engines[-1], consume, lanes, caller, health, handlers, slot, filters)
 
     yield make
     for engine in engines:

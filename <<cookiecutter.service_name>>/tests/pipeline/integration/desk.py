@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers, inbox
 from pipeline.batch import Batch, Item, read
+from pipeline.caller import Caller
 from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
@@ -50,6 +51,7 @@ class Desk:
     engine: AsyncEngine
     consume: Consume
     lanes: Lanes
+    caller: Caller
     health: Health
     handlers: Handlers
     slot: Slot
@@ -82,6 +84,11 @@ class Desk:
     async def work_off(self) -> None:
         """Handle what is due in the backlog, as its workers do, until nothing is."""
         while await self.lanes.work_off():
+            pass
+
+    async def call(self) -> None:
+        """Make the calls to the outside that are due, until none is."""
+        while await self.caller.work_off():
             pass
 
     async def make_due(self) -> None:

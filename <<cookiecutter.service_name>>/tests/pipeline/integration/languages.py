@@ -8,16 +8,41 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline import backlog, filters, inbox, relay, retention, unsent, window
+from pipeline import (
+    backlog,
+    filters,
+    inbox,
+    outbox,
+    partitions,
+    relay,
+    retention,
+    scheduled,
+    unsent,
+    window,
+)
 
 from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
-    retention._EXISTS: "housekeeping: look for a table",
+    partitions._EXISTS: "housekeeping: look for a table",
+    partitions._NAMED_LIKE: "housekeeping: list partitions",
+    partitions._BEGIN: "partition: lock",
+    partitions._WAIT_SHORTLY: "partition: limit the wait",
     retention._GENERATION: "housekeeping: read the generation",
-    retention._BEGIN: "partition: lock",
+    retention._LEASE: "housekeeping: take the lease",
+    retention._END_LEASE: "housekeeping: end the lease",
+    retention._CLOSED_GENERATIONS: "housekeeping: list closed generations",
+    retention._CLOSE_DAYS: "housekeeping: close days",
+    retention._HOLD_PROGRESS: "published: limit the wait",
+    retention._PUBLISHED: "published: note it",
+    retention._CLOSED_DAYS: "housekeeping: list closed days",
+    retention._IS_OURS: "housekeeping: ask whose the outbox is",
+    retention._UNFINISHED: "housekeeping: look for who needs a day",
+    retention._OLDEST_WRITER: "housekeeping: look for who holds back relays",
+    retention._REOPEN_DAYS: "housekeeping: forget days",
     inbox._LOCK_GENERATION: "rotation: lock",
     inbox._CLOSE_GENERATION: "rotation: close the generation",
+    inbox._FORGET: "rotation: forget generations",
     filters._FORGET: "filters: forget",
     filters._LOCK: "filters: lock",
     filters._NEXT_WITHOUT_FILTER: "filters: look for a generation without",
@@ -42,6 +67,11 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._KEEP_RESULTS: "consume: keep results",
     inbox._UNMARK: "consume: unmark",
     backlog._ADD: "consume: add to the backlog",
+    outbox._SCHEDULE: "consume: schedule",
+    outbox.CANCEL: "consume: cancel what is scheduled",
+    scheduled._IS_DUE: "scheduled: look whether any is due",
+    scheduled._LOCK: "scheduled: lock",
+    scheduled._MOVE: "scheduled: move into the outbox",
     backlog._COUNT: "backlog: count",
     backlog._CLAIM: "backlog: claim a lane",
     backlog._TAKE: "backlog: take what is due",
@@ -70,8 +100,17 @@ _STATEMENTS: Mapping[object, str] = {
 """The statements that the engine has written down."""
 
 _SHAPES = {
-    r"CREATE TABLE pipeline\.(outbox_p|inbox_g)\d+ \(LIKE": "partition: create",
+    r"CREATE TABLE IF NOT EXISTS pipeline\.(outbox_p|inbox_g)\d+ \(LIKE": "partition: create",
     r"ALTER TABLE pipeline\.(outbox|inbox) ATTACH PARTITION": "partition: attach",
+    r"LOCK TABLE pipeline\.outbox_cursor ": "published: hold the progress",
+    r"ALTER TABLE pipeline\.(outbox|inbox) DETACH PARTITION": "partition: detach",
+    r"DROP TABLE IF EXISTS pipeline\.(outbox_p|inbox_g)\d+$": "partition: drop",
+    r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": (
+        "housekeeping: look for the last event of a day"
+    ),
+    r"WITH old AS \( SELECT ctid FROM pipeline\.(backlog|outbox_unsent|{table}) ": (
+        "housekeeping: delete what is discarded"
+    ),
     "DECLARE closed ": "filters: open a cursor",
     r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
@@ -157,7 +196,7 @@ class Postgres:
         _, name, rest = body.split(b"\0", 2)
         boundary = boundary_of(self._prepared[name.decode()])
         self._is_in_lane |= boundary == "backlog: hold the lane"
-        if boundary == "housekeeping: look for a table" and self._last == "partition: lock":
+        if boundary == "housekeeping: list partitions" and self._last == "partition: lock":
             return "partition: look again"
         if boundary == "relay: write the cursor":
             if _bound_values(rest)[6] == b"\0":
@@ -177,6 +216,8 @@ class Postgres:
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
         if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "unsent:")):
             return "unsent: begin"
+        if boundary == "housekeeping: begin" and self._last.startswith("scheduled:"):
+            return "scheduled: begin"
         return boundary
 
     async def answers(self, server: asyncio.StreamReader) -> AsyncIterator[Answer]:
@@ -223,6 +264,7 @@ _APIS = {
     14: "get an assignment",
     18: "connect",
     22: "get an id",
+    32: "ask for how long topics keep records",
 }
 
 

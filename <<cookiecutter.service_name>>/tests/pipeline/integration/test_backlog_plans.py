@@ -105,7 +105,7 @@ async def asked(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Expla
 
 def lane(key: bytes) -> Lane:
     """Return the lane of a key as its worker holds it."""
-    return Lane(lane_of(key, is_deferred=False), 0, 1)
+    return Lane(lane_of(key, "immediate"), 0, 1)
 
 
 async def items(*accounts: str) -> list[Item]:
@@ -178,7 +178,7 @@ async def test_what_a_run_of_a_key_leaves_behind(asked: Explaining, key: bytes) 
     record = Deposit(1).record("deposits", 0)
     failed = Row(first, "deposit", record, Fate("failed", attempts=1, due_in=30.0))
     done = [second, *done]
-    await backlog.settle(asked, lane(key), done=done, changed=[failed], keys=[key])
+    await backlog.settle(asked, lane(key), done=done, changed=[failed], keys=[key], went_on=[key])
     delete, change, let_heads_be_due = asked.plans
     assert (delete.indexes, delete.scanned) == ({"backlog_pkey"}, set())
     assert delete.blocks < 500 * 6

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -9,7 +10,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from pipeline import clients
 
-from .conftest import eventually
+from .conftest import PATIENCE, eventually
 from .kafka_wire import Api, Wire
 
 NewTopic = Callable[..., Awaitable[str]]
@@ -41,6 +42,42 @@ def new_client(kind: str, wire: Wire) -> AIOKafkaConsumer | AIOKafkaProducer:
             return AIOKafkaProducer(transactional_id=name, **common)
         case _:
             return AIOKafkaProducer(enable_idempotence=True, **common)
+
+
+class Reset:
+    """The way to a broker that has reset it a moment ago, as uvloop has it.
+
+    asyncio lets one write on, and says later that nothing has come of it.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+
+async def test_a_consumer_and_a_producer_go_on_after_uvloop_would_not_write(
+    kafka: str, new_topic: NewTopic
+) -> None:
+    topic = await new_topic()
+    async with (
+        clients.KafkaConsumer(
+            topic, bootstrap_servers=kafka, auto_offset_reset="earliest", metadata_max_age_ms=500
+        ) as consumer,
+        AIOKafkaProducer(bootstrap_servers=kafka) as producer,
+    ):
+        for number in range(2):
+            await producer.send_and_wait(topic, b"%d" % number)
+            record = await asyncio.wait_for(consumer.getone(), PATIENCE)
+            assert record.value == b"%d" % number
+            for client in (consumer._client, producer.client):
+                for connection in client._conns.values():
+                    connection._writer = Reset(connection._writer)
+        assert not consumer._fetcher.error_future.done()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def of_one_lane(count: int) -> list[int]:
     while len(found) < count:
         n += 1
         record = Deposit(n, account=str(n)).record("deposits", 0)
-        if backlog.lane_of(order_key("deposit", record), is_deferred=True) % LANES == 7:
+        if backlog.lane_of(order_key("deposit", record), "deferred") % LANES == 7:
             found.append(n)
     return found
 

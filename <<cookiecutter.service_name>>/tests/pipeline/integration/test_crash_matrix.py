@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from aiokafka.admin import AIOKafkaAdminClient
 
 import pipeline
-from pipeline import backlog, filters, inbox
+from pipeline import backlog, filters, inbox, partitions, retention, scheduled
 from pipeline.inbox import GENERATION_LOCK
 
 from .bank import Bank
@@ -43,13 +43,17 @@ BY_COMMANDS = (
     "pipeline.dead_events",
     "pipeline.epoch",
     "pipeline.operations",
+    "pipeline.replay",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 
-BY_COMMANDS_TOO = (inbox._SEEK, backlog._SEIZE, backlog._REDRIVE, backlog._DISCARD)
+BY_COMMANDS_TOO = (
+    *(inbox._SEEK, backlog._SEIZE, backlog._REDRIVE, backlog._DISCARD),
+    scheduled._LIST,
+)
 
-AFTER_DAMAGE = (filters._DISCARD,)
-"""Statements that nothing in the matrix leads to."""
+UNMET = (filters._DISCARD, partitions._WHO_USES, retention._OWNER)
+"""Statements that only damage, or somebody else, leads to."""
 
 SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 
@@ -115,8 +119,12 @@ async def keep_busy(world: World, wire: Wire) -> None:
         await world.refuse_less()
         return is_dead() or wire.seen["rotation: rollback"] > 0
 
+    await world.send_a_promise()
     async with world.db.transaction():
-        await world.db.execute("SELECT pg_advisory_xact_lock_shared($1)", GENERATION_LOCK)
+        # What is not committed holds back the day of the outbox that is to be dropped.
+        await world.db.execute(
+            "SELECT pg_advisory_xact_lock_shared($1), pg_current_xact_id()", GENERATION_LOCK
+        )
         await eventually(has_given_up_a_rotation, PATIENCE)
     await eventually(has_settled, PATIENCE)
     await world.send_a_note()
@@ -134,7 +142,7 @@ def test_every_statement_that_the_engine_has_written_down_is_in_the_list() -> No
         for name in sorted(names.difference(BY_COMMANDS))
         for value in vars(importlib.import_module(name)).values()
         if isinstance(value, str | sa.TextClause) and SQL.match(str(value))
-        if value not in BY_COMMANDS_TOO + AFTER_DAMAGE
+        if value not in BY_COMMANDS_TOO + UNMET
     ]
     assert len(statements) > 15
     assert {boundary_of(statement) for statement in statements} <= NAMES
@@ -162,6 +170,18 @@ async def test_a_request_arrives_if_the_process_dies_after_it_was_sent(
         await live(world, Wire(Point(Boundary("relay: announce"), moment)))
         await eventually(world.is_left_alone, PATIENCE)
         assert await world.db.fetchval("SELECT count(*) FROM pipeline.outbox_relay") == arrived
+
+
+@in_one_loop
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("whom", ["tell", "pay"])
+async def test_killed_in_a_call(servers: Servers, whom: str, moment: str) -> None:
+    async with servers.world() as world:
+        async with world.running(dies=f"{whom} {moment}") as process:
+            await world.send_a_promise()
+            assert await process.ended() == -signal.SIGKILL
+        await world.recover()
+        await world.audit()
 
 
 Fates = Mapping[Point, asyncio.Task[None]]

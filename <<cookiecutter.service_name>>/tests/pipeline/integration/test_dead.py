@@ -27,6 +27,7 @@ from pipeline.batch import Batch, read
 from pipeline.database import autocommitting
 from pipeline.dead import Became, Letter, Outcome, Redriven, State, Which
 from pipeline.failures import patiently
+from pipeline.policy import GAP
 from pipeline.policy import dead as fate_of
 from pipeline.runtime import Part
 from pipeline.work import FromLane, FromPartition
@@ -509,7 +510,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     await db.execute("ANALYZE pipeline.backlog")
     chunk = await plan(db, dead._CHUNK, *EVERYTHING.arguments, 7, dead.CHUNK)
     assert "backlog_dead_idx" in chunk
-    heads = await plan(db, backlog._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000)
+    heads = await plan(db, backlog._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
     assert "Index Scan using backlog_pkey on backlog b " in heads
 
     command = ("dead", "redrive", "--all", "--yes", "--wait", "0", "--json")

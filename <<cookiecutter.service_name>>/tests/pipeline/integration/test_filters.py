@@ -12,7 +12,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from rbloom import Bloom
 
-from pipeline import filters, inbox
+from pipeline import filters, inbox, telemetry
 from pipeline.filters import Filters
 from pipeline.retention import keep_house
 from pipeline.runtime import Part
@@ -68,7 +68,7 @@ async def sifted(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> tupl
 async def stored(db: asyncpg.Connection) -> list[tuple[int, int]]:
     """Return the first and last generations of the filters that are stored."""
     rows = await rows_of(db)
-    return [(row["first_generation"], row["last_generation"]) for row in rows]
+    return [(row["first_generation"], row["last_generation"]) for row in rows if row["capacity"]]
 
 
 async def rows_of(db: asyncpg.Connection) -> list[asyncpg.Record]:
@@ -251,7 +251,13 @@ async def test_a_filter_of_another_format_is_not_trusted_but_built_anew(
     assert await sifted(desk, db, Deposit(1), Deposit(2)) == ({0}, range(0))
 
 
-_TABLES = ("account", "pipeline.position", "pipeline.inbox", "pipeline.inbox_filter")
+_TABLES = (
+    "account",
+    "pipeline.position",
+    "pipeline.inbox",
+    "pipeline.inbox_closed",
+    "pipeline.inbox_filter",
+)
 
 
 async def save(db: asyncpg.Connection) -> Callable[[], Awaitable[None]]:
@@ -334,7 +340,7 @@ async def test_a_build_that_is_cut_off_leaves_nothing_and_is_done_again(
     await db.execute("DELETE FROM pipeline.inbox_filter")
     async with stored_by_another(await connect()):
         builder = await connect()
-        building = asyncio.create_task(keep_house(builder, settings()))
+        building = asyncio.create_task(keep_house(builder, settings(housekeeping_interval=0.1)))
         await somebody_waits(db)
         if how == "cancelled":
             building.cancel()
@@ -455,11 +461,12 @@ async def test_what_does_not_fit_into_the_memory_is_looked_up(
     fetched: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(filters, "_RATE", 1e-30)  # 18 bytes a key
+    monkeypatch.setattr(filters, "_RATE", 1e-30)
+    monkeypatch.setattr(filters, "_KEY_BYTES", 18.0)
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     little = {"inbox_filter_mebibytes": 1}
     desk = await new_desk(bank.handlers, topic=bank.deposits, **little)
-    for generation, markers in enumerate((40_000, 70_000, 10_000, 20_000), 1):
+    for generation, markers in enumerate((28_000, 70_000, 10_000, 25_000), 1):
         await desk.apply(Deposit(generation))
         await fill(db, generation, markers)
         await close_generation(db, lambda: settings(**little))
@@ -473,12 +480,107 @@ async def test_what_does_not_fit_into_the_memory_is_looked_up(
 
 
 async def test_without_memory_for_filters_none_is_built(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: NewSettings
+    new_desk: NewDesk, bank: Bank, db: asyncpg.Connection, settings: NewSettings
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1))
-    await close_generation(db, lambda: settings(inbox_filter_mebibytes=0))
+    desk = await new_desk(bank.handlers, topic=bank.deposits, inbox_filter_mebibytes=0)
+    for amount in (1, 2):
+        await desk.apply(Deposit(amount))
+        await close_generation(db, lambda: settings(inbox_filter_mebibytes=0))
     assert await stored(db) == []
+    await desk.load_filters()
+    desk.filters.lacking.clear()
+    await desk.apply(Deposit(1), Deposit(2), Deposit(3))
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    assert not desk.filters.lacking.is_set(), "there is nothing to load"
+
+
+def test_a_filter_holds_what_half_of_the_memory_does_at_most() -> None:
+    million = 1_000_000
+    default, most = filters._largest(128), filters._largest(1_000)
+    assert 37 * million < default < 38 * million
+    assert [filters._capacity(keys, default) for keys in (0, 1, million, 2 * million)] == [
+        65_536,
+        65_536,
+        16 * million,
+        32 * million,
+    ]
+    assert filters._capacity(5 * million, default) == default
+    assert filters._capacity(default, default) == default
+    assert filters._capacity(default + 1, default) == 0
+    assert filters._capacity(50 * million, default) == 0
+    assert filters._capacity(50 * million, most) == most > 5 * 50 * million
+    assert filters._capacity(0, filters._largest(0)) == 0
+    for mebibytes in (1, 128, 1_000):
+        one = filters._Filter(1, 1, 1, filters._largest(mebibytes))
+        bits = Bloom(one.capacity, filters._RATE).size_in_bits / 8
+        assert bits == pytest.approx(one.size, rel=1e-3)
+        assert 2 * one.size <= mebibytes * 2**20
+
+
+async def test_a_generation_that_is_too_large_is_counted_once_told_of_and_never_waited_for(
+    new_desk: NewDesk,
+    bank: Bank,
+    db: asyncpg.Connection,
+    connect: Connect,
+    settings: NewSettings,
+    fetched: list[tuple[int, int]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unfiltered: list[int] = []
+    monkeypatch.setattr(telemetry, "observe_filters", unfiltered.append)
+    monkeypatch.setattr(filters, "_KEY_BYTES", 100.0)  # 5,242 keys in half of a MiB
+    little = {"inbox_filter_mebibytes": 1}
+    desk = await new_desk(bank.handlers, topic=bank.deposits, **little)
+    for generation, markers in ((1, 10), (2, 10_000), (3, 20)):
+        await desk.apply(Deposit(generation))
+        await fill(db, generation, markers)
+        await close_generation(db, lambda: settings(**little))
+    assert await stored(db) == [(1, 1), (3, 3)], "one is as large as half of the memory allows"
+    rows = await rows_of(db)
+    assert [row["capacity"] for row in rows] == [5_242, 0, 5_242]
+    await desk.load_filters()
+    assert unfiltered == [1]
+    assert "looked up in the inbox generations [2]" in caplog.text
+    every = [Deposit(amount) for amount in range(1, 5)]
+    desk.filters.lacking.clear()
+    assert await sifted(desk, db, *every) == ({0, 2}, range(2, 3))
+    assert not desk.filters.lacking.is_set(), "a filter that nobody builds is not waited for"
+    await desk.apply(*every)
+    assert await histories(db) == {"ada": [1, 2, 3, 4]}
+    caplog.clear()
+    await desk.load_filters()
+    assert not caplog.records, "it is told once"
+    counts: list[object] = []
+    house = await connect()
+    house.add_query_logger(lambda query: counts.append(query.query))
+    await keep_house(house, settings(**little))
+    assert filters._FORGET in counts
+    assert filters._COUNT not in counts, "it is not counted again"
+    assert await rows_of(db) == rows
+
+
+async def test_with_more_memory_a_generation_that_was_too_large_gets_its_filter(
+    new_desk: NewDesk,
+    bank: Bank,
+    db: asyncpg.Connection,
+    settings: NewSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(filters, "_KEY_BYTES", 100.0)
+    await (await new_desk(bank.handlers, topic=bank.deposits)).apply(Deposit(1))
+    await fill(db, 1, 10_000)
+    await close_generation(db, lambda: settings(inbox_filter_mebibytes=1))
+    assert await stored(db) == []
+    desk = await new_desk(bank.handlers, topic=bank.deposits, inbox_filter_mebibytes=2)
+    await desk.load_filters()
+    desk.filters.lacking.clear()
+    assert await sifted(desk, db, Deposit(1), Deposit(2)) == (set(), range(1, 2))
+    assert desk.filters.lacking.is_set(), "housekeeping is about to build it"
+    await keep_house(db, settings(inbox_filter_mebibytes=2))
+    assert await stored(db) == [(1, 1)]
+    await desk.load_filters()
+    assert await sifted(desk, db, Deposit(1), Deposit(2)) == ({0}, range(0))
 
 
 async def test_filters_of_generations_that_are_forgotten_go(

@@ -2,18 +2,22 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Policy, Retry, backlog
+from pipeline import Policy, Retry, backlog, batch
 from pipeline.backlog import Lane, LaneLost, Taken
+from pipeline.batch import Item
 from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
 from pipeline.results import Results
+from pipeline.tasks import TURN, in_background
 from pipeline.work import FromLane
 
 from .bank import Bank, Deposit
@@ -59,6 +63,30 @@ async def test_a_worker_whose_lane_went_to_another_changes_nothing(
     with pytest.raises(LaneLost):
         await handle(desk, stale, taken)
     assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_validate(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await waiting(new_desk, *range(1, 21))
+    validated, seen = 0, [0]
+
+    def burn(item: Item) -> Item:
+        nonlocal validated
+        validated += 1
+        time.sleep(TURN)
+        return batch.validated(item)
+
+    async def look() -> None:
+        while True:
+            seen.append(validated)
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(backlog, "validated", burn)
+    async with in_background(look()):
+        _, taken = await claim(desk)
+    assert len(taken.items) == validated == 20
+    assert max(after - before for before, after in pairwise(seen)) == 1
 
 
 async def _has_ended(db: asyncpg.Connection, lane: Lane) -> bool:

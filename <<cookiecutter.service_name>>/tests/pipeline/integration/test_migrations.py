@@ -75,14 +75,18 @@ ALL = [
     "backlog",
     "backlog_lane",
     "inbox",
+    "inbox_closed",
     "inbox_filter",
     "inbox_generation",
     "outbox",
+    "outbox_closed",
     "outbox_cursor",
     "outbox_epoch",
     "outbox_relay",
     "outbox_unsent",
     "position",
+    "retention_lease",
+    "scheduled",
 ]
 
 

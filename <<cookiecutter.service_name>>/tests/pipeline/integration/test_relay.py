@@ -264,7 +264,7 @@ async def test_what_is_committed_behind_the_back_of_the_last_look_is_published_b
     class Interrupted(relay.Relay):
         """One that is told to stop when it has just found nothing."""
 
-        async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> bool:
+        async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
             found = await super()._step(driver, is_poll=is_poll)
             if not self._stopping.is_set():
                 await stage(writer, numbered(topic, [1]))
@@ -274,6 +274,30 @@ async def test_what_is_committed_behind_the_back_of_the_last_look_is_published_b
     async with relaying(settings(), Interrupted) as one:
         await asyncio.wait_for(one.task, PATIENCE)
     assert await ids_in(kafka, topic) == ["1"]
+
+
+async def test_what_is_committed_behind_a_window_of_many_pages_is_published_before_the_stop(
+    settings: Callable[..., Settings],
+    connect: Connect,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic, writer = await new_topic(), await connect()
+
+    class Interrupted(relay.Relay):
+        """One that is told to stop when it has published the first of the pages."""
+
+        async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
+            found = await super()._step(driver, is_poll=is_poll)
+            if found[0] and not self._stopping.is_set():
+                await stage(writer, numbered(topic, [6]))
+                self.stop()
+            return found
+
+    await stage(writer, numbered(topic, range(1, 6)))
+    async with relaying(settings(relay_page=2), Interrupted) as one:
+        await asyncio.wait_for(one.task, PATIENCE)
+    assert await ids_in(kafka, topic) == ["1", "2", "3", "4", "5", "6"]
 
 
 async def test_a_relay_that_lost_its_shards_writes_nothing_over_the_new_owners_progress(
@@ -583,6 +607,42 @@ async def test_a_page_is_read_while_another_is_sent_and_if_that_fails_nothing_is
         await tail.until_ids(range(100))
     assert tail.ids == [str(number) for number in range(100)]
     assert set(ahead) == {True, False}
+
+
+async def test_large_events_behind_small_ones_are_not_read_all_at_once(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the size of the small ones all of the large ones would fit into a page."""
+    monkeypatch.setattr(relay, "PAGE_BYTES", 100_000)
+    topic, pages = await new_topic(), list[int]()
+
+    class Weighed(relay.Relay):
+        """One that tells how large its pages are."""
+
+        async def _read(
+            self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
+        ) -> relay.Pages:
+            found = await super()._read(driver, progress)
+            pages.append(sum(len(row["payload"]) for _, page in found for row in page.events))
+            return found
+
+    # Shards that are unequally far share a page.
+    await db.execute(
+        "UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot() WHERE shard > 9"
+    )
+    keys = [f"key-{number}" for number in range(20)]
+    sizes = [10] * 300 + [20_000] * 60
+    await stage(db, [event(topic, n, keys[n % 20], b"x" * size) for n, size in enumerate(sizes)])
+    async with following(kafka, topic) as tail, relaying(settings(), Weighed):
+        await tail.until_ids(range(360))
+    assert tail.first_ids() == {
+        key.encode(): [str(n) for n in range(360) if keys[n % 20] == key] for key in keys
+    }
+    assert max(pages) < 100_000 + 2 * 20_000
 
 
 async def test_shards_that_change_hands_between_two_pages_lose_and_reorder_nothing(

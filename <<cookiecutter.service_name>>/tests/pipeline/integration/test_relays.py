@@ -452,9 +452,13 @@ async def test_no_window_is_read_in_a_transaction_that_writes(
     writes: list[int | None] = []
 
     async def watched(
-        connection: asyncpg.Connection, progress: Progress, shards: Sequence[int], limit: int
+        connection: asyncpg.Connection,
+        progress: Progress,
+        shards: Sequence[int],
+        limit: int,
+        at_most: int,
     ) -> Page:
-        page = await window.fresh(connection, progress, shards, limit)
+        page = await window.fresh(connection, progress, shards, limit, at_most)
         writes.append(await connection.fetchval("SELECT pg_current_xact_id_if_assigned()"))
         return page
 

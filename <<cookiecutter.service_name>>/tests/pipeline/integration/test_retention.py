@@ -8,14 +8,15 @@ from itertools import pairwise
 import asyncpg
 import pytest
 
-from pipeline import inbox
+from pipeline import inbox, retention
 from pipeline.health import Health
-from pipeline.retention import HOUSEKEEPING_LOCK, NotMigrated, keep_house
+from pipeline.partitions import HOUSEKEEPING_LOCK
+from pipeline.retention import NotMigrated, keep_house
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
 from .bank import Bank
-from .conftest import PATIENCE, eventually
+from .conftest import PATIENCE, Running, eventually
 from .outgoing import empty_database, event, stage
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -77,6 +78,32 @@ async def test_a_second_round_changes_nothing_and_a_longer_view_adds_what_is_mis
     assert await made(bare, "outbox") == before
     await keep_house(bare, settings(outbox_days_ahead=5))
     assert list(await made(bare, "outbox")) == days(5)
+
+
+@pytest.mark.parametrize("is_cut_short", [False, True], ids=["detached", "half detached"])
+async def test_a_day_that_is_needed_and_was_detached_is_attached_again(
+    db: asyncpg.Connection,
+    connect: Connect,
+    settings: Callable[..., Settings],
+    is_cut_short: bool,
+) -> None:
+    """As after a jump of the clock, by which it was old for a while."""
+    (today,) = days(0)
+    await stage(db, [event("t", 1)])
+    detach = f"ALTER TABLE pipeline.outbox DETACH PARTITION pipeline.{today}"
+    if is_cut_short:
+        reader = await connect()
+        async with reader.transaction():
+            await reader.fetch("SELECT FROM pipeline.outbox")
+            with pytest.raises(TimeoutError):
+                await db.execute(f"{detach} CONCURRENTLY", timeout=0.3)
+    else:
+        await db.execute(detach)
+    with pytest.raises(asyncpg.CheckViolationError):
+        await stage(db, [event("t", 2)])
+    await keep_house(db, settings())
+    await stage(db, [event("t", 2)])
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 2
 
 
 async def test_many_processes_at_once_make_each_partition_once(
@@ -231,16 +258,40 @@ async def test_a_database_without_the_engines_tables_is_told_to_be_migrated(
         await keep_house(empty, settings())
 
 
-async def test_an_error_in_housekeeping_that_nobody_expects_ends_the_service_with_it(
+async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_service(
     bank: Bank, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be found out when the partitions made ahead are used up, days later."""
+    """It would be found out when those made ahead are used up, days later."""
+    original = retention.make_ahead
+    calls: list[None] = []
 
-    async def fail(*_: object) -> None:
-        raise RuntimeError("no partition for you")
+    async def fail(connection: asyncpg.Connection, settings: Settings) -> None:
+        calls.append(None)
+        if len(calls) > 1:
+            raise RuntimeError("no partition for you")
+        await original(connection, settings)
 
-    monkeypatch.setattr("pipeline.runtime.keep_house", fail)
+    monkeypatch.setattr("pipeline.runtime.make_ahead", fail)
     health, stopping = Health(stall_after=10), asyncio.Event()
     serving = serve(bank.service, settings(), Part.RELAY, health=health, stopping=stopping)
     with pytest.raises(RuntimeError, match="no partition"):
         await asyncio.wait_for(serving, PATIENCE)
+
+
+async def test_an_error_when_old_ones_are_dropped_is_told_of_and_ends_nothing(
+    bank: Bank,
+    running: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rounds: list[None] = []
+
+    async def fail(*_: object) -> None:
+        rounds.append(None)
+        raise RuntimeError("nothing goes")
+
+    monkeypatch.setattr("pipeline.runtime.tidy", fail)
+    async with running(bank.service, Part.RELAY, housekeeping_interval=0.05) as health:
+        await eventually(lambda: len(rounds) > 3)
+        assert "housekeeping" not in health.reasons
+    assert "tidying up failed: RuntimeError: nothing goes" in caplog.text

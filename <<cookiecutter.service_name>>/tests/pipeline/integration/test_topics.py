@@ -307,7 +307,7 @@ async def test_times_that_no_calendar_has_stop_nothing(
         (["elsewhere", "--to", "earliest"], "does not read topic elsewhere"),
         (["deposits", "--to", "700"], "has the offsets 0 to 5"),
         (["deposits", "--to", "earliest", "--partition", "3"], "has the partitions 0 to 0"),
-        (["deposits", "--to", "yesterday"], "not earliest, latest or an offset"),
+        (["deposits", "--to", "yesterday"], "not earliest, latest, an offset, or a time"),
     ],
 )
 async def test_what_a_topic_does_not_have_can_not_be_sought(

@@ -346,6 +346,36 @@ async def test_ten_thousand_events_that_waited_for_a_topic_go_by_pages_and_not_o
     assert len([page for page in pages[tried:] if page > 10]) < 10
 
 
+_WAIT_LARGE = """
+INSERT INTO pipeline.outbox_unsent (id, created_at, topic, key, payload, event_id, source, type,
+                                    content_type, queue, attempts)
+SELECT n, now(), 't', key,
+       convert_to(repeat('x', CASE WHEN n <= 200 THEN 10 ELSE 900000 END), 'UTF8'), n,
+       '/bank', 'x', 'y', sha256(key), 1
+  FROM generate_series(1, 240) AS n, LATERAL (SELECT ('key-' || n % 2)::bytea) AS of_n (key)
+"""
+
+
+async def test_large_events_after_small_ones_are_read_a_few_at_a_time_and_of_each_key_some(
+    db: asyncpg.Connection, settings: NewSettings
+) -> None:
+    """A queue of which nothing is read counts as empty: later events of its key would overtake."""
+    await db.execute(_WAIT_LARGE)
+    one = unsent.Unsent(settings())
+    shards = list(range(64))
+    await one.look(db, shards)
+    seen: list[int] = []
+    while rows := await one.due(db, shards):
+        assert {bytes(row["key"]) for row in rows} == {b"key-0", b"key-1"}
+        assert sum(len(row["payload"]) for row in rows) < 11_000_000
+        seen += [row["id"] for row in rows]
+        await one.settle(db, rows, {})
+    assert sorted(seen) == list(range(1, 241))
+    for key in (0, 1):
+        of_key = [id for id in seen if id % 2 == key]
+        assert of_key == sorted(of_key)
+
+
 @pytest.mark.parametrize("budget", [1, 3])
 async def test_an_event_that_is_refused_too_often_is_a_dead_letter_and_those_behind_it_go_on(
     quick: NewSettings,

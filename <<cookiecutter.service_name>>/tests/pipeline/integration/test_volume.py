@@ -38,7 +38,11 @@ END $$
 async def blocks_of_a_poll(db: asyncpg.Connection, statement: str, progress: Progress) -> int:
     """Return how many blocks the server looks at for the statement."""
     plan = await db.fetchval(
-        f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}", progress.seen, ALL_SHARDS, 5_001
+        f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}",
+        progress.seen,
+        ALL_SHARDS,
+        5_001,
+        window.PAGE_BYTES,
     )
     (one,) = json.loads(plan)
     return int(one["Plan"]["Shared Hit Blocks"] + one["Plan"]["Shared Read Blocks"])

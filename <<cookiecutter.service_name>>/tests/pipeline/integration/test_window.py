@@ -11,7 +11,7 @@ import pytest
 from pipeline import outbox, window
 from pipeline.window import Progress
 
-from .outgoing import numbered, read, read_all, stage, start_of
+from .outgoing import ALL_SHARDS, event, numbered, read, read_all, stage, start_of
 from .writers import Writers, faults
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -102,6 +102,29 @@ async def test_a_window_is_paged_through_a_long_gap_of_ids(
     # The gap gives pages without events: `read_all` goes on because a target is set.
     assert ids == ["1", "2", "3", "4", "5", "6"]
     assert progress.target is None
+
+
+async def test_a_page_ends_with_the_event_that_fills_it_whatever_those_before_were_like(
+    db: asyncpg.Connection,
+) -> None:
+    """Small ones, then large ones, and some without a payload: the cut leaves nothing out."""
+    progress = await start_of(db)
+    sizes = [10] * 50 + [1_000, None, 400, None, None, 3_000, 1, None, 999, None] * 3 + [10] * 50
+    payloads = [None if size is None else b"x" * size for size in sizes]
+    await stage(db, [event("t", n, payload=one) for n, one in enumerate(payloads)])  # type: ignore[arg-type]
+    ids: list[str] = []
+    pages = list[int]()
+    while not pages or progress.target is not None:
+        step = window.page if progress.target else window.fresh
+        one = await step(db, progress, ALL_SHARDS, 5_000, 1_000)
+        read = [len(row["payload"] or b"") for row in one.events]
+        assert sum(read[:-1]) < 1_000
+        pages.append(sum(read))
+        ids += [row["event_id"] for row in one.events]
+        progress = one.then
+    assert ids == [str(n) for n in range(len(sizes))]
+    assert len(pages) > 3
+    assert min(pages[:-1]) >= 1_000, "a page is full before another one is begun"
 
 
 # The same for every schedule, and the cursors that others would take.

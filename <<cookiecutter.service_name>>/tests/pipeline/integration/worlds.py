@@ -18,6 +18,9 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from sqlalchemy import make_url
 
+from pipeline import partitions
+from pipeline.outbox import EFFECTS
+
 from .bank import ATTEMPTS, Bank, Deposit
 from .conftest import administer, drop_databases, eventually, histories
 from .languages import Kafka, Postgres
@@ -75,7 +78,10 @@ SELECT partition || '-' || number, 0, '', 0
   FROM generate_series(0, 1) AS partition, generate_series(0, 1) AS number
 """
 
-_SOMETHING_WAITS = "SELECT EXISTS (SELECT FROM pipeline.backlog WHERE died_at IS NULL)"
+_SOMETHING_WAITS = """
+SELECT EXISTS (SELECT FROM pipeline.backlog WHERE died_at IS NULL)
+    OR EXISTS (SELECT FROM pipeline.scheduled)
+"""
 
 _HALF_MADE_TABLES = """
 SELECT count(*) FROM pg_class
@@ -85,6 +91,28 @@ SELECT count(*) FROM pg_class
 # So that only a snapshot can bring all shards together.
 _PART_THE_SHARDS = """
 UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot() WHERE shard % 2 = 0
+"""
+
+_LONG_AGO = "FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
+# What a service has left behind that has run for long: all of it is to go, but for the event.
+_LEAVE_A_PAST = """
+INSERT INTO pipeline.inbox (generation, key, hash, hash_version, consumer, source, id, type,
+                            topic, partition, "offset")
+VALUES (1, 'key', 'hash', 1, 'deposit', '/tests', 'long-ago', 'deposited', 'deposits', 0, 0);
+INSERT INTO pipeline.inbox_closed VALUES (1, '2020-01-02 00:00+00');
+UPDATE pipeline.inbox_generation SET current = 2;
+INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
+                              headers, hash_version, reason, attempts, waited, holds, died_at,
+                              discarded_at)
+VALUES ('key', 0, 'order', 'deposit', 'deposits', 0, 0, 0, '[]', 1, 'rejected', 1, 0, false,
+        '2020-01-01 00:00+00', '2020-01-01 00:00+00')
+"""
+_STAGE_LONG_AGO = """
+INSERT INTO pipeline.outbox (created_at, topic, key, payload, event_id, source, type, content_type)
+VALUES ('2020-01-01 12:00+00', $1, 'eve', '{}', 'long-ago', '/bank', 'x', 'application/json')
+"""
+_PAST = """
+SELECT count(*) FROM pg_class WHERE relname IN ('outbox_p20200101', 'inbox_g1')
 """
 
 
@@ -112,6 +140,9 @@ class Servers:
         await administer(self.database_url, f"CREATE DATABASE {name} TEMPLATE {self.template}")
         db = await asyncpg.connect(url.replace("+asyncpg", ""))
         await db.execute(_PART_THE_SHARDS)
+        await partitions.attach(db, "outbox", "outbox_p20200101", _LONG_AGO)
+        await db.execute(_LEAVE_A_PAST)
+        await db.execute(_STAGE_LONG_AGO, late)
         try:
             async with (
                 AIOKafkaProducer(bootstrap_servers=self.kafka) as producer,
@@ -157,8 +188,11 @@ class World:
     """Size of the records that the late topic takes; 0 while it is missing."""
 
     @asynccontextmanager
-    async def running(self, wire: Wire | None = None) -> AsyncIterator[Forked]:
-        """Run the service, on the wire if there is one; it has ended after the block."""
+    async def running(self, wire: Wire | None = None, dies: str = "") -> AsyncIterator[Forked]:
+        """Run the service, on the wire if there is one; it has ended after the block.
+
+        It `dies` before or after a call, if that is said.
+        """
         async with AsyncExitStack() as stack:
             database_url, kafka = self.database_url, self.servers.kafka
             if wire is not None:
@@ -167,7 +201,8 @@ class World:
                 "run",
                 environment=environment(
                     self.bank, database_url=database_url, kafka_bootstrap_servers=kafka, **SETTINGS
-                ),
+                )
+                | {"BANK_OUTSIDE": str(self._outside), "BANK_DIES": dies},
                 log=self.servers.logs / f"{self.bank.name}-{uuid4().hex[:4]}",
             )
             self.processes.append(process)
@@ -178,6 +213,11 @@ class World:
             finally:
                 process.kill()
                 await process.ended()
+
+    @property
+    def _outside(self) -> Path:
+        """The file that the outside remembers its calls in."""
+        return self.servers.logs / f"{self.bank.name}-outside"
 
     async def _through(self, wire: Wire, stack: AsyncExitStack) -> tuple[str, str]:
         """Return the URL and the bootstrap server that lead through the wire."""
@@ -209,6 +249,10 @@ class World:
     async def send_a_note(self) -> None:
         """Send an event that changes and tells nothing."""
         await self._send(self._last(0) + 1, 0, type="noted")
+
+    async def send_a_promise(self) -> None:
+        """Send an event that schedules another."""
+        await self._send(self._last(0) + 1, 0, type="promised")
 
     def _last(self, partition: int) -> int:
         return max((one.amount for one in self.sent[partition]), default=0)
@@ -247,7 +291,7 @@ class World:
     async def refuse_less(self) -> None:
         """Create the topic when all wait for it, and let it take more when the large one waits."""
         waiting = await self._waiting()
-        if len(waiting) == 3 and self.allowed == 0:
+        if len(waiting) == 4 and self.allowed == 0:
             await self._allow(4_000)
         elif waiting.get("late-0", 0) > 0 and self.allowed == 4_000:
             await self._allow(100_000)
@@ -307,12 +351,17 @@ class World:
         async def nothing_waits() -> bool:
             return await all_is_written(self.db) and not await self._waiting()
 
+        async def nothing_is_left_of_the_past() -> bool:
+            return not await self.db.fetchval(_PAST)
+
         async with self.running() as process:
             await self.send_deposits()
+            await self.send_a_promise()
             await self._allow(100_000)
             await eventually(self.is_settled, PATIENCE)
             await eventually(nothing_waits, PATIENCE)
             await eventually(rotates, PATIENCE)
+            await eventually(nothing_is_left_of_the_past, PATIENCE)
             await eventually(owns_all_shards, PATIENCE)
             process.send(signal.SIGTERM)
             assert await process.ended() == 0
@@ -340,6 +389,7 @@ class World:
         await self._audit_the_tables(applied)
         await self._audit_the_topic(applied)
         await self._audit_the_late_topic()
+        await self._audit_the_outside()
         committed = await self.servers.admin.list_consumer_group_offsets(self.bank.name)
         assert {one.partition: offset.offset for one, offset in committed.items()} == self._ends
 
@@ -349,10 +399,12 @@ class World:
         assert {row["id"]: (row["balance"], row["version"]) for row in accounts} == {
             account: (sum(amounts), len(amounts)) for account, amounts in applied.items()
         }
-        markers = await self.db.fetch("SELECT id FROM pipeline.inbox")
+        markers = await self.db.fetch("SELECT id FROM pipeline.inbox WHERE topic <> $1", EFFECTS)
         ids = {one.id for one in self._sent_once if one not in self._refused}
         assert sorted(row["id"] for row in markers) == sorted(map(str, ids))
-        backlog = await self.db.fetch("SELECT id, reason, attempts FROM pipeline.backlog")
+        backlog = await self.db.fetch(
+            "SELECT id, reason, attempts FROM pipeline.backlog WHERE topic <> $1", EFFECTS
+        )
         assert sorted(tuple(row) for row in backlog) == sorted(
             (one.id, "attempts used up", ATTEMPTS) for one in self._refused
         )
@@ -367,7 +419,12 @@ class World:
             assert _contents(record) == _contents(original), "a repeat is the same in every byte"
         assert set(first) == await self._staged()
         told: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        reminders = [one for one in first.values() if one.key == b"promise"]
+        promised = [one for one in self._sent_once if one.type == "promised"]
+        assert len(reminders) == len(promised)
         for record in first.values():
+            if record in reminders:
+                continue
             event = json.loads(record.value)
             sequence = int(dict(record.headers)["ce_sequence"])
             told[record.key.decode()].append((sequence, event["amount"], event["balance"]))
@@ -378,10 +435,31 @@ class World:
             for account, amounts in applied.items()
         }
 
+    async def _audit_the_outside(self) -> None:
+        """Each promise was told of; to whom minds to be told twice not, but maybe of one less."""
+        promised = sum(one.type == "promised" for one in self._sent_once)
+        lines = self._outside.read_text().splitlines() if self._outside.exists() else []
+        told, paid = (
+            [line.split()[1] for line in lines if line.startswith(whom)] for whom in ("tell", "pay")
+        )
+        assert len(set(told)) == promised > 0
+        assert len(paid) == len(set(paid)), "never blindly again"
+        backlog = await self.db.fetch(
+            "SELECT id, reason FROM pipeline.backlog WHERE topic = $1", EFFECTS
+        )
+        assert {row["reason"] for row in backlog} <= {"outcome unknown"}
+        unknown = [row["id"] for row in backlog]
+        assert len(unknown) <= len(self.processes) - 1, "who has died leaves one, at most"
+        assert len({*paid, *unknown}) == promised
+
     async def _audit_the_late_topic(self) -> None:
         async with following(self.servers.kafka, self.late) as tail:
-            await tail.until_ids(["late-0", "late-1", "late-2"])
-        assert tail.first_ids() == {b"ada": ["late-0", "late-1"], b"bob": ["late-2"]}
+            await tail.until_ids(["late-0", "late-1", "late-2", "long-ago"])
+        assert tail.first_ids() == {
+            b"ada": ["late-0", "late-1"],
+            b"bob": ["late-2"],
+            b"eve": ["long-ago"],
+        }
 
 
 def _contents(record: ConsumerRecord) -> tuple[object, ...]:

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from aiokafka import ConsumerRecord
 from pydantic import ValidationError, field_validator
 
-from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
+from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction, tasks
 from pipeline.batch import Batch, read
 from pipeline.failures import told
 from pipeline.inbox import Anchor
@@ -87,8 +89,11 @@ async def test_what_is_handled_later_is_not_validated_now() -> None:
     registry.on(Placed, topic=TOPIC, consumer="ship", mode="deferred")(ignore)
     (item,) = (await read(registry, TOPIC, 0, [record(0, value=b"{}")])).items
     assert (item.event, item.fault) == (None, None)
+    registry.on(Placed, topic=TOPIC, consumer="audit", mode="deferred")(ignore)
+    for item in (await read(registry, TOPIC, 0, [record(0, value=b"{}")])).items:
+        assert (item.event, item.fault) == (None, None)
     registry.on(Placed, topic=TOPIC, consumer="bill")(ignore)
-    _, bill = (await read(registry, TOPIC, 0, [record(0)])).items
+    _, _, bill = (await read(registry, TOPIC, 0, [record(0)])).items
     assert bill.event == Placed(order=1)
 
 
@@ -221,15 +226,48 @@ async def test_an_empty_read_moves_nothing(handlers: Handlers) -> None:
     assert (batch.start, batch.end, batch.items) == (3, 3, [])
 
 
-async def test_others_have_their_turn_while_a_batch_is_read(handlers: Handlers) -> None:
+async def test_others_have_their_turn_while_a_batch_is_read_that_takes_long_to_validate() -> None:
+    validated, seen = 0, [0]
+
+    class Slow(Event, type="placed"):
+        """An event whose own validator burns CPU."""
+
+        order: int
+
+        @field_validator("order")
+        @classmethod
+        def _burns(cls, value: int) -> int:
+            nonlocal validated
+            validated += 1
+            time.sleep(TURN)
+            return value
+
+    async def look() -> None:
+        while True:
+            seen.append(validated)
+            await asyncio.sleep(0)
+
+    registry = Handlers()
+    registry.on(Slow, topic=TOPIC, consumer="ship")(ignore)
+    async with in_background(look()):
+        await read(registry, TOPIC, 0, [record(number) for number in range(20)])
+    assert validated == 20
+    assert max(after - before for before, after in pairwise(seen)) == 1
+
+
+async def test_a_batch_that_takes_no_time_is_read_in_one_turn(
+    handlers: Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "TURN", 60.0)
     turns = 0
 
-    async def others() -> None:
+    async def look() -> None:
         nonlocal turns
         while True:
             turns += 1
             await asyncio.sleep(0)
 
-    async with in_background(others()):
-        await read(handlers, TOPIC, 0, [record(number) for number in range(5 * TURN)])
-    assert turns >= 5
+    async with in_background(look()):
+        await asyncio.sleep(0)
+        await read(handlers, TOPIC, 0, [record(number) for number in range(10)])
+    assert turns == 1

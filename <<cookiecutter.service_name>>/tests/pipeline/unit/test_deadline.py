@@ -1,6 +1,8 @@
 """One timer for the calls of many handlers."""
 
 import asyncio
+import socket
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -48,6 +50,21 @@ async def test_the_timer_of_an_earlier_call_ends_no_later_one() -> None:
     assert not deadline.is_over
     with pytest.raises(TimeoutError), deadline.within(0.01):
         await rest()
+
+
+async def test_an_answer_that_came_while_others_kept_the_event_loop_is_in_time() -> None:
+    loop, deadline = asyncio.get_running_loop(), Deadline()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    def answer_and_burn() -> None:
+        theirs.send(b"!")
+        time.sleep(0.05)
+
+    with ours, theirs, deadline.within(0.01):
+        loop.call_soon(answer_and_burn)
+        assert await loop.sock_recv(ours, 1) == b"!"
+    assert not deadline.is_over
 
 
 async def test_who_goes_on_after_the_end_is_overdue_and_its_own_error_passes() -> None:

@@ -6,11 +6,14 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import (
     Aggregate,
+    Call,
     Event,
+    Gaps,
     Handlers,
     Plain,
     Policy,
     Position,
+    Sequenced,
     Service,
     Tombstone,
     Transaction,
@@ -29,6 +32,14 @@ class Seat(Aggregate, Base):
 
     flight: Mapped[str] = mapped_column("flight_no", Text, primary_key=True)
     number: Mapped[int] = mapped_column("seat_no", primary_key=True, autoincrement=False)
+
+
+class Row(Sequenced, Aggregate, Base):
+    """A row that follows numbered events."""
+
+    __tablename__ = "row"
+
+    flight: Mapped[str] = mapped_column(Text, primary_key=True)
 
 
 class Booked(Event, type="booked"):
@@ -195,3 +206,67 @@ def test_a_field_whose_type_could_never_match_the_key_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"BookedByName\.seat is str, and Seat\.number holds int"):
         Handlers().on(BookedByName, topic="a", consumer="b", loads=Seat.by("flight", "seat"))
+
+
+async def call_somebody(event: Booked, call: Call) -> None:
+    """Call the outside."""
+
+
+def test_effects_are_consumers_of_no_topic() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="b")(note)
+    handlers.effect(Booked, consumer="c")(call_somebody)
+    assert handlers.topics == {"a"}
+    assert handlers.consumers == {"b", "c"}
+    assert handlers.callers == {"c"}
+    assert handlers.effects == {"booked"}
+
+
+def test_an_effect_that_makes_no_sense_is_refused() -> None:
+    async def ask(event: Booked, call: Call) -> bool:
+        return True
+
+    handlers = Handlers()
+    with pytest.raises(TypeError, match="give repeatable=False, too"):
+        handlers.effect(Booked, consumer="c", ask=ask)
+    with pytest.raises(ValueError, match="per_second is a number of calls, not 0"):
+        handlers.effect(Booked, consumer="c", per_second=0)
+    handlers.effect(Booked, consumer="c")(call_somebody)
+    with pytest.raises(TypeError, match="consumer 'c' already takes 'booked'"):
+        handlers.effect(Booked, consumer="c")(call_somebody)
+
+
+def test_gaps_that_make_no_sense_are_refused() -> None:
+    handlers = Handlers()
+    with pytest.raises(TypeError, match="a class that has the mixin Sequenced"):
+        handlers.on(Freed, topic="a", consumer="b", gaps=Gaps())
+    with pytest.raises(ValueError, match="wait is a number of seconds, not -1"):
+        Gaps(wait=-1)
+    with pytest.raises(ValueError, match="then is 'apply', 'die' or 'hold', not 'skip'"):
+        Gaps(then="skip")  # type: ignore[arg-type]
+
+
+def test_the_handlers_of_a_consumer_and_a_topic_go_by_the_sequence_or_none_does() -> None:
+    handlers = Handlers()
+    by_flight = Row.by("flight")
+    handlers.on(Freed, topic="a", consumer="b", loads=by_flight, gaps=Gaps())(note)
+    with pytest.raises(TypeError, match=r"go by the sequence of events \(gaps=\), or none does"):
+        handlers.on(Booked, topic="a", consumer="b", loads=by_flight)(note)
+    handlers.on(Booked, topic="a", consumer="c", loads=by_flight)(note)
+    handlers.on(Booked, topic="d", consumer="b", loads=by_flight)(note)
+    with pytest.raises(TypeError, match="Row follows the sequence of consumer 'b' and topic 'a'"):
+        handlers.on(Freed, topic="d", consumer="c", loads=by_flight, gaps=Gaps())(note)
+
+
+def test_a_name_is_that_of_an_effect_or_of_a_consumer_of_topics() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="b")(note)
+    with pytest.raises(TypeError, match="'b' is an effect and a consumer of a topic"):
+        handlers.effect(Booked, consumer="b")(call_somebody)
+
+
+def test_what_comes_after_a_call_is_a_coroutine_function() -> None:
+    def then(event: Booked, tx: Transaction, result: object) -> None: ...
+
+    with pytest.raises(TypeError, match="write `async def`"):
+        Handlers().effect(Booked, consumer="b", then=then)  # type: ignore[arg-type]

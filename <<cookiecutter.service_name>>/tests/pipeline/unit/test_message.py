@@ -52,6 +52,35 @@ def record(
     return Record("orders", 3, 17, 1_700_000_000_123, b"k", value, pairs)
 
 
+def test_every_attribute_is_read_into_the_field_of_its_name() -> None:
+    """They are handed on by place, and most neighbours are of one type."""
+    names = ("id", "source", "type", "subject", "sequence", "dataschema")
+    headers = {f"ce_{name}": name.encode() for name in names} | {
+        "ce_specversion": b"1.0",
+        "ce_time": b"2026-01-02T03:04:05Z",
+        "content-type": b"content_type",
+        "traceparent": TRACEPARENT.encode(),
+        "tracestate": b"tracestate=1",
+        "baggage": b"baggage=1",
+    }
+    message = decode(Record("topic", 1, 2, 3, b"key", b"data", list(headers.items())))
+    assert message._asdict() == {
+        **{name: name for name in names},
+        "topic": "topic",
+        "partition": 1,
+        "offset": 2,
+        "timestamp": 3,
+        "key": b"key",
+        "time": datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        "content_type": "content_type",
+        "data": b"data",
+        "traceparent": TRACEPARENT,
+        "tracestate": "tracestate=1",
+        "baggage": "baggage=1",
+        "hash": payload_hash("type", "content_type", b"data"),
+    }
+
+
 def binary(value: bytes | None = b"{}", **headers: bytes | None) -> Message:
     named = {name.replace("content_type", "content-type"): v for name, v in headers.items()}
     return decode(record({**EVENT, **named}, value))

@@ -13,7 +13,7 @@ from opentelemetry import baggage, context, trace
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
 import pipeline
-from pipeline import Event
+from pipeline import Event, telemetry
 from pipeline.message import event_headers
 from pipeline.outbox import Outbox, StagedEvent, Unpublishable, event_id
 
@@ -151,6 +151,49 @@ def test_a_row_has_what_the_event_and_the_engine_say_of_it() -> None:
         "baggage": None,
         "headers": None,
     }
+
+
+def test_each_event_has_the_context_that_it_was_staged_in() -> None:
+    """Also one without a trace, which is a context that is empty; and in whatever order."""
+
+    class Named(Event, type="named", topic="named"):
+        """An event."""
+
+    outbox = Outbox("source", LIMIT)
+    contexts = [baggage.set_baggage("n", number, context.Context()) for number in (1, 2)]
+    token = context.attach(baggage.set_baggage("n", "current"))
+    try:
+        for one in (*contexts, *contexts, contexts[1], None, context.Context(), None):
+            outbox.stage(Named(), id="event_id", key="key", sequence=1, context=one)
+    finally:
+        context.detach(token)
+    found = [row.baggage for row in outbox._staged]
+    assert found == ["n=1", "n=2", "n=1", "n=2", "n=2", "n=current", None, "n=current"]
+
+
+def test_an_event_that_a_thread_stages_between_has_its_own_context_and_so_have_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outbox = Outbox("source", LIMIT)
+    ours, theirs = (baggage.set_baggage("n", n, context.Context()) for n in ("ours", "theirs"))
+    inject = telemetry.creation_context
+
+    def stage(id: str, one: context.Context) -> None:
+        outbox.stage(Told(), id=id, key=None, sequence=1, context=one)
+
+    def interrupted(one: context.Context) -> telemetry.TraceHeaders:
+        if one is ours:
+            stage("theirs", theirs)
+        return inject(one)
+
+    monkeypatch.setattr(telemetry, "creation_context", interrupted)
+    stage("ours", ours)
+    stage("theirs", theirs)
+    assert [(row.event_id, row.baggage) for row in outbox._staged] == [
+        ("theirs", "n=theirs"),
+        ("ours", "n=ours"),
+        ("theirs", "n=theirs"),
+    ]
 
 
 def test_an_event_id_differs_when_anything_differs_that_it_is_made_of() -> None:

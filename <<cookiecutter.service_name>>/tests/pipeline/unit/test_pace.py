@@ -20,6 +20,7 @@ def pace() -> Pace:
                 "database_url": "postgresql+asyncpg://service@localhost/service",
                 "kafka_bootstrap_servers": "localhost:9092",
                 "transaction_timeout": 4 * ALLOWED,
+                "batch_size": 1_000,
             }
         )
     )

@@ -21,6 +21,8 @@ GIVEN = {
 }
 PASSED_ON = {
     "DIED",
+    "GAP",
+    "UNKNOWN",
     "error.reason",
     "found.reason",
     "one.reason",
@@ -52,9 +54,11 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                     given |= set(reasons(node.args[place]))
             elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
                 "DIED",
+                "GAP",
                 "PARKED",
                 "REDRIVEN",
                 "UNDECIDED",
+                "UNKNOWN",
             ):
                 given |= set(reasons(node.value))
     assert given == set(dead.REASONS)

@@ -484,3 +484,30 @@ def test_a_receiver_that_does_not_answer_holds_the_shutdown_up_for_a_bounded_tim
     ended = run(IMPATIENT, collector.url, SAMPLED)
     assert float(ended.stdout) < 2
     assert "not sent in time" in ended.stderr
+
+
+PARTITIONS = """
+from datetime import UTC, datetime, timedelta
+from prometheus_client import generate_latest
+from pipeline import exporters, telemetry
+
+configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+now = datetime.now(UTC)
+telemetry.observe_partitions(now + timedelta(hours=1), None)
+print(generate_latest().decode() + "===")
+telemetry.observe_partitions(now - timedelta(hours=1), now - timedelta(days=8))
+telemetry.observe_retention(3)
+telemetry.conflicted()
+print(generate_latest().decode())
+configured.shutdown()
+"""
+
+
+def test_how_long_partitions_last_and_how_far_the_memory_goes_back_is_told() -> None:
+    first, later = (samples(text) for text in run(PARTITIONS).stdout.split("==="))
+    assert 3_500 < first["pipeline_outbox_ahead_seconds"] < 3_600
+    assert "pipeline_inbox_horizon_seconds" not in first, "all is remembered"
+    assert -3_700 < later["pipeline_outbox_ahead_seconds"] < -3_600
+    assert 8 * 86_400 < later["pipeline_inbox_horizon_seconds"] < 8 * 86_400 + 100
+    assert later["pipeline_retention_held"] == 3
+    assert later["pipeline_conflicts_total"] == 1

@@ -63,6 +63,15 @@ def upgrade() -> None:
     op.execute("INSERT INTO pipeline.inbox_generation VALUES (true, 1, 1, clock_timestamp())")
 
     op.execute("""
+        CREATE TABLE pipeline.inbox_closed (
+            generation integer PRIMARY KEY,
+            closed_at  timestamptz NOT NULL
+        )""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.inbox_closed IS
+        'When each closed generation that is still remembered was closed.'""")
+
+    op.execute("""
         CREATE TABLE pipeline.inbox (
             generation   integer NOT NULL,
             key          bytea NOT NULL,
@@ -105,7 +114,7 @@ def upgrade() -> None:
     op.execute("COMMENT ON COLUMN pipeline.inbox_filter.format IS 'which bits a key sets'")
     op.execute("COMMENT ON COLUMN pipeline.inbox_filter.keys IS 'how many were added'")
     op.execute("""
-        COMMENT ON COLUMN pipeline.inbox_filter.capacity IS 'keys with which it is full'""")
+        COMMENT ON COLUMN pipeline.inbox_filter.capacity IS 'full with so many; 0: too many'""")
     op.execute("COMMENT ON COLUMN pipeline.inbox_filter.digest IS 'of all of the row'")
     op.execute("""
         COMMENT ON TABLE pipeline.inbox_filter IS
@@ -116,6 +125,7 @@ def upgrade() -> None:
             key             bytea NOT NULL CONSTRAINT backlog_pkey PRIMARY KEY,
             lane            smallint NOT NULL,
             order_key       bytea NOT NULL,
+            sequence        bigint NOT NULL DEFAULT 0,
             consumer        text NOT NULL,
             topic           text NOT NULL,
             partition       integer NOT NULL,
@@ -144,16 +154,18 @@ def upgrade() -> None:
             discarded_by    text,
             discarded_why   text
         )""")
+    op.execute("CREATE SEQUENCE pipeline.backlog_effect_seq")
     op.execute("""
         CREATE TYPE pipeline.new_backlog_row AS (
-            key bytea, lane smallint, order_key bytea, consumer text,
+            key bytea, lane smallint, order_key bytea, sequence bigint, consumer text,
             topic text, partition integer, "offset" bigint, timestamp bigint,
             record_key bytea, value bytea, headers text, source text, id text, type text,
             hash bytea, remembered_hash bytea, traceparent text, reason text, attempts integer,
             waited double precision, due_in double precision, is_dead boolean, holds boolean,
             error text, traceback text)""")
     op.execute("""
-        CREATE INDEX backlog_order_idx ON pipeline.backlog (order_key, partition, "offset")
+        CREATE INDEX backlog_order_idx
+            ON pipeline.backlog (order_key, sequence, partition, "offset")
          WHERE died_at IS NULL OR holds""")
     op.execute("""
         CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, due_at) WHERE due_at IS NOT NULL""")
@@ -163,14 +175,19 @@ def upgrade() -> None:
     op.execute("""
         CREATE INDEX backlog_died_idx ON pipeline.backlog (died_at) WHERE died_at IS NOT NULL""")
     op.execute("""
-        CREATE INDEX backlog_dead_idx ON pipeline.backlog (lane, order_key, partition, "offset")
+        CREATE INDEX backlog_dead_idx
+            ON pipeline.backlog (lane, order_key, sequence, partition, "offset")
          WHERE died_at IS NOT NULL AND discarded_at IS NULL""")
+    op.execute("""
+        CREATE INDEX backlog_discarded_idx ON pipeline.backlog (discarded_at)
+         WHERE discarded_at IS NOT NULL""")
     op.execute("""
         COMMENT ON TABLE pipeline.backlog IS
         'Messages to be handled later, in the order of their key, and dead letters.'""")
     for column, comment in (
         ("key", "the marker''s, where there is an identity"),
         ("order_key", "hash of (consumer, topic, key)"),
+        ("sequence", "0: by partition and offset"),
         ("consumer", "empty: a record that is nobody''s yet"),
         ("timestamp", "the record''s, in milliseconds"),
         ("headers", "JSON pairs; a byte is a character"),
@@ -200,7 +217,7 @@ def upgrade() -> None:
         'workers that began and have not given it back'""")
     op.execute("""
         INSERT INTO pipeline.backlog_lane (lane)
-        SELECT lane FROM generate_series(0, 63) AS lane""")
+        SELECT lane FROM generate_series(0, 95) AS lane""")
 
     op.execute("""
         CREATE TABLE pipeline.outbox (
@@ -229,12 +246,52 @@ def upgrade() -> None:
     op.execute("""
         COMMENT ON TABLE pipeline.outbox IS
         'Events of committed transactions; append-only, published by the relay.'""")
+
     op.execute("""
-        COMMENT ON COLUMN pipeline.outbox.sequence IS
-        'version of the aggregate after this event'""")
+        CREATE TABLE pipeline.scheduled (
+            name         text NOT NULL CONSTRAINT scheduled_pkey PRIMARY KEY,
+            due_at       timestamptz NOT NULL,
+            scheduled_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+            topic        text NOT NULL,
+            key          bytea,
+            payload      bytea,
+            event_id     text NOT NULL,
+            source       text NOT NULL,
+            type         text NOT NULL,
+            subject      text,
+            sequence     bigint,
+            content_type text NOT NULL,
+            traceparent  text,
+            tracestate   text,
+            baggage      text,
+            headers      text
+        )""")
     op.execute("""
-        COMMENT ON COLUMN pipeline.outbox.headers IS
-        'of a dead letter: all of them, as JSON'""")
+        CREATE INDEX scheduled_due_idx ON pipeline.scheduled (due_at, scheduled_at, name)""")
+    op.execute("""
+        CREATE TYPE pipeline.new_scheduled AS (
+            name text, due_at timestamptz, after interval, topic text, key bytea, payload bytea,
+            event_id text, source text, type text, subject text, sequence bigint,
+            content_type text, traceparent text, tracestate text, baggage text, headers text)""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.scheduled IS
+        'Events that are put into the outbox when they are due.'""")
+
+    op.execute("""
+        CREATE TABLE pipeline.outbox_closed (
+            day date PRIMARY KEY,
+            xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
+            is_published boolean NOT NULL DEFAULT false
+        )""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_closed.is_published IS
+        'found before it was detached; after that nobody could tell'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_closed.xid IS
+        'who has put an event into it began before this transaction'""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.outbox_closed IS
+        'Days of the outbox to which nobody adds an event any more.'""")
 
     op.execute("""
         CREATE TABLE pipeline.outbox_unsent (
@@ -273,6 +330,9 @@ def upgrade() -> None:
         CREATE INDEX outbox_unsent_dead_idx ON pipeline.outbox_unsent (shard, id)
          WHERE died_at IS NOT NULL AND discarded_at IS NULL""")
     op.execute("""
+        CREATE INDEX outbox_unsent_discarded_idx ON pipeline.outbox_unsent (discarded_at)
+         WHERE discarded_at IS NOT NULL""")
+    op.execute("""
         COMMENT ON TABLE pipeline.outbox_unsent IS
         'The outbound backlog: events that Kafka refuses, and those that wait behind them.'""")
     for column, comment in {
@@ -282,6 +342,14 @@ def upgrade() -> None:
         "died_at": "it is a dead letter since then",
     }.items():
         op.execute(f"COMMENT ON COLUMN pipeline.outbox_unsent.{column} IS '{comment}'")
+
+    for table in ("outbox", "scheduled", "outbox_unsent"):
+        op.execute(f"""
+            COMMENT ON COLUMN pipeline.{table}.sequence IS
+            'version of the aggregate after this event'""")
+        op.execute(f"""
+            COMMENT ON COLUMN pipeline.{table}.headers IS
+            'of a dead letter: all of them, as JSON'""")
 
     op.execute("""
         CREATE TABLE pipeline.outbox_cursor (
@@ -334,6 +402,17 @@ def upgrade() -> None:
     op.execute("""
         COMMENT ON TABLE pipeline.outbox_relay IS
         'The relays that are alive; they share the shards evenly.'""")
+
+    op.execute("""
+        CREATE TABLE pipeline.retention_lease (
+            singleton   boolean PRIMARY KEY CHECK (singleton),
+            owner       text,
+            lease_until timestamptz
+        )""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.retention_lease IS
+        'One row: the process that does what one does for all, as to drop what is too old.'""")
+    op.execute("INSERT INTO pipeline.retention_lease VALUES (true)")
 
 
 def downgrade() -> None:

@@ -1,0 +1,146 @@
+"""Partitions of a table: attached and dropped so that nobody who uses the table waits.
+
+A plain `CREATE … PARTITION OF`, `DROP` or `DETACH` queues behind open transactions, and everybody
+else queues behind it. A partition is a table of the schema `pipeline` with a name of its own.
+"""
+
+import logging
+from enum import Enum
+from typing import NamedTuple
+
+import asyncpg
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_LOCK = 0x1B0C6
+"""Advisory lock: one process makes partitions at a time."""
+
+_DETACH_SECONDS = 30.0
+"""How long a detach waits for those who have begun with the table; they don't wait for it."""
+
+_BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
+
+_WAIT_SHORTLY = "SELECT set_config('lock_timeout', '2s', true)"
+
+# Not `to_regclass`: it answers from the session's cache, which behind a lock that was waited for
+# does not know yet what the other process has made.
+_EXISTS = """
+SELECT EXISTS (
+       SELECT FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+        WHERE nspname = 'pipeline' AND relname = $1)
+"""
+
+# What is half done comes first: a table has one at most, and no other can follow before it is done.
+_NAMED_LIKE = """
+SELECT relname AS name,
+       CASE WHEN inhrelid IS NULL THEN 'detached'
+            WHEN inhdetachpending THEN 'pending' ELSE 'attached' END AS state
+  FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+       LEFT JOIN pg_inherits ON inhrelid = pg_class.oid
+ WHERE nspname = 'pipeline' AND relkind = 'r' AND relname ~ $1
+ ORDER BY inhdetachpending DESC NULLS LAST, length(relname), relname
+"""
+
+_WHO_USES = """
+SELECT format('process %s of %s uses it since %s', pid,
+              COALESCE(NULLIF(application_name, ''), usename, '?'), xact_start)
+  FROM pg_locks JOIN pg_stat_activity USING (pid)
+ WHERE locktype = 'relation' AND granted AND pid <> pg_backend_pid()
+   AND relation IN (to_regclass('pipeline.' || $1), to_regclass('pipeline.' || $2))
+ ORDER BY xact_start LIMIT 1
+"""
+
+
+class State(Enum):
+    """How far a partition is from being dropped."""
+
+    ATTACHED = "attached"
+    PENDING = "pending"
+    """Its detach was cut short: its table hides it, and the detach must be finalized."""
+    DETACHED = "detached"
+
+
+class Partition(NamedTuple):
+    """A table that is a partition, or was one."""
+
+    name: str
+    state: State
+
+
+class Held(Exception):
+    """The partition can't be dropped now; what is begun goes on the next time."""
+
+
+async def exists(connection: asyncpg.Connection, table: str) -> bool:
+    """Whether the schema has such a table."""
+    return bool(await connection.fetchval(_EXISTS, table))
+
+
+async def like(connection: asyncpg.Connection, pattern: str) -> list[Partition]:
+    """Return the partitions, attached or not, whose whole names match."""
+    rows = await connection.fetch(_NAMED_LIKE, f"^{pattern}$")
+    return [Partition(row["name"], State(row["state"])) for row in rows]
+
+
+async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds: str) -> None:
+    """Make a partition, unless it is there. One that was detached is attached again."""
+    there = {one.name: one.state for one in await like(connection, name)}
+    if there.get(name) is State.ATTACHED:
+        return
+    if there.get(name) is State.PENDING:
+        await _finalize(connection, parent, name)
+    async with connection.transaction():
+        await connection.execute(_BEGIN, HOUSEKEEPING_LOCK)
+        if [*await like(connection, name)] == [Partition(name, State.ATTACHED)]:
+            return
+        await connection.execute(
+            f"CREATE TABLE IF NOT EXISTS pipeline.{name}"
+            f" (LIKE pipeline.{parent} INCLUDING ALL EXCLUDING IDENTITY)"
+        )
+        await connection.execute(
+            f"ALTER TABLE pipeline.{parent} ATTACH PARTITION pipeline.{name} FOR VALUES {bounds}"
+        )
+    log.info("made partition %s", name)
+
+
+async def drop(connection: asyncpg.Connection, parent: str, partition: Partition) -> None:
+    """Detach a partition and drop it, from whatever state it is in. Nobody may need it any more.
+
+    Can be cut off at any point, called again, and by two at once. Raises `Held` where it can't go.
+    """
+    name = partition.name
+    try:
+        match partition.state:
+            case State.ATTACHED:
+                # In no transaction: it waits, in one of its own, until nobody sees the partition.
+                await connection.execute(
+                    f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} CONCURRENTLY",
+                    timeout=_DETACH_SECONDS,
+                )
+            case State.PENDING:
+                await _finalize(connection, parent, name)
+            case State.DETACHED:
+                pass
+        async with connection.transaction():
+            await connection.execute(_WAIT_SHORTLY)
+            await connection.execute(f"DROP TABLE IF EXISTS pipeline.{name}")
+    except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
+        who = await connection.fetchval(_WHO_USES, parent, name)
+        raise Held(who or "somebody has used it for too long") from error
+    except asyncpg.UndefinedTableError:
+        # Another process is at it: what is left of it is seen in the next round.
+        if await exists(connection, name):
+            raise Held("another process is dropping it") from None
+    except asyncpg.PostgresError as error:
+        raise Held(str(error)) from error
+    log.info("dropped partition %s", name)
+
+
+async def _finalize(connection: asyncpg.Connection, parent: str, name: str) -> None:
+    """End a detach that was cut short. Who reads the partition since then must have ended."""
+    async with connection.transaction():
+        await connection.execute(_WAIT_SHORTLY)
+        await connection.execute(
+            f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} FINALIZE",
+            timeout=_DETACH_SECONDS,
+        )

@@ -1,0 +1,125 @@
+"""Replay: a topic is read again from an earlier place, by moving the positions back.
+
+The inbox makes that safe: what took effect is known and skipped. What it has forgotten would be a
+dead letter for its age, so somebody who reads again from before that is told.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from time import monotonic
+
+import asyncpg
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from . import inbox
+from .operations import Move, Refused, To, moves, offsets_since
+from .service import Service
+
+_LOOK_SECONDS = 1.0
+_STANDS_SECONDS = 30.0
+_COUNT_SECONDS = 600.0
+"""The markers of a day have no index by time."""
+
+_MEMORY = "SELECT since, clock_timestamp() AS now FROM pipeline.inbox_generation"
+
+_APPLIED = """
+SELECT count(*)
+  FROM pipeline.inbox
+  JOIN unnest($1::integer[], $2::bigint[], $3::bigint[]) AS again (partition, first, beyond)
+ USING (partition)
+ WHERE generation >= (SELECT current - 1 FROM pipeline.inbox_generation)
+   AND topic = $4 AND "offset" >= first AND "offset" < beyond AND created_at >= $5
+"""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is to be read again."""
+
+    moves: Sequence[Move]
+    since: datetime | None
+    """What is older may have been forgotten; None: nothing was."""
+    forgotten: int
+    """Offsets that are older than that."""
+    begun_at: datetime
+    """By the database's clock."""
+
+    @property
+    def records(self) -> int:
+        """Offsets that are to be read again; fewer records, where some are missing."""
+        return sum((one.old or 0) - one.new for one in self.moves)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far it is."""
+
+    done: int
+    """Offsets."""
+    stands: bool
+    """Whether nothing has moved for a while."""
+
+
+async def plan(
+    connection: asyncpg.Connection,
+    bootstrap_servers: str,
+    service: Service,
+    topic: str,
+    partition: int | None,
+    to: To,
+) -> Replay:
+    """Say what would be read again. Raises `Refused` if that is nothing."""
+    found = await moves(connection, bootstrap_servers, service, topic, partition, to)
+    back = [one for one in found if one.old is not None and one.new < one.old]
+    if not back:
+        raise Refused(
+            f"nothing of {topic} was read after {to}: to go forward, `service topics seek`"
+        )
+    since, now = await connection.fetchrow(_MEMORY)
+    forgotten = 0
+    if since is not None:
+        places = {TopicPartition(topic, one.slot.partition): one for one in back}
+        async with AIOKafkaConsumer(bootstrap_servers=bootstrap_servers) as client:
+            ends = {place: one.end for place, one in places.items()}
+            remembered = await offsets_since(client, ends, since)
+        forgotten = sum(
+            max(0, min(remembered[place], one.old or 0) - one.new) for place, one in places.items()
+        )
+    return Replay(back, since, forgotten, now)
+
+
+async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[Progress]:
+    """Yield how far it is each time that it has moved, until all is read again."""
+    done, moved_at = -1, monotonic()
+    while done < replay.records:
+        now = 0
+        for one in replay.moves:
+            stored = await inbox.position(connection, one.slot)
+            at = stored.next_offset if stored else one.new
+            now += min(max(at, one.new), one.old or 0) - one.new
+        if now > done:
+            done, moved_at = now, monotonic()
+            yield Progress(done, stands=False)
+        elif monotonic() > moved_at + _STANDS_SECONDS:
+            moved_at = monotonic()
+            yield Progress(done, stands=True)
+        if done < replay.records:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def applied(connection: asyncpg.Connection, replay: Replay) -> int:
+    """Return how many of its messages have taken effect only now."""
+    found = replay.moves
+    return int(
+        await connection.fetchval(
+            _APPLIED,
+            [one.slot.partition for one in found],
+            [one.new for one in found],
+            [one.old for one in found],
+            found[0].slot.topic,
+            replay.begun_at,
+            timeout=_COUNT_SECONDS,
+        )
+    )

@@ -1,0 +1,69 @@
+"""The commands `service retention …`: what is kept and until when, and what holds it back."""
+
+from typing import Annotated
+
+import typer
+from pydantic_core import to_json
+
+from . import retention
+from .retention import Standing
+from .service import Service
+from .settings import Settings
+from .terminal import connected, read_settings, run_to_end
+
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+def group(service: Service) -> typer.Typer:
+    """Return the commands for a service."""
+    app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
+
+    @app.command()
+    def run(as_json: Json = False) -> None:
+        """Do what a running service does every hour: make partitions, drop what is too old."""
+        run_to_end(_run(service, read_settings(), as_json=as_json))
+
+    @app.command()
+    def status(as_json: Json = False) -> None:
+        """List days of the outbox and generations of the inbox; changes nothing."""
+        run_to_end(_status(service, read_settings(), as_json=as_json))
+
+    return app
+
+
+async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
+    async with connected(service, settings) as connection:
+        done = await retention.keep_house(connection, settings)
+    if as_json:
+        typer.echo(to_json(done, indent=2).decode())
+        return
+    if not done.is_ours:
+        typer.echo(f"Process {done.owner} is at it, or has died over it less than a minute ago.")
+        return
+    for name in done.dropped:
+        typer.echo(f"dropped  {name}")
+    for one in done.held:
+        typer.echo(f"held     {_told(one)}")
+    if done.discarded:
+        typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
+    if not (done.dropped or done.held or done.discarded):
+        typer.echo("Nothing is old enough to be dropped.")
+
+
+async def _status(service: Service, settings: Settings, *, as_json: bool) -> None:
+    async with connected(service, settings) as connection:
+        found = [one async for one in retention.survey(connection, settings)]
+    if as_json:
+        typer.echo(to_json(found, indent=2).decode())
+        return
+    for one in found:
+        typer.echo(_told(one))
+
+
+def _told(one: Standing) -> str:
+    if one.due_at is None:
+        return f"{one.name:18}  in use, or made ahead"
+    since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
+    if not one.is_due:
+        return f"{one.name:18}  until {since}"
+    return f"{one.name:18}  due since {since}: {one.needed_by or 'goes in the next round'}"

@@ -1,0 +1,59 @@
+"""The commands `service scheduled …`: what is to be published later, and taking it back."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from pydantic_core import to_json
+
+from . import scheduled
+from .operations import Refused
+from .service import Service
+from .settings import Settings
+from .terminal import connected, read_settings, run_to_end
+
+
+def group(service: Service) -> typer.Typer:
+    """Return the commands for a service."""
+    app = typer.Typer(help="Events that are to be published later.", no_args_is_help=True)
+
+    @app.command("list")
+    def list_waiting(
+        limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
+        as_json: Annotated[bool, typer.Option("--json", help="for programs: a line each")] = False,
+    ) -> None:
+        """List what waits, the next to be due first."""
+        run_to_end(_list(service, read_settings(), limit, as_json=as_json))
+
+    @app.command()
+    def cancel(
+        names: Annotated[list[str], typer.Argument(help="names of scheduled events")],
+    ) -> None:
+        """Take events back, so that they are never published."""
+        run_to_end(_cancel(service, read_settings(), names))
+
+    return app
+
+
+async def _list(service: Service, settings: Settings, limit: int, *, as_json: bool) -> None:
+    async with connected(service, settings) as connection:
+        found = [one async for one in scheduled.waiting(connection, limit)]
+    for one in found:
+        if as_json:
+            typer.echo(to_json(asdict(one)).decode())
+        else:
+            key = f", key {one.key}" if one.key is not None else ""
+            typer.echo(
+                f"{one.due_at:%Y-%m-%d %H:%M:%S}Z  {one.name}  {one.type} to {one.topic}{key}"
+            )
+    if not found and not as_json:
+        typer.echo("No event is scheduled.")
+
+
+async def _cancel(service: Service, settings: Settings, names: list[str]) -> None:
+    async with connected(service, settings) as connection:
+        cancelled = await scheduled.cancel(connection, names)
+    for name in cancelled:
+        typer.echo(f"cancelled {name}")
+    if missing := set(names).difference(cancelled):
+        raise Refused(f"not scheduled, or published already: {', '.join(sorted(missing))}")

@@ -1,0 +1,78 @@
+"""A delay reaches the webhook, whatever that does. A pattern for the tests of your own effects."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import asyncpg
+import httpx
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from <<cookiecutter.package_name>> import handlers
+
+from .conftest import RunningService
+from .test_scans import parcel_id, scan, send  # noqa: F401 (a fixture)
+from tests.pipeline.integration.conftest import eventually
+
+pytestmark = pytest.mark.integration
+
+
+@dataclass
+class Webhook:
+    """A server that does what it is told, and remembers what it has heard."""
+
+    answers: list[str] = field(default_factory=list)
+    """What it does with the next requests; nothing is wrong after that."""
+    heard: list[tuple[str, dict[str, object]]] = field(default_factory=list)
+    """Idempotency keys and bodies, in their order."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
+        body = json.loads(await reader.readexactly(int(fields["content-length"])))
+        self.heard.append((fields["idempotency-key"], body))
+        answer = self.answers.pop(0) if self.answers else "204 No Content"
+        if answer == "hang":
+            await reader.read()  # until the other side gives up
+        elif answer != "cut":
+            writer.write(f"HTTP/1.1 {answer}\r\nContent-Length: 0\r\n\r\n".encode())
+        writer.close()
+
+
+@asynccontextmanager
+async def serving(webhook: Webhook) -> AsyncIterator[str]:
+    """Run the server; yields its URL."""
+    server = await asyncio.start_server(webhook.serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/delays"
+
+
+async def test_a_delay_reaches_a_webhook_that_fails_hangs_and_breaks_off(
+    running_service: RunningService,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    parcel_id: str,  # noqa: F811
+) -> None:
+    webhook = Webhook(["503 Service Unavailable", "hang", "cut"])
+
+    async def told() -> bool:
+        # Nobody waits for the next attempt here.
+        await db.execute("UPDATE pipeline.backlog SET due_at = now() WHERE due_at > now()")
+        return not await db.fetchval("SELECT count(*) FROM pipeline.backlog")
+
+    async with httpx.AsyncClient(timeout=0.3) as client, serving(webhook) as url:
+        monkeypatch.setattr(handlers, "client", client)
+        monkeypatch.setattr(handlers, "webhook", url)
+        async with running_service():
+            await send(producer, scan(parcel_id, 1, "Vienna", 61), scan(parcel_id, 2, "Graz", 62))
+            await eventually(lambda: len(webhook.heard) > 0)
+            await eventually(told)
+    keys = [key for key, _ in webhook.heard]
+    assert [body["minutes_late"] for _, body in webhook.heard] == [61, 61, 61, 61, 62]
+    assert len(set(keys[:4])) == 1, "the same call, each time"
+    assert keys[4] != keys[0]

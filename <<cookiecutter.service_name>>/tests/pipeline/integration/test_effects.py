@@ -1,0 +1,639 @@
+"""Effects: calls to the outside, made after the commit, tried again in order, never lost."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import asyncpg
+import pytest
+
+from pipeline import (
+    Call,
+    Event,
+    Handlers,
+    Park,
+    Policy,
+    Reject,
+    Retry,
+    Transaction,
+    backlog,
+    dead,
+)
+from pipeline.backlog import Lane
+from pipeline.batch import _order_key
+from pipeline.database import autocommitting
+from pipeline.dead import Which
+from pipeline.outbox import EFFECTS
+from pipeline.policy import UNKNOWN
+
+from .bank import Account, Deposit, Deposited
+from .conftest import eventually, histories
+from .desk import Desk, NewDesk
+from .test_backlog import HOLDING, QUICK, told
+
+TOPIC = "deposits"
+
+
+class Received(Event, type="received"):
+    """What a customer is to be told of."""
+
+    account: str
+    amount: int
+
+
+class Answer(Event, type="answer", topic="answers"):
+    """What the outside has answered."""
+
+    text: str
+
+
+@dataclass
+class Outside:
+    """A bank that tells its customers, and the world that it tells."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the effect."""
+    refused: set[int] = field(default_factory=set)
+    """Amounts on which the handler fails after it has staged the call."""
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    """What the call raises for an amount."""
+    waits: dict[int, Callable[[], Awaitable[object]]] = field(default_factory=dict)
+    """What the call waits for with an amount."""
+    calls: list[int] = field(default_factory=list)
+    """Amounts that the outside was called with, in this order."""
+    ids: list[tuple[str, int]] = field(default_factory=list)
+    """Idempotency keys and attempts, of each call."""
+    under_way: int = 0
+    handlers: Handlers = field(default_factory=Handlers)
+
+    def __post_init__(self) -> None:
+        @self.handlers.on(
+            Deposited, topic=TOPIC, consumer="deposit", loads=Account.by("account"), policy=QUICK
+        )
+        async def deposit(event: Deposited, tx: Transaction) -> None:
+            account = await tx.load_or_create(Account, event.account)
+            account.history += f"{event.amount},"
+            tx.call(Received(account=event.account, amount=event.amount), of=account)
+            if event.amount in self.refused:
+                raise Reject("not this one")
+
+        options: dict[str, Any] = {"policy": QUICK} | self.options
+
+        @self.handlers.effect(Received, consumer="tell", **options)
+        async def tell(event: Received, call: Call) -> str:
+            self.calls.append(event.amount)
+            self.ids.append((call.id, call.attempt))
+            self.under_way += 1
+            try:
+                if event.amount in self.waits:
+                    await self.waits[event.amount]()
+                if event.amount in self.errors:
+                    raise self.errors[event.amount]
+                return f"told {event.account}"
+            finally:
+                self.under_way -= 1
+
+
+async def desk_of(new_desk: NewDesk, **options: Any) -> tuple[Outside, Desk]:
+    """Return the bank whose effect has these options, and its desk."""
+    outside = Outside(options)
+    return outside, await new_desk(outside.handlers, topic=TOPIC)
+
+
+async def test_the_call_is_made_after_the_commit_and_its_result_is_kept(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk = await desk_of(new_desk)
+    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    assert outside.calls == []
+    assert await histories(db) == {"ada": [1], "bob": [2]}
+    await desk.call()
+    assert sorted(outside.calls) == [1, 2]
+    assert await desk.backlog() == []
+    kept = await db.fetch("SELECT result, id, source FROM pipeline.inbox WHERE consumer = 'tell'")
+    assert {row["result"] for row in kept} == {'"told ada"', '"told bob"'}
+    assert {row["id"] for row in kept} == {id for id, _ in outside.ids}
+    assert {row["source"] for row in kept} == {"/desk"}
+
+
+async def test_a_transaction_that_is_rolled_back_calls_nobody(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk = await desk_of(new_desk)
+    outside.refused = {1}
+    await desk.apply(Deposit(1), Deposit(2))
+    await desk.call()
+    assert outside.calls == [2]
+
+
+async def test_a_redelivered_message_calls_nobody_again(new_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_desk)
+    for _ in range(2):
+        await desk.apply(Deposit(1))
+        await desk.call()
+    assert outside.calls == [1]
+
+
+async def test_calls_of_a_key_are_made_one_by_one_in_order_and_those_of_others_meanwhile(
+    new_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_desk)
+    release = asyncio.Event()
+    outside.waits = {1: release.wait}
+    await desk.apply(Deposit(1), Deposit(2), Deposit(3), Deposit(10, "bob"))
+    calling = asyncio.create_task(_until_done(desk))
+    await eventually(lambda: outside.calls == [1, 10] or outside.calls == [10, 1])
+    release.set()
+    await calling
+    assert [amount for amount in outside.calls if amount < 10] == [1, 2, 3]
+
+
+async def _until_done(desk: Desk) -> None:
+    """Let several workers make the calls, as a process does."""
+
+    async def work() -> None:
+        while await desk.backlog():
+            if not await desk.caller.work_off():
+                await asyncio.sleep(0.01)
+
+    await asyncio.gather(work(), work(), work())
+
+
+def of_one_lane(count: int, *consumers: str) -> list[str]:
+    """Return accounts whose calls are all in the same lane, whoever's they are."""
+
+    def lane(consumer: str, account: str) -> int:
+        key = _order_key(consumer, EFFECTS, b"+" + account.encode())
+        return backlog.lane_of(key, "effect")
+
+    found = (f"of {number}" for number in itertools.count())
+    alike = (one for one in found if {lane(name, one) for name in consumers} == {64})
+    return list(itertools.islice(alike, count))
+
+
+async def test_many_calls_of_a_lane_are_under_way_at_once(new_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_desk)
+    together = asyncio.Barrier(5)
+    outside.waits = dict.fromkeys(range(5), together.wait)
+    accounts = of_one_lane(5, "tell")
+    await desk.apply(*(Deposit(number, account) for number, account in enumerate(accounts)))
+    await desk.call()
+    assert sorted(outside.calls) == [0, 1, 2, 3, 4]
+    assert await desk.backlog() == []
+
+
+async def test_what_comes_while_others_of_the_lane_hang_is_called_all_the_same(
+    new_desk: NewDesk,
+) -> None:
+    """Promise 4."""
+    outside, desk = await desk_of(new_desk)
+    release = asyncio.Event()
+    outside.waits = dict.fromkeys(range(10), release.wait)
+    hanging, *others = of_one_lane(10, "tell")
+    # More of one key than is read at once.
+    await desk.apply(*(Deposit(number, hanging) for number in [0, *range(100, 200)]))
+    calling = asyncio.create_task(desk.call())
+    await eventually(lambda: outside.calls == [0])
+    await desk.apply(*(Deposit(20 + place, one) for place, one in enumerate(others)))
+    await eventually(lambda: sorted(outside.calls) == [0, *range(20, 29)])
+    release.set()
+    await calling
+    assert outside.calls[10:] == list(range(100, 200))
+
+
+async def test_an_effect_that_has_to_be_slow_does_not_hold_up_others_of_its_lane(
+    new_desk: NewDesk,
+) -> None:
+    """Promise 4."""
+    outside, desk = await desk_of(new_desk, per_second=0.001)
+    others: list[int] = []
+
+    @outside.handlers.effect(Received, consumer="note")
+    async def note(event: Received, call: Call) -> None:
+        others.append(event.amount)
+
+    desk = await new_desk(outside.handlers, topic=TOPIC)
+    accounts = of_one_lane(20, "tell", "note")
+    await desk.apply(*(Deposit(number, account) for number, account in enumerate(accounts)))
+    await desk.call()
+    assert sorted(others) == list(range(20))
+    assert len(outside.calls) == 1
+
+
+async def test_a_call_that_fails_is_made_again_with_the_same_key_and_those_behind_it_wait(
+    new_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_desk, policy=Policy())
+    outside.errors = {1: OSError("no route")}
+    await desk.apply(Deposit(1), Deposit(2))
+    await desk.call()
+    assert outside.calls == [1]
+    first, second = await desk.backlog()
+    assert told([first, second]) == [
+        (first["offset"], "failed", 1),
+        (second["offset"], "deferred", 0),
+    ]
+    assert first["error"] == "OSError: no route"
+    outside.errors = {}
+    await desk.make_due()
+    await desk.call()
+    assert outside.calls == [1, 1, 2]
+    assert outside.ids[0][0] == outside.ids[1][0] != outside.ids[2][0]
+    assert [attempt for _, attempt in outside.ids] == [1, 2, 1]
+
+
+async def test_a_call_whose_attempts_are_used_up_is_a_dead_letter(new_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_desk, policy=Policy(attempts=2, schedule=(0,)))
+    outside.errors = {1: ValueError("no")}
+    await desk.apply(Deposit(1), Deposit(2))
+    await _until_called(desk, outside, 3)
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"], row["consumer"]) == ("attempts used up", 2, "tell")
+    assert row["died_at"] is not None
+    assert outside.calls == [1, 1, 2]
+
+
+async def _until_called(desk: Desk, outside: Outside, times: int) -> None:
+    async def called() -> bool:
+        await desk.call()
+        return len(outside.calls) >= times
+
+    await eventually(called)
+    await desk.call()
+
+
+async def test_what_an_effect_rejects_or_puts_off_is_that(new_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_desk, policy=HOLDING)
+    outside.errors = {1: Reject("never"), 10: Park(after=3_600)}
+    await desk.apply(Deposit(1), Deposit(2), Deposit(10, "bob"))
+    await desk.call()
+    reasons = {row["record_key"]: row["reason"] for row in await desk.backlog() if row["attempts"]}
+    assert reasons == {b"ada": "rejected"}
+    assert sorted(outside.calls) == [1, 10]
+    assert "parked by its handler" in {row["reason"] for row in await desk.backlog()}
+
+
+async def test_a_call_that_takes_too_long_is_ended_and_made_again(new_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_desk, timeout=0.2, policy=Policy())
+    outside.waits = {1: asyncio.Event().wait}
+    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert row["error"] == "TimeoutError: tell takes longer than 0.2 s"
+    assert outside.under_way == 0
+    assert sorted(outside.calls) == [1, 2]
+
+
+async def test_a_call_may_take_longer_than_the_lease_of_its_lane(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk = await desk_of(new_desk)
+    outside.waits = {1: lambda: _renewed(db)}
+    await desk.apply(Deposit(1))
+    # The lease is to be renewed several times within it.
+    desk.caller._settings = desk.caller._settings.model_copy(update={"backlog_lease": 0.3})
+    await desk.call()
+    assert outside.calls == [1]
+    assert await desk.backlog() == []
+
+
+async def _renewed(db: asyncpg.Connection) -> None:
+    """Wait until the lease ends later, three times."""
+    seen = set()
+
+    async def look() -> bool:
+        seen.add(
+            await db.fetchval(
+                "SELECT lease_until FROM pipeline.backlog_lane WHERE owner IS NOT NULL"
+            )
+        )
+        return len(seen) > 3
+
+    await eventually(look)
+
+
+async def test_who_has_lost_the_lane_stores_nothing_and_the_call_is_made_again_with_its_key(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """The outside answers twice; what it has to go by is the key."""
+    outside, desk = await desk_of(new_desk)
+    other = await new_desk(outside.handlers, topic=TOPIC)
+    release = asyncio.Event()
+    outside.waits = {1: release.wait}
+    await desk.apply(Deposit(1))
+    slow = asyncio.create_task(desk.call())
+    await eventually(lambda: outside.calls == [1])
+    await db.execute("UPDATE pipeline.backlog_lane SET lease_until = now() WHERE owner IS NOT NULL")
+    outside.waits = {}
+    await other.call()
+    assert outside.calls == [1, 1]
+    assert await desk.backlog() == []
+    release.set()
+    await slow
+    assert outside.ids[0][0] == outside.ids[1][0]
+    markers = "SELECT count(*) FROM pipeline.inbox WHERE consumer = 'tell'"
+    assert await db.fetchval(markers) == 1
+
+
+async def test_an_error_of_another_database_is_not_taken_for_an_outage_of_ours(
+    new_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_desk, policy=Policy())
+    outside.errors = {1: asyncpg.ConnectionDoesNotExistError("of the other one")}
+    await desk.apply(Deposit(1))
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert row["error"].startswith("CallFailed: ConnectionDoesNotExistError: of the other one")
+    assert outside.calls == [1]
+
+
+async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: NewDesk) -> None:
+    """Promise 5, for the outside: the breaker opens, and closes when it answers again."""
+    outside, desk = await desk_of(new_desk, policy=Policy())
+    outside.errors = {number: OSError("down") for number in range(100)}
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
+    await desk.call()
+    rows = await desk.backlog()
+    assert len(rows) == 100
+    assert sum(row["attempts"] for row in rows) < 20, "so many keys open it"
+    assert desk.caller._breaker.open == {"tell"}
+    before = len(outside.calls)
+    await eventually(lambda: not desk.caller._breaker.resting)
+    await desk.call()
+    assert len(outside.calls) == before + 1, "one of them probes"
+    outside.errors = {}
+
+    async def all_is_called() -> bool:
+        await desk.make_due()
+        await desk.call()
+        return await desk.backlog() == []
+
+    await eventually(all_is_called)
+
+
+async def test_an_outage_of_the_outside_ends_for_calls_that_must_not_be_repeated_too(
+    new_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_desk, policy=Policy(), repeatable=False)
+    outside.errors = {number: OSError("down") for number in range(100)}
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
+    await desk.call()
+    assert desk.caller._breaker.open == {"tell"}
+    outside.errors = {}
+
+    async def all_is_called() -> bool:
+        await desk.make_due()
+        await desk.call()
+        return all(row["died_at"] for row in await desk.backlog())
+
+    await eventually(all_is_called)
+    dead = await desk.backlog()
+    assert {(row["reason"], row["error"]) for row in dead} == {(UNKNOWN, "OSError: down")}
+    assert len(outside.calls) == len(set(outside.calls)) == 100, "none twice"
+    assert len(dead) < 70, "those that were under way when it opened"
+
+
+async def test_what_comes_after_a_call_is_done_in_a_transaction(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    failures = [ValueError("not yet")]
+
+    async def then(event: Received, tx: Transaction, result: str) -> None:
+        if failures:
+            raise failures.pop()
+        account = await tx.load_or_create(Account, event.account)
+        account.balance += event.amount
+        tx.publish(Answer(text=result), of=account)
+
+    outside, desk = await desk_of(new_desk, then=then, loads=Account.by("account"))
+    await desk.apply(Deposit(1))
+    await _until_called(desk, outside, 2)
+    assert [attempt for _, attempt in outside.ids] == [1, 2]
+    assert await db.fetchval("SELECT balance FROM account") == 1
+    payload = b'{"text":"told ada"}'
+    assert await db.fetchval("SELECT payload FROM pipeline.outbox") == payload
+
+
+async def test_no_more_calls_begin_in_a_second_than_allowed(new_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_desk, per_second=10)
+    loop = asyncio.get_running_loop()
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(6)))
+    begun = loop.time()
+
+    async def all_are_called() -> bool:
+        await desk.call()
+        return len(outside.calls) == 6
+
+    await eventually(all_are_called)
+    # The first one at once, then one every tenth of a second.
+    assert loop.time() - begun >= 0.45
+
+
+async def begin_and_die(desk: Desk, outside: Outside, db: asyncpg.Connection) -> None:
+    """Begin a call, and leave everything as a process does that is killed in it."""
+
+    async def keep(lane: Lane) -> None:
+        pass
+
+    outside.waits = {1: asyncio.Event().wait}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(desk.caller, "_release", keep)
+        dying = asyncio.create_task(desk.caller.work_off())
+        await eventually(lambda: outside.calls == [1])
+        dying.cancel()
+        await asyncio.gather(dying, return_exceptions=True)
+    outside.waits = {}
+    await db.execute("UPDATE pipeline.backlog_lane SET lease_until = now() WHERE owner IS NOT NULL")
+    await desk.make_due()
+
+
+async def test_a_call_that_may_be_repeated_is_after_a_death(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk = await desk_of(new_desk)
+    await desk.apply(Deposit(1), Deposit(2))
+    await begin_and_die(desk, outside, db)
+    await desk.call()
+    assert outside.calls == [1, 1, 2]
+    assert await desk.backlog() == []
+
+
+async def test_a_call_that_must_not_be_repeated_is_a_dead_letter_after_a_death(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk = await desk_of(new_desk, repeatable=False)
+    await desk.apply(Deposit(1), Deposit(2))
+    await begin_and_die(desk, outside, db)
+    await desk.call()
+    assert outside.calls == [1, 2], "never blindly again"
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == (UNKNOWN, 1)
+    assert row["died_at"] is not None
+    assert "a process began the call (attempt 1) and died" in row["error"]
+
+
+@pytest.mark.parametrize("happened", [True, False])
+async def test_somebody_who_can_ask_is_asked_instead(
+    new_desk: NewDesk, db: asyncpg.Connection, happened: bool
+) -> None:
+    asked: list[str] = []
+
+    async def ask(event: Received, call: Call) -> bool:
+        asked.append(call.id)
+        if len(asked) == 1:
+            raise OSError("nobody answers")
+        return happened
+
+    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, policy=Policy())
+    await desk.apply(Deposit(1))
+    await begin_and_die(desk, outside, db)
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert row["reason"] == UNKNOWN, "to fail to ask tells nothing"
+    await desk.make_due()
+    await desk.call()
+    assert asked == [outside.ids[0][0]] * 2
+    assert outside.calls == ([1] if happened else [1, 1])
+    assert await desk.backlog() == []
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox WHERE consumer = 'tell'") == 1
+
+
+async def test_only_what_surely_did_not_take_place_is_called_again_by_itself(
+    new_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_desk, repeatable=False)
+    outside.errors = {1: Retry("refused before anything", after=60), 2: OSError("lost")}
+    await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, "eve"))
+    await desk.call()
+    outside.errors.pop(1)
+    await desk.make_due()
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["record_key"]) == (UNKNOWN, b"bob")
+    assert row["error"] == "OSError: lost"
+    assert sorted(outside.calls) == [1, 1, 2, 3]
+
+
+async def test_what_did_take_place_is_not_called_again_for_what_comes_after_it(
+    new_desk: NewDesk,
+) -> None:
+    async def then(event: Received, tx: Transaction, result: str) -> None:
+        raise Retry("of what?")
+
+    outside, desk = await desk_of(new_desk, repeatable=False, then=then)
+    await desk.apply(Deposit(1))
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert row["reason"] == UNKNOWN
+    assert row["error"].startswith("OutcomeUnknown: it took place, but then: Retry: of what?")
+    assert outside.calls == [1]
+
+
+async def test_calls_without_a_key_do_not_wait_for_each_other(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers, calls = Handlers(), []
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="deposit")
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        for number in range(event.amount):
+            tx.call(Received(account="", amount=number))
+        tx.call(Received(account="", amount=100), key="one")
+        tx.call(Received(account="", amount=101), key="one")
+
+    @handlers.effect(Received, consumer="tell", policy=Policy())
+    async def tell(event: Received, call: Call) -> None:
+        calls.append(event.amount)
+        if event.amount in (1, 100):
+            raise ValueError("no")
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(3))
+    await desk.call()
+    assert sorted(calls) == [0, 1, 2, 100]
+    assert [row["reason"] for row in await desk.backlog()] == ["failed", "failed", "deferred"]
+
+
+async def test_a_process_that_knows_no_handler_leaves_an_unknown_outcome_unknown(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """As in the middle of a deployment."""
+    outside, desk = await desk_of(new_desk, repeatable=False)
+    older = Handlers()
+
+    class Forgotten(Event, type="forgotten"):
+        pass
+
+    @older.effect(Forgotten, consumer="tell")
+    async def tell(event: Forgotten, call: Call) -> None: ...
+
+    await desk.apply(Deposit(1))
+    await begin_and_die(desk, outside, db)
+    await (await new_desk(older, topic=TOPIC)).call()
+    (row,) = await desk.backlog()
+    assert row["reason"] == UNKNOWN
+    await desk.make_due()
+    await desk.call()
+    assert outside.calls == [1]
+
+
+async def test_what_may_have_taken_place_is_redriven_only_if_it_is_asked_for(
+    new_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_desk, repeatable=False)
+    outside.errors = {1: OSError("lost"), 2: Reject("no")}
+    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    await desk.call()
+    outside.errors = {}
+    assert await redriven(desk, Which()) == 1
+    await desk.call()
+    assert sorted(outside.calls) == [1, 2, 2]
+    assert await redriven(desk, Which(reasons=[UNKNOWN])) == 1
+    await desk.call()
+    assert sorted(outside.calls) == [1, 1, 2, 2]
+    assert await desk.backlog() == []
+
+
+async def redriven(desk: Desk, which: Which) -> int:
+    """Have dead letters tried again, and return how many they were."""
+    handlers = desk.handlers
+    async with autocommitting(desk.engine) as driver:
+        chosen = dead.redrivable(which, handlers)
+        chunks = [one async for one in dead.redrive(driver, handlers, chosen, patience=5)]
+    return sum(map(len, chunks))
+
+
+async def test_a_persons_command_leaves_calls_alone_that_are_under_way(new_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_desk, repeatable=False)
+    release = asyncio.Event()
+    outside.waits = {1: release.wait}
+    outside.errors = {2: Reject("no")}
+    first, second = of_one_lane(2, "tell")
+    await desk.apply(Deposit(1, first), Deposit(2, second))
+    calling = asyncio.create_task(desk.call())
+
+    async def is_dead() -> bool:
+        return any(row["died_at"] for row in await desk.backlog())
+
+    await eventually(is_dead)
+    outside.errors = {}
+    assert await redriven(desk, Which()) == 1
+    release.set()
+    await calling
+    assert sorted(outside.calls) == [1, 2, 2]
+    assert await desk.backlog() == []
+
+
+async def test_what_nobody_takes_is_refused_where_it_is_staged(new_desk: NewDesk) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="deposit", policy=Policy())
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        tx.call(Received(account="", amount=1))
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1))
+    (row,) = await desk.backlog()
+    assert "no effect takes Received: register one by @handlers.effect(Received, …)" in row["error"]

@@ -1,0 +1,112 @@
+"""A topic is read again from an earlier place: nothing takes effect twice, and nothing is lost."""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import asyncpg
+import pytest
+import typer
+from aiokafka import AIOKafkaProducer
+
+from pipeline.commands import command_line
+from pipeline.runtime import Part
+
+from .bank import Bank, Deposit
+from .conftest import Command, Running, eventually, histories, position_of, position_reaches
+
+Commands = Callable[[typer.Typer], Command]
+
+
+@pytest.fixture
+def command(bank: Bank, commands: Commands) -> Command:
+    """Call `service …` of the bank."""
+    app = command_line(bank.service)
+    assert isinstance(app, typer.Typer)
+    return commands(app)
+
+
+async def test_what_took_effect_is_skipped_and_what_did_not_is_applied(
+    bank: Bank,
+    command: Command,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+) -> None:
+    for amount in range(1, 11):
+        await Deposit(amount).send(producer, bank.deposits)
+    async with running(bank.service, Part.CONSUME):
+        await eventually(position_reaches(db, bank.deposits, 10))
+        # As if it had been forgotten: only this one is new.
+        await db.execute("DELETE FROM pipeline.inbox WHERE id = '7'")
+        done = await command("replay", bank.deposits, "--from", "earliest")
+    assert done.exit_code == 0, done.output
+    assert f"{bank.deposits}/0 goes from 10 to 0" in done.stdout
+    assert "10 of 10 offsets are read again" in done.stdout
+    assert "1 messages took effect that had not" in done.stdout
+    assert (await histories(db))["ada"] == [*range(1, 11), 7]
+
+
+async def test_it_begins_at_a_time(
+    bank: Bank, command: Command, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    now = time.time()
+    for amount in range(6):
+        one = Deposit(amount, timestamp=round((now - 600 + 60 * amount) * 1_000))
+        await one.send(producer, bank.deposits)
+    await store_position(db, bank, 6)
+    since = datetime.fromtimestamp(now - 600 + 150, UTC).isoformat()
+    done = await command("replay", bank.deposits, "--from", since, "--no-wait")
+    assert done.exit_code == 0, done.output
+    assert f"{bank.deposits}/0 goes from 6 to 3" in done.stdout
+    done = await command("topics", "seek", bank.deposits, "--to", datetime.now(UTC).isoformat())
+    assert f"{bank.deposits}/0 goes from 3 to 6" in done.stdout
+
+
+async def store_position(db: asyncpg.Connection, bank: Bank, offset: int) -> None:
+    """Let the service have read so far."""
+    await db.execute(
+        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)"
+        " VALUES ($1, $2, 0, $3)",
+        bank.name,
+        bank.deposits,
+        offset,
+    )
+
+
+async def test_what_may_have_been_forgotten_is_read_again_only_if_that_is_asked_for(
+    bank: Bank, command: Command, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    now = time.time()
+    for amount in range(4):
+        one = Deposit(amount, timestamp=round((now - 600 + 60 * amount) * 1_000))
+        await one.send(producer, bank.deposits)
+    await store_position(db, bank, 4)
+    since = datetime.fromtimestamp(round(now - 600 + 90), UTC)
+    await db.execute("UPDATE pipeline.inbox_generation SET since = $1", since)
+    refused = await command("replay", bank.deposits, "--from", "earliest", "--no-wait")
+    assert refused.exit_code == 1
+    assert "2 of 4 offsets are from before" in refused.output
+    assert await position_of(db, bank.deposits) == 4
+    hint = f"{since:%Y-%m-%dT%H:%M:%SZ}"
+    assert f"--from {hint}" in refused.output
+    assert (await command("replay", bank.deposits, "--from", hint, "--no-wait")).exit_code == 0
+    assert await position_of(db, bank.deposits) == 2
+    await command("replay", bank.deposits, "--from", "earliest", "--no-wait", "--too-old")
+    assert await position_of(db, bank.deposits) == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("yesterday", "is not earliest, latest, an offset, or a time"),
+        ("2026-11-01T08:00", "has no zone"),
+        ("latest", "nothing of"),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused(
+    bank: Bank, command: Command, place: str, told: str
+) -> None:
+    refused = await command("replay", bank.deposits, "--from", place)
+    assert refused.exit_code in (1, 2)
+    assert told in refused.output

@@ -1,0 +1,293 @@
+"""Events that bring their order along: what was overtaken, what comes early, what never comes."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from itertools import permutations
+from typing import Any
+
+import asyncpg
+import pytest
+from sqlalchemy import Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pipeline import (
+    Aggregate,
+    Gaps,
+    Handlers,
+    Policy,
+    Sequenced,
+    Timed,
+    Transaction,
+    backlog,
+)
+from pipeline.database import autocommitting
+
+from .bank import Base, Deposit, Deposited
+from .desk import Desk, NewDesk
+from .test_backlog import QUICK
+
+TOPIC = "moves"
+
+
+class Follower(Sequenced, Timed, Aggregate, Base):
+    """A row that follows the numbered events of another service."""
+
+    __tablename__ = "follower"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    history: Mapped[str] = mapped_column(Text)
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.history = ""
+
+
+@dataclass
+class Following:
+    """A service that follows, and what the test lets it do."""
+
+    gaps: Gaps | None
+    policy: Policy = QUICK
+    failures: Counter[int] = field(default_factory=Counter)
+    """How often the handler fails at a number."""
+    crashes: Counter[int] = field(default_factory=Counter)
+    """How often the process dies at a number: what is not committed is not done."""
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    """Numbers and gaps that the handler was called with."""
+    handlers: Handlers = field(default_factory=Handlers)
+
+    def __post_init__(self) -> None:
+        @self.handlers.on(
+            Deposited,
+            topic=TOPIC,
+            consumer="follow",
+            loads=Follower.by("account"),
+            policy=self.policy,
+            gaps=self.gaps,
+        )
+        async def follow(event: Deposited, tx: Transaction) -> None:
+            self.seen.append((event.amount, tx.gap))
+            row = await tx.load_or_create(Follower, event.account)
+            row.history += f"{event.amount},"
+            if self.crashes[event.amount]:
+                self.crashes[event.amount] -= 1
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                await asyncio.sleep(1)
+            if self.failures[event.amount]:
+                self.failures[event.amount] -= 1
+                raise ValueError("not now")
+
+
+def numbered(*numbers: int, account: str = "ada") -> list[Deposit]:
+    """Return the events with these places in the sequence."""
+    return [
+        Deposit(
+            number,
+            account,
+            id=f"{account}-{number}",
+            headers=(("ce_sequence", b"%020d" % number),),
+        )
+        for number in numbers
+    ]
+
+
+async def following(
+    new_desk: NewDesk, policy: Policy = QUICK, **gaps: Any
+) -> tuple[Following, Desk]:
+    """Return a service with such gaps, and its desk."""
+    service = Following(Gaps(**gaps), policy)
+    return service, await new_desk(service.handlers, topic=TOPIC)
+
+
+async def history(db: asyncpg.Connection, account: str = "ada") -> list[int]:
+    """Return the numbers that were applied, in this order."""
+    text = await db.fetchval("SELECT history FROM follower WHERE id = $1", account)
+    return [int(part) for part in (text or "").split(",") if part]
+
+
+async def deadline_passes(desk: Desk, db: asyncpg.Connection) -> None:
+    """Let everything have waited for a day."""
+    await db.execute("UPDATE pipeline.backlog SET received_at = received_at - interval '1 day'")
+    await desk.make_due()
+    await desk.work_off()
+
+
+@pytest.mark.parametrize("order", list(permutations([1, 2, 3, 4])))
+async def test_in_whatever_order_they_come_they_are_applied_in_that_of_their_sequence(
+    new_desk: NewDesk, db: asyncpg.Connection, order: Sequence[int]
+) -> None:
+    _, desk = await following(new_desk)
+    await desk.apply(*numbered(*order[:2]))
+    await desk.apply(*numbered(order[2]))
+    await desk.apply(*numbered(order[3]))
+    await desk.work_off()
+    assert await history(db) == [1, 2, 3, 4]
+    assert await desk.backlog() == []
+
+
+async def test_those_of_one_batch_need_not_wait(new_desk: NewDesk, db: asyncpg.Connection) -> None:
+    _, desk = await following(new_desk)
+    await desk.apply(*numbered(3, 1, 2), *numbered(1, account="bob"))
+    assert await history(db) == [1, 2, 3]
+    assert await history(db, "bob") == [1]
+    assert await desk.backlog() == []
+
+
+async def test_what_was_overtaken_is_skipped_and_counted(
+    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+) -> None:
+    service, desk = await following(new_desk, wait=0)
+    await desk.apply(*numbered(5))
+    await desk.apply(*numbered(3, 6))
+    assert await history(db) == [5, 6]
+    assert service.seen == [(5, 4), (6, 0)], "the gap is told"
+    assert outcomes == {"new": 2, "stale": 1}
+    await desk.apply(*numbered(3))
+    assert outcomes["duplicate"] == 1, "it is remembered"
+
+
+async def test_what_waits_lets_other_keys_go_on_and_is_not_tried_before_its_time(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    service, desk = await following(new_desk)
+    await desk.apply(*numbered(1, 3), *numbered(1, account="bob"))
+    await desk.work_off()
+    await desk.apply(*numbered(5), *numbered(2, account="bob"))
+    await desk.work_off()
+    assert await history(db) == [1]
+    assert await history(db, "bob") == [1, 2]
+    waiting = [(row["sequence"], row["reason"]) for row in await desk.backlog()]
+    assert waiting == [(3, "sequence gap"), (5, "follows another")]
+    assert "has the sequence 3, and 2 did not come" in (await desk.backlog())[0]["error"]
+    assert service.seen == [(1, 0), (1, 0), (2, 0)]
+    await desk.apply(*numbered(2))
+    await desk.work_off()
+    assert await history(db) == [1, 2, 3]
+    await desk.apply(*numbered(4))
+    await desk.work_off()
+    assert await history(db) == [1, 2, 3, 4, 5]
+
+
+async def test_after_its_deadline_it_is_applied_with_the_gap_told(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    service, desk = await following(new_desk)
+    await desk.apply(*numbered(1, 4, 5))
+    await deadline_passes(desk, db)
+    assert await history(db) == [1, 4, 5]
+    assert service.seen == [(1, 0), (4, 2), (5, 0)]
+    await desk.apply(*numbered(3))
+    assert await history(db) == [1, 4, 5], "too late"
+
+
+async def test_after_its_deadline_it_dies_and_the_next_one_waits_in_its_place(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await following(new_desk, then="die")
+    await desk.apply(*numbered(1, 4))
+    await deadline_passes(desk, db)
+    await desk.apply(*numbered(5))
+    await desk.work_off()
+    rows = [(row["sequence"], row["died_at"] is None) for row in await desk.backlog()]
+    assert rows == [(4, False), (5, True)]
+    assert {row["reason"] for row in await desk.backlog()} == {"sequence gap"}
+    await desk.apply(*numbered(2, 3))
+    await desk.work_off()
+    assert await history(db) == [1, 2, 3]
+
+
+async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await following(new_desk, then="hold")
+    await desk.apply(*numbered(1, 3, 4))
+    await deadline_passes(desk, db)
+    (three, _) = await desk.backlog()
+    assert three["holds"]
+    await desk.apply(*numbered(2))
+    await desk.work_off()
+    assert await history(db) == [1, 2]
+    async with autocommitting(desk.engine) as driver:
+        await backlog.redrive(driver, [three["key"]])
+        await backlog.let_heads_be_due(driver, [three["lane"]], [three["order_key"]])
+    await desk.work_off()
+    assert await history(db) == [1, 2, 3, 4]
+
+
+async def test_one_that_fails_lets_none_overtake_it(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    service, desk = await following(new_desk)
+    service.failures = Counter({2: 2})
+    await desk.apply(*numbered(3, 2, 1))
+    await desk.apply(*numbered(4))
+    for _ in range(3):
+        await desk.make_due()
+        await desk.work_off()
+    assert await history(db) == [1, 2, 3, 4]
+
+
+async def test_an_event_without_a_sequence_is_a_dead_letter(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await following(new_desk)
+    wrong = [b"two", b"0", b"-5", b"1_000", "٣".encode(), b"%d" % 2**63, b"9" * 5_000]
+    deposits = [
+        Deposit(number, f"of {number}", headers=(("ce_sequence", text),))
+        for number, text in enumerate(wrong, 10)
+    ]
+    await desk.apply(Deposit(1), *deposits, *numbered(1, account="bob"))
+    await desk.work_off()
+    rows = await desk.backlog()
+    assert [row["reason"] for row in rows] == ["rejected"] * 8
+    assert "goes by the CloudEvents attribute `sequence`" in rows[0]["error"]
+    assert "'two'" in rows[1]["error"]
+    assert await history(db, "bob") == [1]
+
+
+async def test_one_that_holds_its_key_lets_those_before_it_pass(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    service, desk = await following(new_desk, policy=Policy(attempts=1, after_death="hold"))
+    service.failures = Counter({2: 1})
+    await desk.apply(*numbered(2, 1, 3))
+    await desk.work_off()
+    assert await history(db) == [1]
+    assert [row["sequence"] for row in await desk.backlog()] == [2, 3]
+
+
+async def test_the_latest_wins_in_whatever_order_they_come(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="newest", loads=Follower.by("account"))
+    async def newest(event: Deposited, tx: Transaction) -> None:
+        row = await tx.load_or_create(Follower, event.account)
+        if tx.overwrites(row):
+            row.history = str(event.amount)
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    times = [noon, noon + timedelta(seconds=1), noon + timedelta(seconds=1), noon]
+    for number, order in enumerate(permutations(range(4))):
+        account = f"of {number}"
+        await desk.apply(
+            *(
+                Deposit(
+                    place,
+                    account,
+                    id=f"{account}-{place}",
+                    headers=(("ce_time", times[place].isoformat().encode()),),
+                )
+                for place in order
+            )
+        )
+        assert await history(db, account) == [2]
+    await desk.apply(Deposit(1, "eve"))
+    assert "attribute `time`, which is not there" in (await desk.backlog())[0]["error"]
