@@ -18,7 +18,6 @@ What it can't survive:
 """
 
 import asyncio
-import gc
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -36,6 +35,7 @@ from benchmarks.work import (
     MOVED,
     SCAN,
     Place,
+    collect_hardly_ever,
     constant_headers,
     main,
     partition_of,
@@ -281,9 +281,7 @@ async def run(place: Place) -> None:
 
         relay = Relay(connection, producer, place.output)
         consume = Consume(consumer, relay)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(1_000_000)  # hardly ever: what a batch makes holds no cycles
+        collect_hardly_ever()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(relay.run(ending))
             offsets = tasks.create_task(_every(COMMIT_SECONDS, consume))

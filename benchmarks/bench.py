@@ -1,4 +1,9 @@
-"""What measures work with: the rig, the options, rounds of runs, and the book they are noted in."""
+"""What measures work with: the rig, the options, rounds of runs, and the book they are noted in.
+
+What is compared runs back to back, as a group. Machines change their speed: a short fixed
+computation before and after each run tells it, and the groups that it says were disturbed most run
+again.
+"""
 
 import asyncio
 import time
@@ -7,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from rich.console import Console
 
-from benchmarks.marks import GOALS, Mark, Values
+from benchmarks.machine import speed
+from benchmarks.marks import GOALS, Goal, Mark, Values, ratios
 from benchmarks.rig import Rig
 from demo.display import say
 from demo.processes import ProcessFailed
@@ -16,11 +22,16 @@ EVENTS = 200_000
 """Scans of a run, unless said otherwise. Tables and backlogs shrink with it."""
 RUN_SECONDS = 600.0
 """A run may take so long, unless its measure says otherwise."""
+DISTURBED = 1.1
+"""A group is disturbed when the machine's speed has changed by more than this factor meanwhile."""
 _SHOWN = (
     "in all",
     "rate",
     "p50",
     "p99",
+    "single_p50",
+    "during",
+    "before",
     "share",
     "peak_mb",
     "growth",
@@ -39,11 +50,15 @@ class Options:
     """How long the memory is watched."""
     seconds: float = 20.0
     """How long latencies are measured, and a service that idles is watched."""
+    warm_up: bool = True
+    """Whether a run of each comes before that does not count."""
     contestants: frozenset[str] = frozenset()
     """Only these are run; all of them if it is empty."""
+    again: float = 0.3
+    """So much of the time that a measure has taken, disturbed groups of it may run again."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """One run of a contestant."""
 
@@ -52,6 +67,12 @@ class Run:
     round: int
     """From 1; 0 is the one that warms up and does not count."""
     values: Values
+    seconds: float = 0.0
+    """What it took, with setting it up and checking it."""
+    speeds: tuple[float, float] = (0.0, 0.0)
+    """The machine's before and after it."""
+    counts: bool = True
+    """Whether no other attempt was less disturbed."""
 
 
 @dataclass
@@ -64,12 +85,13 @@ class Book:
     """What was watched over time, by name."""
 
     def rounds(self, measure: str, contestant: str) -> list[Values]:
-        """Return what the rounds that count have shown."""
-        return [
-            run.values
+        """Return what the rounds that count have shown, in their order."""
+        found = [
+            run
             for run in self.runs
-            if (run.measure, run.contestant) == (measure, contestant) and run.round
+            if (run.measure, run.contestant) == (measure, contestant) and run.round and run.counts
         ]
+        return [run.values for run in sorted(found, key=lambda run: run.round)]
 
     def repeat(self, measure: str, contestant: str, name: str) -> None:
         """Note the runs of a contestant under another name as well."""
@@ -89,6 +111,14 @@ class Book:
 
 
 Runner = Callable[[], Awaitable[Values]]
+Group = Mapping[str, Runner]
+"""Contestants that are compared, in an order in which those of a pair are neighbours."""
+
+
+def swing(group: Sequence[Run]) -> float:
+    """Return the greatest speed of the machine over the least, while these ran."""
+    speeds = [speed for run in group for speed in run.speeds]
+    return max(speeds) / min(speeds)
 
 
 class Bench:
@@ -107,46 +137,98 @@ class Bench:
     async def rounds(
         self,
         measure: str,
-        contestants: Mapping[str, Runner],
-        *,
+        *groups: Group,
         rounds: int | None = None,
         warm_up: bool = True,
         limit: float = RUN_SECONDS,
+        again: bool = True,
     ) -> None:
-        """Run the contestants in turn, round after round, in changing order; note what comes out.
+        """Run group after group, round after round, in changing order; note what comes out.
 
-        Raises `CheckFailed`, or `ProcessFailed` also when one takes longer than `limit` seconds.
+        Then the groups run `again` that were disturbed, the worst first; the attempt that was
+        disturbed least is the one that counts. Raises `CheckFailed`, or `ProcessFailed` also when
+        a run takes longer than `limit` seconds.
         """
         wanted = self.options.contestants
-        chosen = [name for name in contestants if not wanted or name in wanted]
-        for number in range(0 if warm_up else 1, (rounds or self.options.rounds) + 1):
-            for name in chosen if number % 2 else reversed(chosen):
-                began = time.monotonic()
-                try:
-                    async with asyncio.timeout(limit):
-                        values = await contestants[name]()
-                except TimeoutError:
-                    late = f"not at its end after {limit:,.0f} s"
-                    raise ProcessFailed(f"{measure}, {name}: {late}") from None
-                except ProcessFailed as failure:
-                    raise ProcessFailed(f"{measure}, {name}: {failure}") from None
-                self.book.runs.append(Run(measure, name, number, values))
-                took = time.monotonic() - began
-                when = f"round {number}" if number else "warm-up"
-                say(self._console, measure, f"{when}  {name}: {_told(values)}  [dim]({took:.0f} s)")
+        chosen = [
+            {name: run for name, run in group.items() if not wanted or name in wanted}
+            for group in groups
+        ]
+        began = time.monotonic()
+        attempts: list[tuple[Group, list[Run]]] = []
+        for number in range(
+            0 if warm_up and self.options.warm_up else 1, (rounds or self.options.rounds) + 1
+        ):
+            for group in filter(None, chosen if number % 2 else reversed(chosen)):
+                runs = await self._run(measure, number, group, limit)
+                if number:
+                    attempts.append((group, runs))
+        if again:
+            await self._run_again(measure, attempts, limit, time.monotonic() - began)
+
+    async def _run_again(
+        self, measure: str, attempts: list[tuple[Group, list[Run]]], limit: float, took: float
+    ) -> None:
+        """Run the worst disturbed groups again, as long as there is time for it."""
+        until = time.monotonic() + self.options.again * took
+        while attempts:
+            worst = max(range(len(attempts)), key=lambda one: swing(attempts[one][1]))
+            group, before = attempts[worst]
+            expected = sum(run.seconds for run in before)
+            if swing(before) <= DISTURBED or time.monotonic() + expected > until:
+                return
+            self.say(measure, f"the speed changed by a factor of {swing(before):.2f}: once more")
+            runs = await self._run(measure, before[0].round, group, limit)
+            best, other = sorted((before, runs), key=swing)
+            attempts[worst] = group, best
+            for run in other:
+                run.counts = False
+
+    async def _run(self, measure: str, number: int, group: Group, limit: float) -> list[Run]:
+        """Run a group, in the order of the round."""
+        runs: list[Run] = []
+        before = speed()
+        for name in group if number % 2 else reversed(list(group)):
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(limit):
+                    values = await group[name]()
+            except TimeoutError:
+                late = f"not at its end after {limit:,.0f} s"
+                raise ProcessFailed(f"{measure}, {name}: {late}") from None
+            except ProcessFailed as failure:
+                raise ProcessFailed(f"{measure}, {name}: {failure}") from None
+            took = time.monotonic() - began
+            after = speed()
+            runs.append(Run(measure, name, number, values, took, (before, after)))
+            self.book.runs.append(runs[-1])
+            before = after
+            when = f"round {number}" if number else "warm-up"
+            self.say(measure, f"{when}  {name}: {_told(values)}  [dim]({took:.0f} s, {after:.3g})")
+        return runs
 
     def found(self, measure: str, contestant: str) -> list[Values]:
         """Return what the rounds of a contestant have shown."""
         return self.book.rounds(measure, contestant)
 
-    def mark(self, name: str, values: Sequence[float]) -> None:
-        """Note what came of a goal."""
-        goal = next(goal for goal in GOALS if goal.name == name)
-        self.book.marks.append(Mark(goal, values))
+    def mark(self, name: str, values: Sequence[float], reference: Sequence[float] = ()) -> None:
+        """Note what came of a goal, and what was compared with."""
+        self.book.marks.append(Mark(_goal(name), values, reference))
+
+    def compare(self, name: str, one: str, other: str, of: str = "rate") -> None:
+        """Note a goal that is one contestant's figure over that of another."""
+        measure = _goal(name).measure
+        others = self.found(measure, other)
+        values = ratios(self.found(measure, one), others, of)
+        self.mark(name, values, [found[of] for found in others])
 
     def say(self, what: str, text: str) -> None:
         """Write a line."""
         say(self._console, what, text)
+
+
+def _goal(name: str) -> Goal:
+    return next(goal for goal in GOALS if goal.name == name)
 
 
 def _told(values: Values) -> str:

@@ -2,14 +2,17 @@
 
     python -m benchmarks.capacity 10_000_000 [--payload 250] [--peak 10] [--remembered 8] [--kept 2]
 
-The constants are what `make bench` has measured on the machine of `docs/performance.md`; put your
-own in their place.
+The constants are rounded from what `make bench` measures on the machine of `docs/performance.md`; a
+test holds them against the report of the run whose plots are kept there. Put your own in their
+place.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log
+from statistics import median
+from typing import Any
 
 MESSAGES_A_SECOND = 15_000
 """Of one process with an ORM handler, with PostgreSQL and Kafka on the same two cores."""
@@ -21,19 +24,26 @@ EVENT_BYTES = 230
 """Of an event in the outbox beside its payload, with the indexes."""
 WAL_BYTES = 850
 """Of a message that changes a row and publishes an event, beside the event's payload."""
-FILTER_BYTES = 1.8
-"""Of a marker in the filter of its generation."""
+FILTER_BYTES = -log(0.001) / log(2) ** 2 / 8
+"""Of a filter, for each marker that it can hold: 1.8. It and the next two are the engine's."""
+FILTER_ROOM = 16
+"""Times the markers of its first day that a filter holds, at most."""
+FILTER_AT_LEAST = 65_536
+"""Markers that the smallest filter holds."""
+FILTER_MEBIBYTES = 128
+"""Memory for filters (PIPELINE_INBOX_FILTER_MEBIBYTES); one takes half of it at most."""
 
 CONCURRENCY = 4
 """Partitions that a process works at, at once (PIPELINE_CONCURRENCY)."""
-CONNECTIONS = 10
-"""Of a process: one for each of these, two for the workers of the backlog, four beside them."""
+CONNECTIONS = 11
+"""Of a process: one for each of these, two for the workers of the backlog, five beside them."""
 AT_LEAST = 2
 """Processes, so that one may fail."""
 
 _DAY = 86_400
 _GB = 10**9
 _MB = 10**6
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class Demand:
     """Days that the inbox remembers: more than the topics keep."""
     kept: int = 2
     """Days that the outbox is kept."""
+    filters: int = FILTER_MEBIBYTES
+    """MiB that filters may take."""
 
     @property
     def peak_rate(self) -> float:
@@ -87,9 +99,37 @@ class Demand:
         return self.messages * (WAL_BYTES + self.payload) / _GB
 
     @property
+    def filter_capacity(self) -> int:
+        """Markers that a filter holds; 0 if a day has too many for one."""
+        at_most = int(self.filters * _MIB / 2 / FILTER_BYTES)
+        wanted = max(FILTER_ROOM * self.messages, FILTER_AT_LEAST)
+        return min(wanted, at_most) if self.messages <= at_most else 0
+
+    @property
+    def filters_loaded(self) -> int:
+        """Filters in the memory of each process: as many as there are, or as fit."""
+        if not self.filter_capacity:
+            return 0
+        # The oldest may have only one day left that is remembered, the newest only one so far.
+        there_are = ceil((self.remembered - 1) / self._days_in_filter) + 1
+        return min(there_are, int(self.filters * _MIB // (self.filter_capacity * FILTER_BYTES)))
+
+    @property
     def filter_mb(self) -> float:
-        """Of memory in each process for the filters of the generations."""
-        return self.messages * self.remembered * FILTER_BYTES / _MB
+        """Of memory in each process for filters, at most."""
+        return self.filters_loaded * self.filter_capacity * FILTER_BYTES / _MB
+
+    @property
+    def filtered(self) -> int:
+        """Days of those remembered that have a filter in memory, at least; others are looked up."""
+        if not self.filters_loaded:
+            return 0
+        # The newest may have begun with the last day.
+        return min(self.remembered, (self.filters_loaded - 1) * self._days_in_filter + 1)
+
+    @property
+    def _days_in_filter(self) -> int:
+        return self.filter_capacity // self.messages
 
     def row(self) -> str:
         """Return it as a row of the guide's table."""
@@ -104,8 +144,42 @@ class Demand:
             f"{self.outbox_gb:,.1f}",
             f"{self.wal_gb:,.1f}",
             f"{self.filter_mb:,.0f}",
+            f"{self.filtered} of {self.remembered}",
         )
         return f"| {' | '.join(cells)} |"
+
+
+_TOLERANCE = 1.15
+"""The factor by which a constant may be off to the unsafe side, or a size to either side."""
+
+
+def unlike(report: Mapping[str, Any]) -> list[str]:
+    """Say which constants are not what a report of `make bench` has measured."""
+
+    def measured(measure: str, contestant: str, of: str) -> float:
+        found: list[float] = [
+            run["values"][of]
+            for run in report["runs"]
+            if (run["measure"], run["contestant"]) == (measure, contestant)
+            and run["round"]
+            and run["counts"]
+        ]
+        return median(found)
+
+    rate = measured("throughput", "ours, 1,000 keys", "rate")
+    sizes = {
+        "MARKER_BYTES": (MARKER_BYTES, 0, "marker_bytes"),
+        "EVENT_BYTES": (EVENT_BYTES, Demand.payload, "event_bytes"),
+        "WAL_BYTES": (WAL_BYTES, Demand.payload, "wal_bytes"),
+    }
+    faults = []
+    if rate * _TOLERANCE < MESSAGES_A_SECOND:
+        faults.append(f"MESSAGES_A_SECOND is {MESSAGES_A_SECOND:,}, measured were {rate:,.0f}")
+    for name, (constant, payload, of) in sizes.items():
+        found = measured("growth", f"payload {Demand.payload}", of)
+        if not 1 / _TOLERANCE < (constant + payload) / found < _TOLERANCE:
+            faults.append(f"{name} is {constant:,} and {payload}, measured were {found:,.0f}")
+    return faults
 
 
 COLUMNS = (
@@ -119,6 +193,7 @@ COLUMNS = (
     "outbox, GB",
     "WAL a day, GB",
     "filters, MB a process",
+    "days in filters",
 )
 GUIDE = tuple(Demand(messages) for messages in (1_000_000, 10_000_000, 100_000_000, 1_000_000_000))
 """The rows of the guide."""
@@ -132,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peak", type=float, default=Demand.peak, help="times the average")
     parser.add_argument("--remembered", type=int, default=Demand.remembered, help="days")
     parser.add_argument("--kept", type=int, default=Demand.kept, help="days of the outbox")
+    parser.add_argument("--filters", type=int, default=Demand.filters, help="MiB, at most 1,000")
     demand = Demand(**vars(parser.parse_args(arguments)))
     print(f"| {' | '.join(COLUMNS)} |", demand.row(), sep="\n")
 

@@ -21,7 +21,15 @@ from typing import Any
 import uvloop
 from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
 
-from pipeline import batch, handling, inbox, message, window  # type: ignore[import-not-found]
+from pipeline import (  # type: ignore[import-not-found]
+    batch,
+    exporters,
+    handling,
+    inbox,
+    message,
+    telemetry,
+    window,
+)
 from pipeline.breaker import Breaker  # type: ignore[import-not-found]
 from pipeline.consume import Consume  # type: ignore[import-not-found]
 from pipeline.database import autocommitting, create_engine  # type: ignore[import-not-found]
@@ -41,8 +49,8 @@ from pipeline.work import FromPartition  # type: ignore[import-not-found]
 from benchmarks.ours import handlers
 from demo.witness import reading
 
-WARM_UP = 5
-"""Batches that don't count."""
+WARM_UP = 0.05
+"""The first batches, this share of all, don't count."""
 GROUP = "layers"
 
 Function = Callable[..., Any]
@@ -56,10 +64,13 @@ class Clock:
     """Seconds of this batch."""
     batches: list[dict[str, float]] = field(default_factory=list)
     """Microseconds a message, of the batches before."""
+    layers: dict[str, None] = field(default_factory=dict)
+    """Their names, in the order in which they were noted."""
     _inner: list[float] = field(default_factory=list)
 
     def note(self, owner: Any, name: str, layer: str, *, for_each: bool = False) -> None:
         """Watch a function of a module or a class; `for_each` message it may not wait."""
+        self.layers[layer] = None
         function = getattr(owner, name)
         is_async = iscoroutinefunction(function)
         watched = self.awaited(layer, function, perf_counter if for_each else process_time)
@@ -107,17 +118,22 @@ class Clock:
 
     def medians(self) -> dict[str, float]:
         """Return what each layer takes of a message, in microseconds."""
-        counting = self.batches[WARM_UP:]
-        layers = dict.fromkeys(layer for one in counting for layer in one)
+        counting = self.batches[int(WARM_UP * len(self.batches)) :]
         return {
-            layer: round(median(one.get(layer, 0.0) for one in counting), 2) for layer in layers
+            layer: round(median(one.get(layer, 0.0) for one in counting), 2)
+            for layer in self.layers
         }
 
 
 async def layers() -> dict[str, float]:
     """Do the work, and return what was spent."""
     settings = Settings()
-    _collect_seldom()
+    _collect_seldom(settings.gc_threshold)
+    sending = exporters.configure(
+        service_name=GROUP,
+        otlp_endpoint=settings.otlp_endpoint,
+        sample_ratio=settings.trace_sample_ratio,
+    )
     topic = os.environ["BENCH_INPUT"]
     clock = Clock()
     watch(clock)
@@ -133,8 +149,10 @@ async def layers() -> dict[str, float]:
             settings=settings,
             breaker=breaker,
             filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
+            handlers=handlers,
             staged=lambda: None,
             parked=lambda: None,
+            called=lambda: None,
         )
         attempts = patiently("the batch", "PostgreSQL", unless=lambda: False, away=print)
         async with autocommitting(engine) as driver:
@@ -154,6 +172,7 @@ async def layers() -> dict[str, float]:
     finally:
         await publisher.discard()
         await engine.dispose()
+        sending.shutdown()
     return {"fetch": round(fetch, 2), **clock.medians()}
 
 
@@ -175,6 +194,9 @@ def watch(clock: Clock) -> None:
     clock.note(Consume, "apply", "commit, and the rest")
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")
+    clock.note(telemetry.ProcessSpans, "of", "telemetry")
+    for name in ("creation_context", "processed", "batch_applied", "send_spans", "published"):
+        clock.note(telemetry, name, "telemetry")
 
 
 async def fetched(settings: Any, topic: str) -> tuple[float, list[Sequence[ConsumerRecord]]]:

@@ -1,15 +1,41 @@
-"""What the figures were taken on."""
+"""What the figures were taken on, and of what; and how fast that is just now."""
 
 import os
 import platform
 import re
+import subprocess
+import time
 from pathlib import Path
+from statistics import median
 
 import asyncpg  # type: ignore[import-untyped]
 
-from demo.processes import SETTINGS, Stack
+from demo.flights import ROOT
+from demo.processes import Stack
 
 _POSTGRES = ("server_version", "shared_buffers", "fsync", "synchronous_commit", "max_wal_size")
+
+
+_ADDRESSES = {"PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"}
+_BURSTS = 5
+_STEPS = 200_000
+
+
+def speed() -> float:
+    """Return how fast a core is just now: millions of steps a second of a fixed computation."""
+    took = []
+    for _ in range(_BURSTS):
+        began, number = time.perf_counter(), 0
+        for step in range(_STEPS):
+            number = (number * 31 + step) & 0xFFFF
+        took.append(time.perf_counter() - began)
+    return round(_STEPS / median(took) / 1e6, 2)
+
+
+def source() -> dict[str, object]:
+    """Return the commit of this template, and whether the files differ from it."""
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return {"commit": commit, "dirty": commit is None or bool(changes)}
 
 
 async def facts(stack: Stack, project: Path) -> dict[str, object]:
@@ -28,8 +54,20 @@ async def facts(stack: Stack, project: Path) -> dict[str, object]:
         "postgresql": postgres,
         "kafka": _first(project / "dev" / "servers" / "kafka.py", r'KAFKA_VERSION = "(.+)"'),
         "servers": _first(stack.state / "state.json", r'"mode": "(.+)"') or "elsewhere",
-        "settings": SETTINGS,
+        "settings": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("PIPELINE_") and name not in _ADDRESSES
+        },
     }
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def _first(file: Path, pattern: str) -> str | None:

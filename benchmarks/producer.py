@@ -1,30 +1,44 @@
 """Producer: aiokafka's idempotent producer alone, `send()` after `send()`.
 
-    python -m benchmarks.producer COUNT          BENCH_HEADERS=1 for the headers of an event
+    python -m benchmarks.producer run        BENCH_COUNT=300000 BENCH_HANDLER=plain or headers
 
-Prints one line of JSON: the time from the first send to the last acknowledgement. What warms it up
-comes before and is not counted.
+What it sends is 250 bytes long and says first, for the check, how many its key has had with it.
+Then it waits for SIGTERM, as the others do: the rate is taken from outside.
 """
 
 import asyncio
-import gc
-import json
 import os
-import sys
-import time
 from collections.abc import Sequence
+from typing import Any
 
-import uvloop
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 
-from benchmarks.work import MOVED, Headers, constant_headers
+from benchmarks.work import (
+    MOVED,
+    Headers,
+    Place,
+    collect_hardly_ever,
+    constant_headers,
+    main,
+    until_terminated,
+)
 
 KEYS = 1_000
-VALUE = b"x" * 250
-WARM_UP = 0.05
-"""This much of the count is sent before."""
+PAYLOAD = 250
+"""Bytes."""
+DIGITS = 20
 CHECK_EVERY = 10_000
 NO_HEADERS: Headers = ()
+
+
+def key_of(number: int) -> str:
+    """Return the key of one of the records."""
+    return f"parcel-{number % KEYS:06}"
+
+
+def told(record: Any) -> tuple[str, int]:
+    """Return key and sequence of a record."""
+    return record.key.decode(), int(record.value[:DIGITS])
 
 
 def headers_of_events() -> list[Headers]:
@@ -34,7 +48,7 @@ def headers_of_events() -> list[Headers]:
             *constant_headers("/benchmarks/producer", MOVED),
             ("ce_id", b"%032x" % number),
             ("ce_time", b"2013-01-01T05:15:00.000000+00:00"),
-            ("ce_subject", b"N%05d" % number),
+            ("ce_subject", key_of(number).encode()),
             ("ce_sequence", b"%020d" % number),
         ]
         for number in range(KEYS)
@@ -45,11 +59,17 @@ async def send(
     producer: AIOKafkaProducer, topic: str, count: int, headers: Sequence[Headers]
 ) -> None:
     """Send that many, and wait until all are acknowledged. Raises the error of one that is not."""
-    keys = [b"N%05d" % number for number in range(KEYS)]
+    keys = [key_of(number).encode() for number in range(KEYS)]
+    values = [
+        (b"%0*d" % (DIGITS, sequence)).ljust(PAYLOAD, b"x")
+        for sequence in range(1, count // KEYS + 2)
+    ]
     sent: list[asyncio.Future[object]] = []
     for number in range(count):
-        place = number % KEYS
-        sent.append(await producer.send(topic, VALUE, key=keys[place], headers=headers[place]))
+        sequence, place = divmod(number, KEYS)
+        sent.append(
+            await producer.send(topic, values[sequence], key=keys[place], headers=headers[place])
+        )
         if len(sent) == CHECK_EVERY:
             sent = _without_acknowledged(sent)
     await asyncio.gather(*sent)
@@ -65,13 +85,16 @@ def _without_acknowledged(sent: Sequence[asyncio.Future[object]]) -> list[asynci
     return left
 
 
-async def measure(count: int) -> dict[str, float]:
-    """Send that many and return what it took."""
-    topic = os.environ["BENCH_OUTPUT"]
-    has_headers = os.environ.get("BENCH_HEADERS") == "1"
-    headers = headers_of_events() if has_headers else [NO_HEADERS] * KEYS
+async def prepare(_: Place) -> None:
+    """Do nothing: it has no tables."""
+
+
+async def run(place: Place) -> None:
+    """Send all, and wait for SIGTERM."""
+    stopping = until_terminated()
+    has_headers = os.environ["BENCH_HANDLER"] == "headers"
     producer = AIOKafkaProducer(
-        bootstrap_servers=os.environ["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"],
+        bootstrap_servers=place.bootstrap_servers,
         enable_idempotence=True,
         acks="all",
         linger_ms=5,
@@ -79,18 +102,13 @@ async def measure(count: int) -> dict[str, float]:
     )
     await producer.start()
     try:
-        await send(producer, topic, int(count * WARM_UP), headers)
-        gc.collect()
-        gc.freeze()
-        began, used = time.perf_counter(), time.process_time()
-        await send(producer, topic, count, headers)
-        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used
+        collect_hardly_ever()
+        headers = headers_of_events() if has_headers else [NO_HEADERS] * KEYS
+        await send(producer, place.output, int(os.environ["BENCH_COUNT"]), headers)
+        await stopping.wait()
     finally:
         await producer.stop()
-    return {"count": count, "seconds": round(seconds, 3), "cpu_seconds": round(cpu_seconds, 3)}
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not sys.argv[1].isdigit():
-        sys.exit("say how many to send: python -m benchmarks.producer COUNT")
-    print(json.dumps(uvloop.run(measure(int(sys.argv[1])))))
+    main(prepare, run, fast_loop=True)

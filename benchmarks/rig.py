@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,8 +20,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic  # type: ignore[import-
 from benchmarks import load
 from benchmarks.check import Check, require
 from benchmarks.load import Load
-from demo.flights import ROOT
-from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines, run
+from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines
 
 T = TypeVar("T")
 
@@ -56,6 +56,8 @@ OURS_SQL = Contestant("ours-sql", "benchmarks.ours", "sql")
 BARE = Contestant("bare", "benchmarks.bare", "sql")
 BARE_ORM = Contestant("bare-orm", "benchmarks.bare", "orm")
 USUAL = Contestant("usual", "benchmarks.usual")
+PRODUCER = Contestant("producer", "benchmarks.producer", "plain")
+PRODUCER_HEADERS = Contestant("producer-headers", "benchmarks.producer", "headers")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Sample:
 
 
 Count = Callable[[], Awaitable[int]]
+Told = Callable[[Any], tuple[str, int]]
 
 
 class Rig:
@@ -156,12 +159,9 @@ class Rig:
 
     async def execute(self, *statements: str, database: str | None = None) -> None:
         """Execute statements, each by itself."""
-        connection = await asyncpg.connect(database or self.stack.database)
-        try:
+        async with connected(database or self.stack.database) as connection:
             for statement in statements:
                 await connection.execute(statement, timeout=_STATEMENT_SECONDS)
-        finally:
-            await connection.close()
 
     @asynccontextmanager
     async def site(
@@ -222,27 +222,13 @@ class Rig:
             self.folder / f"{self._pids}.pid",
             command=command,
             module=contestant.module,
+            defaults={},  # those of the service itself
         )
 
     async def seek_to_earliest(self, site: Site) -> None:
         """Let the service read its input again."""
         service = self.process(site)
         await service.command("topics", "seek", site.input, "--to", "earliest", log=self._log)
-
-    async def produce(self, output: str, count: int, *, headers: bool) -> dict[str, float]:
-        """Run the producer that is compared with the relay; return what it says it took."""
-        environment = {
-            **os.environ,
-            "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": self.stack.kafka,
-            "BENCH_OUTPUT": output,
-            "BENCH_HEADERS": "1" if headers else "0",
-        }
-        python = self.stack.command[0]
-        told = await run(
-            [python, "-m", "benchmarks.producer", str(count)], cwd=ROOT, env=environment
-        )
-        answer: dict[str, float] = json.loads(told)
-        return answer
 
     def servers_cpu(self) -> dict[str, float]:
         """Return the CPU seconds that the servers have spent, where they are processes here."""
@@ -296,22 +282,23 @@ class Rig:
             await asyncio.sleep(_LOOK_SECONDS)
         return samples
 
-    async def check(self, site: Site, load_: Load) -> None:
-        """Hold what the contestant has left against the load. Raises `CheckFailed`."""
+    async def check(self, site: Site, *loads: Load) -> None:
+        """Hold what the contestant has left against the loads. Raises `CheckFailed`."""
         check = await self.read(site.output)
-        faults = check.faults(load_.events_per_parcel, load_.per_parcel, await self.rows(site))
-        require(faults, site.contestant.name)
+        events = sum((one.events_per_parcel for one in loads), Counter[str]())
+        scans = sum((one.per_parcel for one in loads), Counter[str]())
+        require(check.faults(events, scans, await self.rows(site)), site.contestant.name)
 
     async def rows(self, site: Site) -> dict[str, int]:
         """Return how many scans each parcel's row counts."""
-        connection = await asyncpg.connect(site.database)
-        try:
+        async with connected(site.database) as connection:
             return dict(await connection.fetch("SELECT id, scans FROM parcel"))
-        finally:
-            await connection.close()
 
-    async def read(self, topic: str) -> Check:
-        """Read a topic of events from its beginning to its end."""
+    async def read(self, topic: str, told: Told | None = None) -> Check:
+        """Read a topic of events from its beginning to its end.
+
+        `told` returns key and sequence of a record; by default they are an event's.
+        """
         check = Check()
         partitions = await self.partitions(topic)
         consumer = AIOKafkaConsumer(
@@ -327,7 +314,7 @@ class Rig:
             while left > 0:
                 fetched = await consumer.getmany(timeout_ms=1_000)
                 for record in (record for records in fetched.values() for record in records):
-                    check.add(*_told(record))
+                    check.add(*(told or _told)(record))
                     left -= 1
         finally:
             await consumer.stop()
@@ -338,6 +325,16 @@ def _told(record: Any) -> tuple[str, int]:
     """Return key and sequence of an event."""
     sequence = next((value for name, value in record.headers if name == "ce_sequence"), b"0")
     return (record.key or b"").decode(), int(sequence)
+
+
+@asynccontextmanager
+async def connected(database: str) -> AsyncIterator[asyncpg.Connection]:
+    """Lend a connection to a database."""
+    connection = await asyncpg.connect(database)
+    try:
+        yield connection
+    finally:
+        await connection.close()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
@@ -44,12 +45,13 @@ async def benchmark(
 ) -> Bench:
     """Take the measures on a freshly baked service; what is found is written as it comes."""
     clear(folder)
+    source = machine.source()  # before anything of it is baked
     # What clients have to say of servers and topics that come and go.
     logging.basicConfig(filename=folder / "clients.txt", force=True)
     await bake(folder, folder / "bake.txt")
     bench = Bench(rig_in(folder), options, console)
     async with bench.rig.started():
-        facts = await machine.facts(bench.rig.stack, bench.rig.project)
+        facts = source | await machine.facts(bench.rig.stack, bench.rig.project)
         try:
             for name in measures:
                 await MEASURES[name](bench)
@@ -81,26 +83,25 @@ def write(bench: Bench, facts: Mapping[str, object], folder: Path) -> None:
 
 
 def copy_plots(folder: Path) -> None:
-    """Put the figures where the documentation shows them."""
+    """Put the figures where the documentation shows them, and the report that they are of."""
     PLOTS.mkdir(parents=True, exist_ok=True)
-    for plot in folder.glob("*.svg"):
-        shutil.copy(plot, PLOTS)
+    for file in [folder / "report.json", *folder.glob("*.svg")]:
+        shutil.copy(file, PLOTS)
 
 
 def show(marks: Sequence[Mark], console: Console) -> None:
     """Write the table of the marks."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("mark")
-    for column in ("median", "least", "most"):
+    for column in ("median", "least", "most", "reference"):
         table.add_column(column, justify="right")
     table.add_column("goal")
     table.add_column("met")
     for mark in marks:
-        told = (
-            [f"{one:,.3g}" for one in (mark.value, min(mark.values), max(mark.values))]
-            if (mark.value is not None)
-            else ["", "", ""]
-        )
+        told = ["", "", ""]
+        if mark.value is not None:
+            told = [f"{one:,.3g}" for one in (mark.value, min(mark.values), max(mark.values))]
+        told.append(f"{median(mark.reference):,.1f}" if mark.reference else "")
         met = "[green]yes[/]" if mark.is_met else "[red]no[/]" if mark.values else "not measured"
         table.add_row(mark.goal.name, *told, mark.goal.text, met)
     console.print()
@@ -146,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how long latencies are measured",
     )
     parser.add_argument(
+        "--cold", action="store_true", help="without the runs that come before to warm up"
+    )
+    parser.add_argument(
         "--only",
         default=",".join(MEASURES),
         metavar="MEASURES",
@@ -155,7 +159,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--contestants", default="", metavar="NAMES", help="only these, separated by semicolons"
     )
     parser.add_argument(
-        "--keep-plots", action="store_true", help="copy the plots to docs/performance"
+        "--again",
+        type=float,
+        default=defaults.again,
+        metavar="SHARE",
+        help="of a measure's time, for runs that were disturbed to be run once more (%(default)s)",
+    )
+    parser.add_argument(
+        "--keep-plots",
+        action="store_true",
+        help="copy plots and report to docs/performance; what is measured must be committed",
     )
     add_into(parser, "bench")
     parser.add_argument(
@@ -168,8 +181,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such measures: {', '.join(sorted(unknown))}; there are {known}")
     if min(chosen.events, chosen.rounds) < 1 or min(chosen.minutes, chosen.seconds) <= 0:
         parser.error("--events and --rounds are at least 1, --minutes and --seconds more than 0")
+    if chosen.keep_plots and machine.source()["dirty"]:
+        parser.error("--keep-plots: commit first, so that the plots can say what they are of")
     wanted = frozenset(name.strip() for name in chosen.contestants.split(";") if name.strip())
-    options = Options(chosen.events, chosen.rounds, chosen.minutes, chosen.seconds, wanted)
+    options = Options(
+        events=chosen.events,
+        rounds=chosen.rounds,
+        minutes=chosen.minutes,
+        seconds=chosen.seconds,
+        warm_up=not chosen.cold,
+        contestants=wanted,
+        again=chosen.again,
+    )
     folder, console = chosen.into.resolve(), Console(highlight=False)
     try:
         with only_one_in(folder):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer  # type: ignore[import-untyped]
 
-from benchmarks import load
 from benchmarks.load import Load
 from benchmarks.marks import Values, quantile
 from benchmarks.rig import (
@@ -22,6 +21,7 @@ from benchmarks.rig import (
     Sample,
     Site,
     between,
+    connected,
     guarded,
     running,
 )
@@ -68,6 +68,8 @@ class Throughput:
         services = [rig.process(site, settings=self.settings) for _ in range(self.processes)]
         async with running(*services), rig.counted(site.output) as count:
             samples = await rig.watch(services, count, self.load.events)
+            # One of several may still be starting, and could not end properly.
+            await ready(site, services)
         await rig.check(site, self.load)
         return rate(samples, len(self.load.scans))
 
@@ -128,37 +130,30 @@ SELECT (SELECT sum(pg_total_relation_size(inhrelid))::float FROM pg_inherits
 
 async def sizes(site: Site) -> Values:
     """Return the bytes of a marker and of an event on disk, with their indexes."""
-    connection = await asyncpg.connect(site.database)
-    try:
+    async with connected(site.database) as connection:
         marker, event = await connection.fetchrow(_SIZES)
-    finally:
-        await connection.close()
     return {"marker_bytes": marker, "event_bytes": event}
 
 
 async def written(site: Site) -> int:
     """Return how many bytes of write-ahead log the server has written so far."""
-    connection = await asyncpg.connect(site.database)
-    try:
+    async with connected(site.database) as connection:
         return int(await connection.fetchval("SELECT pg_current_wal_lsn() - '0/0'::pg_lsn"))
-    finally:
-        await connection.close()
 
 
 async def latency(
     rig: Rig,
     site: Site,
     services: Sequence[Service],
-    seconds: float,
+    load_: Load,
     *,
-    keys: int = 1_000,
-    payload: int = 0,
+    per_second: float = PER_SECOND,
 ) -> Values:
     """Send records at a slow pace; return the milliseconds until their events arrive, as quantiles.
 
-    The processes run already. The first record warms them up and does not count.
+    The processes run already, and have seen none of the load. Its first record warms them up and
+    does not count.
     """
-    scans = load.make(keys, round(seconds * PER_SECOND) + 1, payload=payload)
     async with AsyncExitStack() as stack:
         consumers = []
         # One for each partition: what has been taken from one is fetched again only when there is
@@ -173,7 +168,7 @@ async def latency(
         producer = AIOKafkaProducer(bootstrap_servers=rig.stack.kafka)
         await producer.start()
         stack.push_async_callback(producer.stop)
-        talk = _Talk(consumers, producer, site.input, scans)
+        talk = _Talk(consumers, producer, site.input, load_, per_second)
         return await guarded(talk.run(), services)
 
 
@@ -186,11 +181,13 @@ class _Talk:
         producer: AIOKafkaProducer,
         topic: str,
         load_: Load,
+        per_second: float,
     ) -> None:
         self._consumers = consumers
         self._producer = producer
         self._topic = topic
         self._load = load_
+        self._per_second = per_second
         self._sent: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
 
@@ -202,7 +199,7 @@ class _Talk:
             await self._all_arrived(1)
             began = time.monotonic()
             for place, scan in enumerate(rest, 1):
-                due = began + place / PER_SECOND
+                due = began + place / self._per_second
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 await self._send(scan.number, place)
             await self._all_arrived(len(self._load.scans))

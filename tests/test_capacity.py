@@ -1,11 +1,25 @@
 """The capacity guide says what its formulas give."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.capacity import COLUMNS, CONCURRENCY, CONNECTIONS, GUIDE, Demand, main
+from benchmarks import capacity
+from benchmarks.capacity import (
+    COLUMNS,
+    CONCURRENCY,
+    CONNECTIONS,
+    FILTER_AT_LEAST,
+    FILTER_MEBIBYTES,
+    FILTER_ROOM,
+    GUIDE,
+    Demand,
+    main,
+    unlike,
+)
+from benchmarks.run import PLOTS
 from demo.flights import ROOT
 
 TEXT = (ROOT / "docs" / "capacity.md").read_text("utf-8")
@@ -32,10 +46,80 @@ def test_processes_and_connections_are_those_of_the_settings() -> None:
     assert f"`PIPELINE_BACKLOG_WORKERS` + {beside}" in TEXT
 
 
+def report(**measured: float) -> dict[str, object]:
+    """A report of a full run that has measured what the constants say, unless said otherwise."""
+    sizes = {
+        "marker_bytes": capacity.MARKER_BYTES,
+        "event_bytes": capacity.EVENT_BYTES + Demand.payload,
+        "wal_bytes": capacity.WAL_BYTES + Demand.payload,
+    }
+    rate = {"rate": measured.get("rate", capacity.MESSAGES_A_SECOND)}
+    runs = [("throughput", "ours, 1,000 keys", rate), ("growth", "payload 250", sizes | measured)]
+    return {
+        "runs": [
+            {"measure": one, "contestant": who, "round": 1, "counts": True, "values": values}
+            for one, who, values in runs
+        ]
+    }
+
+
+def test_constants_that_were_measured_otherwise_are_noticed() -> None:
+    assert unlike(report()) == []
+    assert unlike(report(rate=3 * capacity.MESSAGES_A_SECOND)) == []
+    for name, value in {
+        "rate": capacity.MESSAGES_A_SECOND / 2,
+        "marker_bytes": capacity.MARKER_BYTES / 2,
+        "event_bytes": 3 * capacity.EVENT_BYTES,
+        "wal_bytes": 3 * capacity.WAL_BYTES,
+    }.items():
+        assert len(unlike(report(**{name: value}))) == 1
+
+
+@pytest.mark.skipif(not PLOTS.exists(), reason="the plots of a full run are not kept yet")
+def test_the_constants_are_those_of_the_run_whose_plots_are_kept() -> None:
+    assert unlike(json.loads((PLOTS / "report.json").read_text("utf-8"))) == []
+
+
+def test_filters_are_as_large_as_the_engine_makes_them() -> None:
+    engine = (ENGINE / "filters.py").read_text("utf-8")
+    settings = (ENGINE / "settings.py").read_text("utf-8")
+    for line in (
+        f"_ROOM = {FILTER_ROOM}",
+        f"_AT_LEAST = {FILTER_AT_LEAST:_}",
+        "_RATE = 0.001",
+        "_KEY_BYTES = -math.log(_RATE) / math.log(2) ** 2 / 8",
+        "return int(mebibytes * 2**20 / 2 / _KEY_BYTES)",
+        "return min(max(_ROOM * keys, _AT_LEAST), at_most) if max(keys, 1) <= at_most else 0",
+    ):
+        assert line in engine
+    memory = f"inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = {FILTER_MEBIBYTES}"
+    assert memory in settings
+
+
+@pytest.mark.parametrize(
+    ("messages", "mebibytes", "loaded", "megabytes", "filtered"),
+    [
+        (1_000_000, 128, 2, 57.5, 8),
+        (5_000_000, 128, 2, 134.2, 8),
+        (10_000_000, 128, 2, 134.2, 4),
+        (50_000_000, 128, 0, 0.0, 0),
+        (50_000_000, 1_000, 2, 1_048.6, 6),
+        (1, 128, 2, 0.2, 8),
+    ],
+)
+def test_filters_share_the_memory_and_days_that_are_too_large_have_none(
+    messages: int, mebibytes: int, loaded: int, megabytes: float, filtered: int
+) -> None:
+    demand = Demand(messages, filters=mebibytes)
+    assert demand.filters_loaded == loaded
+    assert demand.filter_mb == pytest.approx(megabytes, abs=0.1)
+    assert demand.filtered == filtered
+
+
 def test_twice_as_much_takes_twice_as_much() -> None:
     small = GUIDE[-1]
     large = replace(small, messages=2 * small.messages)
-    for name in ("peak_rate", "inbox_gb", "outbox_gb", "wal_gb", "filter_mb"):
+    for name in ("peak_rate", "inbox_gb", "outbox_gb", "wal_gb"):
         assert getattr(large, name) == pytest.approx(2 * getattr(small, name))
     assert 2 * small.processes - 1 <= large.processes <= 2 * small.processes
     assert Demand(1).processes == 2

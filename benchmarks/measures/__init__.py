@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from benchmarks.bench import Bench
 from benchmarks.measures.deferred import deferred
+from benchmarks.measures.dropping import dropping
 from benchmarks.measures.duplicates import duplicates
 from benchmarks.measures.growth import growth
 from benchmarks.measures.idle import idle
@@ -25,6 +26,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
         duplicates,
         deferred,
         old_tables,
+        dropping,
         telemetry,
         idle,
         memory,

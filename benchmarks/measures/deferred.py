@@ -5,7 +5,6 @@ from functools import partial
 
 from benchmarks import load
 from benchmarks.bench import Bench
-from benchmarks.marks import ratios
 from benchmarks.rig import OURS
 from benchmarks.runs import whole_span
 
@@ -21,5 +20,4 @@ async def deferred(bench: Bench) -> None:
             "deferred": partial(whole_span, bench.rig, later, one),
         },
     )
-    found = partial(bench.found, "deferred")
-    bench.mark("deferred mode", ratios(found("deferred"), found("inline")))
+    bench.compare("deferred mode", "deferred", "inline")

@@ -1,16 +1,14 @@
 """Growth: how rate, latency and size change with what there is of everything else."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.marks import Values
-from benchmarks.measures.old_tables import DAYS, GENERATIONS, fill
-from benchmarks.rig import OURS, PARTITIONS, Contestant, Site, running
-from benchmarks.runs import Throughput, latency, ready, sizes, written
+from benchmarks.measures.old_tables import DAYS, GENERATIONS, KEEPING, fill
+from benchmarks.rig import OURS, PARTITIONS, running
+from benchmarks.runs import PER_SECOND, Throughput, latency, ready, sizes, written
 
 _SHARE = 2
 """The runs are so many times shorter than those of other measures."""
@@ -46,7 +44,11 @@ async def growth(bench: Bench) -> None:
     points = {name(kind, point): point for kind, all_ in VARIED.items() for point in all_}
     once = {point: run for run, point in reversed(points.items())}
     await bench.rounds(
-        "growth", {run: partial(_at, bench, point) for point, run in once.items()}, warm_up=False
+        "growth",
+        *({run: partial(_at, bench, point)} for point, run in once.items()),
+        rounds=1,  # there are many points
+        warm_up=False,
+        again=False,
     )
     for run, point in points.items():
         if run != once[point]:
@@ -63,36 +65,27 @@ async def _at(bench: Bench, point: Point) -> Values:
     count = bench.options.events // _SHARE
     if point.payload > _LARGE:
         count //= 5
-    who = replace(OURS, settings={"PIPELINE_BATCH_SIZE": str(point.batch)})
+    who = replace(OURS, settings={**KEEPING, "PIPELINE_BATCH_SIZE": str(point.batch)})
     work = load.make(point.keys, count, payload=point.payload)
-    async with _site(bench, who, point, await rig.input(work, point.partitions)) as site:
+    seldom = round(bench.options.seconds / _SHARE * PER_SECOND) + 1
+    few = load.make(point.keys, seldom, first=count, payload=point.payload)
+    full = await rig.input(work, point.partitions)
+    async with (
+        rig.site(who, full, point.partitions) as site,
+        rig.fresh_topic(point.partitions) as empty,
+    ):
+        if point.rows:
+            rows = bench.scaled(point.rows)
+            await fill(rig, site, markers=rows // GENERATIONS, events=rows // 2 // DAYS)
         before = await written(site)
         values = await Throughput(who, work, point.partitions, point.processes).at(rig, site)
         wal = (await written(site) - before) / len(work.scans)
         values = {**values, **await sizes(site), "wal_bytes": wal}
-    async with (
-        rig.fresh_topic(point.partitions) as input_,
-        _site(bench, who, point, input_) as site,
-    ):
-        services = [rig.process(site) for _ in range(point.processes)]
+        await rig.execute("CHECKPOINT")
+        slowly = replace(site, input=empty)
+        services = [rig.process(slowly) for _ in range(point.processes)]
         async with running(*services):
-            await ready(site, services)
-            slow = await latency(
-                rig,
-                site,
-                services,
-                bench.options.seconds / _SHARE,
-                keys=point.keys,
-                payload=point.payload,
-            )
+            await ready(slowly, services)
+            slow = await latency(rig, slowly, services, few)
+        await rig.check(site, work, few)
     return {**values, **slow}
-
-
-@asynccontextmanager
-async def _site(bench: Bench, who: Contestant, point: Point, input_: str) -> AsyncIterator[Site]:
-    """Lend a site with the rows that the point asks for."""
-    async with bench.rig.site(who, input_, point.partitions) as site:
-        if point.rows:
-            rows = bench.scaled(point.rows)
-            await fill(bench.rig, site, markers=rows // GENERATIONS, events=rows // 2 // DAYS)
-        yield site

@@ -6,7 +6,9 @@ from functools import partial
 
 from benchmarks import load
 from benchmarks.bench import Bench
+from benchmarks.load import Load
 from benchmarks.marks import Values
+from benchmarks.measures.telemetry import traced
 from benchmarks.rig import OURS, OURS_SQL, Contestant
 
 EVENTS = 100_000
@@ -16,16 +18,27 @@ MODULE = "benchmarks.layers"
 async def layers(bench: Bench) -> None:
     """Note what each layer takes; nothing is compared."""
     count = bench.scaled(EVENTS)
+    one, with_traces = load.make(1_000, count), load.make(1_000, count, traced=True)
     await bench.rounds(
         "layers",
-        {who.name: partial(_layers, bench, who, count) for who in (OURS, OURS_SQL)},
+        {
+            "ours": partial(_layers, bench, OURS, one),
+            "ours-sql": partial(_layers, bench, OURS_SQL, one),
+            "ours, telemetry on": partial(_traced, bench, with_traces),
+        },
         warm_up=False,
+        again=False,
     )
 
 
-async def _layers(bench: Bench, who: Contestant, count: int) -> Values:
+async def _traced(bench: Bench, load_: Load) -> Values:
+    async with traced() as (who, _):
+        return await _layers(bench, who, load_)
+
+
+async def _layers(bench: Bench, who: Contestant, load_: Load) -> Values:
     rig = bench.rig
-    input_ = await rig.input(load.make(1_000, count))
+    input_ = await rig.input(load_)
     async with rig.site(OURS, input_) as site:
         watched = rig.process(replace(site, contestant=replace(who, module=MODULE)))
         told: dict[str, float] = json.loads((await watched.ask()).splitlines()[-1])

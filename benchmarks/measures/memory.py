@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from statistics import median
+from statistics import fmean, linear_regression
 
 from benchmarks import load
 from benchmarks.bench import RUN_SECONDS, Bench
 from benchmarks.check import require
 from benchmarks.load import Load
-from benchmarks.marks import Values
+from benchmarks.marks import Values, ratios
 from benchmarks.rig import OURS, guarded, peak_resident, resident, running
 from benchmarks.runs import ready
 from demo.processes import Service
@@ -23,6 +23,7 @@ BEHIND, SHORT = 1_000_000, 50_000
 """Records in the topic before the service starts."""
 _CHUNK_SECONDS = 0.2
 _MEGABYTE = 1_000_000
+_TEN_MINUTES = 600.0
 
 Series = list[tuple[float, float]]
 
@@ -36,6 +37,7 @@ async def memory(bench: Bench) -> None:
         rounds=1,
         warm_up=False,
         limit=seconds + RUN_SECONDS,
+        again=False,
     )
     bench.mark("memory over time", [one["growth"] for one in bench.found("memory", "over time")])
     await bench.rounds(
@@ -45,10 +47,11 @@ async def memory(bench: Bench) -> None:
             for count in (SHORT, BEHIND)
         },
         warm_up=False,
+        again=False,
     )
     short, behind = (bench.found("memory", f"{count:,} behind") for count in (SHORT, BEHIND))
-    pairs = zip(behind, short, strict=False)
-    bench.mark("memory behind", [one["peak_mb"] / other["peak_mb"] for one, other in pairs])
+    peaks = [one["peak_mb"] for one in short]
+    bench.mark("memory behind", ratios(behind, short, of="peak_mb"), peaks)
 
 
 async def _over_time(bench: Bench, seconds: float) -> Values:
@@ -74,16 +77,19 @@ async def _over_time(bench: Bench, seconds: float) -> Values:
         require(check.faults(events, scans, await rig.rows(site)), "ours")
     bench.book.series["memory over time"] = series
     return {
-        "growth": growth_of([megabytes for _, megabytes in series]),
+        "growth": growth_of(series),
         "peak_mb": peak / _MEGABYTE,
         "rate": scans.total() / seconds,
     }
 
 
-def growth_of(values: list[float]) -> float:
-    """Return the median of the last third over that of the middle one: the first is warming up."""
-    third = len(values) // 3
-    return median(values[-third:]) / median(values[-2 * third : -third])
+def growth_of(series: Series) -> float:
+    """Return by how many percent the memory grows in 10 minutes; the first third is warming up.
+
+    It is the slope of a line through all that was seen after that.
+    """
+    times, megabytes = zip(*series[len(series) // 3 :], strict=True)
+    return linear_regression(times, megabytes).slope * _TEN_MINUTES / fmean(megabytes) * 100
 
 
 async def _chunks(seconds: float) -> AsyncIterator[Load]:

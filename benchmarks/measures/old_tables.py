@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import replace
-from datetime import UTC, timedelta
+from datetime import UTC, date, timedelta
 from functools import partial
 
 import asyncpg  # type: ignore[import-untyped]
@@ -10,8 +10,8 @@ import asyncpg  # type: ignore[import-untyped]
 from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.load import Load
-from benchmarks.marks import Values, ratios
-from benchmarks.rig import OURS, Rig, Site, guarded, running
+from benchmarks.marks import Values
+from benchmarks.rig import OURS, Rig, Site, connected, guarded, running
 from benchmarks.runs import Throughput
 
 GENERATIONS = 10
@@ -20,6 +20,8 @@ MARKERS = 1_000_000
 OUTBOX = 5_000_000
 DAYS = 5
 """Over which the rows of the outbox are spread; today is the last of them."""
+KEEPING = {"PIPELINE_OUTBOX_AGE": str(30 * 86_400)}
+"""Settings with which retention leaves them there."""
 _AT_ONCE = 1_000
 _LOOK_SECONDS = 0.2
 
@@ -81,58 +83,80 @@ UPDATE pipeline.outbox_cursor
 async def old_tables(bench: Bench) -> None:
     """Compare the rate on tables that are full of the past with that on empty ones."""
     one = load.make(1_000, bench.options.events)
-    rig = bench.rig
-    async with rig.site(OURS, await rig.input(one)) as site:
+    rig, who = bench.rig, replace(OURS, settings=KEEPING)
+    input_ = await rig.input(one)
+    async with rig.site(who, input_) as empty, rig.site(who, input_) as old:
         bench.say("old_tables", "filling")
-        await fill(rig, site, markers=bench.scaled(MARKERS), events=bench.scaled(OUTBOX) // DAYS)
+        await fill(rig, old, markers=bench.scaled(MARKERS), events=bench.scaled(OUTBOX) // DAYS)
         await bench.rounds(
             "old_tables",
             {
-                "empty": partial(Throughput(OURS, one), rig),
-                "old": partial(_again, bench, site, one),
+                "empty": partial(_again, bench, empty, one),
+                "old": partial(_again, bench, old, one),
             },
         )
-    found = partial(bench.found, "old_tables")
-    bench.mark("old tables", ratios(found("old"), found("empty")))
+    bench.compare("old tables", "old", "empty")
 
 
 async def fill(rig: Rig, site: Site, *, markers: int, events: int) -> None:
     """Write the past, as the engine would have left it: so much in a generation, and in a day."""
-    connection = await asyncpg.connect(site.database)
-    try:
-        first = await connection.fetchval(_CURRENT)
-        for number in range(first, first + GENERATIONS + 1):
+    async with connected(site.database) as connection:
+        past = Past(connection)
+        await past.close_generations(GENERATIONS, markers)
+        today = (await connection.fetchval("SELECT now()")).astimezone(UTC).date()
+        for ago in reversed(range(DAYS)):
+            await past.fill_day(today - timedelta(days=ago), events)
+        await past.publish()
+        await past.settle(rig, site, GENERATIONS)
+
+
+class Past:
+    """Writes what a service has left behind that has run for long."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    async def close_generations(self, count: int, markers: int) -> int:
+        """Fill so many generations and close them; returns the number of the first."""
+        connection = self._connection
+        first: int = await connection.fetchval(_CURRENT)
+        for number in range(first, first + count + 1):
             if not await connection.fetchval(_EXISTS, f"inbox_g{number}"):
                 await connection.execute(_MAKE_GENERATION.format(number=number))
-        for number in range(first, first + GENERATIONS):
-            filling = _FILL_GENERATION.format(number=number, count=markers)
-            await connection.execute(filling)
-        await connection.execute(_CLOSE_GENERATIONS.format(current=first + GENERATIONS))
-        today = (await connection.fetchval("SELECT now()")).astimezone(UTC).date()
-        for day in (today - timedelta(days=ago) for ago in reversed(range(DAYS))):
-            days = {"name": f"{day:%Y%m%d}", "day": day, "next": day + timedelta(days=1)}
-            await connection.execute(_MAKE_DAY.format(**days))
-            await connection.execute(_SPEND_TRANSACTIONS.format(count=events // _AT_ONCE + 1))
-            await connection.execute(_FILL_DAY.format(day=day, count=events, size=_AT_ONCE))
-        await connection.execute(_ALL_IS_PUBLISHED)
-        # Its housekeeping builds the filters.
+        for number in range(first, first + count):
+            await connection.execute(_FILL_GENERATION.format(number=number, count=markers))
+        await connection.execute(_CLOSE_GENERATIONS.format(current=first + count))
+        return first
+
+    async def fill_day(self, day: date, events: int) -> None:
+        """Write so many events into a day of the outbox."""
+        connection = self._connection
+        days = {"name": f"{day:%Y%m%d}", "day": day, "next": day + timedelta(days=1)}
+        await connection.execute(_MAKE_DAY.format(**days))
+        await connection.execute(_SPEND_TRANSACTIONS.format(count=events // _AT_ONCE + 1))
+        await connection.execute(_FILL_DAY.format(day=day, count=events, size=_AT_ONCE))
+
+    async def publish(self) -> None:
+        """Let all that is in the outbox be published."""
+        await self._connection.execute(_ALL_IS_PUBLISHED)
+
+    async def settle(self, rig: Rig, site: Site, generations: int) -> None:
+        """Let the housekeeping of a relay build the filters of so many, and clean up behind all."""
         service = rig.process(site, command="relay")
         async with running(service):
-            await guarded(_all_have_filters(connection), [service])
-        await connection.execute("VACUUM (FREEZE, ANALYZE)")
-        await connection.execute("CHECKPOINT")
-    finally:
-        await connection.close()
+            await guarded(self._have_filters(generations), [service])
+        await self._connection.execute("VACUUM (FREEZE, ANALYZE)")
+        await self._connection.execute("CHECKPOINT")
 
-
-async def _all_have_filters(connection: asyncpg.Connection) -> None:
-    while await connection.fetchval(_FILTERED) < GENERATIONS:  # noqa: ASYNC110  # by a process
-        await asyncio.sleep(_LOOK_SECONDS)
+    async def _have_filters(self, generations: int) -> None:
+        while await self._connection.fetchval(_FILTERED) < generations:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _again(bench: Bench, site: Site, load_: Load) -> Values:
-    """Run once more on the old tables, as if nothing of this load had been seen."""
+    """Run once more on the same tables, as if nothing of this load had been seen."""
     rig = bench.rig
-    await rig.execute(_FORGET, "CHECKPOINT", database=site.database)
+    # The statistics are of the run before, on empty tables as on old ones.
+    await rig.execute("ANALYZE", _FORGET, "CHECKPOINT", database=site.database)
     async with rig.fresh_topic() as output:
         return await Throughput(OURS, load_).at(rig, replace(site, output=output))

@@ -5,14 +5,13 @@ from functools import partial
 
 from benchmarks.bench import Bench
 from benchmarks.check import require
-from benchmarks.marks import Values, ratios
-from benchmarks.rig import OURS, running
+from benchmarks.marks import Values
+from benchmarks.producer import KEYS, PAYLOAD, key_of, told
+from benchmarks.rig import OURS, PRODUCER, PRODUCER_HEADERS, Contestant, Rig, Site, Told, running
 from benchmarks.runs import rate
+from demo.processes import Service
 
 EVENTS = 300_000
-KEYS = 1_000
-PAYLOAD = 250
-"""Bytes."""
 _A_TRANSACTION = 1_000
 
 # A commit ends each round of the loop, as if so many transactions had staged them.
@@ -39,12 +38,11 @@ async def relay(bench: Bench) -> None:
         "relay",
         {
             "relay": partial(_relay, bench, count),
-            "producer": partial(_producer, bench, count, headers=False),
-            "producer, headers": partial(_producer, bench, count, headers=True),
+            "producer": partial(_producer, bench, PRODUCER, count),
+            "producer, headers": partial(_producer, bench, PRODUCER_HEADERS, count),
         },
     )
-    found = partial(bench.found, "relay")
-    bench.mark("relay alone", ratios(found("relay"), found("producer")))
+    bench.compare("relay alone", "relay", "producer")
 
 
 async def _relay(bench: Bench, count: int) -> Values:
@@ -59,19 +57,24 @@ async def _relay(bench: Bench, count: int) -> Values:
             "CHECKPOINT",
             database=site.database,
         )
-        service = rig.process(site, command="relay")
-        async with running(service), rig.counted(site.output) as published:
-            samples = await rig.watch([service], published, count)
-        expected = Counter(f"parcel-{number % KEYS:06}" for number in range(count))
-        require((await rig.read(site.output)).faults(expected, {}, {}), "relay")
-        return rate(samples, count)
+        return await _published(rig, site, rig.process(site, command="relay"), count)
 
 
-async def _producer(bench: Bench, count: int, *, headers: bool) -> Values:
+async def _producer(bench: Bench, who: Contestant, count: int) -> Values:
     rig = bench.rig
     async with rig.fresh_topic() as topic:
-        told = await rig.produce(topic, count, headers=headers)
-        return {
-            "rate": told["count"] / told["seconds"],
-            "cpu_python": told["cpu_seconds"] / told["count"] * 1_000,
-        }
+        site = Site(who, rig.stack.database, "-", topic, who.name)
+        service = rig.process(site, settings={"BENCH_COUNT": str(count)})
+        return await _published(rig, site, service, count, told)
+
+
+async def _published(
+    rig: Rig, site: Site, service: Service, count: int, told: Told | None = None
+) -> Values:
+    """Watch a process publish so many; `told` says what its records are, if they aren't events."""
+    async with running(service), rig.counted(site.output) as published:
+        samples = await rig.watch([service], published, count)
+    expected = Counter(map(key_of, range(count)))
+    check = await rig.read(site.output, told)
+    require(check.faults(expected, {}, {}), site.contestant.name)
+    return rate(samples, count)

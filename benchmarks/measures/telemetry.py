@@ -1,6 +1,7 @@
 """Telemetry: spans and metrics sent to a receiver, beside none."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,10 +10,12 @@ from functools import partial
 from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.load import SAMPLED, Load
-from benchmarks.marks import Values, ratios
-from benchmarks.rig import OURS
+from benchmarks.marks import Values
+from benchmarks.rig import OURS, Contestant
 from benchmarks.runs import Throughput
 from demo.processes import ProcessFailed
+
+PATHS = ("/v1/traces", "/v1/metrics")
 
 
 async def telemetry(bench: Bench) -> None:
@@ -25,30 +28,43 @@ async def telemetry(bench: Bench) -> None:
             "on": partial(_on, bench, one),
         },
     )
-    found = partial(bench.found, "telemetry")
-    bench.mark("telemetry on, sampled 1 %", ratios(found("on"), found("off")))
+    bench.compare("telemetry on, sampled 1 %", "on", "off")
 
 
 async def _on(bench: Bench, load_: Load) -> Values:
+    async with traced() as (who, sink):
+        values = await Throughput(who, load_)(bench.rig)
+    return {
+        **values,
+        "received_bytes": sum(sink.bytes.values()),
+        "metrics_exports": sink.requests["/v1/metrics"],
+    }
+
+
+@asynccontextmanager
+async def traced() -> AsyncIterator[tuple[Contestant, "Sink"]]:
+    """Lend ours with telemetry on, and what receives it. Raises `ProcessFailed` if it got none."""
     sink = Sink()
     async with sink.serving() as url:
         settings = {
             "PIPELINE_OTLP_ENDPOINT": url,
             "PIPELINE_TRACE_SAMPLE_RATIO": str(1 / SAMPLED),
+            # By default it is a minute, and most runs are shorter.
+            "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         }
-        traced = replace(OURS, name="ours-traced", settings=settings)
-        values = await Throughput(traced, load_)(bench.rig)
-    if not sink.bytes["/v1/traces"] or not sink.bytes["/v1/metrics"]:
+        yield replace(OURS, name="ours-traced", settings=settings), sink
+    if not all(sink.bytes[path] for path in PATHS):
         raise ProcessFailed(f"the service has not sent both traces and metrics: {sink.bytes}")
-    return {**values, "received_bytes": sum(sink.bytes.values())}
 
 
 class Sink:
     """A receiver of OTLP over HTTP that takes everything and keeps nothing."""
 
     def __init__(self) -> None:
-        self.bytes = {"/v1/traces": 0, "/v1/metrics": 0}
+        self.bytes = Counter[str]()
         """What came so far, by path."""
+        self.requests = Counter[str]()
+        """How often something came, by path."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -70,7 +86,8 @@ class Sink:
                 )
                 await reader.readexactly(length)
                 path = request.split()[1]
-                self.bytes[path] = self.bytes.get(path, 0) + length
+                self.bytes[path] += length
+                self.requests[path] += 1
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -3,15 +3,15 @@
 from functools import partial
 
 from benchmarks import load
-from benchmarks.bench import Bench
+from benchmarks.bench import Bench, Runner
 from benchmarks.load import FLIGHTS, Keys, Load
-from benchmarks.marks import ratios
 from benchmarks.rig import BARE, BARE_ORM, OURS, OURS_SQL, USUAL, Contestant
 from benchmarks.runs import Throughput
 
 USUAL_SCANS = 2_000
-"""As many as take the usual way some seconds."""
+"""As many as take the usual way some seconds; a tenth of the others' if these are few."""
 KEYS: tuple[Keys, ...] = (1_000, 10, 1, FLIGHTS)
+AGAIN = " (again)"
 
 
 def named(keys: Keys) -> str:
@@ -21,23 +21,36 @@ def named(keys: Keys) -> str:
 
 async def throughput(bench: Bench) -> None:
     """Compare ours with bare and usual."""
+    few = min(USUAL_SCANS, max(1, bench.options.events // 10))
     loads = {keys: load.make(keys, bench.options.events) for keys in KEYS}
-    runs: dict[str, tuple[Contestant, Load]] = {}
+
+    def run(who: Contestant, what: Load) -> Runner:
+        return partial(Throughput(who, what), bench.rig)
+
+    # Neighbours are compared. Two of ours are run twice, so that each pair is one of neighbours.
+    groups: list[dict[str, Runner]] = []
     for keys, one in loads.items():
-        runs[f"bare, {named(keys)}"] = BARE, one
-        runs[f"ours, {named(keys)}"] = OURS, one
-    runs["bare-orm, 1,000 keys"] = BARE_ORM, loads[1_000]
-    runs["usual, 1,000 keys"] = USUAL, load.make(1_000, min(USUAL_SCANS, bench.options.events))
-    runs["ours-sql, 1,000 keys"] = OURS_SQL, loads[1_000]
-    await bench.rounds(
-        "throughput",
-        {name: partial(Throughput(who, what), bench.rig) for name, (who, what) in runs.items()},
-    )
-    found = partial(bench.found, "throughput")
-    for keys in KEYS:
         of = named(keys)
-        bench.mark(f"ORM handler, {of}", ratios(found(f"ours, {of}"), found(f"bare, {of}")))
-    ours = found("ours, 1,000 keys")
-    bench.mark("ORM handler, against usual", ratios(ours, found("usual, 1,000 keys")))
-    bench.mark("SQL handler", ratios(found("ours-sql, 1,000 keys"), found("bare, 1,000 keys")))
-    bench.mark("hot key", ratios(found("ours, 1 key"), ours))
+        groups.append(
+            {
+                f"ours, {of}": run(OURS, one),
+                f"bare, {of}": run(BARE, one),
+                f"ours-sql, {of}": run(OURS_SQL, one),
+            }
+        )
+    thousand, single = loads[1_000], loads[1]
+    groups[0]["bare-orm, 1,000 keys"] = run(BARE_ORM, thousand)
+    groups.append(
+        {
+            "usual, 1,000 keys": run(USUAL, load.make(1_000, few)),
+            f"ours, 1,000 keys{AGAIN}": run(OURS, thousand),
+            f"ours, 1 key{AGAIN}": run(OURS, single),
+        }
+    )
+    await bench.rounds("throughput", *groups)
+    for of in map(named, KEYS):
+        bench.compare(f"ORM handler, {of}", f"ours, {of}", f"bare, {of}")
+        bench.compare(f"SQL handler, {of}", f"ours-sql, {of}", f"bare, {of}")
+    ours = f"ours, 1,000 keys{AGAIN}"
+    bench.compare("ORM handler, against usual", ours, "usual, 1,000 keys")
+    bench.compare("hot key", f"ours, 1 key{AGAIN}", ours)
