@@ -21,8 +21,8 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest bench model test test-raw test-pooler
-.PHONY: test-baked check check-raw format requirements clean
+.PHONY: help setup up down demo chaos chaos-selftest bench model test test-engine test-others
+.PHONY: test-raw test-pooler test-baked check check-raw format requirements clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,7 @@ up: $(INSTALLED) ## start PostgreSQL and Kafka and wait until they serve
 	@$(STACK) up
 
 down: $(INSTALLED) ## stop them
+	@test ! -d .stack/others || $(STACK) --state .stack/others down
 	@$(STACK) down
 	@test ! -d build/demo || $(BIN)/python -m demo.run --stop
 	@test ! -d build/chaos || $(BIN)/python -m chaos.run --stop
@@ -54,7 +55,7 @@ chaos-selftest: $(INSTALLED) ## break the engine on purpose: the same check must
 	@exec $(BIN)/python -m chaos.selftest
 
 # EVENTS=200000 ROUNDS=3 MINUTES=10 ONLY=<all measures, separated by commas>, unless said otherwise.
-# KEEP_PLOTS=1 copies the plots to docs/performance.
+# KEEP_PLOTS=1 copies plots and report to docs/performance; everything must be committed.
 bench: $(INSTALLED) ## measure the service beside what else one could have written
 	@exec $(BIN)/python -m benchmarks.run $(addprefix --events=,$(EVENTS)) \
 	    $(addprefix --rounds=,$(ROUNDS)) $(addprefix --minutes=,$(MINUTES)) \
@@ -64,7 +65,17 @@ model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it 
 	@$(BIN)/python -m model.check
 
 test: check ## everything that a contributor needs to trust a change, real servers included
-	@$(STACK) run -- $(MAKE) --no-print-directory --keep-going test-raw test-pooler test-baked
+	@$(STACK) run -- true # installs them: two at once would be in each other's way
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 $(if $(CI),--output-sync) \
+	    test-engine test-others
+
+# Side by side, each on servers of its own: tests ask what goes on in all of a server.
+test-engine: $(INSTALLED)
+	@$(STACK) run -- $(MAKE) --no-print-directory test-raw
+
+test-others: $(INSTALLED)
+	@$(STACK) --state .stack/others run -- $(MAKE) --no-print-directory --keep-going --jobs=1 \
+	    test-pooler test-baked
 
 # The engine's own tests, in the raw tree.
 test-raw: $(INSTALLED)
@@ -72,7 +83,7 @@ test-raw: $(INSTALLED)
 
 # Those that need a database once more, behind PgBouncer in transaction mode.
 test-pooler: $(INSTALLED)
-	@cd '$(RAW)' && TEST_POOLER=1 $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw' \
+	@cd '$(RAW)' && TEST_POOLER=1 $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-pooler' \
 	    tests/pipeline/integration
 
 # The template's tests, which bake services and let those test themselves.
@@ -105,6 +116,7 @@ requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--up
 
 clean: ## delete everything that was made here, the servers' data too
 	@test ! -x $(BIN)/python || $(MAKE) --no-print-directory down
+	@test ! -x $(BIN)/python || $(STACK) --state .stack/others down --purge
 	@test ! -x $(BIN)/python || $(STACK) down --purge
 	@rm -rf .venv .stack .*_cache build
 	@find . -name __pycache__ -prune -exec rm -rf {} +

@@ -136,10 +136,12 @@ class Service:
         *,
         command: str = "run",
         module: str = PACKAGE,
+        defaults: Mapping[str, str] = SETTINGS,
     ) -> None:
         """Prepare to run it. Its process holds `lock` for as long as it lives.
 
-        `module` is what is run, if not the service itself.
+        `module` is what is run, if not the service itself; `defaults` is what neither `settings`
+        nor our environment says.
         """
         self.log = log
         self.port = free_port()
@@ -148,7 +150,7 @@ class Service:
         self._runs = command
         self._project = project
         self._environment = {
-            **SETTINGS,
+            **defaults,
             **os.environ,
             **settings,
             "PIPELINE_HEALTH_PORT": str(self.port),

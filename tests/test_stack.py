@@ -462,8 +462,8 @@ def test_ctrl_c_in_a_terminal_reaches_the_command_once(short_lived: Stack) -> No
         assert process.stdout.readline() == "ready\n"
         pids = short_lived.pids()
         os.write(terminal, b"\x03")
-        assert process.stdout.read() == "finished\n"
-        assert process.wait(60) == 9
+        # Together, so that the exit code tells what has happened where nothing was written.
+        assert (process.stdout.read(), process.wait(60)) == ("finished\n", 9)
     os.close(terminal)
 
     assert not any(map(runs, pids))
