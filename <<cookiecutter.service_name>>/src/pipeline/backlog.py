@@ -32,6 +32,7 @@ from .tasks import Turn
 _RUN_BYTES = 16 * 2**20
 """What the rows of one transaction may take in memory, about."""
 _FIRST_LANES = {"immediate": 0, "deferred": LANES, "effect": 2 * LANES}
+"""Of each mode's lanes the one with the lowest number."""
 _NEXT = -1
 """Offset of what is not stored yet and stands behind all that is: effects have no other place."""
 _DEMOTED = 10_000
@@ -212,12 +213,12 @@ UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
 
 _SEIZE = """
 UPDATE pipeline.backlog_lane
-   SET token = CASE WHEN lane < $2 THEN token + 1 ELSE token END,
-       owner = CASE WHEN lane < $2 THEN NULL ELSE owner END,
-       lease_until = CASE WHEN lane < $2 THEN NULL ELSE lease_until END,
-       starts = starts - CASE WHEN lane < $2 AND lease_until > clock_timestamp() THEN 1 ELSE 0 END
+   SET token = token + 1, owner = NULL, lease_until = NULL,
+       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
  WHERE lane = $1
 """
+
+_SHARE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
 
 _REDRIVE = """
 UPDATE pipeline.backlog
@@ -574,7 +575,8 @@ async def seize(connection: asyncpg.Connection, lane: int) -> None:
     worker has not died, so it is not counted among those that did. One that makes calls keeps the
     lane: it knows how they end, and has read only what is alive.
     """
-    await connection.execute(_SEIZE, lane, _FIRST_LANES["effect"])
+    makes_calls = lane >= _FIRST_LANES["effect"]
+    await connection.execute(_SHARE if makes_calls else _SEIZE, lane)
 
 
 async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:

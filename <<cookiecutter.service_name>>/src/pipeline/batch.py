@@ -211,6 +211,8 @@ def in_sequence(items: Sequence[Item]) -> Sequence[Item]:
     for place, item in enumerate(items):
         if item.handler.gaps is not None:
             places.setdefault(item.order_key, []).append(place)
+    if not places:
+        return items
     ordered = list(items)
     for of_key in places.values():
         in_order = sorted((items[place] for place in of_key), key=lambda item: item.sequence)

@@ -6,7 +6,7 @@ tried again, put off, dead or done like any other.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +20,14 @@ from . import backlog
 from .backlog import Lane, Taken
 from .batch import Item, validated
 from .breaker import BreakerOpen
+from .consume import judged
 from .effects import Call, Effect
 from .failures import is_of_the_database, named
 from .lanes import Lanes, died, untouched
-from .policy import DIED, UNKNOWN, Fate, Park, ProcessDied, Reject, Retry, assumed, unknown
+from .policy import DIED, NOT_DONE, UNKNOWN, Fate, ProcessDied, assumed, unknown
 from .results import Results
-from .tasks import in_background
+from .schema import LANES
+from .tasks import end, in_background
 from .telemetry import ProcessSpans
 from .transaction import Transaction
 from .work import FromLane
@@ -73,7 +75,7 @@ class _Called:
             if effect.then is not None:
                 try:
                     await effect.then(event, tx, self.result)
-                except (Park, Reject, Retry) as error:
+                except NOT_DONE as error:
                     if effect.is_repeatable:
                         raise
                     # Of a call they say that it did not take place. This one did.
@@ -94,7 +96,7 @@ class Caller(Lanes):
     _counts = False
 
     def __init__(self, *arguments: Any, group: str, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, workers=LANES, **options)
         self._group = group
         self._limiters: dict[str, AsyncLimiter] = {}
         self._alone = asyncio.Lock()
@@ -143,7 +145,7 @@ class Caller(Lanes):
                     ended = [calls.pop(key) for key, call in list(calls.items()) if call.done()]
                     await self._settle(lane, [one for call in ended if (one := call.result())])
             finally:
-                await _end(calls.values())
+                await end(*calls.values())
 
     async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async with self._asking:
@@ -194,13 +196,14 @@ class Caller(Lanes):
 
     async def _note_beginnings(self, lane: Lane, chosen: Sequence[Item]) -> dict[bytes, bool]:
         """Store that calls begin where that is needed; returns of each of these whether it may."""
-        # Who was stopped for long may not hold the lane any more.
-        await self._hold(lane)
         fates = {
             item.marker.key: fate
             for item in chosen
             if not self._is_risky(lane, item) and (fate := _beforehand(item, is_risky=False))
         }
+        if not fates:
+            # Who was stopped for long may not hold the lane any more. To note something tells too.
+            await self._hold(lane)
         there = await self._note(lane, chosen, fates)
         return {key: key in there and not fate.is_dead for key, fate in fates.items()}
 
@@ -325,7 +328,7 @@ async def _has_happened(item: Item, call: Call) -> bool:
     assert ask is not None
     try:
         return await ask(item.event, call)
-    except (Park, Reject, Retry) as error:
+    except NOT_DONE as error:
         # Of a call they say that it did not take place. Who asks can't say that so.
         raise OutcomeUnknown(f"it can't be asked: {named(error)}") from error
 
@@ -358,13 +361,11 @@ def _in_vain(called: _Called) -> Fate | None:
     None: it stays as it was noted.
     """
     item, effect, error = called.item, _effect_of(called.item), called.error
-    if effect.is_repeatable or isinstance(error, Park | Reject | Retry):
+    if effect.is_repeatable or isinstance(error, NOT_DONE):
         return untouched(item)
     if error is None:  # it took place, and what comes after that has failed
         return None
-    can_ask = effect.ask is not None
-    policy = item.handler.policy
-    return unknown(policy, error, attempts=item.attempts, waited=item.waited, can_ask=can_ask)
+    return judged(item, error, UNKNOWN)
 
 
 def _told(
@@ -380,9 +381,3 @@ def _told(
         return error
     told.__cause__ = error
     return told
-
-
-async def _end(calls: Collection[asyncio.Task[Any]]) -> None:
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)

@@ -28,10 +28,10 @@ from .outbox import Outbox
 from .payload import HASH_VERSION
 from .policy import (
     FOLLOWER,
+    NOT_DONE,
     Fate,
     Park,
     Reject,
-    Retry,
     after_failure,
     dead,
     undecided,
@@ -206,7 +206,7 @@ class Consume:
         if len(suspects) > 1:
             return {item.marker.key: undecided(unclear.error) for item in suspects}
         (item,) = suspects
-        return {item.marker.key: _judged(item, unclear.error, unclear.reason)}
+        return {item.marker.key: judged(item, unclear.error, unclear.reason)}
 
     async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Results:
         started = perf_counter()
@@ -314,7 +314,7 @@ class Consume:
         if handled.failed:
             (first, error), *others = handled.failed
             fates = {item.marker.key: undecided(other) for item, other in others}
-            fates[first.marker.key] = _judged(first, error, "failed")
+            fates[first.marker.key] = judged(first, error, "failed")
             late = handled.late and handled.late.marker.key
             raise _Guilty(fates, late=late, is_cut_off=handled.is_cut_off)
 
@@ -387,10 +387,11 @@ def _let_go(*errors: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
 
 
-def _judged(item: Item, error: BaseException, reason: str) -> Fate:
+def judged(item: Item, error: BaseException, reason: str) -> Fate:
+    """Return what becomes of a message whose handling has failed with an error of its own."""
     policy, effect = item.handler.policy, item.handler.effect
     attempts, waited = item.attempts, item.waited
-    if effect and not effect.is_repeatable and not isinstance(error, Park | Reject | Retry):
+    if effect and not effect.is_repeatable and not isinstance(error, NOT_DONE):
         can_ask = effect.ask is not None
         return unknown(policy, error, attempts=attempts, waited=waited, can_ask=can_ask)
     return after_failure(policy, error, attempts=attempts, waited=waited, reason=reason)

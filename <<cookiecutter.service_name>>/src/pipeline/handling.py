@@ -237,7 +237,8 @@ async def _gap_before(item: Item, attempt: Attempt) -> int:
     except Reject as error:
         raise _Failed(error) from error
     row = await _followed(item, attempt)
-    return sequence - (row.followed or 0 if row else 0) - 1
+    followed = row.followed if row else None
+    return sequence - (followed or 0) - 1
 
 
 def _fate_of_early(item: Item, gap: int) -> Fate | None:

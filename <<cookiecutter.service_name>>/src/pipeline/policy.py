@@ -47,6 +47,10 @@ class Reject(Exception):
     """Raised by a handler: this message can never be applied. It is dead at once."""
 
 
+NOT_DONE = (Retry, Park, Reject)
+"""What a handler raises to say that it has done nothing: of a call, that it did not take place."""
+
+
 def is_delay(seconds: object) -> bool:
     """Whether anything may be put off for so long."""
     return isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST

@@ -20,7 +20,7 @@ from .handlers import Handlers
 from .health import Health
 from .inbox import Anchor, PositionMoved, Slot, StoredPosition
 from .settings import Settings
-from .tasks import in_background
+from .tasks import end, in_background
 from .work import FromPartition, Pace
 
 log = logging.getLogger(__name__)
@@ -199,8 +199,7 @@ class Reader:
                 following = asyncio.create_task(self._fetch(batch.end))
                 await self._apply(FromPartition(self._slot, batch))
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await end(following)
 
     async def _begin(self, position: int) -> None:
         """Count the start before anything is done with the first records, then apply them."""

@@ -24,7 +24,6 @@ from .health import Announcer, Health, HealthServer, Watchdog
 from .lanes import Lanes
 from .relay import Relay
 from .retention import make_ahead, tidy
-from .schema import LANES
 from .service import Service
 from .settings import Settings
 from .tasks import in_background
@@ -142,7 +141,6 @@ async def _serve(
         consume,
         handlers=handlers,
         group=service.name,
-        workers=LANES,
         settings=settings,
         breaker=breaker,
         health=health,

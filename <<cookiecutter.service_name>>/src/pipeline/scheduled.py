@@ -18,6 +18,7 @@ MOVE_LOCK = 0x1B0C8
 
 _AT_ONCE = 1_000
 _STOPPED = "10s"
+"""For how long a process that has stopped in the middle of a move may hold up the others."""
 _LOOK_SECONDS = 1.0
 """How late an event may be because nobody has looked."""
 

@@ -46,13 +46,15 @@ async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.T
     try:
         yield task
     except BaseException:
-        await _end(task)
+        await end(task)
         raise
-    await _end(task)
+    await end(task)
     if not task.cancelled():
         task.result()
 
 
-async def _end(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+async def end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until they have ended, however they do."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

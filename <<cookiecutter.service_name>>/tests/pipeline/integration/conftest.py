@@ -32,7 +32,6 @@ from pipeline.inbox import Slot
 from pipeline.lanes import Lanes
 from pipeline.retention import keep_house
 from pipeline.runtime import Part, serve
-from pipeline.schema import LANES
 from pipeline.settings import Settings
 
 from .bank import Bank, Base
@@ -433,7 +432,6 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             engines[-1],
             consume,
             group=group,
-            workers=LANES,
             parked=called,
             **common,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
 import asyncpg
@@ -97,6 +98,10 @@ class Desk:
             await driver.execute(
                 "UPDATE pipeline.backlog SET due_at = now() WHERE due_at > clock_timestamp()"
             )
+
+    def let_probe(self, consumer: str) -> None:
+        """Let the time pass for which the breaker lets a consumer rest."""
+        self.lanes._breaker._failing[consumer].probe_at = monotonic()
 
     async def load_filters(self) -> None:
         """Load the filters that there are, as is done beside a running service."""

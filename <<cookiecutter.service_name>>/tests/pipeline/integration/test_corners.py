@@ -91,7 +91,9 @@ async def test_a_deployment_that_fails_at_every_flush_opens_the_breaker(
 async def test_an_open_breaker_spends_no_attempt_of_what_is_tried_alone(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=3, schedule=(30,)))
+    options = {"policy": Policy(attempts=3, schedule=(30,))}
+    bank = Bank(deposits="deposits", balances="balances", name="bank", options=options)
+    desk = await new_desk(bank.handlers, topic=bank.deposits, retry_pause=3_600)
     bank.refused = {10}
     await desk.apply(Deposit(10))
     await db.execute("UPDATE pipeline.backlog SET reason = 'process died', attempts = 1")
@@ -100,7 +102,7 @@ async def test_an_open_breaker_spends_no_attempt_of_what_is_tried_alone(
         await desk.apply(*(Deposit(n, account=str(n)) for n in range(100, 200)))
     assert "breaker of deposit" in desk.health.reasons
     for _ in range(3):
-        await eventually(lambda: not desk.lanes._breaker.resting)
+        desk.let_probe("deposit")
         calls = len(bank.calls)
         await desk.make_due()
         await desk.work_off()

@@ -351,7 +351,8 @@ async def test_an_error_of_another_database_is_not_taken_for_an_outage_of_ours(
 
 async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: NewDesk) -> None:
     """Promise 5, for the outside: the breaker opens, and closes when it answers again."""
-    outside, desk = await desk_of(new_desk, policy=Policy())
+    outside = Outside({"policy": Policy()})
+    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
     outside.errors = {number: OSError("down") for number in range(100)}
     await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
     await desk.call()
@@ -360,10 +361,11 @@ async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: New
     assert sum(row["attempts"] for row in rows) < 20, "so many keys open it"
     assert desk.caller._breaker.open == {"tell"}
     before = len(outside.calls)
-    await eventually(lambda: not desk.caller._breaker.resting)
+    desk.let_probe("tell")
     await desk.call()
     assert len(outside.calls) == before + 1, "one of them probes"
     outside.errors = {}
+    desk.let_probe("tell")
 
     async def all_is_called() -> bool:
         await desk.make_due()
@@ -376,12 +378,14 @@ async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: New
 async def test_an_outage_of_the_outside_ends_for_calls_that_must_not_be_repeated_too(
     new_desk: NewDesk,
 ) -> None:
-    outside, desk = await desk_of(new_desk, policy=Policy(), repeatable=False)
+    outside = Outside({"policy": Policy(), "repeatable": False})
+    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
     outside.errors = {number: OSError("down") for number in range(100)}
     await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
     await desk.call()
     assert desk.caller._breaker.open == {"tell"}
     outside.errors = {}
+    desk.let_probe("tell")
 
     async def all_is_called() -> bool:
         await desk.make_due()

@@ -253,51 +253,30 @@ async def test_a_relay_publishes_all_that_is_committed_before_it_stops(
     assert await all_is_written(db)
 
 
-async def test_what_is_committed_behind_the_back_of_the_last_look_is_published_before_the_stop(
+@pytest.mark.parametrize("before", [0, 5], ids=["last look", "window of many pages"])
+async def test_what_is_committed_behind_the_back_of_the_relay_is_published_before_the_stop(
     settings: Callable[..., Settings],
     connect: Connect,
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
+    before: int,
 ) -> None:
     topic, writer = await new_topic(), await connect()
 
     class Interrupted(relay.Relay):
-        """One that is told to stop when it has just found nothing."""
+        """One told to stop when it has published the first page, or found that there is none."""
 
         async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
             found = await super()._step(driver, is_poll=is_poll)
-            if not self._stopping.is_set():
-                await stage(writer, numbered(topic, [1]))
+            if found[0] is (before > 0) and not self._stopping.is_set():
+                await stage(writer, numbered(topic, [before + 1]))
                 self.stop()
             return found
 
-    async with relaying(settings(), Interrupted) as one:
-        await asyncio.wait_for(one.task, PATIENCE)
-    assert await ids_in(kafka, topic) == ["1"]
-
-
-async def test_what_is_committed_behind_a_window_of_many_pages_is_published_before_the_stop(
-    settings: Callable[..., Settings],
-    connect: Connect,
-    kafka: str,
-    new_topic: Callable[..., Awaitable[str]],
-) -> None:
-    topic, writer = await new_topic(), await connect()
-
-    class Interrupted(relay.Relay):
-        """One that is told to stop when it has published the first of the pages."""
-
-        async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
-            found = await super()._step(driver, is_poll=is_poll)
-            if found[0] and not self._stopping.is_set():
-                await stage(writer, numbered(topic, [6]))
-                self.stop()
-            return found
-
-    await stage(writer, numbered(topic, range(1, 6)))
+    await stage(writer, numbered(topic, range(1, before + 1)))
     async with relaying(settings(relay_page=2), Interrupted) as one:
         await asyncio.wait_for(one.task, PATIENCE)
-    assert await ids_in(kafka, topic) == ["1", "2", "3", "4", "5", "6"]
+    assert await ids_in(kafka, topic) == [str(n) for n in range(1, before + 2)]
 
 
 async def test_a_relay_that_lost_its_shards_writes_nothing_over_the_new_owners_progress(

@@ -16,7 +16,7 @@ GIVEN = {
     "Fate": 0,
     "Quarantined": 1,
     "_Unclear": 0,
-    "_judged": 2,
+    "judged": 2,
     "dead": 1,
 }
 PASSED_ON = {
