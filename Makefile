@@ -55,7 +55,7 @@ chaos-selftest: $(INSTALLED) ## break the engine on purpose: the same check must
 	@exec $(BIN)/python -m chaos.selftest
 
 # EVENTS=200000 ROUNDS=3 MINUTES=10 ONLY=<all measures, separated by commas>, unless said otherwise.
-# KEEP_PLOTS=1 copies plots and report to docs/performance; everything must be committed.
+# KEEP_PLOTS=1 puts what was measured into docs/performance; everything must be committed.
 bench: $(INSTALLED) ## measure the service beside what else one could have written
 	@exec $(BIN)/python -m benchmarks.run $(addprefix --events=,$(EVENTS)) \
 	    $(addprefix --rounds=,$(ROUNDS)) $(addprefix --minutes=,$(MINUTES)) \

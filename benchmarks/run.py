@@ -4,10 +4,10 @@ import argparse
 import asyncio
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import figures, machine
+from benchmarks import kept, machine
 from benchmarks.bench import Bench, Options
 from benchmarks.check import CheckFailed
 from benchmarks.marks import Mark
 from benchmarks.measures import MEASURES
 from benchmarks.rig import Rig
 from demo.display import say
-from demo.flights import ROOT, DataUnavailable
+from demo.flights import DataUnavailable
 from demo.processes import NAME, ProcessFailed, Stack, bake
 from demo.running import AlreadyRuns, add_into, only_one_in, short, until_interrupted
 
@@ -37,7 +37,6 @@ FAILURES = (
     asyncpg.PostgresError,
     OSError,
 )
-PLOTS = ROOT / "docs" / "performance"
 
 
 async def benchmark(
@@ -56,9 +55,9 @@ async def benchmark(
             for name in measures:
                 await MEASURES[name](bench)
                 await bench.rig.remove_inputs()
-                write(bench, facts, folder)
+                kept.write(report_of(bench, facts), folder)
         finally:
-            write(bench, facts, folder)
+            kept.write(report_of(bench, facts), folder)
     return bench
 
 
@@ -73,20 +72,21 @@ def clear(folder: Path) -> None:
         old.unlink(missing_ok=True)
 
 
-def write(bench: Bench, facts: Mapping[str, object], folder: Path) -> None:
-    """Write the report and the figures of what was measured so far."""
-    chosen = asdict(bench.options) | {"contestants": sorted(bench.options.contestants)}
-    report = {"machine": facts, "options": chosen, **bench.book.as_json()}
-    (folder / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    for name, svg in figures.draw(bench.book).items():
-        (folder / name).write_text(svg)
+def report_of(bench: Bench, facts: Mapping[str, object]) -> kept.Report:
+    """Return what was measured so far, and what is to be known of it."""
+    source = {"commit": facts["commit"], "on": f"{datetime.now(UTC):%Y-%m-%d}"}
+    measured = {run.measure: source for run in bench.book.runs}
+    return {
+        "machine": facts,
+        "options": as_json(bench.options),
+        "measured": measured,
+        **bench.book.as_json(),
+    }
 
 
-def copy_plots(folder: Path) -> None:
-    """Put the figures where the documentation shows them, and the report that they are of."""
-    PLOTS.mkdir(parents=True, exist_ok=True)
-    for file in [folder / "report.json", *folder.glob("*.svg")]:
-        shutil.copy(file, PLOTS)
+def as_json(options: Options) -> dict[str, object]:
+    """Return the options as a report holds them."""
+    return asdict(options) | {"contestants": sorted(options.contestants)}
 
 
 def show(marks: Sequence[Mark], console: Console) -> None:
@@ -116,8 +116,8 @@ async def bench(
     done = await benchmark(measures, options, folder, console)
     show(done.book.marks, console)
     if keep_plots:
-        copy_plots(folder)
-        say(console, "plots", short(PLOTS))
+        kept.keep(json.loads((folder / "report.json").read_text("utf-8")))
+        say(console, "plots", short(kept.PLOTS))
     say(console, "report", short(folder / "report.json"))
     return True
 
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--keep-plots",
         action="store_true",
-        help="copy plots and report to docs/performance; what is measured must be committed",
+        help="put what is measured into docs/performance; it must be committed",
     )
     add_into(parser, "bench")
     parser.add_argument(
@@ -193,6 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         contestants=wanted,
         again=chosen.again,
     )
+    hindrance = kept.hindrance(measures, as_json(options)) if chosen.keep_plots else None
+    if hindrance:
+        parser.error(f"--keep-plots: {hindrance}")
     folder, console = chosen.into.resolve(), Console(highlight=False)
     try:
         with only_one_in(folder):

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from benchmarks import figures, load, machine, producer, run
+from benchmarks import figures, kept, load, machine, producer, run
 from benchmarks.bench import Bench, Book, Options, Run
 from benchmarks.check import Check, CheckFailed, require
 from benchmarks.load import SAMPLED
@@ -237,6 +238,50 @@ def test_the_documentation_names_every_measure_and_every_goal_belongs_to_one() -
     text = (ROOT / "docs" / "performance.md").read_text("utf-8")
     assert re.findall(r"^\| `(\w+)` ", text, re.MULTILINE) == list(MEASURES)
     assert {goal.measure for goal in GOALS} <= set(MEASURES)
+
+
+def kept_report() -> dict[str, Any]:
+    return dict(json.loads(kept.REPORT.read_text("utf-8")))
+
+
+def test_the_page_has_the_tables_of_the_report_that_is_kept() -> None:
+    page = kept.PAGE.read_text("utf-8")
+    assert kept.told(page, kept_report()) == page
+    assert "not measured" not in page
+
+
+def test_a_measure_that_is_taken_anew_stands_beside_the_others() -> None:
+    before = kept_report()
+    new = Bench(run.rig_in(Path()), Options(), Console(quiet=True))
+    new.book.runs.append(Run("idle", "ours", 1, {"share": 0.5}))
+    new.mark("idle service", [0.5])
+    facts = {"commit": "f" * 40, "dirty": False}
+    after = kept.joined(run.report_of(new, facts), before)
+    assert list(after["measured"]) == list(before["measured"])
+    assert {n for n, one in after["measured"].items() if one["commit"] == "f" * 40} == {"idle"}
+    (idle,) = [one for one in after["runs"] if one["measure"] == "idle"]
+    assert idle["values"] == {"share": 0.5}
+    names = [mark["name"] for mark in after["marks"]]
+    assert names == [goal.name for goal in GOALS]
+    values = {mark["name"]: mark["value"] for mark in after["marks"]}
+    assert values["idle service"] == 0.5
+    assert values["hot key"] == next(m["value"] for m in before["marks"] if m["name"] == "hot key")
+    assert after["series"] == before["series"]
+    page = kept.told(kept.PAGE.read_text("utf-8"), after)
+    assert re.search(r"^\| fffffff +\| \S+ +\| `idle` +\|$", page, re.MULTILINE)
+    assert re.search(r"^\| idle service +\| [^|]+\| 0.5 ", page, re.MULTILINE)
+
+
+def test_a_measure_that_was_taken_otherwise_is_not_kept_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    same = run.as_json(Options())
+    others = run.as_json(Options(events=1_000))
+    assert kept.hindrance(["idle"], same) is None
+    assert "take the same, or all measures" in str(kept.hindrance(["idle"], others))
+    assert kept.hindrance(list(MEASURES), others) is None
+    monkeypatch.setattr(kept, "REPORT", tmp_path / "report.json")
+    assert "nothing is kept yet of throughput" in str(kept.hindrance(["idle"], same))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from benchmarks.capacity import (
     main,
     unlike,
 )
-from benchmarks.run import PLOTS
+from benchmarks.kept import PLOTS
 from demo.flights import ROOT
 
 TEXT = (ROOT / "docs" / "capacity.md").read_text("utf-8")

@@ -1,0 +1,173 @@
+"""What is kept of the measures: report and plots in docs/performance, and the tables about them.
+
+A measure compares only what has run beside each other, so each may be taken anew by itself; the
+report says of which commit each is.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import figures
+from benchmarks.bench import Book, Run
+from benchmarks.marks import GOALS
+from benchmarks.measures import MEASURES
+from demo.flights import ROOT
+
+PLOTS = ROOT / "docs" / "performance"
+REPORT = PLOTS / "report.json"
+PAGE = ROOT / "docs" / "performance.md"
+
+Report = Mapping[str, Any]
+
+
+def hindrance(measures: Collection[str], options: Mapping[str, Any]) -> str | None:
+    """Say why measures taken with these options cannot be kept beside the others; or None."""
+    staying = [name for name in MEASURES if name not in measures]
+    if not staying:
+        return None
+    if not REPORT.exists():
+        return f"nothing is kept yet of {', '.join(staying)}: take all measures"
+    others = json.loads(REPORT.read_text("utf-8"))["options"]
+    if others != options:
+        return f"what is kept was taken with {others}: take the same, or all measures"
+    return None
+
+
+def keep(report: Report) -> None:
+    """Put the measures of a report in place of those kept; draw the plots, write the tables anew.
+
+    To be asked before whether there is a `hindrance`.
+    """
+    whole = joined(report, json.loads(REPORT.read_text("utf-8")) if REPORT.exists() else {})
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    write(whole, PLOTS)
+    PAGE.write_text(told(PAGE.read_text("utf-8"), whole), "utf-8")
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write a report, and the figures of what it holds."""
+    text = json.dumps(report, indent=2, ensure_ascii=False)
+    (folder / "report.json").write_text(text + "\n", "utf-8")
+    for name, svg in figures.draw(_book_of(report)).items():
+        (folder / name).write_text(svg, "utf-8")
+
+
+def joined(report: Report, kept: Report) -> Report:
+    """Return a report with what another one has of other measures."""
+    staying = set(kept.get("measured", {})) - set(report["measured"])
+    if not staying:
+        return report
+    of_goal = {goal.name: goal.measure for goal in GOALS}
+    marks = {mark["name"]: mark for mark in kept["marks"] if of_goal[mark["name"]] in staying}
+    marks |= {mark["name"]: mark for mark in report["marks"]}
+    return {
+        **report,
+        "measured": {
+            name: (report if name in report["measured"] else kept)["measured"][name]
+            for name in MEASURES
+            if name in staying or name in report["measured"]
+        },
+        "marks": [marks[goal.name] for goal in GOALS if goal.name in marks],
+        "runs": [run for run in kept["runs"] if run["measure"] in staying] + report["runs"],
+        "series": kept["series"] | report["series"],
+    }
+
+
+def told(page: str, report: Report) -> str:
+    """Return the page with the tables of a report."""
+    book = _book_of(report)
+    page = _with_table(page, "| mark ", _marks(report))
+    page = _with_table(page, "| commit ", _sources(report))
+    page = _with_table(page, "| what ", _results(book))
+    return _with_table(page, "| layer ", _layers(book))
+
+
+def _marks(report: Report) -> Iterable[Sequence[str]]:
+    marks = {mark["name"]: mark for mark in report["marks"]}
+    for goal in GOALS:
+        mark = marks.get(goal.name)
+        if mark is None or mark["value"] is None:
+            yield goal.name, goal.text, "", "", "", "not measured"
+            continue
+        spread = f"{mark['least']:.3g} – {mark['most']:.3g}"
+        reference = "" if mark["reference"] is None else _number(mark["reference"])
+        met = "yes" if mark["met"] else "no"
+        yield goal.name, goal.text, f"{mark['value']:.3g}", spread, reference, met
+
+
+def _sources(report: Report) -> Iterable[Sequence[str]]:
+    """Say of which commit the measures are, those of one together."""
+    of: dict[tuple[str, str], list[str]] = {}
+    for name, source in report["measured"].items():
+        of.setdefault((source["commit"][:7], source["on"]), []).append(f"`{name}`")
+    for (commit, day), names in of.items():
+        yield commit, day, ", ".join(names)
+
+
+def _results(book: Book) -> Iterable[Sequence[str]]:
+    def of(measure: str, contestant: str, *names: str, times: float = 1) -> str:
+        found = book.rounds(measure, contestant)
+        medians = (times * median(one[name] for one in found) for name in names)
+        return ", ".join(map(_number, medians)) if found else ""
+
+    for what, name, times in (
+        ("messages/s at 1,000 keys", "rate", 1.0),
+        ("CPU of the process, µs a message", "cpu_python", 1_000.0),
+        ("CPU of PostgreSQL, µs a message", "cpu_postgres", 1_000.0),
+    ):
+        bare, ours, sql, usual, orm = (
+            of("throughput", f"{who}, 1,000 keys", name, times=times)
+            for who in ("bare", "ours", "ours-sql", "usual", "bare-orm")
+        )
+        yield what, bare, ours, sql, f"usual: {usual}; bare-orm: {orm}"
+    both = [of("latency", who, "p50", "p99") for who in ("bare", "ours")]
+    yield "latency at 100/s, p50 and p99, ms", *both, "", "in one process"
+    apart = "ours, relay apart"
+    yield "the same", "", of("latency", apart, "p50", "p99"), "", "with a relay apart"
+    single = of("latency", apart, "single_p50", "single_most")
+    yield "a single event after a pause, p50 and most, ms", "", single, "", "with a relay apart"
+    relay, alone, headers = (
+        of("relay", who, "rate") for who in ("relay", "producer", "producer, headers")
+    )
+    yield (
+        "events/s of the relay alone",
+        "",
+        relay,
+        "",
+        f"producer: {alone}; with headers: {headers}",
+    )
+    pauses = of("dropping", "ours", "during_pause_ms", "before_pause_ms")
+    yield "longest pause while retention drops, and before, ms", "", pauses, "", "of consuming"
+
+
+def _layers(book: Book) -> Iterable[Sequence[str]]:
+    sides = [book.rounds("layers", who) for who in ("ours", "ours-sql", "ours, telemetry on")]
+    for layer in sides[0][0] if all(sides) else ():
+        yield layer, *(f"{median(values[layer] for values in side):.1f}" for side in sides)
+
+
+def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return the page with other rows in the table that begins so."""
+    lines = page.splitlines(keepends=True)
+    first = next(n for n, line in enumerate(lines) if line.startswith(header))
+    last = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
+    head = [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
+    table = [head, ["-" * len(cell) for cell in head], *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table[1] = ["-" * width for width in widths]
+    lines[first:last] = [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))} |\n"
+        for cells in table
+    ]
+    return "".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _book_of(report: Report) -> Book:
+    return Book([Run(**run) for run in report["runs"]], series=report["series"])
