@@ -185,7 +185,7 @@ async def _replay(
                 f" as too old. Begin with --from {found.since:%Y-%m-%dT%H:%M:%SZ}, or add --too-old"
             )
         for one in found.moves:
-            await inbox.seek(connection, one.slot, one.new)
+            await inbox.rewind(connection, one.slot, one.new)
             typer.echo(_moved(one, "goes"))
         if not wait:
             return

@@ -217,6 +217,13 @@ VALUES ($1, $2, $3, $4)
        anchor_hash = NULL, starts = 0, moved_at = clock_timestamp()
 """
 
+_REWIND = """
+UPDATE pipeline.position
+   SET next_offset = $4, anchor_offset = NULL, anchor_time = NULL, anchor_hash = NULL, starts = 0,
+       moved_at = clock_timestamp()
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset > $4
+"""
+
 _LOCK_GENERATION = "SELECT set_config('lock_timeout', '100ms', true), pg_advisory_xact_lock($1)"
 
 _CLOSE_GENERATION = """
@@ -416,6 +423,11 @@ async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
     A batch that is under way does not find the position where it was, and is rolled back.
     """
     await connection.execute(_SEEK, slot.group, slot.topic, slot.partition, offset)
+
+
+async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
+    """Let the partition go back to an offset, unless somebody has let it go back further."""
+    await connection.execute(_REWIND, slot.group, slot.topic, slot.partition, offset)
 
 
 async def rotate(connection: asyncpg.Connection, *, current: int) -> bool:

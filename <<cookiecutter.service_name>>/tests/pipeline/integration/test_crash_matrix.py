@@ -48,7 +48,14 @@ BY_COMMANDS = (
 """Modules whose statements run when a person asks for it; a service never does."""
 
 BY_COMMANDS_TOO = (
-    *(inbox._SEEK, backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),
+    *(
+        inbox._SEEK,
+        inbox._REWIND,
+        backlog._SEIZE,
+        backlog._SHARE,
+        backlog._REDRIVE,
+        backlog._DISCARD,
+    ),
     scheduled._LIST,
 )
 

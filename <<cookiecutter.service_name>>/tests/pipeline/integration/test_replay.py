@@ -3,13 +3,16 @@
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 import asyncpg
 import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
+from pipeline import replay
 from pipeline.commands import command_line
+from pipeline.replay import Replay
 from pipeline.runtime import Part
 
 from .bank import Bank, Deposit
@@ -45,6 +48,32 @@ async def test_what_took_effect_is_skipped_and_what_did_not_is_applied(
     assert "10 of 10 offsets are read again" in done.stdout
     assert "1 messages took effect that had not" in done.stdout
     assert (await histories(db))["ada"] == [*range(1, 11), 7]
+
+
+async def test_two_at_once_read_all_that_either_wants(
+    bank: Bank,
+    command: Command,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    producer: AIOKafkaProducer,
+) -> None:
+    for amount in range(1, 11):
+        await Deposit(amount).send(producer, bank.deposits)
+    await store_position(db, bank, 10)
+    planned = replay.plan
+
+    async def plan(*arguments: Any) -> Replay:
+        found = await planned(*arguments)
+        monkeypatch.setattr(replay, "plan", planned)
+        other = await command("replay", bank.deposits, "--from", "earliest", "--no-wait")
+        assert other.exit_code == 0, other.output
+        return found
+
+    monkeypatch.setattr(replay, "plan", plan)
+    offset = ("--from", "5", "--partition", "0")
+    done = await command("replay", bank.deposits, *offset, "--no-wait")
+    assert done.exit_code == 0, done.output
+    assert await position_of(db, bank.deposits) == 0
 
 
 async def test_it_begins_at_a_time(
