@@ -20,6 +20,8 @@ from demo.processes import ProcessFailed
 
 EVENTS = 200_000
 """Scans of a run, unless said otherwise. Tables and backlogs shrink with it."""
+FEWEST = 1_000
+"""Scans of the shortest run."""
 RUN_SECONDS = 600.0
 """A run may take so long, unless its measure says otherwise."""
 DISTURBED = 1.1
@@ -132,7 +134,7 @@ class Bench:
 
     def scaled(self, count: int) -> int:
         """Return a count that belongs to a run of full length, for one of the length chosen."""
-        return max(1_000, min(count, count * self.options.events // EVENTS))
+        return max(FEWEST, min(count, count * self.options.events // EVENTS))
 
     async def rounds(
         self,

@@ -2,13 +2,13 @@
 
     python -m benchmarks.capacity 10_000_000 [--payload 250] [--peak 10] [--remembered 8] [--kept 2]
 
-The constants are rounded from what `make bench` measures on the machine of `docs/performance.md`; a
-test holds them against the report of the run whose plots are kept there. Put your own in their
-place.
+In the root of the repository. The constants are rounded from what `make bench` measures on the
+machine of `docs/performance.md`; a test holds them against the report of the run whose plots are
+kept there. Give your own rate with --rate.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log
 from statistics import median
@@ -32,6 +32,8 @@ FILTER_AT_LEAST = 65_536
 """Markers that the smallest filter holds."""
 FILTER_MEBIBYTES = 128
 """Memory for filters (PIPELINE_INBOX_FILTER_MEBIBYTES); one takes half of it at most."""
+FILTER_MEBIBYTES_AT_MOST = 1_000
+"""That the setting takes."""
 
 CONCURRENCY = 4
 """Partitions that a process works at, at once (PIPELINE_CONCURRENCY)."""
@@ -62,6 +64,8 @@ class Demand:
     """Days that the outbox is kept."""
     filters: int = FILTER_MEBIBYTES
     """MiB that filters may take."""
+    rate: int = MESSAGES_A_SECOND
+    """Messages a second of one process."""
 
     @property
     def peak_rate(self) -> float:
@@ -71,7 +75,7 @@ class Demand:
     @property
     def processes(self) -> int:
         """Of the service."""
-        return max(AT_LEAST, ceil(self.peak_rate / (MESSAGES_A_SECOND * HEADROOM)))
+        return max(AT_LEAST, ceil(self.peak_rate / (self.rate * HEADROOM)))
 
     @property
     def partitions(self) -> int:
@@ -199,15 +203,47 @@ GUIDE = tuple(Demand(messages) for messages in (1_000_000, 10_000_000, 100_000_0
 """The rows of the guide."""
 
 
+def between(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return what reads a whole number of an option, and refuses others."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            up_to = "" if most is None else f" and at most {most:,}"
+            raise argparse.ArgumentTypeError(f"{text} is not at least {least:,}{up_to}")
+        return value
+
+    return number
+
+
+def float_from_one(text: str) -> float:
+    """Read a factor of an option, and refuse what is less than one."""
+    value = float(text)
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table for one demand."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
-    parser.add_argument("messages", type=int, help="a day")
-    parser.add_argument("--payload", type=int, default=Demand.payload, help="bytes of an event")
-    parser.add_argument("--peak", type=float, default=Demand.peak, help="times the average")
-    parser.add_argument("--remembered", type=int, default=Demand.remembered, help="days")
-    parser.add_argument("--kept", type=int, default=Demand.kept, help="days of the outbox")
-    parser.add_argument("--filters", type=int, default=Demand.filters, help="MiB, at most 1,000")
+    count, most = between(1), FILTER_MEBIBYTES_AT_MOST
+    parser.add_argument("messages", type=count, help="a day")
+    parser.add_argument("--payload", type=between(0), default=Demand.payload, help="bytes")
+    parser.add_argument(
+        "--peak", type=float_from_one, default=Demand.peak, help="times the average"
+    )
+    parser.add_argument("--remembered", type=count, default=Demand.remembered, help="days")
+    parser.add_argument("--kept", type=count, default=Demand.kept, help="days of the outbox")
+    parser.add_argument(
+        "--filters", type=between(0, most), default=Demand.filters, help=f"MiB, at most {most:,}"
+    )
+    parser.add_argument(
+        "--rate",
+        type=count,
+        default=Demand.rate,
+        help="messages a second of a process (%(default)s)",
+    )
     demand = Demand(**vars(parser.parse_args(arguments)))
     print(f"| {' | '.join(COLUMNS)} |", demand.row(), sep="\n")
 

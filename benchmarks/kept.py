@@ -31,8 +31,8 @@ def hindrance(measures: Collection[str], options: Mapping[str, Any]) -> str | No
     if not REPORT.exists():
         return f"nothing is kept yet of {', '.join(staying)}: take all measures"
     others = json.loads(REPORT.read_text("utf-8"))["options"]
-    if others != options:
-        return f"what is kept was taken with {others}: take the same, or all measures"
+    if unlike := [f"{name} {value}" for name, value in others.items() if options[name] != value]:
+        return f"what is kept was taken with {', '.join(unlike)}: take the same, or all measures"
     return None
 
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import kept, machine
-from benchmarks.bench import Bench, Options
+from benchmarks.bench import EVENTS, FEWEST, Bench, Options
 from benchmarks.check import CheckFailed
 from benchmarks.marks import Mark
 from benchmarks.measures import MEASURES
@@ -115,6 +116,11 @@ async def bench(
     """Measure and tell; a mark that is missed is told and fails nothing."""
     done = await benchmark(measures, options, folder, console)
     show(done.book.marks, console)
+    if options.events < EVENTS / 2:
+        short_runs = (
+            f"runs of {options.events:,} scans: marks of fewer than {EVENTS // 2:,} say little"
+        )
+        say(console, "[yellow]short[/]", short_runs)
     if keep_plots:
         kept.keep(json.loads((folder / "report.json").read_text("utf-8")))
         say(console, "plots", short(kept.PLOTS))
@@ -125,7 +131,7 @@ async def bench(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with the options of the command line; return the exit code."""
     defaults = Options()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument(
         "--events", type=int, default=defaults.events, metavar="N", help="scans of a run"
     )
@@ -179,8 +185,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(chosen.only.split(",")) - {*MEASURES, ""}:
         known = ", ".join(MEASURES)
         parser.error(f"no such measures: {', '.join(sorted(unknown))}; there are {known}")
-    if min(chosen.events, chosen.rounds) < 1 or min(chosen.minutes, chosen.seconds) <= 0:
-        parser.error("--events and --rounds are at least 1, --minutes and --seconds more than 0")
+    if chosen.events < FEWEST:
+        parser.error(f"--events is at least {FEWEST:,}, not {chosen.events:,}")
+    if chosen.rounds < 1:
+        parser.error(f"--rounds is at least 1, not {chosen.rounds}")
+    for name in ("minutes", "seconds"):
+        if not 0 < getattr(chosen, name) < math.inf:
+            parser.error(f"--{name} is more than 0, not {getattr(chosen, name)}")
     if chosen.keep_plots and machine.source()["dirty"]:
         parser.error("--keep-plots: commit first, so that the plots can say what they are of")
     wanted = frozenset(name.strip() for name in chosen.contestants.split(";") if name.strip())

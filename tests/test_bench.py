@@ -278,14 +278,22 @@ def test_a_measure_that_was_taken_otherwise_is_not_kept_beside_the_others(
     same = run.as_json(Options())
     others = run.as_json(Options(events=1_000))
     assert kept.hindrance(["idle"], same) is None
-    assert "take the same, or all measures" in str(kept.hindrance(["idle"], others))
+    said = "what is kept was taken with events 200000: take the same, or all measures"
+    assert kept.hindrance(["idle"], others) == said
     assert kept.hindrance(list(MEASURES), others) is None
     monkeypatch.setattr(kept, "REPORT", tmp_path / "report.json")
     assert "nothing is kept yet of throughput" in str(kept.hindrance(["idle"], same))
 
 
 @pytest.mark.parametrize(
-    "option", [["--only", "speed"], ["--events", "0"], ["--rounds", "0"], ["--minutes", "0"]]
+    "option",
+    [
+        ["--only", "speed"],
+        ["--events", "999"],
+        ["--rounds", "0"],
+        ["--minutes", "0"],
+        ["--seconds", "nan"],
+    ],
 )
 def test_options_that_cannot_be_are_refused(
     option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,7 @@ from benchmarks.capacity import (
     CONNECTIONS,
     FILTER_AT_LEAST,
     FILTER_MEBIBYTES,
+    FILTER_MEBIBYTES_AT_MOST,
     FILTER_ROOM,
     GUIDE,
     Demand,
@@ -92,7 +93,7 @@ def test_filters_are_as_large_as_the_engine_makes_them() -> None:
         "return min(max(_ROOM * keys, _AT_LEAST), at_most) if max(keys, 1) <= at_most else 0",
     ):
         assert line in engine
-    memory = f"inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = {FILTER_MEBIBYTES}"
+    memory = f"inbox_filter_mebibytes: Annotated[int, Field(ge=0, le={FILTER_MEBIBYTES_AT_MOST:_})] = {FILTER_MEBIBYTES}"
     assert memory in settings
 
 
@@ -130,3 +131,23 @@ def test_the_command_prints_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     header, row = capsys.readouterr().out.splitlines()
     assert row == Demand(50_000_000, payload=2_000, peak=20, remembered=15, kept=3).row()
     assert header.count("|") == row.count("|")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["0"],
+        ["5", "--peak", "0.5"],
+        ["5", "--kept", "-3"],
+        ["5", "--filters", "1_001"],
+        ["5_000_000", "--rate", "0"],
+    ],
+)
+def test_what_cannot_be_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(options)
+    assert "is not at least" in capsys.readouterr().err
+
+
+def test_a_slower_process_needs_more_of_its_kind() -> None:
+    assert Demand(200_000_000, rate=5_000).processes > Demand(200_000_000).processes

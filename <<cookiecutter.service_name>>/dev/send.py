@@ -51,7 +51,10 @@ async def send(told: argparse.Namespace, servers: str) -> None:
         )
         print(f"sent {told.type} {told.id!r} of {told.source!r}")
         if told.watch and not await _print_what_comes(consumer, told.key.encode()):
-            print(f"nothing was published in {SECONDS} s: a duplicate? See /health/ready otherwise")
+            print(
+                f"nothing was published in {SECONDS} s: a duplicate, a dead letter (`service dead"
+                " list`), or it waits; /health/ready tells whether the service is at work"
+            )
 
 
 async def _print_what_comes(consumer: AIOKafkaConsumer, key: bytes) -> bool:
@@ -68,7 +71,10 @@ async def _print_what_comes(consumer: AIOKafkaConsumer, key: bytes) -> bool:
 
 
 def _json(text: str) -> str:
-    json.loads(text)
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
     return text
 
 

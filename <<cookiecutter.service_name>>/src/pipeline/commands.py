@@ -203,6 +203,7 @@ async def _replay(
 async def _make_ahead(service: Service, settings: Settings) -> None:
     async with connected(service, settings) as connection:
         await make_ahead(connection, settings)
+    typer.echo("The tables are at the newest schema, and partitions are made for the days ahead.")
 
 
 async def _reset(service: Service, settings: Settings, *, keep_progress: bool, asks: bool) -> None:

@@ -39,6 +39,8 @@ def read_settings() -> Settings:
         for mistake in error.errors(include_url=False, include_input=False):
             name = "_".join(str(part) for part in mistake["loc"]).upper()
             text = mistake["msg"].removeprefix("Value error, ")
+            if mistake["type"] == "missing":
+                text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
             typer.echo(f"  {f'PIPELINE_{name}: ' if name else ''}{text}", err=True)
         raise typer.Exit(2) from None
 

@@ -91,6 +91,15 @@ def test_help_needs_no_settings(
     assert "Publish the outbox" in capsys.readouterr().out
 
 
+def test_a_setting_that_is_missing_is_named_with_where_to_get_it(
+    unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PIPELINE_DATABASE_URL", raising=False)
+    assert call(unborn, monkeypatch, "dead", "list") == 2
+    said = capsys.readouterr().err
+    assert "PIPELINE_DATABASE_URL: is not set (for the servers of `make up`:" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [(["dance"], "dance"), (["topics", "create", "--partitions", "0"], "--partitions")],
@@ -143,6 +152,7 @@ async def test_migrate_makes_tables_partitions_and_generations_and_may_be_repeat
 ) -> None:
     first, second = await start("migrate", cwd=folder), await start("migrate", cwd=folder)
     assert [await first.ended(), await second.ended()] == [0, 0], first.output + second.output
+    assert "at the newest schema" in first.output
     third = await start("migrate", cwd=folder)
     assert await third.ended() == 0, third.output
     connection = await asyncpg.connect(empty_database_url.replace("+asyncpg", ""))
