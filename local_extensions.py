@@ -29,7 +29,7 @@ OTHERWISE_IMPORTED = frozenset(
 """Import names of theirs that do not follow from the distributions' names."""
 
 FOLDERS = frozenset(
-    {"build", "demo", "deploy", "dev", "dist", "docs", "migrations", "pipeline", "src"}
+    {"archive", "build", "demo", "deploy", "dev", "dist", "docs", "migrations", "pipeline", "src"}
     | {"test", "tests"}
 )
 """Names that mean something else beside the package of a generated service."""

@@ -1,6 +1,7 @@
 """After the last file: take out what was not asked for, as the manifest says, and the manifest."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,10 +18,22 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def remove_requirement(name: str) -> None:
+    """Take a distribution out of what is required, pinned and not; it must be there."""
+    for path in Path("requirements").iterdir():
+        # With its hashes, which stand on further lines.
+        requirement = rf"(?m)^{name}[=>](?:.*\\\n)*.*\n"
+        path.write_text(re.sub(requirement, "", path.read_text("utf-8")), "utf-8")
+
+
 for feature, paths in json.loads(MANIFEST.read_text("utf-8")).items():
     if ANSWERS[feature] == "no":
         for path in paths:
-            remove(Path(path))
+            what, is_requirement, name = path.partition("requirements: ")
+            if is_requirement:
+                remove_requirement(name)
+            else:
+                remove(Path(what))
 remove(MANIFEST)
 
 # Baked from a folder in which somebody works.

@@ -21,6 +21,7 @@ DEFAULTS = {
     "description": "An event-driven service with an inbox and an outbox",
     "author": "Your Team <team@example.org>",
     "worked_example": "yes",
+    "object_store": "yes",
 }
 """The answers of `--no-input`."""
 

@@ -22,11 +22,11 @@ import yaml
 
 from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
 
-COPIED = ("src/pipeline", "tests/pipeline", "dev", "docs")
+COPIED = ("src/archive", "src/pipeline", "tests/archive", "tests/pipeline", "dev", "docs")
 """What is copied as it is, byte for byte."""
 
-ONCE = "--ignore=tests/pipeline/integration"
-"""The engine's long tests: run in the raw tree, which is the same source (see the test of that)."""
+ONCE = "--ignore=tests/pipeline/integration --ignore=tests/archive"
+"""Long tests: run in the raw tree, which is the same source (see the test of that)."""
 
 UNUSUAL = {
     "service_name": "z9-a-1",
@@ -81,10 +81,19 @@ def test_what_checks_and_tests_leave_behind_is_ignored_by_git(variant: BakedProj
 
 
 def test_the_manifest_says_what_a_variant_goes_without(variant: BakedProject) -> None:
+    required = re.findall("^[a-z0-9-]+", variant.read("requirements/base.in"), re.MULTILINE)
+    pinned = [
+        re.findall("^[a-z0-9-]+(?===)", variant.read(f"requirements/{name}.txt"), re.MULTILINE)
+        for name in ("base", "dev")
+    ]
     for feature, paths in features().items():
+        is_chosen = variant.answers[feature] == "yes"
         for path in paths:
-            there = variant.path / path.replace("<<cookiecutter.package_name>>", variant.package)
-            assert there.exists() == (variant.answers[feature] == "yes")
+            if name := path.partition("requirements: ")[2]:
+                assert [name in each for each in (required, *pinned)] == [is_chosen] * 3
+            else:
+                there = path.replace("<<cookiecutter.package_name>>", variant.package)
+                assert (variant.path / there).exists() == is_chosen
     assert not (variant.path / ".features.json").exists()
 
 

@@ -93,7 +93,8 @@ def test_filters_are_as_large_as_the_engine_makes_them() -> None:
         "return min(max(_ROOM * keys, _AT_LEAST), at_most) if max(keys, 1) <= at_most else 0",
     ):
         assert line in engine
-    memory = f"inbox_filter_mebibytes: Annotated[int, Field(ge=0, le={FILTER_MEBIBYTES_AT_MOST:_})] = {FILTER_MEBIBYTES}"
+    within = f"Field(ge=0, le={FILTER_MEBIBYTES_AT_MOST:_})"
+    memory = f"inbox_filter_mebibytes: Annotated[int, {within}] = {FILTER_MEBIBYTES}"
     assert memory in settings
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.baked import RAW, ROOT, BakedProject
+from tests.baked import RAW, ROOT, Template
 
 HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
 TIME = (RAW / "docs" / "time.md").read_text("utf-8")
+ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 EVENTS = OPERATING.partition("## Events that Kafka refuses")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
@@ -59,15 +60,19 @@ def test_the_examples_for_authors_of_handlers_work(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("object_store", ["yes", "no"])
 def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
-    default_project: BakedProject,
+    template: Template, output: Path, object_store: str
 ) -> None:
-    guides = {name for name in default_project.files() if name.startswith("docs/")}
-    names = ("handling-errors", "operating-errors", "outside", "protocol", "time")
+    project = template.bake(output, object_store=object_store)
+    guides = {name for name in project.files() if name.startswith("docs/")}
+    names = {"handling-errors", "operating-errors", "outside", "protocol", "time"}
+    if object_store == "yes":
+        names |= {"archive"}
     assert guides == {f"docs/{name}.md" for name in names}
     named = re.compile(r"`(docs/[\w./-]+)`")
-    assert set(named.findall(default_project.read("README.md"))) == guides
-    for name, content in default_project.files().items():
+    assert set(named.findall(project.read("README.md"))) == guides
+    for name, content in project.files().items():
         if name.endswith((".md", ".py")):
             assert set(named.findall(content.decode())) <= guides, name
 
@@ -115,8 +120,9 @@ def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
 
 def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     settings = (ENGINE / "settings.py").read_text("utf-8")
-    for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING + TIME + OUTSIDE):
-        assert f"    {name.lower()}: " in settings, name
+    for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING + TIME + OUTSIDE + ARCHIVE):
+        if name != "ARCHIVE_URL":  # the archive's own
+            assert f"    {name.lower()}: " in settings, name
     policy = (ENGINE / "policy.py").read_text("utf-8")
     for name in fields("policy.py", "Policy"):
         assert f"| `{name}`" in HANDLING

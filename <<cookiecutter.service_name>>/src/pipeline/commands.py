@@ -34,8 +34,11 @@ _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
 
 
-def command_line(service: Service) -> Callable[[], None]:
-    """Return the function behind the console script `service`."""
+def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
+    """Return the function behind the console script `service`.
+
+    `groups` are commands of other packages, by the name of their group.
+    """
     app = typer.Typer(
         name="service",
         help=f"The service {service.name}.",
@@ -49,6 +52,8 @@ def command_line(service: Service) -> Callable[[], None]:
     app.add_typer(dead_commands.group(service), name="dead")
     app.add_typer(retention_commands.group(service), name="retention")
     app.add_typer(scheduled_commands.group(service), name="scheduled")
+    for name, group in groups.items():
+        app.add_typer(group, name=name)
     relays = typer.Typer(invoke_without_command=True)
     app.add_typer(relays, name="relay")
 

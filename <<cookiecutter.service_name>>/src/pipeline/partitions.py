@@ -5,6 +5,7 @@ else queues behind it. A partition is a table of the schema `pipeline` with a na
 """
 
 import logging
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -103,10 +104,17 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
     log.info("made partition %s", name)
 
 
-async def drop(connection: asyncpg.Connection, parent: str, partition: Partition) -> None:
+async def drop(
+    connection: asyncpg.Connection,
+    parent: str,
+    partition: Partition,
+    *,
+    first: Callable[[], Awaitable[None]] | None = None,
+) -> None:
     """Detach a partition and drop it, from whatever state it is in. Nobody may need it any more.
 
-    Can be cut off at any point, called again, and by two at once. Raises `Held` where it can't go.
+    `first` is called in between, when nobody writes to it, and what that raises keeps it. Can be
+    cut off at any point, called again, and by two at once. Raises `Held` where it can't go.
     """
     name = partition.name
     try:
@@ -121,6 +129,8 @@ async def drop(connection: asyncpg.Connection, parent: str, partition: Partition
                 await _finalize(connection, parent, name)
             case State.DETACHED:
                 pass
+        if first is not None:
+            await first()
         async with connection.transaction():
             await connection.execute(_WAIT_SHORTLY)
             await connection.execute(f"DROP TABLE IF EXISTS pipeline.{name}")

@@ -5,10 +5,12 @@ What is old enough goes as a whole. What somebody still needs stays, and is told
 
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, time, timedelta
+from functools import partial
+from time import monotonic
 from typing import Literal
 from uuid import uuid4
 
@@ -17,8 +19,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from . import filters, inbox, partitions, telemetry
 from .epoch import IS_OURS
+from .failures import named
 from .partitions import Held, Partition, State
 from .schema import SHARDS
+from .service import Archive
 from .settings import CLOCK_MARGIN, Settings
 
 log = logging.getLogger(__name__)
@@ -26,6 +30,8 @@ log = logging.getLogger(__name__)
 _DAY = timedelta(days=1)
 _LEASE_SECONDS = 60.0
 """Longer than a step takes, mostly; one that takes longer may be taken twice."""
+_TOLD_SECONDS = 10.0
+"""How often it is told how far the archive is."""
 _FAREWELL_SECONDS = 2.0
 _GIVEN_WAY_ATTEMPTS = 20
 _DISCARDED_AT_ONCE = 1_000
@@ -63,12 +69,14 @@ _CLOSE_DAYS = """
 INSERT INTO pipeline.outbox_closed (day) SELECT unnest($1::date[]) ON CONFLICT DO NOTHING
 """
 
-_CLOSED_DAYS = "SELECT day, xid, is_published FROM pipeline.outbox_closed"
+_CLOSED_DAYS = "SELECT day, xid, is_published, not_archived FROM pipeline.outbox_closed"
 
 # Those that are gone; and those that are not over, as after a jump of the clock.
 _REOPEN_DAYS = "DELETE FROM pipeline.outbox_closed WHERE day <> ALL ($1)"
 
 _PUBLISHED = "UPDATE pipeline.outbox_closed SET is_published = true WHERE day = $1"
+
+_NOT_ARCHIVED = "UPDATE pipeline.outbox_closed SET not_archived = $2 WHERE day = $1"
 
 # Waits for a reset, and a reset for us: it takes the relays' progress back.
 _HOLD_PROGRESS = """
@@ -121,6 +129,13 @@ class NotMigrated(Exception):
         super().__init__("the database has no pipeline tables yet: run `service migrate` first")
 
 
+class TakenOver(Exception):
+    """Another process is at it: our lease had ended."""
+
+    def __init__(self) -> None:
+        super().__init__("another process has taken over the work of retention")
+
+
 @dataclass(frozen=True)
 class Standing:
     """Where a partition stands on its way out."""
@@ -133,6 +148,8 @@ class Standing:
     """When it comes, or came; None for a generation that is not closed yet."""
     needed_by: str | None = None
     """Of one that is due: what holds it back; None if nothing does."""
+    not_archived: str | None = None
+    """Why its rows could not be archived the last time, without which it does not go."""
 
     @property
     def name(self) -> str:
@@ -178,41 +195,58 @@ async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> None
     telemetry.observe_partitions(_end_of(last), generation["since"])
 
 
-async def tidy(connection: asyncpg.Connection, settings: Settings) -> Round:
+async def tidy(
+    connection: asyncpg.Connection,
+    settings: Settings,
+    *,
+    archive: Archive | None = None,
+    say: Callable[[str], None] = log.info,
+) -> Round:
     """Do what one process does for all, unless another one is at it.
 
-    Close an inbox generation that is old enough, forget old ones, drop what is too old and what
-    nobody needs, and build filters. Can be cut off at any point, and two at once do no harm.
+    Close an inbox generation that is old enough, forget old ones, build filters, and drop what is
+    too old and nobody needs. Days of the outbox go into the archive before, which may take
+    long: `say` is told how far it is. Can be cut off at any point, and two at once do no harm.
     """
-    owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
-    lease = min(_LEASE_SECONDS, settings.housekeeping_interval)
-    if not await connection.fetchval(_LEASE, owner, lease):
+    lease = _Lease(connection, min(_LEASE_SECONDS, settings.housekeeping_interval))
+    try:
+        await lease.take()
+    except TakenOver:
         telemetry.observe_retention(0)  # the other one tells
         return Round(await connection.fetchval(_OWNER), is_ours=False)
-    done = Round(owner)
+    done = Round(lease.owner)
     try:
         await _rotate(connection, settings)
         await _forget(connection, settings)
         await _close_days(connection)
-        async for one in survey(connection, settings):
-            if one.is_due:
-                await connection.fetchval(_LEASE, owner, lease)
-                await _drop(connection, one, done)
         await _delete_discarded(connection, settings, done)
         await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
+        keeper = None if archive is None else _Keeper(connection, archive, lease, say)
+        async for one in survey(connection, settings):
+            if one.is_due:
+                await lease.take()
+                await _drop(connection, one, done, keeper)
+    except TakenOver as error:
+        log.warning("%s; it goes on with it", error)
     finally:
         with suppress(Exception):  # else it ends by itself
-            await connection.execute(_END_LEASE, owner, timeout=_FAREWELL_SECONDS)
+            await lease.end()
     for held in done.held:
         log.warning("partition %s is due since %s: %s", held.name, held.due_at, held.needed_by)
     telemetry.observe_retention(len(done.held))
     return done
 
 
-async def keep_house(connection: asyncpg.Connection, settings: Settings) -> Round:
+async def keep_house(
+    connection: asyncpg.Connection,
+    settings: Settings,
+    *,
+    archive: Archive | None = None,
+    say: Callable[[str], None] = log.info,
+) -> Round:
     """Make partitions ahead and tidy up."""
     await make_ahead(connection, settings)
-    return await tidy(connection, settings)
+    return await tidy(connection, settings, archive=archive, say=say)
 
 
 async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIterator[Standing]:
@@ -233,13 +267,15 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
             due_at = closed_at[number] + age if number in closed_at else None
             is_due = due_at is not None and due_at < now
             yield Standing("inbox", one, is_due, due_at, _REMEMBERED if is_due else None)
+    closed = {row["day"]: row for row in await connection.fetch(_CLOSED_DAYS)}
     for day, one in await _days(connection):
         due_at = _end_of(day) + timedelta(seconds=settings.outbox_age)
         try:
             why = await _what_needs(connection, day, one) if due_at < now else None
         except asyncpg.UndefinedTableError:
             continue  # another process has dropped it
-        yield Standing("outbox", one, due_at < now, due_at, why)
+        failed = closed[day]["not_archived"] if day in closed else None
+        yield Standing("outbox", one, due_at < now, due_at, why, failed)
 
 
 async def _rotate(connection: asyncpg.Connection, settings: Settings) -> None:
@@ -323,13 +359,83 @@ async def _what_needs(connection: asyncpg.Connection, day: date, one: Partition)
     return f"the relay can't be past {writer['who']}, which runs since {writer['since']}"
 
 
-async def _drop(connection: asyncpg.Connection, one: Standing, done: Round) -> None:
+class _Lease:
+    """Lets one process at a time do what one does for all."""
+
+    def __init__(self, connection: asyncpg.Connection, seconds: float) -> None:
+        self.owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
+        self._connection = connection
+        self._seconds = seconds
+        self._renew_at = 0.0
+
+    async def take(self) -> None:
+        """Take it, or renew it. Raises `TakenOver`."""
+        if not await self._connection.fetchval(_LEASE, self.owner, self._seconds):
+            raise TakenOver
+        self._renew_at = monotonic() + self._seconds / 3
+
+    async def hold(self) -> None:
+        """Renew it when a third of it is over. Raises `TakenOver`."""
+        if monotonic() >= self._renew_at:
+            await self.take()
+
+    async def end(self) -> None:
+        """Give it to whoever comes next."""
+        await self._connection.execute(_END_LEASE, self.owner, timeout=_FAREWELL_SECONDS)
+
+
+class _Keeper:
+    """Has days archived, as long as the lease is ours."""
+
+    def __init__(
+        self,
+        connection: asyncpg.Connection,
+        archive: Archive,
+        lease: _Lease,
+        say: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
+        self._archive = archive
+        self._lease = lease
+        self._say = say
+
+    async def keep(self, one: Partition) -> None:
+        """Return when the day is archived. Raises `Held`, and notes why; or `TakenOver`."""
+        day = _day_of(one)
+        assert day is not None
+        say_at = monotonic() + _TOLD_SECONDS
+
+        async def tell(progress: str) -> None:
+            nonlocal say_at
+            await self._lease.hold()
+            if monotonic() >= say_at:
+                self._say(f"archiving {one.name}: {progress}")
+                say_at = monotonic() + _TOLD_SECONDS
+
+        try:
+            await self._archive.keep(self._connection, one.name, day, tell)
+            # Else the other one may be at it, and would find no table.
+            await self._lease.take()
+        except (TakenOver, asyncpg.UndefinedTableError):
+            raise
+        except Exception as error:
+            why = f"it is not archived: {named(error)}"
+            await self._connection.execute(_NOT_ARCHIVED, day, why)
+            raise Held(why) from error
+
+
+async def _drop(
+    connection: asyncpg.Connection, one: Standing, done: Round, keeper: _Keeper | None
+) -> None:
     """Drop what is due and nobody needs."""
+    first = None
+    if keeper is not None and one.table == "outbox":
+        first = partial(keeper.keep, one.partition)
     try:
         if one.needed_by is None and one.table == "outbox":
             one = replace(one, needed_by=await _mark_published(connection, one.partition))
         if one.needed_by is None:
-            await partitions.drop(connection, one.table, one.partition)
+            await partitions.drop(connection, one.table, one.partition, first=first)
     except asyncpg.UndefinedTableError:
         return  # another process has dropped it
     except (Held, asyncpg.PostgresError) as error:

@@ -1,5 +1,6 @@
 """The commands `service retention …`: what is kept and until when, and what holds it back."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -33,7 +34,9 @@ def group(service: Service) -> typer.Typer:
 
 async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
-        done = await retention.keep_house(connection, settings)
+        done = await retention.keep_house(
+            connection, settings, archive=service.archive, say=partial(typer.echo, err=as_json)
+        )
     if as_json:
         typer.echo(to_json(done, indent=2).decode())
         return
@@ -66,4 +69,5 @@ def _told(one: Standing) -> str:
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
     if not one.is_due:
         return f"{one.name:18}  until {since}"
-    return f"{one.name:18}  due since {since}: {one.needed_by or 'goes in the next round'}"
+    why = one.needed_by or one.not_archived or "goes in the next round"
+    return f"{one.name:18}  due since {since}: {why}"

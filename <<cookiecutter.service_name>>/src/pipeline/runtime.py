@@ -162,7 +162,7 @@ async def _serve(
     async with (
         in_background(_watch([consume, caller], settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
-        in_background(_keep_house(engine, settings, health, stopping)) as housekeeping,
+        in_background(_keep_house(engine, service, settings, health, stopping)) as housekeeping,
     ):
         chosen = [
             [(one, asyncio.create_task(one.run())) for one in together]
@@ -220,19 +220,23 @@ def _stack_of(task: asyncio.Task[object] | None) -> str:
 
 
 async def _keep_house(
-    engine: AsyncEngine, settings: Settings, health: Health, stopping: asyncio.Event
+    engine: AsyncEngine,
+    service: Service,
+    settings: Settings,
+    health: Health,
+    stopping: asyncio.Event,
 ) -> None:
     while True:
         await _patiently(make_ahead, engine, settings, health, stopping)
-        await _tidy(engine, settings)
+        await _tidy(engine, service, settings)
         await asyncio.sleep(settings.housekeeping_interval)
 
 
-async def _tidy(engine: AsyncEngine, settings: Settings) -> None:
+async def _tidy(engine: AsyncEngine, service: Service, settings: Settings) -> None:
     """Drop what is too old. Nothing that fails there concerns a message: the next round goes on."""
     try:
         async with autocommitting(engine) as connection:
-            await tidy(connection, settings)
+            await tidy(connection, settings, archive=service.archive)
     except Exception as error:
         telemetry.retention_failed()
         expected = is_infrastructure(error) or is_of_the_database(error)

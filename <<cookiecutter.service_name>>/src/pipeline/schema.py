@@ -303,6 +303,7 @@ outbox_closed = sa.Table(
         server_default="false",
         comment="found before it was detached; after that nobody could tell",
     ),
+    sa.Column("not_archived", sa.Text, comment="why that failed the last time"),
     comment="Days of the outbox to which nobody adds an event any more.",
 )
 

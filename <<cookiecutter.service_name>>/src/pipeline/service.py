@@ -1,8 +1,11 @@
 """What a service is made of, as its `main.py` says it."""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
+from typing import Protocol
 
+import asyncpg
 from sqlalchemy import MetaData
 
 from .events import Event
@@ -11,6 +14,25 @@ from .handlers import Handlers
 
 class Misconfigured(Exception):
     """The service, as its code and its settings describe it, makes no sense."""
+
+
+Tell = Callable[[str], Awaitable[None]]
+"""Awaited with words that say how far a long work is."""
+
+
+class Archive(Protocol):
+    """Keeps the days of the outbox when their tables go."""
+
+    def check(self) -> None:
+        """Raise `Misconfigured` for settings that can't have been meant."""
+
+    async def keep(self, connection: asyncpg.Connection, table: str, day: date, tell: Tell) -> None:
+        """Keep all rows of a table of the schema `pipeline`; return when that is certain to last.
+
+        Nobody writes to it any more. The connection is in no transaction. `tell` is to be awaited
+        every few seconds; what that raises ends the work. It can be cut off at any point, called
+        again, and by two at once. Whatever else it raises holds the table until the next round.
+        """
 
 
 @dataclass(frozen=True)
@@ -24,9 +46,13 @@ class Service:
     name: str
     handlers: Handlers
     metadata: MetaData
+    archive: Archive | None = None
+    """Where days of the outbox go before they are dropped; None: nowhere."""
 
     def check(self, dead_letter_topic: str | None) -> None:
         """Raise `Misconfigured` for what can't have been meant."""
+        if self.archive is not None:
+            self.archive.check()
         if dead_letter_topic in self.handlers.topics:
             raise Misconfigured(
                 f"the service reads {dead_letter_topic}, and would send its dead letters there for"

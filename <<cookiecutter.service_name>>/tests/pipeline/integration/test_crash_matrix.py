@@ -59,7 +59,7 @@ BY_COMMANDS_TOO = (
     scheduled._LIST,
 )
 
-UNMET = (filters._DISCARD, partitions._WHO_USES, retention._OWNER)
+UNMET = (filters._DISCARD, partitions._WHO_USES, retention._OWNER, retention._NOT_ARCHIVED)
 """Statements that only damage, or somebody else, leads to."""
 
 SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")

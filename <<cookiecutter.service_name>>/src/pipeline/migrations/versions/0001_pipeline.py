@@ -281,8 +281,12 @@ def upgrade() -> None:
         CREATE TABLE pipeline.outbox_closed (
             day date PRIMARY KEY,
             xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
-            is_published boolean NOT NULL DEFAULT false
+            is_published boolean NOT NULL DEFAULT false,
+            not_archived text
         )""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_closed.not_archived IS
+        'why that failed the last time'""")
     op.execute("""
         COMMENT ON COLUMN pipeline.outbox_closed.is_published IS
         'found before it was detached; after that nobody could tell'""")

@@ -1,0 +1,165 @@
+"""Java, and programs for it: jars from Maven, with all that they depend on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from servers.console import StackError, run_step, say
+from servers.state import wait_for_lock
+
+OLDEST_JAVA = 17
+INSTALL_HINT = """\
+  Debian, Ubuntu:  sudo apt-get install openjdk-17-jre-headless maven
+                   (default-jre-headless where there is no openjdk-17)
+  Fedora:          sudo dnf install java-21-openjdk-headless maven
+  macOS:           brew install openjdk maven
+                   export JAVA_HOME="$(brew --prefix openjdk)"
+or start Docker, which is used instead when its engine answers."""
+
+POM = """\
+<project xmlns="http://maven.apache.org/POM/4.0.0">
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>local</groupId>
+  <artifactId>server</artifactId>
+  <version>1</version>
+  <packaging>pom</packaging>
+  <dependencies>
+{dependencies}
+  </dependencies>
+</project>
+"""
+DEPENDENCY = """\
+    <dependency>
+      <groupId>{}</groupId>
+      <artifactId>{}</artifactId>
+      <version>{}</version>
+    </dependency>"""
+
+
+@dataclass(frozen=True)
+class Jars:
+    """What a server runs on."""
+
+    name: str
+    version: str
+    megabytes: int
+    artifacts: tuple[str, ...]  # group:artifact:version
+
+    def pom(self) -> str:
+        dependencies = "\n".join(DEPENDENCY.format(*it.split(":")) for it in self.artifacts)
+        return POM.format(dependencies=dependencies)
+
+
+def apt_install(*alternatives: str) -> None:
+    """Install the first of these packages there is, if this is Debian or its kin and we may.
+
+    Whether it helped is for the caller to see.
+    """
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return
+
+    def apt_get(*arguments: str) -> None:
+        with tempfile.NamedTemporaryFile(suffix=".log") as log:
+            run_step(
+                ["apt-get", "-q", *arguments],
+                Path(log.name),
+                f"apt-get {arguments[0]} failed. Install by hand:\n{INSTALL_HINT}",
+                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+            )
+
+    say(f"installing {alternatives[0]} with apt-get, as it is missing")
+    apt_get("update")
+    for package in alternatives:
+        if subprocess.run(["apt-cache", "show", package], capture_output=True).returncode == 0:
+            apt_get("install", "-y", "--no-install-recommends", package)
+            return
+
+
+def find_java() -> Path | None:
+    """The `java` to run: named by JAVA_HOME or on PATH, and new enough."""
+    candidates = [shutil.which("java")]
+    if home := os.environ.get("JAVA_HOME"):
+        candidates.insert(0, shutil.which("java", path=f"{home}/bin"))
+    for candidate in filter(None, candidates):
+        # Asks for the settings, as `java` may be a launcher script that starts another one.
+        shown = subprocess.run(
+            [candidate, "-XshowSettings:properties", "-version"], capture_output=True, text=True
+        ).stderr
+        properties = dict(re.findall(r"^\s+(java\.\S+) = (.*)$", shown, re.MULTILINE))
+        version = properties.get("java.specification.version", "0").partition(".")[0]
+        if version.isdigit() and int(version) >= OLDEST_JAVA:
+            return Path(properties["java.home"], "bin", "java")
+    return None
+
+
+def require_java() -> Path:
+    java = find_java()
+    if java is None:
+        apt_install("openjdk-17-jre-headless", "default-jre-headless")
+        java = find_java()
+    if java is None:
+        raise StackError(
+            f"This needs a Java runtime, version {OLDEST_JAVA} or newer, and none was found on "
+            f"PATH or in JAVA_HOME. Install one:\n{INSTALL_HINT}"
+        )
+    return java
+
+
+def require_jars(wanted: Jars, log: Path) -> Path:
+    """The folder of the jars, shared by all projects of this user."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
+    jars = caches / f"{wanted.name.lower()}-{wanted.version}"
+    if jars.exists():
+        return jars
+    caches.mkdir(parents=True, exist_ok=True)
+    with (caches / "lock").open("w") as lock:
+        wait_for_lock(lock, "waiting for another download to finish")
+        if not jars.exists():
+            for leftover in caches.glob("download-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix="download-", dir=caches) as work:
+                download(wanted, Path(work), log)
+                # The folder gets its name only when complete: a broken download is not found.
+                (Path(work) / "jars").rename(jars)
+    return jars
+
+
+def download(wanted: Jars, work: Path, log: Path) -> None:
+    if shutil.which("mvn") is None:
+        apt_install("maven")
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise StackError(
+            f"Maven is needed once, to download {wanted.name}, and `mvn` is not on PATH. "
+            f"Install it:\n{INSTALL_HINT}"
+        )
+    say(
+        f"downloading {wanted.name} {wanted.version} with Maven (about {wanted.megabytes} MB, once"
+        " for all projects)"
+    )
+    (work / "pom.xml").write_text(wanted.pom())
+    log.write_bytes(b"")
+    start = shown = time.monotonic()
+
+    def progress() -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= 3:
+            shown = time.monotonic()
+            files = log.read_text(errors="replace").count("Downloaded from")
+            say(f"  {files} files after {shown - start:.0f} s")
+
+    run_step(
+        [maven, "-B", "-f", str(work / "pom.xml"), "dependency:copy-dependencies",
+         "-DincludeScope=runtime", f"-DoutputDirectory={work / 'jars'}"],
+        log,
+        f"Maven could not download {wanted.name}. Check the network and Maven's settings, then"
+        " try again.",
+        progress=progress,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""S3Proxy from its Maven jars: an S3-compatible object store on a local folder, for tests."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+from servers.java import Jars, require_jars, require_java
+from servers.network import LOOPBACK
+from servers.process import LocalServer
+
+S3PROXY_VERSION = "2.9.0"
+S3PROXY_JARS = Jars(
+    "S3Proxy", S3PROXY_VERSION, megabytes=43, artifacts=(f"org.gaul:s3proxy:{S3PROXY_VERSION}",)
+)
+IDENTITY, CREDENTIAL = "local", "local-secret"
+
+SETTINGS = """\
+s3proxy.endpoint=http://{address}
+s3proxy.authorization=aws-v4
+s3proxy.identity={identity}
+s3proxy.credential={credential}
+jclouds.provider=filesystem-nio2
+jclouds.filesystem.basedir={data}
+"""
+LOGGING = """\
+<configuration>
+  <appender name="OUT" class="ch.qos.logback.core.ConsoleAppender">
+    <encoder><pattern>%d %p %m \\(%c\\)%n</pattern></encoder>
+  </appender>
+  <root level="info"><appender-ref ref="OUT"/></root>
+</configuration>
+"""
+
+
+class S3Proxy(LocalServer):
+    title = "S3Proxy"
+    port_count = 1
+    stop_signals = (signal.SIGTERM, signal.SIGKILL)
+
+    def check_requirements(self) -> None:
+        self.java = require_java()
+        self.jars = require_jars(S3PROXY_JARS, self.directory.path / "maven.log")
+
+    def prepare(self) -> None:
+        (self.home / "data").mkdir(parents=True, exist_ok=True)
+        (self.home / "logback.xml").write_text(LOGGING)
+        (self.home / "s3proxy.conf").write_text(
+            SETTINGS.format(
+                address=f"{LOOPBACK}:{self.port}",
+                identity=IDENTITY,
+                credential=CREDENTIAL,
+                data=self.home / "data",
+            )
+        )
+
+    def command(self) -> list[str]:
+        return [
+            str(self.java),
+            "-Xmx256m",
+            "-XX:TieredStopAtLevel=1",
+            "-XX:+UseSerialGC",
+            f"-Dlogback.configurationFile={self.home / 'logback.xml'}",
+            "-cp",
+            f"{self.jars}/*",
+            "org.gaul.s3proxy.Main",
+            "--properties",
+            str(self.home / "s3proxy.conf"),
+        ]
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
+                connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                return connection.recv(5) == b"HTTP/"
+        except OSError:
+            return False
+
+    def bucket(self, name: str) -> str:
+        """Make a bucket, unless it is there, and return its URL."""
+        (self.home / "data" / name).mkdir(exist_ok=True)
+        return f"s3://{name}"
+
+    def environment(self) -> dict[str, str]:
+        """The variables by which clients of S3 find it and are let in."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{self.port}",
+            "AWS_ACCESS_KEY_ID": IDENTITY,
+            "AWS_SECRET_ACCESS_KEY": CREDENTIAL,
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+        }

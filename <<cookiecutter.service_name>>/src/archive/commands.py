@@ -1,0 +1,113 @@
+"""The commands `service archive …`: what is archived, whether it is whole, where an event is."""
+
+from collections.abc import Sequence
+from datetime import date, datetime
+from typing import Annotated
+
+import typer
+from pydantic_core import to_json
+
+from pipeline.operations import Refused
+from pipeline.terminal import run_to_end
+
+from . import reading
+from .days import Archive
+from .files import MANIFEST, Damaged
+from .store import Missing, Store
+
+Days = Annotated[
+    list[datetime] | None,
+    typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...", help="only these; else all there are"),
+]
+
+
+def group(archive: Archive) -> typer.Typer:
+    """Return the commands for an archive."""
+    app = typer.Typer(help="Days of the outbox that are gone.", no_args_is_help=True)
+
+    @app.command("list")
+    def list_days() -> None:
+        """List the days that are archived."""
+        run_to_end(_list(archive))
+
+    @app.command()
+    def verify(days: Days = None) -> None:
+        """Read all of it; exit code 1 if anything is missing or changed."""
+        run_to_end(_verify(archive, _dates(days)))
+
+    @app.command()
+    def find(
+        id: Annotated[str, typer.Argument(help="the event's id")],
+        days: Days = None,
+    ) -> None:
+        """Print the events of an id, as JSON, each a line."""
+        run_to_end(_find(archive, id, _dates(days)))
+
+    return app
+
+
+def _dates(days: list[datetime] | None) -> list[date]:
+    return [day.date() for day in days or ()]
+
+
+def _open(archive: Archive) -> Store:
+    store = archive.open()
+    if store is None:
+        raise Refused("nothing is archived: PIPELINE_ARCHIVE_URL is not set")
+    return store
+
+
+async def _days(archive: Archive, store: Store) -> Sequence[date]:
+    found = await reading.days(archive, store)
+    if not found:
+        typer.echo("nothing is archived yet")
+    return found
+
+
+async def _list(archive: Archive) -> None:
+    store = _open(archive)
+    for day in await _days(archive, store):
+        try:
+            found = await reading.manifest(archive, store, day)
+        except Missing:
+            typer.echo(f"{day}  not finished")
+        except Damaged as error:
+            typer.echo(f"{day}  {error}")
+        else:
+            size = sum(part.size for part in found.parts)
+            typer.echo(f"{day}  {found.rows:,} events, {size:,} bytes, {found.finished_at:%F %R}Z")
+
+
+async def _verify(archive: Archive, chosen: Sequence[date]) -> None:
+    store = _open(archive)
+    is_whole = True
+    for day in chosen or await _days(archive, store):
+        verdict = await reading.verify(archive, store, day)
+        is_whole = is_whole and not verdict.wrong
+        for wrong in verdict.wrong:
+            typer.echo(f"{day}  {wrong}")
+        if not verdict.wrong:
+            typer.echo(f"{day}  {verdict.rows:,} events in {verdict.size:,} bytes are as written")
+    if not is_whole:
+        raise typer.Exit(1)
+
+
+async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
+    store = _open(archive)
+    found, unread = 0, False
+    for day in chosen or await reading.days(archive, store):
+        try:
+            async for event in reading.find(archive, store, day, id):
+                typer.echo(to_json(event).decode())
+                found += 1
+        except Missing:
+            unread = True
+            typer.echo(f"{day}: {MANIFEST} is missing, the day was not looked through", err=True)
+        except Damaged as error:
+            unread = True
+            typer.echo(f"{day}: {error}; the rest of the day was not looked through", err=True)
+    if not found:
+        where = "what could be read of the archive" if unread else "the archive"
+        raise Refused(f"no event {id!r} is in {where}")
+    if unread:
+        raise typer.Exit(1)

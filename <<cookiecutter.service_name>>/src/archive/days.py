@@ -1,0 +1,236 @@
+"""Writes days of the outbox into the archive."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from datetime import UTC, date, datetime
+from typing import NamedTuple, TypeVar
+
+import asyncpg
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pipeline.outbox import COLUMNS
+from pipeline.service import Tell
+
+from .files import MANIFEST, Damaged, Manifest, Part, PartWriter
+from .store import Missing, Store
+
+T = TypeVar("T")
+
+PART_BYTES = 32 * 2**20
+"""A part is ended when it has so many, before compression: what is held in memory, at most."""
+PAGE_ROWS = 2_000
+PAGE_BYTES = 4 * 2**20
+"""What is read at a time: no more rows, and little more bytes, but one row at least."""
+BEAT_SECONDS = 2.0
+"""How often it is told that an answer is waited for."""
+
+# The sizes are known without reading the values.
+_PAGE = """
+SELECT id, xid, created_at, {columns}
+  FROM (SELECT *, sum(COALESCE(octet_length(payload), 0) + COALESCE(octet_length(headers), 0))
+                  OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+          FROM (SELECT * FROM pipeline.{table} WHERE id > $1 ORDER BY id LIMIT $2) AS page) AS page
+ WHERE COALESCE(before, 0) < $3
+ ORDER BY id
+"""
+
+_SPAN = """
+SELECT count(*) AS rows, min(id) AS first_id, max(id) AS last_id
+  FROM pipeline.{table} WHERE id > $1 AND id <= $2
+"""
+
+_ENDS = "SELECT min(id) AS first_id, max(id) AS last_id FROM pipeline.{table}"
+
+_EVENT_ID = "SELECT event_id FROM pipeline.{table} WHERE id = $1"
+
+
+class Settings(BaseSettings):
+    """Where the archive is."""
+
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_ARCHIVE_", frozen=True)
+
+    url: str | None = None
+    """`file:///folder`, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`;
+    unset: nothing is archived. Credentials come from the variables that each store's tools know."""
+
+
+class NotTheSame(Exception):
+    """The archive has something else of the day than the database."""
+
+
+class Archive:
+    """Days of a service's outbox, each a manifest and parts below `<service>/outbox/<day>/`."""
+
+    def __init__(self, service: str) -> None:
+        self.service = service
+
+    def check(self) -> None:
+        """Raise `Misconfigured` for a URL that is none of an object store."""
+        self.open()
+
+    def open(self) -> Store | None:
+        """Return the store; None where no archive was asked for. Raises `Misconfigured`."""
+        url = Settings().url
+        return Store(url) if url else None
+
+    def folder(self, day: date | None = None) -> str:
+        """Return the prefix of a day, or of all."""
+        return f"{self.service}/outbox/" + (f"{day}/" if day else "")
+
+    async def keep(self, connection: asyncpg.Connection, table: str, day: date, tell: Tell) -> None:
+        """Write a day, or go on with one. Returns when all of it was read back from the store.
+
+        Raises `NotTheSame` and `StoreFailed`; what is finished is not written again.
+        """
+        store = self.open()
+        if store is not None:
+            await _Day(store, self, connection, table, day, tell).keep()
+
+
+class _Ids(NamedTuple):
+    """The first and the last id of a table; None where it has no rows."""
+
+    first: int | None
+    last: int | None
+
+
+class _Day:
+    """A day that is being archived."""
+
+    def __init__(
+        self,
+        store: Store,
+        archive: Archive,
+        connection: asyncpg.Connection,
+        table: str,
+        day: date,
+        tell: Tell,
+    ) -> None:
+        self._store = store
+        self._service = archive.service
+        self._folder = archive.folder(day)
+        self._connection = connection
+        self._table = table
+        self._day = day
+        self._tell = tell
+        self._rows = 0
+
+    async def keep(self) -> None:
+        ids = _Ids(*await self._connection.fetchrow(_ENDS.format(table=self._table)))
+        manifest = await self._manifest()
+        if manifest is not None:
+            await self._compare(manifest, ids)
+            return
+        parts = await self._begun(ids)
+        while ids.last is not None and (not parts or parts[-1].last_id < ids.last):
+            parts.append(await self._write(len(parts), _end(parts, ids)))
+        manifest = Manifest(
+            service=self._service,
+            day=self._day,
+            rows=sum(part.rows for part in parts),
+            finished_at=datetime.now(UTC),
+            parts=tuple(parts),
+        )
+        text = manifest.model_dump_json(indent=2).encode()
+        await self._patiently(self._store.put(self._folder + MANIFEST, text))
+
+    async def _manifest(self) -> Manifest | None:
+        name = self._folder + MANIFEST
+        try:
+            return Manifest.model_validate_json(await self._patiently(self._store.get(name)))
+        except Missing:
+            return None
+        except ValidationError as error:
+            raise self._not_the_same(f"{name} is no manifest") from error
+
+    async def _compare(self, manifest: Manifest, ids: _Ids) -> None:
+        """Raise `NotTheSame` unless what was finished before is there, and is this table."""
+        parts: list[Part] = []
+        for part in manifest.parts:
+            if await self._found(part.name, _end(parts, ids)) != part:
+                raise self._not_the_same(f"{part.name} is not there, or holds other events")
+            parts.append(part)
+        if (parts[-1].last_id if parts else None) != ids.last:
+            raise self._not_the_same("it ends with another event")
+
+    def _not_the_same(self, how: str) -> NotTheSame:
+        return NotTheSame(
+            f"{self._store.url}/{self._folder} and the table pipeline.{self._table} differ: {how}."
+            " Move what is in the store away, and the table is archived again"
+        )
+
+    async def _begun(self, ids: _Ids) -> list[Part]:
+        """Return the parts that were finished before, as far as they are those of this table."""
+        names = await self._patiently(self._names())
+        parts: list[Part] = []
+        for name in names:  # several of a number where several were at it
+            if name.startswith(f"part-{len(parts):05}-"):
+                part = await self._found(name, _end(parts, ids))
+                parts += [part] if part else []
+        return parts
+
+    async def _names(self) -> Sequence[str]:
+        found = [name.removeprefix(self._folder) async for name in self._store.names(self._folder)]
+        return sorted(found)
+
+    async def _found(self, name: str, after: int) -> Part | None:
+        """Return a part if its content is what its name says, and what the table has there."""
+        try:
+            content = await self._patiently(self._store.get(self._folder + name))
+            part = await asyncio.to_thread(Part.of, int(name.split("-")[1]), content)
+        except (Missing, Damaged):
+            return None
+        if part.name != name or not await self._is_in_the_table(part, after):
+            return None
+        self._rows += part.rows
+        return part
+
+    async def _is_in_the_table(self, part: Part, after: int) -> bool:
+        """Whether the table has as many events there, and the same last one."""
+        span = await self._connection.fetchrow(_SPAN.format(table=self._table), after, part.last_id)
+        event_id = await self._connection.fetchval(
+            _EVENT_ID.format(table=self._table), part.last_id
+        )
+        return (*span, event_id) == (part.rows, part.first_id, part.last_id, part.last_event_id)
+
+    async def _write(self, number: int, after: int) -> Part:
+        """Write the part that begins behind an id."""
+        writer, last = PartWriter(), after
+        page = _PAGE.format(table=self._table, columns=COLUMNS)
+        while writer.bytes < PART_BYTES:
+            rows = await self._connection.fetch(page, last, PAGE_ROWS, PAGE_BYTES)
+            if not rows:
+                break
+            await asyncio.to_thread(writer.add, [row.items() for row in rows])
+            last = rows[-1]["id"]
+            self._rows += len(rows)
+            await self._beat()
+        content = writer.end()
+        part = await asyncio.to_thread(Part.of, number, content)
+        if not await self._is_in_the_table(part, after):
+            raise NotTheSame(
+                f"the table pipeline.{self._table} has changed, or has two events of one id,"
+                f" between {after + 1} and {last}"
+            )
+        await self._patiently(self._store.put(self._folder + part.name, content))
+        return part
+
+    async def _patiently(self, work: Awaitable[T]) -> T:
+        """Wait for the store, and tell meanwhile that it is waited for."""
+        waited_for = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({waited_for}, timeout=BEAT_SECONDS))[0]:
+                await self._beat()
+        except BaseException:
+            waited_for.cancel()
+            raise
+        return waited_for.result()
+
+    async def _beat(self) -> None:
+        await self._tell(f"{self._rows:,} events")
+
+
+def _end(parts: Sequence[Part], ids: _Ids) -> int:
+    """Return the id behind which the next part begins."""
+    return parts[-1].last_id if parts else (ids.first or 0) - 1

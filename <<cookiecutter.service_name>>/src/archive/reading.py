@@ -1,0 +1,99 @@
+"""Reads the archive: finds events, and verifies that all is there as it was written."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date
+from hashlib import sha256
+from typing import Any
+
+from pydantic import ValidationError
+
+from .days import Archive
+from .files import MANIFEST, Damaged, Manifest, Part, events
+from .store import Missing, Store
+
+
+@dataclass
+class Verdict:
+    """What a day's objects are, beside what its manifest says."""
+
+    day: date
+    rows: int = 0
+    """Events that are there."""
+    size: int = 0
+    """In bytes, compressed."""
+    wrong: list[str] = field(default_factory=list)
+    """What is missing or changed, in words; nothing of a day that is well."""
+
+
+async def days(archive: Archive, store: Store) -> list[date]:
+    """Return the days of which the archive holds anything, the oldest first."""
+    folder, found = archive.folder(), set[date]()
+    async for name in store.names(folder):
+        day, slash, _ = name.removeprefix(folder).partition("/")
+        with suppress(ValueError):  # somebody else's
+            found |= {date.fromisoformat(day)} if slash else set()
+    return sorted(found)
+
+
+async def manifest(archive: Archive, store: Store, day: date) -> Manifest:
+    """Return what is said of a day. Raises `Damaged`, and `Missing` where it is not finished."""
+    name = archive.folder(day) + MANIFEST
+    try:
+        found = Manifest.model_validate_json(await store.get(name))
+    except ValidationError as error:
+        raise Damaged(f"{name} is no manifest: {error.errors()[0]['msg']}") from None
+    if (found.service, found.day) != (archive.service, day):
+        raise Damaged(f"{name} is that of {found.service}, {found.day}")
+    return found
+
+
+async def content(archive: Archive, store: Store, day: date, part: Part) -> bytes:
+    """Return a part. Raises `Damaged` where it is not what the manifest says."""
+    name = archive.folder(day) + part.name
+    try:
+        size = await store.size(name)
+        if size != part.size:
+            raise Damaged(f"{name} has {size:,} bytes instead of {part.size:,}")
+        found = await store.get(name)
+    except Missing:
+        raise Damaged(f"{name} is missing") from None
+    if await asyncio.to_thread(lambda: sha256(found).hexdigest()) != part.sha256:
+        raise Damaged(f"{name} has changed: it has another checksum")
+    return found
+
+
+async def verify(archive: Archive, store: Store, day: date) -> Verdict:
+    """Read all of a day, and say what is wrong with it."""
+    verdict = Verdict(day)
+    try:
+        said = await manifest(archive, store, day)
+    except Missing:
+        verdict.wrong.append(f"{MANIFEST} is missing: the day is not finished, or has lost it")
+        return verdict
+    except Damaged as error:
+        verdict.wrong.append(str(error))
+        return verdict
+    for number, part in enumerate(said.parts):
+        try:
+            found = await content(archive, store, day, part)
+            if await asyncio.to_thread(Part.of, number, found) != part:
+                raise Damaged(f"{part.name} does not hold what {MANIFEST} says of it")
+        except Damaged as error:
+            verdict.wrong.append(str(error))
+        else:
+            verdict.rows += part.rows
+            verdict.size += part.size
+    return verdict
+
+
+async def find(
+    archive: Archive, store: Store, day: date, event_id: str
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a day that have this id. Raises `Damaged` and `Missing`."""
+    for part in (await manifest(archive, store, day)).parts:
+        found = await content(archive, store, day, part)
+        for event in await asyncio.to_thread(list, events(found, event_id)):
+            yield event

@@ -1,0 +1,140 @@
+"""What is missing or changed in the archive is found, and so is an event."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from archive import days
+from archive.files import MANIFEST
+
+from . import app
+from .conftest import DAY, House
+from tests.pipeline.integration.conftest import Command
+
+FOLDER = app.archive.folder(DAY)
+
+
+@pytest.fixture
+async def kept(house: House, folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Archive 300 events in three parts, and return where they are."""
+    monkeypatch.setattr(days, "PART_BYTES", 1)
+    monkeypatch.setattr(days, "PAGE_ROWS", 100)
+    await house.fill(300, payload=100)
+    await house.keep()
+    return Path(folder, FOLDER)
+
+
+def parts(kept: Path) -> list[Path]:
+    """Return the parts, in order."""
+    return sorted(kept.glob("part-*"))
+
+
+def lose_a_part(kept: Path) -> None:
+    parts(kept)[1].unlink()
+
+
+def change_a_byte(kept: Path) -> None:
+    content = bytearray(parts(kept)[1].read_bytes())
+    content[len(content) // 2] ^= 1
+    parts(kept)[1].write_bytes(content)
+
+
+def cut_a_part_short(kept: Path) -> None:
+    parts(kept)[1].write_bytes(parts(kept)[1].read_bytes()[:-1])
+
+
+def put_one_for_another(kept: Path) -> None:
+    parts(kept)[1].write_bytes(parts(kept)[2].read_bytes())
+
+
+def lose_the_manifest(kept: Path) -> None:
+    (kept / MANIFEST).unlink()
+
+
+def cut_the_manifest_short(kept: Path) -> None:
+    (kept / MANIFEST).write_bytes((kept / MANIFEST).read_bytes()[:-5])
+
+
+def take_a_part_out_of_the_manifest(kept: Path) -> None:
+    said = json.loads((kept / MANIFEST).read_bytes())
+    del said["parts"][1]
+    (kept / MANIFEST).write_text(json.dumps(said))
+
+
+def miscount(kept: Path) -> None:
+    said = json.loads((kept / MANIFEST).read_bytes())
+    said["rows"] += 1
+    said["parts"][1]["rows"] += 1
+    (kept / MANIFEST).write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lose_a_part, "part-00001-"),
+        (lose_a_part, "is missing"),
+        (change_a_byte, "has another checksum"),
+        (cut_a_part_short, "bytes instead of"),
+        (put_one_for_another, "part-00001-"),
+        (lose_the_manifest, "manifest.json is missing: the day is not finished, or has lost it"),
+        (cut_the_manifest_short, "manifest.json is no manifest"),
+        (take_a_part_out_of_the_manifest, "the parts are not those of the day"),
+        (miscount, "part-00001-"),
+    ],
+)
+async def test_what_is_missing_or_changed_is_told_of(
+    kept: Path, service: Command, damage: Callable[[Path], None], said: str
+) -> None:
+    assert (await service("verify")).exit_code == 0
+    damage(kept)
+    for arguments in (), (str(DAY),):
+        done = await service("verify", *arguments)
+        assert done.exit_code == 1
+        assert said in done.stdout
+    assert (await service("list")).exit_code == 0
+
+
+async def test_a_day_that_is_not_there_is_not_whole(kept: Path, service: Command) -> None:
+    done = await service("verify", "2020-01-02")
+    assert done.exit_code == 1
+    assert "2020-01-02  manifest.json is missing" in done.stdout
+
+
+async def test_an_event_is_found_by_its_id_and_not_by_a_part_of_it(
+    kept: Path, service: Command
+) -> None:
+    done = await service("find", "e150")
+    assert json.loads(done.stdout)["event_id"] == "e150"
+    assert (await service("find", "e150", str(DAY))).stdout == done.stdout
+    assert json.loads((await service("find", "e15")).stdout)["event_id"] == "e15"
+    missing = await service("find", "e301")
+    assert missing.exit_code == 1
+    assert "no event 'e301' is in the archive" in missing.stderr
+
+
+async def test_who_looks_for_an_event_is_told_what_could_not_be_looked_through(
+    kept: Path, service: Command
+) -> None:
+    lose_a_part(kept)
+    before = await service("find", "e1")
+    assert json.loads(before.stdout)["event_id"] == "e1"
+    assert before.exit_code == 1
+    behind = await service("find", "e299")
+    assert behind.exit_code == 1
+    assert "is missing; the rest of the day was not looked through" in behind.stderr
+    assert "no event 'e299' is in what could be read of the archive" in behind.stderr
+
+
+async def test_an_archive_that_holds_nothing_is_told_of(folder: str, service: Command) -> None:
+    assert (await service("list")).stdout == "nothing is archived yet\n"
+    assert (await service("verify")).exit_code == 0
+
+
+async def test_what_others_keep_beside_the_days_is_left_alone(kept: Path, service: Command) -> None:
+    (kept.parent / "notes").mkdir()
+    (kept.parent / "notes" / "read.me").touch()
+    (kept.parent / "read.me").touch()
+    assert (await service("verify")).exit_code == 0
+    assert len((await service("list")).stdout.splitlines()) == 1

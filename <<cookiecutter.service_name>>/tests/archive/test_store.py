@@ -1,0 +1,135 @@
+"""Where the archive is, is said by a URL; a wrong one is a clear error at start."""
+
+import asyncio
+import os
+import re
+import sys
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from archive import Archive
+from archive.store import Store, StoreFailed
+from pipeline.service import Misconfigured
+
+from .conftest import DAY, House, make_day
+from .test_days import start
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nonsense", "write file:///folder, s3://bucket/prefix"),
+        ("/var/archive", "write file:///folder, s3://bucket/prefix"),
+        ("ftp://host/x", "write file:///folder, s3://bucket/prefix"),
+        ("memory:///", "write file:///folder, s3://bucket/prefix"),
+        ("s3:bucket", "write file:///folder, s3://bucket/prefix"),
+        ("s3:///prefix", "write file:///folder, s3://bucket/prefix"),
+        ("file://host/x", "write file:/// and an absolute path"),
+        ("file:relative", "write file:/// and an absolute path"),
+        ("file:///no/such/folder", "there is no such folder"),
+        ("file:///etc/passwd", "there is no such folder"),
+        ("az://container/x", "Account must be specified"),
+        ("s3://bucket:port/x", "PIPELINE_ARCHIVE_URL"),
+        ("s3://[bucket/x", "PIPELINE_ARCHIVE_URL"),
+    ],
+)
+def test_a_url_that_is_none_of_a_store_is_refused(
+    url: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    monkeypatch.setenv("PIPELINE_ARCHIVE_URL", url)
+    with pytest.raises(Misconfigured, match=re.escape(said)) as refused:
+        Archive("orders").check()
+    assert "PIPELINE_ARCHIVE_URL" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["s3://key:s3cret@bucket/x", "az://c/x?sv=2026&sig=s3cret"])
+def test_credentials_are_not_taken_from_a_url_and_not_shown(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_ARCHIVE_URL", url)
+    with pytest.raises(Misconfigured, match="must hold no credentials") as refused:
+        Archive("orders").check()
+    assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/some/prefix/", "gs://bucket/prefix"])
+def test_a_url_of_a_store_is_accepted_before_anything_answers(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_ARCHIVE_URL", url)
+    Archive("orders").check()
+
+
+@pytest.mark.parametrize("url", [None, ""])
+def test_without_a_url_there_is_no_archive(
+    url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPELINE_ARCHIVE_URL", raising=False)
+    if url is not None:
+        monkeypatch.setenv("PIPELINE_ARCHIVE_URL", url)
+    assert Archive("orders").open() is None
+
+
+async def test_a_service_does_not_start_with_a_wrong_url(
+    database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_ARCHIVE_URL", "file:///no/such/folder")
+    process = await start(database_url, "run")
+    _, said = await process.communicate()
+    assert process.returncode == 1
+    assert said.decode().startswith("Misconfigured: PIPELINE_ARCHIVE_URL: 'file:///no/such/folder'")
+
+
+async def test_what_the_store_says_is_a_sentence(folder: str, tmp_path: Path) -> None:
+    store = Store(f"file://{folder}")
+    await store.put("a", b"1")
+    with pytest.raises(StoreFailed) as failed:
+        await store.put("a/b", b"2")
+    assert "\n" not in str(failed.value)
+    assert await store.get("a") == b"1"
+
+
+MEASURE = """
+import asyncio, resource, sys
+import asyncpg
+from datetime import date
+from archive import Archive, days
+
+days.PART_BYTES = days.PAGE_BYTES = 1_000_000
+
+async def tell(progress):
+    pass
+
+async def main():
+    connection = await asyncpg.connect(sys.argv[1])
+    await Archive("orders").keep(connection, sys.argv[2], date.fromisoformat(sys.argv[3]), tell)
+
+asyncio.run(main())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+async def test_a_day_of_any_size_takes_the_same_memory(
+    house: House, folder: str, direct_url: str
+) -> None:
+    async def kibibytes(day: date) -> int:
+        root = Path(__file__).parents[2]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", MEASURE, direct_url.replace("+asyncpg", "")),
+            *(f"outbox_p{day:%Y%m%d}", str(day)),
+            env={**os.environ, "PYTHONPATH": str(root / "src")},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        printed, _ = await process.communicate()
+        return int(printed)
+
+    following = DAY + timedelta(days=1)
+    await make_day(house.db, following)
+    await house.insert(DAY, 1_000, 2_000)
+    await house.insert(following, 20_000, 2_000)
+    before, after = await kibibytes(DAY), await kibibytes(following)
+    assert after - before < 10_000, "the large one has 40 MB more"
