@@ -22,10 +22,14 @@ import yaml
 
 from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
 
-COPIED = ("src/archive", "src/pipeline", "tests/archive", "tests/pipeline", "dev", "docs")
+COPIED = (
+    *("src/archive", "src/claims", "src/pipeline"),
+    *("tests/archive", "tests/claims", "tests/pipeline"),
+    *("dev", "docs"),
+)
 """What is copied as it is, byte for byte."""
 
-ONCE = "--ignore=tests/pipeline/integration --ignore=tests/archive"
+ONCE = "--ignore=tests/pipeline/integration --ignore=tests/archive --ignore=tests/claims"
 """Long tests: run in the raw tree, which is the same source (see the test of that)."""
 
 UNUSUAL = {

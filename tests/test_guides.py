@@ -68,7 +68,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     guides = {name for name in project.files() if name.startswith("docs/")}
     names = {"handling-errors", "operating-errors", "outside", "protocol", "time"}
     if object_store == "yes":
-        names |= {"archive"}
+        names |= {"archive", "claims"}
     assert guides == {f"docs/{name}.md" for name in names}
     named = re.compile(r"`(docs/[\w./-]+)`")
     assert set(named.findall(project.read("README.md"))) == guides

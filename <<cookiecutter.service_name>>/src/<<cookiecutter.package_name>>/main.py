@@ -3,6 +3,8 @@
 # <% if cookiecutter.object_store == "yes" %>
 from archive import Archive
 from archive.commands import group as archive_commands
+from claims import open_claims
+from claims.commands import group as claims_commands
 from pipeline import Service
 from pipeline.commands import command_line
 
@@ -19,8 +21,10 @@ from .tables import Base
 NAME = "<<cookiecutter.service_name>>"
 
 archive = Archive(NAME)
-service = Service(NAME, handlers=handlers, metadata=Base.metadata, archive=archive)
-main = command_line(service, archive=archive_commands(archive))
+service = Service(
+    NAME, handlers=handlers, metadata=Base.metadata, archive=archive, claims=open_claims
+)
+main = command_line(service, archive=archive_commands(archive), claims=claims_commands(service))
 # <% else %>
 service = Service("<<cookiecutter.service_name>>", handlers=handlers, metadata=Base.metadata)
 main = command_line(service)

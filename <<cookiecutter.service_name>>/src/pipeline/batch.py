@@ -14,7 +14,16 @@ from aiokafka import ConsumerRecord
 from .events import Event, Tombstone
 from .handlers import Handler, Handlers
 from .inbox import Anchor, Marker
-from .message import Message, Plain, Position, Record, Undecodable, decode, marker_key
+from .message import (
+    Message,
+    Plain,
+    Position,
+    Record,
+    Undecodable,
+    decode,
+    marker_key,
+    refers,
+)
 from .ordering import sequence_of
 from .policy import DIED, Reject
 from .tasks import Turn
@@ -42,8 +51,8 @@ class Item(NamedTuple):
     marker: Marker
     record: Record
     event: Event | None = None
-    """None if the payload does not fit the handler's model: then `fault` says why; or as long as
-    nobody has looked."""
+    """None if the payload does not fit the handler's model, or can't be had: then `fault` says why;
+    or as long as nobody has looked."""
     fault: Exception | None = None
     attempts: int = 0
     """Attempts before this one."""
@@ -155,7 +164,7 @@ def items_of(handlers: Handlers, record: Record, *, validates: bool) -> list[Ite
     To validate its payload runs the service's code. Until that is done an item can't be handled.
     """
     topic = record.topic
-    if record.value is None and not handlers.takes_tombstones(topic):
+    if record.value is None and not handlers.takes_tombstones(topic) and not refers(record):
         return []
     plain = handlers.plain_of(topic) or (_BARE_TOMBSTONE if record.value is None else None)
     try:
@@ -172,7 +181,7 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
     type = Tombstone.event_type if message.data is None else message.type
     takers = handlers.of(message.topic, type)
     event, fault = None, None
-    for handler in takers if validates else ():
+    for handler in takers if validates and message.reference is None else ():
         if handler.mode == "immediate":  # what is handled later is validated then
             event, fault = _validated(handler.event, message)
             break
@@ -186,6 +195,8 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
 
 def validated(item: Item) -> Item:
     """Return the item with its event, or with why its payload is none."""
+    if item.marker.message.reference is not None:  # it is not there yet, or can't be had
+        return item
     event, fault = _validated(item.handler.event, item.marker.message)
     return item._replace(event=event, fault=fault)
 

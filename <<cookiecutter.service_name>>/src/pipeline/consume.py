@@ -19,7 +19,7 @@ from .backlog import LaneLost
 from .batch import Item, in_sequence
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
-from .failures import is_contention, is_infrastructure
+from .failures import StoreSlow, is_contention, is_infrastructure
 from .filters import Filters
 from .handlers import Handlers
 from .handling import Attempt, BatchFailed, Handled, handle_all
@@ -37,6 +37,7 @@ from .policy import (
     undecided,
     unknown,
 )
+from .references import Claims, Unresolved
 from .results import Results
 from .settings import Settings
 from .telemetry import ProcessSpans
@@ -103,9 +104,10 @@ class Consume:
         staged: Callable[[], None],
         parked: Callable[[], None],
         called: Callable[[], None],
+        claims: Claims | None = None,
     ) -> None:
         """`staged`, `parked` and `called` are told of new rows in the outbox, of what is due at
-        once, and of new effects."""
+        once, and of new effects. `claims` keeps payloads that are too large to travel."""
         self._engine = engine
         self._group = group
         self._source = source
@@ -116,6 +118,7 @@ class Consume:
         self._staged = staged
         self._parked = parked
         self._called = called
+        self.claims = claims
         self._turns = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
         self._under_way: set[Attempt] = set()
@@ -261,7 +264,12 @@ class Consume:
         )
         driver = await driver_of(connection)
         generations = await work.open(driver)
-        outbox = Outbox(self._source, settings.max_event_bytes, effects=self._handlers.effects)
+        outbox = Outbox(
+            self._source,
+            settings.max_event_bytes,
+            effects=self._handlers.effects,
+            claims=self.claims,
+        )
         results = Results()
         new, waiting, stored = await _look_up(driver, generations, self._filters, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
@@ -370,8 +378,12 @@ def _sort_out(
         if fate is None and behind and item.order_key in behind:
             fate = FOLLOWER
         if fate is None and item.fault is not None:
-            policy = item.handler.policy
-            fate = dead(policy, "invalid payload", item.fault, attempts=item.attempts)
+            fate = dead(
+                item.handler.policy,
+                item.fault.reason if isinstance(item.fault, Unresolved) else "invalid payload",
+                item.fault,
+                attempts=item.attempts,
+            )
         if fate is None:
             now.append(item)
             continue
@@ -447,8 +459,11 @@ def _blaming(work: Work, fates: Mapping[bytes, Fate], limit: float) -> Iterator[
         in_time = perf_counter() - started < limit
         is_slow = len(work.items) == 1 and progress.records_since - started > limit / 2
         is_outage = is_infrastructure(error) and (in_time or is_slow)
-        if is_outage or not _is_doubtful(work, fates):
+        is_too_much = isinstance(error, StoreSlow) and not _is_single(work)
+        if (is_outage and not is_too_much) or not _is_doubtful(work, fates):
             raise
+        if is_too_much:
+            raise _Unclear("takes too long", error) from error
         if in_time:
             raise _Unclear("transaction failed", error) from error
         late = TimeoutError(f"the transaction takes longer than {limit} s")

@@ -44,6 +44,10 @@ REASONS: Mapping[str, str] = {
     "unknown type": "deploy a handler, or leave handlers.demand_types(…) out, then redrive",
     # Messages that a handler was not given.
     "invalid payload": "make the event's model take it, then redrive; or discard it",
+    "data missing": "put the object back, then redrive; or have it sent by a new id, and discard",
+    "data changed": "put back what the event was sent with, then redrive; or discard it",
+    "data elsewhere": "let PIPELINE_CLAIM_URL be the store that the producer uses, then redrive",
+    "data too large": "raise PIPELINE_CLAIM_MEMORY, then redrive; or discard it",
     "identity mismatch": "ask the producer which is right, and for a new id; then discard this one",
     "too old": "find out whether it was applied; if not, redrive it by its id; if so, discard it",
     "no handler": "deploy the handler; if it is dead, redrive it then, or discard it",

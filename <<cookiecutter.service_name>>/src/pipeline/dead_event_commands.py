@@ -299,7 +299,8 @@ def _tell(detail: EventDetail) -> None:
             "subject": detail.subject,
             "sequence": None if detail.sequence is None else str(detail.sequence),
             "written": at(event.created_at),
-            "payload": f"{event.size or 0:,} bytes of {detail.content_type}",
+            "payload": f"{event.size or 0:,} bytes of {detail.content_type}"
+            + (f", at {detail.dataref}" if detail.dataref else ""),
             "trace": detail.traceparent,
         },
         text_of(detail.payload),

@@ -73,7 +73,8 @@ _COUNTS = {
 }
 
 _COLUMNS = f"""id, {_REASON} AS reason, attempts, event_id, source, type, topic, key,
-       octet_length(payload) AS size, created_at, parked_at, died_at, discarded_at, error"""
+       COALESCE(datalength, octet_length(payload)) AS size,
+       created_at, parked_at, died_at, discarded_at, error"""
 
 _EVENTS = {
     state: _asking(
@@ -90,7 +91,7 @@ _SHARDS = _asking("dead", "SELECT DISTINCT shard", "ORDER BY shard")
 _CHUNK = _asking("dead", "SELECT id", "AND shard = $9 AND id > $10 ORDER BY id LIMIT $11")
 
 _EVENT = f"""
-SELECT {_COLUMNS}, payload, subject, sequence, content_type, traceparent, discarded_by,
+SELECT {_COLUMNS}, payload, dataref, subject, sequence, content_type, traceparent, discarded_by,
        discarded_why
   FROM pipeline.outbox_unsent
  WHERE id = $1
@@ -190,6 +191,8 @@ class EventDetail:
     advice: str
     """What a person is to do."""
     payload: Shown
+    dataref: str | None
+    """Where the payload is, if it is not here."""
     subject: str | None
     sequence: int | None
     content_type: str
@@ -249,6 +252,7 @@ async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
         event=_event(row),
         advice=advice(row, REASONS),
         payload=shown(row["payload"]),
+        dataref=row["dataref"],
         subject=row["subject"],
         sequence=row["sequence"],
         content_type=row["content_type"],

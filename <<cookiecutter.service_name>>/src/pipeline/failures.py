@@ -28,6 +28,15 @@ _INFRASTRUCTURE = (
     "58",  # system error
 )
 
+
+class StoreAway(ConnectionError):
+    """The object store can't be used; the text names it and says why."""
+
+
+class StoreSlow(StoreAway):
+    """The object store has not answered in time: it may be too much at once."""
+
+
 _LONGEST = 4_000
 """Characters of an error's text: a payload can be wrong in a hundred thousand places."""
 _UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
@@ -130,6 +139,8 @@ def patiently(
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         reason = f"{server}: {named(error) if error else 'unknown'}"
+        if isinstance(error, StoreAway):  # says itself who it is
+            reason = told(error)
         away(reason)
         if state.attempt_number == 1:
             log.warning("%s failed, trying again: %s", what, reason)

@@ -117,7 +117,9 @@ class Known(NamedTuple):
     def check(self, message: Message) -> None:
         """Raise `IdentityMismatch` if the message has another payload."""
         # A hash of another version can't be compared: the id alone says that it is the same event.
-        if self.hash_version == HASH_VERSION and self.hash != message.hash:
+        # There is none of data that can't be had.
+        is_comparable = self.hash_version == HASH_VERSION and self.hash and message.hash
+        if is_comparable and self.hash != message.hash:
             raise IdentityMismatch(message, self.hash)
 
 

@@ -20,7 +20,8 @@ from .batch import Item, validated
 from .breaker import Breaker, BreakerOpen
 from .consume import Consume
 from .database import autocommitting
-from .failures import named, patiently
+from .failures import StoreAway, StoreSlow, named, patiently
+from .fetching import fetch
 from .handlers import Handlers
 from .health import Health
 from .policy import DIED, SHORTEST, UNDECIDED, Fate, ProcessDied, assumed, dead
@@ -142,6 +143,12 @@ class Lanes:
             return
         except BreakerOpen:
             pass  # it has told, and the consumer rests
+        except StoreAway as away:
+            log.warning("%s: %s", self._name, away)
+            self._health.not_ready(self._name, str(away))
+            await self._release(lane)
+            await self._pause(self._settings.retry_pause)
+            return
         except (Exception, asyncio.CancelledError):  # who ends in order has killed nobody
             with suppress(Exception):
                 await self._release(lane)
@@ -163,11 +170,20 @@ class Lanes:
             await self._handle(lane, taken)
 
     async def _take(self, lane: Lane, limit: int) -> Taken:
-        """Read what is due in the lane."""
-        return await self._ask(
+        """Read what is due in the lane, and fetch what it refers to. Raises `StoreAway`."""
+        taken = await self._ask(
             "reading the backlog",
             lambda driver: backlog.take(driver, lane, self._handlers, self._consumers, limit),
         )
+        try:
+            # While the lane is surely ours.
+            async with asyncio.timeout(self._settings.backlog_lease / 2):
+                items = await fetch(
+                    taken.items, self._consume.claims, lambda item: not self._is_risky(lane, item)
+                )
+        except TimeoutError:
+            raise StoreSlow("the object store takes longer than a lane may wait") from None
+        return replace(taken, items=items)
 
     async def _handle(self, lane: Lane, taken: Taken) -> None:
         """Handle rows in one transaction; a row that may kill the process in one of its own."""

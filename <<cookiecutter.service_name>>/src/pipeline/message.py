@@ -1,7 +1,8 @@
 """What a record says: the event's identity and attributes, its payload and the payload's hash.
 
-The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence` and
-distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: values are UTF-8.
+The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence`,
+`dataref` and distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: values
+are UTF-8.
 """
 
 import base64
@@ -18,9 +19,11 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from .payload import is_json, parse, payload_hash
+from .references import Reference
 
 _REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
 _OPTIONAL = ("ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_datacontenttype")
+_REFERENCE = ("ce_dataref", "ce_datalength", "ce_datachecksum")
 _TRACE = ("traceparent", "tracestate", "ce_traceparent", "ce_tracestate", "baggage")
 
 # PostgreSQL's text holds no NUL; a surrogate stands for a byte that was not UTF-8.
@@ -28,6 +31,7 @@ _UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
 _RFC3339 = re.compile(
     r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)", re.ASCII
 )
+_LENGTH = re.compile(r"[0-9]{1,18}")
 _TRACEPARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
     r"(?:-[!-~]*)?"  # of versions to come
@@ -163,7 +167,9 @@ class Message(NamedTuple):
     tracestate: str | None
     baggage: str | None
     hash: bytes
-    """`payload_hash` of type, content type and data."""
+    """`payload_hash` of type, content type and data; empty while the data is not there."""
+    reference: Reference | None = None
+    """Where the data is, until it is fetched."""
 
     def __repr__(self) -> str:
         """Return where it is from and what it is; its payload is nobody's business."""
@@ -206,6 +212,9 @@ def decode(record: Record, plain: Plain | None = None) -> Message:
             f" or say how {record.topic!r} names its events, with"
             " Plain(type=…, identity=Header(…) or PayloadFields(…) or Position())",
         )
+    reference = None
+    if not data and "ce_dataref" in headers and "ce_id" in headers:
+        reference, data = _reference(headers), b""
     traceparent, tracestate = _trace(headers)
     return Message(
         record.topic,
@@ -225,7 +234,8 @@ def decode(record: Record, plain: Plain | None = None) -> Message:
         traceparent,
         tracestate,
         headers.get("baggage"),
-        payload_hash(type, content_type, data),
+        b"" if reference else payload_hash(type, content_type, data),
+        reference,
     )
 
 
@@ -331,7 +341,10 @@ def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes
         if "data" in event and not event.get("datacontenttype"):
             event["datacontenttype"] = "application/json"
         headers: dict[str, str] = {}
-        for name in (*_REQUIRED, *_OPTIONAL, "ce_traceparent", "ce_tracestate"):
+        for name in (
+            *(*_REQUIRED, *_OPTIONAL, *_REFERENCE),
+            *("ce_traceparent", "ce_tracestate"),
+        ):
             attribute = event.get(name[3:])
             if isinstance(attribute, orjson.Fragment):  # an Integer, as it is in binary mode
                 attribute = orjson.dumps(attribute).decode()
@@ -372,13 +385,32 @@ def _storable(headers: Mapping[str, str]) -> dict[str, str]:
         if _UNUSABLE.search(value):
             if name in _TRACE:
                 del storable[name]
-            elif name in _REQUIRED or name in _OPTIONAL or name == "content-type":
+            elif name in (*_REQUIRED, *_OPTIONAL, *_REFERENCE, "content-type"):
                 raise Undecodable(
                     Reason.INVALID_ATTRIBUTE,
                     f"{name} is not UTF-8 or holds a NUL: {value[:80]!r}; let the producer send"
                     " text",
                 )
     return storable
+
+
+def refers(record: Record) -> bool:
+    """Whether a record may say where its data is instead of bringing it."""
+    return any(name.lower() == "ce_dataref" for name, _ in record.headers)
+
+
+def _reference(headers: Mapping[str, str]) -> Reference:
+    length = headers.get("ce_datalength")
+    if length is not None and not _LENGTH.fullmatch(length):
+        raise Undecodable(
+            Reason.INVALID_ATTRIBUTE,
+            f"datalength is {length[:80]!r}: let the producer send the number of bytes",
+        )
+    return Reference(
+        headers["ce_dataref"],
+        None if length is None else int(length),
+        headers.get("ce_datachecksum"),
+    )
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[str | None, str | None]:

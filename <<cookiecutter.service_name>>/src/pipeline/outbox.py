@@ -15,6 +15,7 @@ from pydantic_core import PydanticSerializationError
 
 from . import telemetry
 from .events import Event
+from .references import Claims, Kept
 from .schema import SCHEMA
 
 EFFECTS = "(effects)"
@@ -23,6 +24,8 @@ EFFECTS = "(effects)"
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
+_REFERENCE_AT_MOST = 1_500
+"""Bytes that the headers take which say where a payload is."""
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
 
@@ -48,6 +51,18 @@ class StagedEvent(NamedTuple):
     baggage: str | None
     headers: str | None = None
     """Those of a dead letter's record, as JSON; an event's own are made of the other columns."""
+    dataref: str | None = None
+    """Where the payload is, if it is too large to travel; the one here is empty then."""
+    datalength: int | None = None
+    datachecksum: str | None = None
+
+    def referring(self, kept: Kept | None) -> Self:
+        """Return it with a reference in the place of its payload, if that is kept elsewhere."""
+        if kept is None:
+            return self
+        uri, length, checksum = kept.reference
+        # Empty, and not null: a record without a value would be deleted from a compacted topic.
+        return self._replace(payload=b"", dataref=uri, datalength=length, datachecksum=checksum)
 
 
 class Due(NamedTuple):
@@ -86,6 +101,10 @@ SELECT name, COALESCE(due_at, clock_timestamp() + after), {COLUMNS}
        {", ".join(f"{name} = excluded.{name}" for name in StagedEvent._fields)}
 """
 
+_CLAIM = """
+INSERT INTO pipeline.claim (name, event_id) SELECT * FROM unnest($1::text[], $2::text[])
+"""
+
 CANCEL = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
 
 
@@ -100,11 +119,21 @@ def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
 class Outbox:
     """The events of one transaction, in the order in which they were staged."""
 
-    def __init__(self, source: str, max_event_bytes: int, *, effects: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        source: str,
+        max_event_bytes: int,
+        *,
+        effects: Collection[str] = (),
+        claims: Claims | None = None,
+    ) -> None:
         """`effects` are the types that some effect takes."""
         self._source = source
         self._max_event_bytes = max_event_bytes
         self._effects = effects
+        self._claims = claims
+        self._large = set[str]()
+        """Ids of events whose payloads are not to travel with them."""
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
         """What effects are called with, after the commit."""
@@ -181,11 +210,17 @@ class Outbox:
         )
         size += len(payload) + 2 * len(key_bytes or b"")
         size += len(tracestate or "") + len(baggage or "")
+        if self._claims is not None and topic != EFFECTS:
+            is_large = len(payload) > self._claims.limit or size > self._max_event_bytes
+            if is_large and len(payload) <= self._claims.memory:
+                self._large.add(id)
+                size += _REFERENCE_AT_MOST - len(payload)
         if size > self._max_event_bytes:
             raise Unpublishable(
                 f"{kind.__name__} takes {size:,} bytes and {self._max_event_bytes:,} are allowed:"
                 " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
                 " and the topic's max.message.bytes"
+                + (", or PIPELINE_CLAIM_MEMORY" if self._claims else "")
             )
         return StagedEvent(
             topic,
@@ -234,12 +269,36 @@ class Outbox:
         self._staged += events
 
     async def write(self, connection: asyncpg.Connection) -> bool:
-        """Write all into the transaction open on the connection; False if that is nothing."""
+        """Write all into the transaction open on the connection; False if that is nothing.
+
+        Raises `StoreAway` if something is too large to travel, and can't be kept elsewhere.
+        """
+        if self._large:
+            await self._refer(connection)
         if self._staged:
             await copy(connection, self._staged)
         if self._scheduled:
             await self._schedule(connection)
         return bool(self._staged or self._scheduled)
+
+    async def _refer(self, connection: asyncpg.Connection) -> None:
+        """Have large payloads kept elsewhere."""
+        assert self._claims is not None
+        scheduled = [one[1] for one in self._scheduled.values() if one is not None]
+        large = {
+            event.event_id: event.payload
+            for event in (*self._staged, *scheduled)
+            if event.event_id in self._large and event.payload is not None
+        }
+        if not large:  # they are taken back
+            return
+        # As the last but one of all: it may take long, and what comes behind does not.
+        kept = await self._claims.keep(large)
+        await connection.execute(_CLAIM, [one.name for one in kept.values()], list(kept))
+        self._staged = [event.referring(kept.get(event.event_id)) for event in self._staged]
+        for name, one in self._scheduled.items():
+            if one is not None:
+                self._scheduled[name] = one[0], one[1].referring(kept.get(one[1].event_id))
 
     async def _schedule(self, connection: asyncpg.Connection) -> None:
         cancelled = sorted(name for name, one in self._scheduled.items() if one is None)

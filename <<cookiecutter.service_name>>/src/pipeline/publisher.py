@@ -324,7 +324,7 @@ def _filled(producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]) -> _Fi
 def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
     if event["headers"] is not None:
         return headers_of(event["headers"])
-    return event_headers(
+    headers = event_headers(
         id=event["event_id"],
         source=event["source"],
         type=event["type"],
@@ -336,6 +336,10 @@ def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
         tracestate=event["tracestate"],
         baggage=event["baggage"],
     )
+    if event["dataref"] is None:
+        return headers
+    names = "dataref", "datalength", "datachecksum"
+    return [*headers, *((f"ce_{name}", str(event[name]).encode()) for name in names)]
 
 
 def partition_of(key: bytes | None, id: int, partitions: int) -> int:

@@ -16,6 +16,7 @@ from .breaker import BreakerOpen
 from .consume import Consume
 from .database import autocommitting
 from .failures import is_infrastructure, named, patiently, told
+from .fetching import fetch_batch
 from .handlers import Handlers
 from .health import Health
 from .inbox import Anchor, PositionMoved, Slot, StoredPosition
@@ -89,6 +90,8 @@ class Reader:
         self._is_cut_off = False
         self._is_careful = False
         self._anchor: Anchor | None = None
+        self._left: list[ConsumerRecord] = []
+        """What is read behind the latest batch, which had no room for it."""
         self._started_at: int | None = None
         self.position: int | None = None
         """The offset after the last record that took effect."""
@@ -142,6 +145,7 @@ class Reader:
         self._move_to(stored.next_offset)
         # The record before the position is read again, to see that it is still the same.
         start = self._anchor.offset if self._anchor else stored.next_offset
+        self._left = []
         self._client.seek(self._partition, start)
 
     async def _find_anchor(self, stored: StoredPosition) -> Anchor | None:
@@ -214,8 +218,7 @@ class Reader:
             log.warning("%s: %s processes have died here: one by one", self._part, starts - 1)
             await self._apply_singly(records, starts)
         else:
-            batch = await read(self._handlers, self._partition.topic, position, records)
-            await self._apply(FromPartition(self._slot, batch))
+            await self._apply(FromPartition(self._slot, await self._read(position, records)))
 
     async def _apply_singly(self, records: Sequence[ConsumerRecord], starts: int) -> None:
         """Apply records one by one; the first is set aside if a process has died over it alone."""
@@ -226,10 +229,9 @@ class Reader:
         for record in records:
             if self._stopping.is_set():
                 return
-            topic, is_last = self._partition.topic, record is records[-1]
-            batch = await read(self._handlers, topic, self.position, [record], validates=not deaths)
+            batch = await self._read(self.position, [record], validates=not deaths)
             # Where the next process begins, it knows that the record was tried alone.
-            carried = 0 if is_last else singly
+            carried = 0 if record is records[-1] else singly
             await self._apply(FromPartition(self._slot, batch, starts=carried, deaths=deaths))
             deaths = 0
 
@@ -256,11 +258,22 @@ class Reader:
 
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""
-        records = await self._records(start)
-        return await read(self._handlers, self._partition.topic, start, records)
+        return await self._read(start, await self._records(start))
+
+    async def _read(
+        self, start: int, records: Sequence[ConsumerRecord], *, validates: bool = True
+    ) -> Batch:
+        """Decode the records, and fetch what they refer to: of the first ones, if it is much."""
+        topic = self._partition.topic
+        batch = await read(self._handlers, topic, start, records, validates=validates)
+        batch = await self._patiently("fetching data")(
+            fetch_batch, batch, self._consume.claims, validates=validates
+        )
+        self._left = [record for record in records if record.offset >= batch.end]
+        return batch
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
-        records: list[ConsumerRecord] = []
+        records, self._left = self._left, []
         while not records:
             seconds = _PROOF_SECONDS if self._is_cut_off else self._settings.offset_commit_interval
             fetched = await self._client.getmany(

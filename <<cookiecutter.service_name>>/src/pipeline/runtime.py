@@ -22,6 +22,7 @@ from .failures import is_infrastructure, is_of_the_database, named, patiently
 from .filters import Filters
 from .health import Announcer, Health, HealthServer, Watchdog
 from .lanes import Lanes
+from .references import Claims
 from .relay import Relay
 from .retention import make_ahead, tidy
 from .service import Service
@@ -109,6 +110,7 @@ async def _serve(
     if Part.CONSUME in parts and service.handlers.topics:
         health.not_ready("consumer", "has not asked yet how long its topics keep records")
         await horizon.check(settings, service.handlers.topics)
+    claims = service.claims and service.claims(service.name, settings)
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
@@ -125,6 +127,7 @@ async def _serve(
         staged=relay.wake,
         parked=parked.set,
         called=called.set,
+        claims=claims,
     )
     lanes = Lanes(
         engine,
@@ -162,7 +165,9 @@ async def _serve(
     async with (
         in_background(_watch([consume, caller], settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
-        in_background(_keep_house(engine, service, settings, health, stopping)) as housekeeping,
+        in_background(
+            _keep_house(engine, service, claims, settings, health, stopping)
+        ) as housekeeping,
     ):
         chosen = [
             [(one, asyncio.create_task(one.run())) for one in together]
@@ -222,21 +227,26 @@ def _stack_of(task: asyncio.Task[object] | None) -> str:
 async def _keep_house(
     engine: AsyncEngine,
     service: Service,
+    claims: Claims | None,
     settings: Settings,
     health: Health,
     stopping: asyncio.Event,
 ) -> None:
     while True:
         await _patiently(make_ahead, engine, settings, health, stopping)
-        await _tidy(engine, service, settings)
+        await _tidy(engine, service, claims, settings)
         await asyncio.sleep(settings.housekeeping_interval)
 
 
-async def _tidy(engine: AsyncEngine, service: Service, settings: Settings) -> None:
+async def _tidy(
+    engine: AsyncEngine, service: Service, claims: Claims | None, settings: Settings
+) -> None:
     """Drop what is too old. Nothing that fails there concerns a message: the next round goes on."""
     try:
         async with autocommitting(engine) as connection:
-            await tidy(connection, settings, archive=service.archive)
+            done = await tidy(connection, settings, archive=service.archive)
+            if claims is not None and done.is_ours:
+                await claims.sweep(connection)
     except Exception as error:
         telemetry.retention_failed()
         expected = is_infrastructure(error) or is_of_the_database(error)

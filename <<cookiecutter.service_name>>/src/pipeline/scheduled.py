@@ -46,7 +46,7 @@ SELECT {COLUMNS} FROM due ORDER BY due_at, scheduled_at, name
 
 _LIST = """
 SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type, event_id,
-       octet_length(payload) AS size
+       COALESCE(datalength, octet_length(payload)) AS size
   FROM pipeline.scheduled
  WHERE $1::timestamptz IS NULL OR (due_at, name) > ($1, $2)
  ORDER BY due_at, name LIMIT $3

@@ -68,6 +68,9 @@ def _event() -> list[sa.Column[Any]]:
         sa.Column("tracestate", sa.Text),
         sa.Column("baggage", sa.Text),
         sa.Column("headers", sa.Text, comment="of a dead letter: all of them, as JSON"),
+        sa.Column("dataref", sa.Text, comment="where the payload is, if it is not here"),
+        sa.Column("datalength", sa.BigInteger, comment="bytes of the payload that is elsewhere"),
+        sa.Column("datachecksum", sa.Text, comment="its SHA-256, in hexadecimal digits"),
     ]
 
 
@@ -283,6 +286,20 @@ scheduled = sa.Table(
     *_event(),
     sa.Index("scheduled_due_idx", "due_at", "scheduled_at", "name"),
     comment="Events that are put into the outbox when they are due.",
+)
+
+claim = sa.Table(
+    "claim",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True, comment="of the object, below the store's URL"),
+    sa.Column("event_id", sa.Text, nullable=False),
+    sa.Column(
+        "published_at",
+        sa.DateTime(timezone=True),
+        comment="since when its event is known to wait for nobody here",
+    ),
+    sa.Index("claim_published_idx", "published_at"),
+    comment="Payloads in the object store; what is there and not here is nobody's.",
 )
 
 outbox_closed = sa.Table(

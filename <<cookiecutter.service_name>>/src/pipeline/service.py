@@ -10,6 +10,8 @@ from sqlalchemy import MetaData
 
 from .events import Event
 from .handlers import Handlers
+from .references import Claims
+from .settings import Settings
 
 
 class Misconfigured(Exception):
@@ -48,6 +50,9 @@ class Service:
     metadata: MetaData
     archive: Archive | None = None
     """Where days of the outbox go before they are dropped; None: nowhere."""
+    claims: Callable[[str, Settings], Claims | None] | None = None
+    """Opens what keeps payloads that are too large to travel, for the service of this name; None if
+    the settings name no place for them. Raises `Misconfigured`."""
 
     def check(self, dead_letter_topic: str | None) -> None:
         """Raise `Misconfigured` for what can't have been meant."""

@@ -25,7 +25,8 @@ _ROW_BYTES = 500
 """Size of an event beside its payload, about."""
 
 COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
-       content_type, traceparent, tracestate, baggage, headers"""
+       content_type, traceparent, tracestate, baggage, headers,
+       dataref, datalength, datachecksum"""
 """An event, as it is sent."""
 
 _HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
@@ -33,7 +34,8 @@ _HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target
        NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic,
        NULL::bytea AS key, NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type,
        NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
-       NULL AS tracestate, NULL AS baggage, NULL AS headers"""
+       NULL AS tracestate, NULL AS baggage, NULL AS headers,
+       NULL AS dataref, NULL::bigint AS datalength, NULL AS datachecksum"""
 """Of the row before the events, which says what is true of all of them."""
 
 

@@ -24,6 +24,7 @@ from . import aggregate, telemetry
 from .database import driver_of
 from .events import Event
 from .outbox import Outbox
+from .references import Claims
 
 T = TypeVar("T")
 
@@ -78,19 +79,28 @@ class Writer:
     """Changes rows and publishes events together, outside of any handler."""
 
     def __init__(
-        self, engine: AsyncEngine, *, source: str, max_event_bytes: int, attempts: int = 5
+        self,
+        engine: AsyncEngine,
+        *,
+        source: str,
+        max_event_bytes: int,
+        attempts: int = 5,
+        claims: Claims | None = None,
     ) -> None:
-        """`source` is the events' own, as `Service.source`."""
+        """`source` is the events' own, as `Service.source`; `claims` is what `Service.claims`
+        opens."""
         self._engine = engine
         self._source = source
         self._max_event_bytes = max_event_bytes
         self._attempts = attempts
+        self._claims = claims
 
     async def write(self, work: Callable[[Writing], Awaitable[T]]) -> T:
         """Do the work in a transaction; again, on a fresh session, when others were quicker.
 
         Pauses grow up to a second and differ, so that writers do not meet again. Raises `Conflict`
-        when all attempts are used up; what the work raises is nobody else's to try again.
+        when all attempts are used up, and `StoreAway` if a payload is too large to travel and can't
+        be kept elsewhere; what the work raises is nobody else's to try again.
         """
         id = uuid4().hex  # the events are the same at each attempt
 
@@ -116,7 +126,7 @@ class Writer:
             result = await work(writing)
             # Rows are locked from here on, so that their events have the order of their versions.
             await session.flush()
-            outbox = Outbox(self._source, self._max_event_bytes)
+            outbox = Outbox(self._source, self._max_event_bytes, claims=self._claims)
             for number, (event, row, given) in enumerate(writing.published):
                 key, version = (given, None) if row is None else written.key_and_version(row)
                 outbox.stage(event, id=f"{id}-{number}", key=key, sequence=version)

@@ -3,13 +3,20 @@
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
 
+import asyncpg
 from pydantic import field_validator
 
 from pipeline import Call, Event, Policy, Transaction
 from pipeline.commands import command_line
+from pipeline.references import Claims, Kept, Reference
+from pipeline.settings import Settings
 
 from .bank import ATTEMPTS, Bank
 
@@ -32,7 +39,40 @@ async def note(event: Noted, tx: Transaction) -> str:
 
 
 class Reminded(Event, type="reminded", topic=bank.balances):
-    """Somebody was promised something."""
+    """Somebody was promised something, at length."""
+
+    text: str = 1_000 * "."
+
+
+class Folder:
+    """Keeps in a folder what is too large to travel."""
+
+    limit, memory = 500, 10_000
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
+        """Write each into a file of its own."""
+        kept: dict[str, Kept] = {}
+        for id, payload in payloads.items():
+            path = self._path / f"{id}-{uuid4().hex}"
+            path.write_bytes(payload)
+            kept[id] = Kept(path.name, Reference(path.as_uri(), len(payload)))
+        return kept
+
+    async def fetch(self, reference: Reference) -> bytes:
+        """Read it."""
+        return (self._path / reference.uri.rpartition("/")[2]).read_bytes()
+
+    async def sweep(self, connection: asyncpg.Connection) -> None:
+        """Leave everything where it is: somebody wants to look at it."""
+
+
+def opened(name: str, settings: Settings) -> Claims | None:
+    """Open the folder of the environment, if it names one."""
+    folder = os.environ.get("BANK_FOLDER")
+    return Folder(Path(folder)) if folder else None
 
 
 class Told(Event, type="told"):
@@ -113,4 +153,4 @@ async def strike(event: Struck, tx: Transaction) -> None:
 
 
 if __name__ == "__main__":
-    command_line(bank.service)()
+    command_line(replace(bank.service, claims=opened))()

@@ -100,6 +100,7 @@ BOUNDARIES = (
     Boundary("consume: keep results"),
     Boundary("consume: unmark"),
     Boundary("consume: add to the backlog"),
+    Boundary("consume: note what is kept elsewhere"),
     Boundary("consume: begin to copy the outbox", 2),
     Boundary("consume: end the copy", 2),
     Boundary("consume: ask for a swallowed error"),

@@ -68,6 +68,7 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._UNMARK: "consume: unmark",
     backlog._ADD: "consume: add to the backlog",
     outbox._SCHEDULE: "consume: schedule",
+    outbox._CLAIM: "consume: note what is kept elsewhere",
     outbox.CANCEL: "consume: cancel what is scheduled",
     scheduled._IS_DUE: "scheduled: look whether any is due",
     scheduled._LOCK: "scheduled: lock",

@@ -74,6 +74,7 @@ async def differences(url: str, metadata: sa.MetaData) -> list[Any]:
 ALL = [
     "backlog",
     "backlog_lane",
+    "claim",
     "inbox",
     "inbox_closed",
     "inbox_filter",

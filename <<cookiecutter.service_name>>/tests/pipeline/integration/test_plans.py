@@ -65,7 +65,7 @@ _REFUSE = f"""
 INSERT INTO pipeline.outbox_unsent ({window.COLUMNS}, queue, attempts)
 SELECT id, created_at, CASE id % 20 WHEN 0 THEN 'large' ELSE 'missing' END, key, payload, event_id,
        source, type, subject, sequence, content_type, traceparent, tracestate, baggage, headers,
-       CASE id % 20 WHEN 0 THEN sha256(key) ELSE '' END, 0
+       dataref, datalength, datachecksum, CASE id % 20 WHEN 0 THEN sha256(key) ELSE '' END, 0
   FROM pipeline.outbox WHERE id % 4 = 0 AND id < 900000
 """
 _NOW = "SELECT pg_current_snapshot()"

@@ -202,7 +202,8 @@ class World:
                 environment=environment(
                     self.bank, database_url=database_url, kafka_bootstrap_servers=kafka, **SETTINGS
                 )
-                | {"BANK_OUTSIDE": str(self._outside), "BANK_DIES": dies},
+                | {"BANK_OUTSIDE": str(self._outside), "BANK_DIES": dies}
+                | {"BANK_FOLDER": str(self._folder)},
                 log=self.servers.logs / f"{self.bank.name}-{uuid4().hex[:4]}",
             )
             self.processes.append(process)
@@ -218,6 +219,13 @@ class World:
     def _outside(self) -> Path:
         """The file that the outside remembers its calls in."""
         return self.servers.logs / f"{self.bank.name}-outside"
+
+    @property
+    def _folder(self) -> Path:
+        """Where payloads are kept that are too large to travel."""
+        folder = self.servers.logs / f"{self.bank.name}-folder"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     async def _through(self, wire: Wire, stack: AsyncExitStack) -> tuple[str, str]:
         """Return the URL and the bootstrap server that lead through the wire."""
@@ -390,6 +398,7 @@ class World:
         await self._audit_the_topic(applied)
         await self._audit_the_late_topic()
         await self._audit_the_outside()
+        await self._audit_the_folder()
         committed = await self.servers.admin.list_consumer_group_offsets(self.bank.name)
         assert {one.partition: offset.offset for one, offset in committed.items()} == self._ends
 
@@ -451,6 +460,18 @@ class World:
         unknown = [row["id"] for row in backlog]
         assert len(unknown) <= len(self.processes) - 1, "who has died leaves one, at most"
         assert len({*paid, *unknown}) == promised
+
+    async def _audit_the_folder(self) -> None:
+        """Each event that refers to its data has it; what a dead process has kept may be more."""
+        events = await self.db.fetch(
+            "SELECT event_id FROM pipeline.outbox WHERE dataref IS NOT NULL"
+        )
+        claims = await self.db.fetch("SELECT name, event_id FROM pipeline.claim")
+        assert sorted(row["event_id"] for row in claims) == sorted(
+            row["event_id"] for row in events
+        )
+        assert events, "every reminder is large"
+        assert {row["name"] for row in claims} <= {path.name for path in self._folder.iterdir()}
 
     async def _audit_the_late_topic(self) -> None:
         async with following(self.servers.kafka, self.late) as tail:

@@ -21,6 +21,7 @@ from pipeline.message import (
     marker_key,
 )
 from pipeline.payload import payload_hash
+from pipeline.references import Reference
 
 EVENT = {
     "ce_specversion": b"1.0",
@@ -78,6 +79,7 @@ def test_every_attribute_is_read_into_the_field_of_its_name() -> None:
         "tracestate": "tracestate=1",
         "baggage": "baggage=1",
         "hash": payload_hash("type", "content_type", b"data"),
+        "reference": None,
     }
 
 
@@ -95,6 +97,40 @@ def structured(
 
 def envelope(**members: object) -> dict[str, object]:
     return {"specversion": "1.0", "id": "41", "source": "/o", "type": "order.placed", **members}
+
+
+SAYS_WHERE = {"dataref": "s3://bucket/a", "datalength": 7, "datachecksum": "ab"}
+
+
+def test_an_event_without_data_may_say_where_it_is() -> None:
+    headers = {f"ce_{name}": str(value).encode() for name, value in SAYS_WHERE.items()}
+    in_binary = decode(record({**EVENT, **headers}, b""))
+    without_value = decode(record({**EVENT, **headers}, None))
+    in_structure = structured(envelope(**SAYS_WHERE))
+    for message in (in_binary, without_value, in_structure):
+        assert message.reference == Reference("s3://bucket/a", 7, "ab")
+        assert (message.data, message.hash) == (b"", b"")
+
+
+def test_what_comes_with_data_needs_no_other() -> None:
+    assert binary(b"{}", ce_dataref=b"s3://bucket/a").reference is None
+    assert structured(envelope(data={}, **SAYS_WHERE)).reference is None
+
+
+def test_the_length_and_the_checksum_may_be_left_out() -> None:
+    assert binary(b"", ce_dataref=b"/a").reference == Reference("/a")
+
+
+@pytest.mark.parametrize("length", [b"-1", b"7.0", b"1e3", b"seven", b"9" * 19, "٧".encode()])
+def test_a_length_is_a_number_of_bytes(length: bytes) -> None:
+    told = refusal(record({**EVENT, "ce_dataref": b"/a", "ce_datalength": length}, b""))
+    assert (told.reason, "datalength" in str(told)) == ("invalid attribute", True)
+
+
+@pytest.mark.parametrize("name", ["ce_dataref", "ce_datachecksum"])
+def test_a_reference_is_text(name: str) -> None:
+    headers = {**EVENT, "ce_dataref": b"/a", name: b"\xff"}
+    assert refusal(record(headers, b"")).reason == "invalid attribute"
 
 
 def refusal(record: Record, plain: Plain | None = None) -> Undecodable:

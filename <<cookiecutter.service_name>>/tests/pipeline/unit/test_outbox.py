@@ -150,6 +150,9 @@ def test_a_row_has_what_the_event_and_the_engine_say_of_it() -> None:
         "tracestate": None,
         "baggage": None,
         "headers": None,
+        "dataref": None,
+        "datalength": None,
+        "datachecksum": None,
     }
 
 

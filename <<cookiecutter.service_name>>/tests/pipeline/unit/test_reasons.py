@@ -9,6 +9,7 @@ from typing import get_args
 import pipeline
 from pipeline import dead, dead_events, refusal
 from pipeline.message import Reason
+from pipeline.references import Unavailable
 
 ENGINE = Path(pipeline.__file__).parent
 GIVEN = {
@@ -25,6 +26,7 @@ PASSED_ON = {
     "UNKNOWN",
     "error.reason",
     "found.reason",
+    "item.fault.reason",
     "one.reason",
     "reason",
     "unclear.reason",
@@ -45,7 +47,7 @@ def reasons(node: ast.expr) -> Iterator[str]:
 
 
 def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
-    given = {str(one) for one in Reason}
+    given = {str(one) for one in (*Reason, *Unavailable)}
     for path in ENGINE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in GIVEN:

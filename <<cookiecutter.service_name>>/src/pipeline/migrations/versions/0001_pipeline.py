@@ -239,7 +239,10 @@ def upgrade() -> None:
             traceparent  text,
             tracestate   text,
             baggage      text,
-            headers      text
+            headers      text,
+            dataref      text,
+            datalength   bigint,
+            datachecksum text
         ) PARTITION BY RANGE (created_at)""")
     op.execute("CREATE INDEX outbox_id_idx ON pipeline.outbox (id)")
     op.execute("CREATE INDEX outbox_xid_idx ON pipeline.outbox (xid)")
@@ -264,7 +267,10 @@ def upgrade() -> None:
             traceparent  text,
             tracestate   text,
             baggage      text,
-            headers      text
+            headers      text,
+            dataref      text,
+            datalength   bigint,
+            datachecksum text
         )""")
     op.execute("""
         CREATE INDEX scheduled_due_idx ON pipeline.scheduled (due_at, scheduled_at, name)""")
@@ -272,10 +278,27 @@ def upgrade() -> None:
         CREATE TYPE pipeline.new_scheduled AS (
             name text, due_at timestamptz, after interval, topic text, key bytea, payload bytea,
             event_id text, source text, type text, subject text, sequence bigint,
-            content_type text, traceparent text, tracestate text, baggage text, headers text)""")
+            content_type text, traceparent text, tracestate text, baggage text, headers text,
+            dataref text, datalength bigint, datachecksum text)""")
     op.execute("""
         COMMENT ON TABLE pipeline.scheduled IS
         'Events that are put into the outbox when they are due.'""")
+
+    op.execute("""
+        CREATE TABLE pipeline.claim (
+            name         text NOT NULL CONSTRAINT claim_pkey PRIMARY KEY,
+            event_id     text NOT NULL,
+            published_at timestamptz
+        )""")
+    op.execute("CREATE INDEX claim_published_idx ON pipeline.claim (published_at)")
+    op.execute("""
+        COMMENT ON TABLE pipeline.claim IS
+        'Payloads in the object store; what is there and not here is nobody''s.'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.claim.name IS 'of the object, below the store''s URL'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.claim.published_at IS
+        'since when its event is known to wait for nobody here'""")
 
     op.execute("""
         CREATE TABLE pipeline.outbox_closed (
@@ -317,6 +340,9 @@ def upgrade() -> None:
             tracestate    text,
             baggage       text,
             headers       text,
+            dataref       text,
+            datalength    bigint,
+            datachecksum  text,
             queue         bytea NOT NULL,
             parked_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
             attempts      integer NOT NULL,
@@ -354,6 +380,12 @@ def upgrade() -> None:
         op.execute(f"""
             COMMENT ON COLUMN pipeline.{table}.headers IS
             'of a dead letter: all of them, as JSON'""")
+        for column, comment in {
+            "dataref": "where the payload is, if it is not here",
+            "datalength": "bytes of the payload that is elsewhere",
+            "datachecksum": "its SHA-256, in hexadecimal digits",
+        }.items():
+            op.execute(f"COMMENT ON COLUMN pipeline.{table}.{column} IS '{comment}'")
 
     op.execute("""
         CREATE TABLE pipeline.outbox_cursor (

@@ -1,0 +1,41 @@
+"""The commands `service claims …`."""
+
+from typing import Annotated
+
+import typer
+
+from pipeline import Service
+from pipeline.operations import Refused
+from pipeline.settings import Settings
+from pipeline.terminal import connected, read_settings, run_to_end
+
+from .check import open_claims
+
+
+def group(service: Service) -> typer.Typer:
+    """Return the commands for a service."""
+    app = typer.Typer(help="Payloads in the object store.", no_args_is_help=True)
+
+    @app.callback()
+    def _() -> None:
+        """Be a group, of one command too."""
+
+    @app.command()
+    def sweep(
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell")] = False,
+    ) -> None:
+        """Delete payloads that no event needs, as a running service does in its rounds."""
+        run_to_end(_sweep(service, read_settings(), dry_run=dry_run))
+
+    return app
+
+
+async def _sweep(service: Service, settings: Settings, *, dry_run: bool) -> None:
+    claims = open_claims(service.name, settings)
+    if claims is None:
+        raise Refused("there is no object store: PIPELINE_CLAIM_URL is not set")
+    async with connected(service, settings) as connection:
+        done = await claims.sweeper.all(connection, dry_run=dry_run)
+    verb = "would be deleted" if dry_run else "deleted"
+    typer.echo(f"{verb:9} {done.old:,} payloads whose events were published long ago")
+    typer.echo(f"{verb:9} {done.orphans:,} payloads without an event, of {done.seen:,}")

@@ -1,0 +1,121 @@
+"""The object store: put, get, list and delete, each in good time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, from_url
+
+from pipeline.failures import StoreAway, StoreSlow
+from pipeline.service import Misconfigured
+
+if TYPE_CHECKING:
+    from obstore import GetResult  # there is none when it runs
+
+T = TypeVar("T")
+
+
+class Store:
+    """A folder, or a part of a bucket. Names in it are those below its URL."""
+
+    def __init__(self, url: str, *, timeout: float, concurrency: int) -> None:
+        """`timeout`, in seconds, is of each request; `concurrency` of those that change something,
+        and of those that don't. Raises `Misconfigured` for a place that can't be used."""
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._store = _opened(self.url, timedelta(seconds=timeout))
+        self._changing = asyncio.Semaphore(concurrency)
+        self._reading = asyncio.Semaphore(concurrency)
+
+    async def put(self, objects: Mapping[str, bytes]) -> None:
+        """Store all of them in the time of one request. Raises `StoreAway`."""
+
+        async def put(name: str, content: bytes) -> None:
+            async with self._changing:
+                await obstore.put_async(self._store, name, content)
+
+        async with self._in_time("storing"):
+            await together(put(name, content) for name, content in objects.items())
+
+    @asynccontextmanager
+    async def get(self, name: str) -> AsyncIterator["GetResult"]:
+        """Lend what is known of an object, and a way to its bytes. The block is the request.
+
+        Raises `FileNotFoundError`, and `StoreAway`.
+        """
+        async with self._reading, self._in_time("fetching"):
+            yield await obstore.get_async(self._store, name)
+
+    async def folders(self, name: str) -> list[str]:
+        """Return the folders in a folder, in order. Raises `StoreAway`."""
+        async with self._in_time("listing"):
+            found = await obstore.list_with_delimiter_async(self._store, name)
+        return sorted(found["common_prefixes"])
+
+    async def pages(self, folder: str) -> AsyncIterator[Mapping[str, datetime]]:
+        """Yield what is in a folder, and since when by the store's clock. Raises `StoreAway`."""
+        pages = aiter(obstore.list(self._store, folder, chunk_size=1_000))
+        while True:
+            async with self._in_time("listing"):
+                page = await anext(pages, None)
+            if page is None:
+                return
+            yield {one["path"]: one["last_modified"] for one in page}
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; those that are gone already are no matter. Raises `StoreAway`."""
+
+        async def delete(name: str) -> None:
+            async with self._changing, self._in_time("deleting"):
+                with suppress(FileNotFoundError):
+                    await obstore.delete_async(self._store, name)
+
+        await together(delete(name) for name in names)
+
+    @asynccontextmanager
+    async def _in_time(self, what: str) -> AsyncIterator[None]:
+        """Take errors, and that there is no end, for the store's fault. Raises `StoreAway`."""
+        place = f"the object store at {self.url}"
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError:
+            raise StoreSlow(f"{place}: {what} takes longer than {self._timeout} s") from None
+        except FileNotFoundError:
+            raise
+        except (BaseError, OSError) as error:
+            raise StoreAway(f"{place}: {what} failed: {_first_line(error)}") from None
+
+
+def _opened(url: str, timeout: timedelta) -> ObjectStore:
+    try:
+        if url.startswith("file:"):
+            return from_url(url)
+        return from_url(
+            url,
+            client_options={"timeout": timeout, "connect_timeout": timeout},
+            # Who asks tries again, together with all that belongs to it, and tells of it.
+            retry_config={"max_retries": 1, "retry_timeout": timeout},
+        )
+    except (BaseError, ValueError, OSError) as error:
+        text = f"no object store can be opened at {url} (PIPELINE_CLAIM_URL): {_first_line(error)}"
+        raise Misconfigured(text) from None
+
+
+def _first_line(error: Exception) -> str:
+    # The others show the library's insides.
+    return str(error).partition("\n")[0]
+
+
+async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Return what all have come to; when all have ended, raise the error of one that failed."""
+    results: list[T] = []
+    for one in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(one, BaseException):
+            raise one
+        results.append(one)
+    return results

@@ -1,0 +1,96 @@
+"""Fetching: events that refer to their data get it, before any transaction begins.
+
+To handlers they look as if it had come with them. What is stored of them is still the reference.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from .batch import Batch, Item, validated
+from .payload import payload_hash
+from .references import Claims, DataElsewhere, Reference, Unresolved
+
+
+async def fetch_batch(batch: Batch, claims: Claims | None, *, validates: bool = True) -> Batch:
+    """Return the batch with its data, or the beginning of it where that is all there is room for.
+
+    Raises `StoreAway`.
+    """
+    # As when it is decoded: what is handled later is validated then.
+    items = await fetch(
+        batch.items, claims, lambda item: validates and item.handler.mode == "immediate"
+    )
+    if items is batch.items:
+        return batch
+    if len(items) < len(batch.items):
+        batch = batch.between(batch.start, batch.items[len(items)].marker.message.offset)
+    return replace(batch, items=items)
+
+
+async def fetch(
+    items: Sequence[Item], claims: Claims | None, validates: Callable[[Item], bool]
+) -> Sequence[Item]:
+    """Return the items with their data, or as many of the first ones as there is room for.
+
+    One whose data can't be had has that for its fault. Raises `StoreAway`.
+    """
+    references = dict.fromkeys(filter(None, (item.marker.message.reference for item in items)))
+    if not references:
+        return items
+    found: Mapping[Reference, bytes | Unresolved]
+    if claims is None:
+        error = DataElsewhere(
+            "the event refers to data, and the service has no object store to fetch it from: set"
+            " PIPELINE_CLAIM_URL to the one that the event's producer uses"
+        )
+        found = dict.fromkeys(references, error)
+    else:
+        chosen = _fitting(references, claims.memory)
+        found = dict(zip(chosen, await _fetch(chosen, claims), strict=True))
+    with_data: list[Item] = []
+    for item in items:
+        reference = item.marker.message.reference
+        if reference is None:
+            with_data.append(item)
+        elif reference in found:
+            with_data.append(_resolved(item, found[reference], validates))
+        else:
+            break
+    return with_data
+
+
+def _fitting(references: Mapping[Reference, None], memory: int) -> list[Reference]:
+    """Return the first of them, at least one, whose data fits into so many bytes together."""
+    chosen: list[Reference] = []
+    total = 0
+    for reference in references:
+        # One that does not say how much it is takes all of it.
+        total += memory if reference.length is None else reference.length
+        if chosen and total > memory:
+            break
+        chosen.append(reference)
+    return chosen
+
+
+async def _fetch(references: Sequence[Reference], claims: Claims) -> list[bytes | Unresolved]:
+    found: list[bytes | Unresolved] = []
+    fetching = (claims.fetch(reference) for reference in references)
+    for one in await asyncio.gather(*fetching, return_exceptions=True):
+        if isinstance(one, BaseException) and not isinstance(one, Unresolved):
+            raise one
+        found.append(one)
+    return found
+
+
+def _resolved(item: Item, found: bytes | Unresolved, validates: Callable[[Item], bool]) -> Item:
+    if isinstance(found, Unresolved):
+        return item._replace(fault=found)
+    message = item.marker.message
+    message = message._replace(
+        data=found,
+        hash=payload_hash(message.type, message.content_type, found),
+        reference=None,
+    )
+    item = item._replace(marker=item.marker._replace(message=message))
+    return validated(item) if validates(item) else item

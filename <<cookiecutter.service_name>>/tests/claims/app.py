@@ -1,0 +1,43 @@
+"""The press as a program that dies between its store and its database, named by the environment."""
+
+import os
+import signal
+from collections.abc import Mapping
+
+from claims import open_claims
+from claims.check import Claims
+from claims.commands import group
+from pipeline.commands import command_line
+from pipeline.references import Kept
+from pipeline.settings import Settings
+
+from .press import Press
+
+
+class Dying(Claims):
+    """Stores payloads, and dies by kill -9 before anything is noted of it."""
+
+    async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
+        """Store them, and die."""
+        await super().keep(payloads)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def opened(service: str, settings: Settings) -> Claims | None:
+    """Open a claim check like any other, but one that dies."""
+    claims = open_claims(service, settings)
+    if claims is not None and "PRESS_DIES" in os.environ:
+        claims.__class__ = Dying
+    return claims
+
+
+press = Press(
+    orders=os.environ["PRESS_ORDERS"],
+    books=os.environ["PRESS_BOOKS"],
+    name=os.environ["PRESS_NAME"],
+    claims=opened,
+)
+
+if __name__ == "__main__":
+    command_line(press.printer, claims=group(press.printer))()

@@ -1,0 +1,314 @@
+"""Large payloads: stored before the transaction commits, and noted in it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from datetime import timedelta
+from hashlib import sha256
+
+import asyncpg
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from claims.check import Claims
+from pipeline import Event, Handlers, Transaction, Writer, Writing
+from pipeline.database import create_engine
+from pipeline.failures import StoreAway, StoreSlow
+from pipeline.outbox import Unpublishable
+from pipeline.references import Kept
+from pipeline.settings import Settings
+
+from .conftest import LIMIT, Objects, Outage
+from tests.pipeline.integration.bank import Deposit
+from tests.pipeline.integration.conftest import PATIENCE, eventually
+from tests.pipeline.integration.desk import Desk, NewDesk
+from tests.pipeline.integration.test_round_trips import NEW, deposits, round_trips, wired
+from tests.pipeline.integration.wire import Wire
+
+__all__ = ["wired"]
+
+
+class Statement(Event, type="statement", topic="statements"):
+    """What an account's holder gets."""
+
+    text: str
+
+
+EMPTY = len(Statement(text="").model_dump_json())
+
+
+class Deposited(Event, type="deposited"):
+    """Money came in: so many letters are written about it."""
+
+    account: str
+    amount: int
+
+
+class Clerk:
+    """Writes statements of as many letters as were deposited."""
+
+    def __init__(self) -> None:
+        self.handlers = Handlers()
+        self.copies = 1
+        self.raises: Exception | None = None
+        self.options: dict[str, object] = {}
+        self.calls = 0
+
+        @self.handlers.on(Deposited, topic="deposits", consumer="state")
+        async def state(event: Deposited, tx: Transaction) -> None:
+            self.calls += 1
+            for _ in range(self.copies):
+                tx.publish(
+                    Statement(text=event.amount * "x"),
+                    key=event.account,
+                    **self.options,  # type: ignore[arg-type]
+                )
+            if self.raises:
+                raise self.raises
+
+
+@pytest.fixture
+def clerk() -> Clerk:
+    """Return a clerk."""
+    return Clerk()
+
+
+@pytest.fixture
+async def desk(clerk: Clerk, new_desk: NewDesk, opened: Callable[..., Claims]) -> Desk:
+    """Return the desk of the clerk."""
+    desk = await new_desk(clerk.handlers, topic="deposits")
+    desk.consume.claims = opened()
+    return desk
+
+
+async def outbox(db: asyncpg.Connection) -> list[asyncpg.Record]:
+    """Return the outbox."""
+    rows: list[asyncpg.Record] = await db.fetch("SELECT * FROM pipeline.outbox ORDER BY id")
+    return rows
+
+
+async def noted(db: asyncpg.Connection) -> dict[str, str]:
+    """Return the event ids of what is noted, by name."""
+    return dict(await db.fetch("SELECT name, event_id FROM pipeline.claim"))
+
+
+async def test_a_payload_above_the_limit_is_kept_elsewhere_and_one_at_the_limit_travels(
+    desk: Desk, objects: Objects, db: asyncpg.Connection
+) -> None:
+    at_limit = LIMIT - EMPTY
+    await desk.apply(Deposit(at_limit), Deposit(at_limit + 1))
+    small, large = await outbox(db)
+    assert (len(small["payload"]), small["dataref"]) == (LIMIT, None)
+    (name,) = objects.names()
+    content = objects.get(name)
+    assert len(content) == LIMIT + 1
+    assert (large["payload"], large["dataref"]) == (b"", f"{objects.url}/{name}")
+    assert large["datalength"] == LIMIT + 1
+    assert large["datachecksum"] == sha256(content).hexdigest()
+    assert await noted(db) == {name: large["event_id"]}
+    service, day, last = name.split("/")
+    assert (service, len(day), len(last)) == ("desk", 10, 65)
+
+
+async def test_what_would_not_fit_with_its_key_is_kept_elsewhere_too(
+    new_desk: NewDesk,
+    clerk: Clerk,
+    opened: Callable[..., Claims],
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIPELINE_CLAIM_LIMIT", "3000")
+    desk = await new_desk(clerk.handlers, topic="deposits", max_event_bytes=4_800)
+    desk.consume.claims = opened()
+    await desk.apply(Deposit(2_900, account="k" * 1_000))
+    (row,) = await outbox(db)
+    assert row["dataref"] is not None
+
+
+@pytest.mark.parametrize("letters", [9_990 - EMPTY, 10_001 - EMPTY])
+async def test_what_is_larger_than_the_memory_is_refused_as_it_is_staged(
+    new_desk: NewDesk,
+    clerk: Clerk,
+    opened: Callable[..., Claims],
+    objects: Objects,
+    letters: int,
+) -> None:
+    desk = await new_desk(clerk.handlers, topic="deposits", max_event_bytes=5_000)
+    desk.consume.claims = opened()
+    await desk.apply(Deposit(letters))
+    fits = letters + EMPTY <= 10_000
+    assert len(objects.names()) == fits
+    assert (await desk.set_aside() == {}) == fits
+    if not fits:
+        (row,) = await desk.backlog()
+        assert row["error"].startswith(Unpublishable.__name__)
+        assert "PIPELINE_CLAIM_MEMORY" in row["error"]
+
+
+async def test_small_events_cost_no_round_trip_and_large_ones_one_for_all(
+    wired: tuple[object, Desk, Wire], opened: Callable[..., Claims], objects: Objects
+) -> None:
+    _, desk, wire = wired
+    desk.consume.claims = opened()
+    await desk.apply(*deposits(0, 10))
+    await desk.apply(*deposits(10, 10))
+    assert await round_trips(wire, desk, deposits(20, 1_000)) == NEW
+    assert objects.names() == set()
+
+
+async def test_the_large_ones_of_a_transaction_are_noted_by_one_statement(
+    desk: Desk, clerk: Clerk, objects: Objects, db: asyncpg.Connection
+) -> None:
+    clerk.copies = 3
+    await desk.apply(Deposit(1_000), Deposit(1_001), Deposit(5))
+    assert len(await noted(db)) == 6 == len(objects.names())
+    assert len(await outbox(db)) == 9
+
+
+async def test_more_than_there_is_memory_for_is_done_in_parts(
+    desk: Desk, objects: Objects, db: asyncpg.Connection
+) -> None:
+    await desk.apply(*(Deposit(3_000 + number) for number in range(8)))
+    assert len(await outbox(db)) == 8
+    assert await desk.set_aside() == {}
+    assert set(await noted(db)) == objects.names()
+
+
+async def test_one_message_that_needs_more_is_its_handlers_fault(desk: Desk, clerk: Clerk) -> None:
+    clerk.copies = 4
+    await desk.apply(Deposit(3_000), Deposit(2, account="bob"))
+    assert await desk.set_aside() == {("state", 0): "transaction failed"}
+
+
+async def test_a_store_that_is_slow_gets_less_at_once(
+    desk: Desk, opened: Callable[..., Claims], db: asyncpg.Connection
+) -> None:
+    class Slow(Claims):
+        async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
+            if len(payloads) > 2:
+                raise StoreSlow("it takes too long")
+            return await super().keep(payloads)
+
+    claims = opened()
+    claims.__class__ = Slow
+    desk.consume.claims = claims
+    async with asyncio.timeout(PATIENCE):
+        await desk.apply(*(Deposit(1_000 + number) for number in range(8)))
+    assert len(await outbox(db)) == 8
+    assert desk.outages == []
+
+
+async def test_an_event_that_is_taken_back_is_not_kept(
+    desk: Desk, clerk: Clerk, objects: Objects
+) -> None:
+    clerk.raises = RuntimeError("no")
+    await desk.apply(Deposit(1_000))
+    assert objects.names() == set()
+
+
+async def test_scheduled_events_are_kept_when_they_are_staged(
+    desk: Desk, clerk: Clerk, objects: Objects, db: asyncpg.Connection
+) -> None:
+    clerk.options = {"after": timedelta(days=1), "name": "later"}
+    await desk.apply(Deposit(1_000))
+    (row,) = await db.fetch("SELECT * FROM pipeline.scheduled")
+    (name,) = objects.names()
+    assert (row["payload"], row["dataref"]) == (b"", f"{objects.url}/{name}")
+    assert await noted(db) == {name: row["event_id"]}
+
+
+@pytest.fixture
+async def engine(settings: Callable[..., Settings]) -> AsyncIterator[AsyncEngine]:
+    """Return the engine of an API."""
+    engine = create_engine(settings(), name="api")
+    yield engine
+    await engine.dispose()
+
+
+async def test_a_writer_keeps_large_payloads_and_is_told_when_the_store_is_away(
+    engine: AsyncEngine,
+    opened: Callable[..., Claims],
+    objects: Objects,
+    outage: Outage,
+    db: asyncpg.Connection,
+) -> None:
+    writer = Writer(engine, source="/api", max_event_bytes=100_000, claims=opened("api"))
+
+    async def state(writing: Writing) -> None:
+        writing.publish(Statement(text=2_000 * "x"), key="ada")
+
+    await writer.write(state)
+    (row,) = await outbox(db)
+    assert row["dataref"].startswith(f"{objects.url}/api/")
+    async with outage():
+        with pytest.raises(StoreAway, match="object store at"):
+            await writer.write(state)
+    assert len(await outbox(db)) == 1
+
+
+async def test_a_store_that_is_away_is_waited_for_and_spends_no_attempt(
+    desk: Desk, clerk: Clerk, objects: Objects, outage: Outage, db: asyncpg.Connection
+) -> None:
+    async with outage():
+        applying = asyncio.create_task(desk.apply(Deposit(1_000), Deposit(2)))
+        await eventually(lambda: len(desk.outages) > 2)
+        assert all(f"the object store at {objects.url}" in one for one in desk.outages)
+        assert await outbox(db) == []
+    await applying
+    assert len(await outbox(db)) == 2
+    assert await desk.backlog() == []
+    assert set(await noted(db)) == objects.names()
+
+
+Listen = Callable[[], Awaitable[int]]
+
+
+@pytest.fixture
+async def listen() -> AsyncIterator[Listen]:
+    """Listen to connections, and never answer."""
+    servers = []
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65_536):
+            pass
+        writer.close()
+
+    async def start() -> int:
+        servers.append(await asyncio.start_server(swallow, "127.0.0.1", 0))
+        port: int = servers[-1].sockets[0].getsockname()[1]
+        return port
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize("is_listening", [True, False], ids=["hanging", "refusing"])
+async def test_a_store_that_does_not_answer_is_infrastructure(
+    new_desk: NewDesk,
+    clerk: Clerk,
+    opened: Callable[..., Claims],
+    listen: Listen,
+    unused_tcp_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    is_listening: bool,
+) -> None:
+    port = await listen() if is_listening else unused_tcp_port
+    for name, value in {
+        "PIPELINE_CLAIM_URL": "s3://bucket/claims",
+        "PIPELINE_CLAIM_TIMEOUT": "0.5",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "nowhere",
+        "AWS_ACCESS_KEY_ID": "ann",
+        "AWS_SECRET_ACCESS_KEY": "hunter2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    desk = await new_desk(clerk.handlers, topic="deposits")
+    desk.consume.claims = opened()
+    applying = asyncio.create_task(desk.apply(Deposit(1_000)))
+    await eventually(lambda: len(desk.outages) > 1)
+    applying.cancel()
+    await asyncio.gather(applying, return_exceptions=True)
+    assert all("the object store at s3://bucket/claims: " in one for one in desk.outages)
+    assert "hunter2" not in "".join(desk.outages)
+    assert await desk.backlog() == []

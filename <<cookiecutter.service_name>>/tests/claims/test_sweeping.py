@@ -1,0 +1,249 @@
+"""What is deleted of the store, and what is never."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+
+import asyncpg
+import pytest
+
+from claims import sweeping
+from claims.check import Claims
+from claims.commands import group
+from pipeline import Handlers, Service
+from pipeline.references import Kept
+from pipeline.runtime import Part
+from pipeline.scheduled import Scheduled
+
+from .conftest import GONE, Objects, Outage
+from .press import Base
+from tests.pipeline.integration.conftest import Command, Running, complaint, eventually
+from tests.pipeline.integration.outgoing import event, stage
+
+OLD = {"age": -1.0}
+"""A setting with which everything that is published is old."""
+
+_NOTE = "INSERT INTO pipeline.claim (name, event_id) VALUES ($1, $2)"
+_PUBLISH = "UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()"
+_TIME_PASSES = "UPDATE pipeline.claim SET published_at = published_at - $1::interval"
+_SCHEDULE = """
+INSERT INTO pipeline.scheduled (name, due_at, topic, payload, event_id, source, type, content_type,
+                                dataref)
+VALUES ('later', clock_timestamp() + interval '1 hour', 'books', '', 'event', '/desk', 'printed',
+        'application/json', 'file:///somewhere')
+"""
+_REFUSE = """
+INSERT INTO pipeline.outbox_unsent (id, created_at, topic, payload, event_id, source, type,
+                                    content_type, queue, attempts, dataref)
+SELECT id, created_at, topic, payload, event_id, source, type, content_type, '', 1, dataref
+  FROM pipeline.outbox
+"""
+
+
+async def keep(claims: Claims, db: asyncpg.Connection, id: str = "event") -> Kept:
+    """Keep a payload and note it, in the transaction that is open or in one of its own."""
+    (kept,) = (await claims.keep({id: b"x"})).values()
+    await db.execute(_NOTE, kept.name, id)
+    return kept
+
+
+async def publish(db: asyncpg.Connection) -> None:
+    """Let relays have published all that is committed."""
+    await db.execute(_PUBLISH)
+
+
+async def test_what_has_no_event_is_deleted_after_the_grace_and_not_before(
+    opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+) -> None:
+    await opened().keep({"orphan": b"x"})
+    noted = await keep(opened(), db)
+    await opened().sweep(db)
+    assert len(objects.names()) == 2
+    await opened(**GONE).sweep(db)
+    assert objects.names() == {noted.name}
+
+
+async def test_a_transaction_that_is_not_over_keeps_what_it_has_stored(
+    opened: Callable[..., Claims],
+    objects: Objects,
+    db: asyncpg.Connection,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+) -> None:
+    other = await connect()
+    async with db.transaction():
+        noted = await keep(opened(), db)
+        await opened().sweep(other)
+        assert objects.names() == {noted.name}
+    await opened(**GONE).sweep(other)
+    assert objects.names() == {noted.name}
+
+
+@pytest.mark.parametrize("place", ["outbox", "unsent", "scheduled", "moved"])
+async def test_what_waits_to_be_published_keeps_its_payload_however_old_it_is(
+    opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection, place: str
+) -> None:
+    noted = await keep(opened(), db)
+    await publish(db)
+    if place in ("outbox", "unsent"):
+        await stage(db, [event("books", "event", dataref=noted.reference.uri)])
+    if place == "unsent":
+        await db.execute(_REFUSE)
+        await publish(db)
+    if place in ("scheduled", "moved"):
+        await db.execute(_SCHEDULE)
+        await publish(db)
+    if place == "moved":
+        await db.execute("UPDATE pipeline.scheduled SET due_at = now()")
+        assert await Scheduled().move(db)
+    for _ in range(2):
+        await opened(**OLD, **GONE).sweep(db)
+        assert objects.names() == {noted.name}
+
+    await db.execute("DELETE FROM pipeline.scheduled")
+    await db.execute("DELETE FROM pipeline.outbox_unsent")
+    await publish(db)
+    await opened().sweep(db)
+    assert objects.names() == {noted.name}, "it was published a moment ago"
+    await opened(**OLD).sweep(db)
+    assert objects.names() == set()
+    assert await db.fetchval("SELECT count(*) FROM pipeline.claim") == 0
+
+
+async def test_the_age_begins_when_the_event_is_published(
+    opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+) -> None:
+    noted = await keep(opened(), db)
+    await stage(db, [event("books", "event", dataref=noted.reference.uri)])
+    await opened().sweep(db)
+    assert await db.fetchval("SELECT published_at FROM pipeline.claim") is None
+    await publish(db)
+    before = await db.fetchval("SELECT clock_timestamp()")
+    await opened().sweep(db)
+    published_at = await db.fetchval("SELECT published_at FROM pipeline.claim")
+    assert published_at > before
+    await opened().sweep(db)
+    assert await db.fetchval("SELECT published_at FROM pipeline.claim") == published_at
+    await db.execute(
+        "UPDATE pipeline.claim SET published_at = published_at - $1::interval", timedelta(29)
+    )
+    await opened().sweep(db)
+    assert objects.names() == {noted.name}
+    await db.execute(
+        "UPDATE pipeline.claim SET published_at = published_at - $1::interval", timedelta(2)
+    )
+    await opened().sweep(db)
+    assert objects.names() == set()
+
+
+async def test_what_is_other_services_is_left_alone(
+    opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+) -> None:
+    for name in ("other", "desk2", "des", "DESK"):
+        objects.put(f"{name}/2026-01-01/a", b"x")
+    objects.put("desk", b"x")
+    before = objects.names()
+    await opened(**OLD, **GONE).sweep(db)
+    assert objects.names() == before
+
+
+async def test_rounds_go_on_where_the_last_one_ended(
+    opened: Callable[..., Claims],
+    objects: Objects,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweeping, "_A_ROUND", 3)
+    for day in range(1, 5):
+        for number in range(3):
+            objects.put(f"desk/2026-01-0{day}/{number}", b"x")
+            await db.execute(_NOTE, f"desk/2026-01-0{day}/{number}", "event")
+    await stage(db, [event("books", "event", dataref="x")])
+    claims = opened(**GONE)
+    await claims.sweep(db)
+    late = objects.put("desk/2026-01-01/late", b"x")
+    objects.put("desk/2026-01-03/late", b"x")
+    for _ in range(2):
+        await claims.sweep(db)
+    assert len(objects.names()) == 13, "the first folder is not looked into again so soon"
+    for _ in range(3):
+        await claims.sweep(db)
+    assert late.removeprefix(f"{objects.url}/") not in objects.names()
+    assert len(objects.names()) == 12
+
+
+async def test_a_round_that_was_cut_off_leaves_nothing_for_good(
+    opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection, outage: Outage
+) -> None:
+    await keep(opened(), db)
+    await opened().sweep(db)
+    async with outage():
+        with pytest.raises(ConnectionError, match="object store at"):
+            await opened(**OLD, **GONE).sweep(db)
+    assert len(objects.names()) == 1
+    assert await db.fetchval("SELECT count(*) FROM pipeline.claim") == 0, "its row went first"
+    await opened(**OLD, **GONE).sweep(db)
+    assert objects.names() == set()
+
+
+async def test_two_at_once_do_no_harm(
+    opened: Callable[..., Claims],
+    objects: Objects,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+) -> None:
+    connections = [await connect() for _ in range(3)]
+    await opened(memory=10**6).keep({str(number): b"x" for number in range(1_100)})
+    noted = [await keep(opened(), connections[0], f"old {number}") for number in range(20)]
+    assert len(objects.names()) == 1_100 + len(noted)
+    await asyncio.gather(*(opened(**OLD, **GONE).sweep(one) for one in connections))
+    assert objects.names() == set()
+
+
+async def test_a_running_service_sweeps_in_the_rounds_of_its_retention(
+    running: Running, opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+) -> None:
+    service = Service(
+        "desk", Handlers(), Base.metadata, claims=lambda name, _: opened(name, **GONE)
+    )
+    async with running(service, Part.RELAY, housekeeping_interval=0.2):
+        await opened().keep({"orphan": b"x"})
+        await eventually(lambda: not objects.names())
+
+
+async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
+    commands: Callable[..., Command],
+    opened: Callable[..., Claims],
+    objects: Objects,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await keep(opened(), db)
+    await db.execute("UPDATE pipeline.claim SET published_at = now() - interval '31 days'")
+    await opened().keep({"orphan": b"x"})
+    service = commands(group(Service("desk", Handlers(), Base.metadata)))
+    done = await service("sweep", "--dry-run")
+    assert done.stdout.splitlines() == [
+        "would be deleted 1 payloads whose events were published long ago",
+        "would be deleted 0 payloads without an event, of 2",
+    ]
+    assert len(objects.names()) == 2
+    done = await service("sweep")
+    assert done.stdout.splitlines() == [
+        "deleted   1 payloads whose events were published long ago",
+        "deleted   0 payloads without an event, of 1",
+    ]
+    assert len(objects.names()) == 1
+
+    monkeypatch.delenv("PIPELINE_CLAIM_URL")
+    done = await service("sweep")
+    assert done.exit_code == 1
+    assert "PIPELINE_CLAIM_URL is not set" in complaint(done)
+
+
+async def test_the_command_says_that_the_store_is_away(
+    commands: Callable[..., Command], objects: Objects, outage: Outage
+) -> None:
+    service = commands(group(Service("desk", Handlers(), Base.metadata)))
+    async with outage():
+        done = await service("sweep")
+    assert done.exit_code == 1
+    assert f"the object store at {objects.url}" in complaint(done)
