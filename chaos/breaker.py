@@ -8,10 +8,12 @@ from contextlib import suppress
 
 import asyncpg  # type: ignore[import-untyped]
 
+from chaos.memory import Memory
 from chaos.proxy import Proxy
 from chaos.recovery import Ended
 from chaos.schedule import Fault
-from chaos.system import STOP, Member, System
+from chaos.system import AWAY, STOP, Member, System
+from chaos.talk import Helper
 from demo.processes import NAME
 
 TERMINATE = f"""
@@ -23,28 +25,28 @@ READ_WRITE = "ALTER SYSTEM RESET default_transaction_read_only"
 RELOAD = "SELECT pg_reload_conf()"
 LOOK_EVERY = 0.1
 """Seconds until a connection that was given back is taken too."""
-AWAY = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
 
 class Breaker:
     """Breaks the system."""
 
-    def __init__(self, system: System, note: Callable[[str], None]) -> None:
-        """Say to `note` what happens."""
+    def __init__(self, system: System, memory: Memory, outside: Helper) -> None:
         self.ended: list[Ended] = []
         """What was carried out, and when it was over."""
         self._system = system
-        self._note = note
+        self._memory = memory
+        self._outside = outside
+        self._outside_busy = asyncio.Lock()
 
-    async def run(self, schedule: Sequence[Fault]) -> None:
-        """Carry it out, counting from now; return when all is healed."""
+    async def run(self, schedule: Sequence[Fault], note: Callable[[str], None]) -> None:
+        """Carry it out, counting from now, and tell of it; return when all is healed."""
         async with asyncio.TaskGroup() as group:
             for fault in schedule:
-                group.create_task(self._at_its_time(fault))
+                group.create_task(self._at_its_time(fault, note))
 
-    async def _at_its_time(self, fault: Fault) -> None:
+    async def _at_its_time(self, fault: Fault, note: Callable[[str], None]) -> None:
         await asyncio.sleep(fault.at)
-        self._note(f"[red]{fault}[/]")
+        note(f"[red]{fault}[/]")
         match fault.kind:
             case "kill":
                 await self._kill(fault)
@@ -66,6 +68,16 @@ class Breaker:
                 await self._use_up_connections(fault)
             case "rebalance" | "relays":
                 await self._join_and_leave(fault)
+            case "retention":
+                await self._memory.next_day()
+            case "rotation":
+                await self._memory.rotate(fault.seconds)
+            case "replay":
+                await self._memory.replay(self._member(fault), fault.seconds)
+            case "scheduled":
+                await self._memory.hold_up_moves(fault.seconds)
+            case "effects":
+                await self._spoil_the_outside(fault)
         self.ended.append(Ended(fault.kind, time.time()))
 
     def _member(self, fault: Fault) -> Member:
@@ -145,6 +157,12 @@ class Breaker:
         finally:
             for connection in taken:
                 connection.terminate()
+
+    async def _spoil_the_outside(self, fault: Fault) -> None:
+        async with self._outside_busy:
+            self._outside.tell(fault.target)
+            await asyncio.sleep(fault.seconds)
+            self._outside.tell("well")
 
     async def _join_and_leave(self, fault: Fault) -> None:
         member = self._member(fault)

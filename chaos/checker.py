@@ -11,17 +11,20 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
 
-from chaos.fates import Books, Call, Identity, Judgement, Stored, judge
+from chaos import errands
+from chaos.errands import REMINDERS, Done, Errand, Reminder, Request
+from chaos.fates import Books, Call, Finding, Identity, Judgement, Stored, judge
 from chaos.poison import CONSUMERS, TALLY, Given, understand
 from chaos.recovery import Ended, Recovery, measure, undisturbed
 from chaos.talk import say, words
 from demo import feed, witness
-from demo.evidence import Evidence, Illegible, read
+from demo.evidence import Evidence, Illegible, Record, read
 from demo.ledger import Verdict, audit
 from demo.witness import CONSUMER, Witness
 
@@ -34,8 +37,25 @@ SELECT count(*) FROM pipeline.backlog AS b
         WHERE before.order_key = b.order_key AND before.holds
           AND (before.partition, before."offset") < (b.partition, b."offset"))
 """
-STAGED = "SELECT count(DISTINCT event_id) FROM pipeline.outbox"
-MARKERS = "SELECT source, id FROM pipeline.inbox WHERE consumer = $1"
+STAGED = "SELECT DISTINCT event_id FROM pipeline.outbox"
+# What is forgotten was kept by the rig, see `chaos.memory`.
+MARKERS = """
+SELECT source, id
+  FROM (SELECT generation, consumer, source, id FROM pipeline.inbox
+         UNION
+        SELECT generation, consumer, source, id FROM rig.marker) AS marker
+ WHERE consumer = $1
+"""
+SCHEDULED = "SELECT name, due_at < clock_timestamp() + interval '1 day' FROM pipeline.scheduled"
+# By the names that the service gives them.
+PARTITIONS = """
+SELECT (SELECT began FROM rig.clock) AS began, clock_timestamp() AS now,
+       (SELECT oldest FROM pipeline.inbox_generation) AS oldest,
+       array_agg(substr(relname, 9)::date) FILTER (WHERE relname LIKE 'outbox_p%') AS days,
+       array_agg(substr(relname, 8)::integer) FILTER (WHERE relname LIKE 'inbox_g%') AS generations
+  FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+ WHERE nspname = 'pipeline' AND relkind = 'r' AND relname ~ '^(outbox_p|inbox_g)[0-9]+$'
+"""
 BACKLOG = """
 SELECT consumer, partition, "offset", record_key, source, id, reason, attempts, holds,
        died_at IS NOT NULL AS is_dead
@@ -44,9 +64,17 @@ SELECT consumer, partition, "offset", record_key, source, id, reason, attempts, 
 TALLIED = f"""
 SELECT '/scanners/' || scanner AS source, number::text AS id, parcel_id FROM {TALLY} ORDER BY n
 """
-INTERRUPTING = ("kill", "pause", "partition", "halfopen", "rebalance")
-"""Faults after which a worker may find that its lane has gone to another."""
+INTERRUPTING = {
+    **dict.fromkeys(("kill", "pause", "partition", "halfopen", "rebalance"), 1),
+    # All leases end with the day: three consumers have two workers each.
+    "retention": 6,
+}
+"""Faults after which workers may find that their lane has gone to another, and how many may."""
 WRONG = ("lost", "doubled", "reordered", "misjudged")
+OUTBOX_AGE = timedelta(hours=26)
+"""From the beginning of a day until it is old enough to be dropped."""
+STOPPING = {"pause": 10, "retention": 10}
+"""Faults after which calls may be made late, and how many may: who noted them was stopped."""
 LOOK_EVERY = 0.5
 FINDINGS = 50
 """So many are told; all of them are counted."""
@@ -62,6 +90,10 @@ class Backlog:
     """Messages in the backlog that no dead letter holds; known when nothing is unread."""
     unpublished: int
     """Events in the outbox that the output does not show; known when nothing waits either."""
+    scheduled: int = 0
+    """Scheduled events that are due soon; known likewise."""
+    kept: int = 0
+    """Days and generations that nobody needs any more; known likewise."""
 
     def __str__(self) -> str:
         """Say what is left, or nothing."""
@@ -70,23 +102,33 @@ class Backlog:
             left.append(f"{self.waiting} messages of the backlog waiting")
         if self.unpublished:
             left.append(f"{self.unpublished} events of the outbox unpublished")
+        if self.scheduled:
+            left.append(f"{self.scheduled} scheduled events due")
+        if self.kept:
+            left.append(f"{self.kept} days and generations kept that nobody needs")
         return "; ".join(left)
 
 
 class Checker:
     """Looks from outside."""
 
-    def __init__(self, kafka: str, database: str, calls: Path) -> None:
+    def __init__(
+        self, kafka: str, database: str, calls: Path, requests: Path, work: Sequence[str]
+    ) -> None:
         self._kafka = kafka
         self._database = database
         self._calls = calls
+        self._requests = requests
+        self._work = work
         self._witness = Follower()
+        self._reminded = Follower()
         self._began = time.monotonic()
 
     async def follow(self) -> None:
         """Follow the output, and tell how far it is."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._witness.watch(self._kafka))
+            group.create_task(self._reminded.watch(self._kafka, REMINDERS))
             group.create_task(self._tell())
 
     async def _tell(self) -> None:
@@ -102,7 +144,7 @@ class Checker:
         before: object = None
         moved = time.monotonic()
         while left := str(backlog := await self._backlog()):
-            if (now := (backlog, len(self._witness.events))) != before:
+            if (now := (backlog, len(self._seen()))) != before:
                 before, moved = now, time.monotonic()
             if time.monotonic() - moved > patience:
                 return left
@@ -122,11 +164,17 @@ class Checker:
             }
             unread = {partition: number for partition, number in unread.items() if number}
             waiting = 0 if unread else await connection.fetchval(WAITING)
-            is_over = not (unread or waiting)
-            staged = await connection.fetchval(STAGED) if is_over else 0
+            if unread or waiting:
+                return Backlog(unread, waiting, 0)
+            staged = {row[0] for row in await connection.fetch(STAGED)}
+            due = sum(is_due for _, is_due in await connection.fetch(SCHEDULED))
+            kept = _kept(await connection.fetchrow(PARTITIONS))
         finally:
             await connection.close()
-        return Backlog(unread, waiting, staged - len(self._witness.events) if is_over else 0)
+        return Backlog(unread, waiting, len(staged - self._seen()), due, kept)
+
+    def _seen(self) -> set[str]:
+        return self._witness.events | self._reminded.events
 
     async def gather(self) -> tuple[Evidence, Books]:
         """Read everything that can be known."""
@@ -144,6 +192,35 @@ class Checker:
             unordered=unordered(given),
         )
         return evidence, books
+
+    async def errands(self, output: Sequence[Record]) -> tuple[Done, Mapping[str, int]]:
+        """Read what is known about the errands, and what has become of days and generations."""
+        moves: dict[Errand, datetime] = {}
+        for record in output:
+            with suppress(Illegible):
+                event = read(record)
+                if event.scans is not None:
+                    moves.setdefault(Errand(event.parcel_id, event.scans), _time(record))
+        lines = self._requests.read_text().splitlines()
+        requests = [Request(*json.loads(line)) for line in lines]
+        records = await witness.read_topic(self._kafka, REMINDERS)
+        connection = await asyncpg.connect(self._database)
+        try:
+            waiting = [name for name, _ in await connection.fetch(SCHEDULED)]
+            partitions = await connection.fetchrow(PARTITIONS)
+        finally:
+            await connection.close()
+        reminders = [_reminder(record) for record in records]
+        over = (partitions["now"].date() - partitions["began"]).days
+        kept = sum(day < partitions["now"].date() for day in partitions["days"])
+        counts = {
+            "calls": len({one.id for one in requests}),
+            "requests": len(requests),
+            "reminders": len({one.errand for one in reminders}),
+            "days dropped": over - kept,
+            "generations forgotten": partitions["oldest"] - 1,
+        }
+        return Done(self._work, moves, requests, reminders, waiting), counts
 
     async def _books(self) -> Books:
         connection = await asyncpg.connect(self._database)
@@ -220,6 +297,23 @@ def complete(evidence: Evidence, books: Books, applied: Sequence[Identity]) -> E
     return replace(evidence, sent=[scan for one in applied if (scan := first[one].scan)])
 
 
+def _kept(partitions: asyncpg.Record) -> int:
+    """Count the days and generations that should be gone."""
+    past, oldest = (partitions["now"] - OUTBOX_AGE).date(), partitions["oldest"]
+    days = [day for day in partitions["days"] if day < past]
+    return len(days) + len([one for one in partitions["generations"] if one < oldest])
+
+
+def _time(record: Record) -> datetime:
+    return datetime.fromisoformat(record.headers["ce_time"].decode())
+
+
+def _reminder(record: Record) -> Reminder:
+    headers = record.headers
+    errand = Errand(**json.loads(record.value or b""))
+    return Reminder(errand, headers["ce_id"].decode(), _time(record), record)
+
+
 def _stored(row: asyncpg.Record) -> Stored:
     return Stored(
         consumer=row["consumer"],
@@ -242,11 +336,14 @@ async def main() -> None:
     parser.add_argument("--kafka", required=True)
     parser.add_argument("--database", required=True)
     parser.add_argument("--calls", type=Path, required=True)
+    parser.add_argument("--requests", type=Path, required=True)
+    parser.add_argument("--work", required=True)
     parser.add_argument("--patience", type=float, required=True)
     parser.add_argument("--quiet", type=float, required=True)
     parser.add_argument("--after-death", required=True)
     chosen = parser.parse_args()
-    checker = Checker(chosen.kafka, chosen.database, chosen.calls)
+    work = chosen.work.split(",")
+    checker = Checker(chosen.kafka, chosen.database, chosen.calls, chosen.requests, work)
     async with asyncio.TaskGroup() as group:
         following = group.create_task(checker.follow())
         async for line in words():
@@ -260,21 +357,31 @@ async def main() -> None:
                 books = replace(
                     books,
                     holds=chosen.after_death == "hold",
-                    interruptions=sum(one.kind in INTERRUPTING for one in ended),
+                    interruptions=sum(INTERRUPTING.get(one.kind, 0) for one in ended),
                 )
+                done, counts = await checker.errands(evidence.output)
+                late = sum(STOPPING.get(one.kind, 0) for one in ended)
+                done = replace(done, late=late)
                 judgement = judge(books)
                 evidence = complete(evidence, books, judgement.applied[CONSUMER])
                 recovered = checker.recovered(ended, evidence, books)
-                tell(audit(evidence), judgement, recovered)
+                tell(audit(evidence), judgement, errands.judge(done), counts, recovered)
                 return
 
 
-def tell(verdict: Verdict, judgement: Judgement, recovered: Mapping[str, Recovery]) -> None:
+def tell(
+    verdict: Verdict,
+    judgement: Judgement,
+    of_errands: Sequence[Finding],
+    counts: Mapping[str, int],
+    recovered: Mapping[str, Recovery],
+) -> None:
     """Tell the rig the verdict."""
-    kinds = Counter[str](finding.kind for finding in judgement.findings)
+    more = [*judgement.findings, *of_errands]
+    kinds = Counter[str](finding.kind for finding in more)
     ledger = asdict(verdict.ledger)
     findings = [asdict(one) for one in verdict.findings]
-    findings += [one._asdict() for one in judgement.findings]
+    findings += [one._asdict() for one in more]
     say(
         ledger={
             **ledger,
@@ -283,6 +390,7 @@ def tell(verdict: Verdict, judgement: Judgement, recovered: Mapping[str, Recover
             "duplicates": judgement.duplicates,
         },
         counts=judgement.counts,
+        errands=counts,
         dead=judgement.dead,
         repeats=verdict.repeats,
         recovery={kind: one._asdict() for kind, one in recovered.items()},

@@ -50,18 +50,21 @@ def make(
     repeats: float,
     strays: float,
     seed: int,
+    within: int = 0,
     poisoned: Mapping[Scan, Poison] = MappingProxyType({}),
 ) -> list[Send]:
     """Return what is to be sent.
 
     `repeats` is the share of the scans that come again, anything from at once to the very end
-    later. `strays` is the share of the parcels whose every scan is sent to two partitions at the
-    same time: what they are counted by must be right, and their order is not promised. An impostor
-    comes after the scan that it takes the identity of, and never to strays: they have no first.
+    later, or to so many scans later as `within` says. `strays` is the share of the parcels whose
+    every scan is sent to two partitions at the same time: what they are counted by must be right,
+    and their order is not promised. An impostor comes after the scan that it takes the identity of,
+    and never to strays: they have no first.
     """
     chance = random.Random(seed)
     parcels = sorted({scan.parcel_id for scan in scans})
     stray = set(chance.sample(parcels, round(strays * len(parcels))))
+    farthest = min(within or len(scans), len(scans))
     sends: list[tuple[float, Send]] = []
     for place, scan in enumerate(scans):
         wrong = poisoned.get(scan)
@@ -73,10 +76,17 @@ def make(
             continue
         sends.append((place, send))
         if chance.random() < repeats:
-            sends.append((place + len(scans) ** chance.random(), send))
+            sends.append((place + farthest ** chance.random(), send))
         if impostor:
-            sends.append((place + len(scans) ** chance.random(), Send(scan, None, impostor)))
+            sends.append((place + farthest ** chance.random(), Send(scan, None, impostor)))
     return [send for _, send in sorted(sends, key=lambda send: send[0])]
+
+
+def reach(sends: Sequence[Send]) -> int:
+    """Return how many records behind the first one of its scan a record is at most."""
+    first: dict[Scan, int] = {}
+    behind = (place - first.setdefault(one.scan, place) for place, one in enumerate(sends))
+    return max(behind, default=0)
 
 
 def of_the_busiest(scans: Sequence[Scan], parcels: int) -> Sequence[Scan]:
@@ -101,10 +111,11 @@ class Feed:
         while done < len(sends):
             due = len(sends) * min(1.0, (time.monotonic() - began) / seconds)
             burst = sends[done : min(round(due), done + BURST_AT_MOST)]
+            say(begun=done + len(burst))
             await self._deliver(burst)
             done += len(burst)
             sent.update((send.scan.scanner, send.scan.number) for send in burst)
-            say(sent=len(sent))
+            say(sent=len(sent), done=done)
             await asyncio.sleep(TICK)
         await self._discard()
 
@@ -163,6 +174,7 @@ async def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--parcels", type=int, required=True)
     parser.add_argument("--repeats", type=float, required=True)
+    parser.add_argument("--within", type=int, required=True)
     parser.add_argument("--strays", type=float, required=True)
     parser.add_argument("--poison", type=float, required=True)
     parser.add_argument("--kinds", required=True)
@@ -174,9 +186,10 @@ async def main() -> None:
         repeats=chosen.repeats,
         strays=chosen.strays,
         seed=chosen.seed,
+        within=chosen.within,
         poisoned=poison.spread(scans, chosen.poison, chosen.seed, kinds),
     )
-    say(ready=len(scans))
+    say(ready=len(scans), sends=len(sends), reach=reach(sends), begun=0, done=0)
     async for word in words():
         await Feed(word).run(sends, chosen.seconds)
         return

@@ -41,6 +41,8 @@ class Report:
     """What was broken, by kind."""
     recovery: Mapping[str, Mapping[str, float]]
     """Seconds, by kind, from its end until events were published again, and all of them were."""
+    errands: Mapping[str, int]
+    """What scans had the service do besides, and what it has forgotten and dropped, by name."""
     seconds: float
     """From the first scan to the last event."""
     seed: int

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from chaos.breaker import Breaker
+from chaos.errands import OUTSIDE, WORK, Work
+from chaos.memory import CLOCK, MARKERS, Memory
 from chaos.poison import AFTER_DEATH, CALLS
 from chaos.recovery import Ended
 from chaos.report import Report
@@ -43,6 +45,8 @@ class Plan:
     """Only the scans of so many parcels, the busiest ones; 0: of all."""
     repeats: float = 0.05
     """Share of the scans that come again."""
+    within: int = 0
+    """So many scans later at most; 0: any time later, and then nothing can be forgotten before."""
     strays: float = 0.1
     """Share of the parcels whose every scan comes in two partitions at once."""
     poison: float = 0.0
@@ -53,7 +57,15 @@ class Plan:
     """What a death does to its key at the deferred consumer: hold, or go on."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of the service, on top of the rig's."""
+    errands: Sequence[Work] = ()
+    """What scans have the service do besides, beside what the faults of the schedule try."""
     patience: float = PATIENCE
+
+    @property
+    def work(self) -> Sequence[Work]:
+        """What scans have the service do besides."""
+        faults = {fault.kind for fault in self.schedule}
+        return [one for one in get_args(Work) if one in self.errands or one in faults]
 
 
 class Round:
@@ -64,6 +76,7 @@ class Round:
         self._console = console
         self._folder = folder
         self._calls = folder / "calls"
+        self._requests = folder / "requests"
         self._system = System(project, folder, module="chaos.troubled")
 
     async def run(self) -> Report:
@@ -71,23 +84,33 @@ class Round:
         for old in self._folder.glob("*.log"):
             old.unlink()
         self._calls.write_text("")
+        self._requests.write_text("")
         system = self._system
         settings = {
             **self._plan.settings,
             CALLS: str(self._calls),
             AFTER_DEATH: self._plan.after_death,
+            WORK: ",".join(self._plan.work),
         }
         feed = self._feed()
+        memory = Memory(system.servers, feed)
+        outside = Helper("outside", self._folder / "outside.log", requests=self._requests)
         try:
             async with asyncio.TaskGroup() as group:
                 feeding = group.create_task(feed.run())
-                await system.start([*CONSUMERS, *RELAYS], EXTRA, settings)
+                serving = group.create_task(outside.run())
+                settings[OUTSIDE] = await outside.says("url")
+                beforehand = [*CLOCK, MARKERS]
+                await system.start([*CONSUMERS, *RELAYS], EXTRA, settings, beforehand)
                 checker = self._checker()
                 checking = group.create_task(checker.run())
                 guarding = group.create_task(system.guard())
+                watching = group.create_task(memory.watch())
                 await feed.says("ready")
                 await checker.says("applied")
-                ended = await self._break(feed, feeding, checker)
+                breaker = Breaker(system, memory, outside)
+                ended = await self._break(feed, feeding, checker, breaker)
+                watching.cancel()
                 stuck = await self._drain(checker)
                 guarding.cancel()
                 stuck += [
@@ -95,6 +118,8 @@ class Round:
                 ]
                 checker.tell(f"audit {json.dumps(ended)}")
                 await checking
+                outside.tell("end")
+                await serving
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
@@ -111,6 +136,7 @@ class Round:
             seed=plan.seed,
             parcels=plan.parcels,
             repeats=plan.repeats,
+            within=plan.within,
             strays=plan.strays,
             poison=plan.poison,
             kinds=",".join(plan.kinds),
@@ -124,6 +150,8 @@ class Round:
             kafka=stack.kafka,
             database=stack.database,
             calls=self._calls,
+            requests=self._requests,
+            work=",".join(self._plan.work),
             **{"after-death": self._plan.after_death},
             patience=self._plan.patience,
             quiet=SESSION,
@@ -154,6 +182,7 @@ class Round:
             findings=said["findings"],
             faults=dict(Counter(fault.kind for fault in ended)),
             recovery=said["recovery"],
+            errands=said["errands"],
             seconds=ledger["seconds"],
             seed=plan.seed,
             events=plan.events,
@@ -163,7 +192,7 @@ class Round:
         )
 
     async def _break(
-        self, feed: Helper, feeding: asyncio.Task[None], checker: Helper
+        self, feed: Helper, feeding: asyncio.Task[None], checker: Helper, breaker: Breaker
     ) -> Sequence[Ended]:
         """Feed, and carry the schedule out; return what was broken when all is fed and healed."""
         with Display(self._console, self._plan.events) as display:
@@ -179,8 +208,7 @@ class Round:
             showing = asyncio.create_task(show())
             try:
                 feed.tell(self._system.servers.stack.kafka)
-                breaker = Breaker(self._system, display.note)
-                await breaker.run(self._plan.schedule)
+                await breaker.run(self._plan.schedule, display.note)
                 await feeding
             finally:
                 showing.cancel()

@@ -17,7 +17,7 @@ from rich.table import Table
 from chaos import schedule
 from chaos.report import Report
 from chaos.round import CONSUMERS, EXTRA, RELAYS, Plan, Round
-from chaos.schedule import KINDS
+from chaos.schedule import KINDS, Fault
 from chaos.system import System
 from demo.display import say
 from demo.flights import DataUnavailable
@@ -34,6 +34,8 @@ FAILURES = (
 )
 MEMBERS = (*CONSUMERS, *RELAYS, *EXTRA)
 WRONG = ("lost", "doubled", "reordered", "misjudged", "stuck")
+FARTHEST = 0.1
+"""Share of the scans after which none comes again, in a round in which they are forgotten."""
 SHOWN = 10
 """Findings that are written out."""
 
@@ -73,6 +75,7 @@ def show(report: Report, console: Console) -> None:
         ("reordered", report.reordered, "out of the order of their parcel"),
         ("misjudged", report.misjudged, "that became something else, or attempts for nothing"),
         ("stuck", len(report.stuck), "that did not go on by themselves"),
+        *((name, count, "") for name, count in report.errands.items() if count),
         ("faults", sum(report.faults.values()), "carried out"),
         ("seconds", round(report.seconds), "from the first scan to the last event"),
     ):
@@ -108,7 +111,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
         events, seconds, seed, poison = (
             report[name] for name in ("events", "feed_seconds", "seed", "poison")
         )
-        return Plan(events, seconds, seed, faults, poison=poison)
+        return Plan(events, seconds, seed, faults, within=within(events, faults), poison=poison)
     kinds = [kind for kind in KINDS if kind in arguments.faults.split(",")]
     if unknown := set(arguments.faults.split(",")) - {*KINDS, ""}:
         raise ValueError(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
@@ -116,8 +119,19 @@ def planned(arguments: argparse.Namespace) -> Plan:
         arguments.seed, arguments.seconds, consumers=CONSUMERS, relays=RELAYS, kinds=kinds
     )
     return Plan(
-        arguments.events, arguments.seconds, arguments.seed, faults, poison=arguments.poison
+        arguments.events,
+        arguments.seconds,
+        arguments.seed,
+        faults,
+        within=within(arguments.events, faults),
+        poison=arguments.poison,
     )
+
+
+def within(events: int, faults: Sequence[Fault]) -> int:
+    """Return how many records later a scan may come again: not for ever, where any is forgotten."""
+    forgets = any(fault.kind == "rotation" for fault in faults)
+    return max(1, round(FARTHEST * events)) if forgets else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chaos.errands import Work
 from chaos.round import CONSUMERS, RELAYS, Plan
-from chaos.schedule import EVERYBODY, Fault
+from chaos.schedule import EVERYBODY, MODES, Fault
 
 PATIENCE = 15.0
 """Seconds: no round here has a fault that takes longer to be noticed."""
@@ -47,11 +48,13 @@ class Load:
     schedule: Sequence[Fault]
     parcels: int = 0
     repeats: float = 0.05
+    within: int = 0
     strays: float = 0.1
     poison: float = 0.0
     kinds: Sequence[str] = ()
     after_death: str = "go on"
     settings: Mapping[str, str] = field(default_factory=dict)
+    errands: Sequence[Work] = ()
 
     def plan(self, seed: int) -> Plan:
         """Return the round."""
@@ -62,11 +65,13 @@ class Load:
             schedule=self.schedule,
             parcels=self.parcels,
             repeats=self.repeats,
+            within=self.within,
             strays=self.strays,
             poison=self.poison,
             kinds=self.kinds,
             after_death=self.after_death,
             settings=self.settings,
+            errands=self.errands,
             patience=PATIENCE,
         )
 
@@ -92,6 +97,11 @@ def _taking_turns(names: Sequence[str], *, every: float, until: float) -> list[t
         for number in range(int((until - 1) / every))
     ]
 
+
+MANY_GENERATIONS = {
+    "PIPELINE_INBOX_GENERATION_AGE": "0.5",
+    "PIPELINE_HOUSEKEEPING_INTERVAL": "0.5",
+}
 
 LOADS: Mapping[str, Load] = {
     "slow transactions": Load(events=4_000, seconds=10, schedule=[_slow(10)]),
@@ -199,6 +209,55 @@ LOADS: Mapping[str, Load] = {
             ),
         ],
         settings={"PIPELINE_BACKLOG_LEASE": "3.2"},
+    ),
+    "generations that are forgotten": Load(
+        events=2_000,
+        seconds=24,
+        schedule=[Fault(1, "rotation", "postgres", 25)],
+        repeats=0.5,
+        within=700,
+        settings=MANY_GENERATIONS,
+    ),
+    "days that end": Load(
+        events=2_000,
+        seconds=18,
+        # Nobody publishes while the day ends, nor until housekeeping has come by.
+        schedule=[
+            *(Fault(at - 0.5, "pause", name, 4.5) for at in (3, 9, 15) for name in RELAYS),
+            *(Fault(at, "retention", "postgres") for at in (3, 9, 15)),
+        ],
+        settings={"PIPELINE_HOUSEKEEPING_INTERVAL": "0.3"},
+    ),
+    "a topic that is read again": Load(
+        events=1_500,
+        seconds=12,
+        schedule=[
+            Fault(at, "replay", name, 12.0)
+            for at, name in zip((5.0, 8.0, 11.0), CONSUMERS, strict=True)
+        ],
+        repeats=0.0,
+        poison=0.05,
+        kinds=("raises",),
+        settings=MANY_GENERATIONS,
+    ),
+    "an outside that fails": Load(
+        events=4_000,
+        seconds=16,
+        schedule=[
+            Fault(at, "effects", mode, 2.0)
+            for at, mode in zip((2.0, 5.0, 8.0, 11.0), MODES, strict=True)
+        ],
+        parcels=100,
+        strays=0.0,
+    ),
+    "moves that are ended": Load(
+        events=3_000,
+        seconds=20,
+        schedule=[
+            *(Fault(0.0, "delay", name, 24, "postgres", 0.05) for name in RELAYS),
+            *(Fault(at, "scheduled", "postgres", 3.0) for at in (3.0, 9.0, 15.0)),
+        ],
+        parcels=200,
     ),
 }
 
@@ -439,6 +498,152 @@ reason, attempts, waited,
                 "consume.py",
                 "if item.marker.key not in known:",
                 "if item.marker.key not in known or item.row:",
+            ),
+        ],
+    ),
+    Sabotage(
+        "younger generations are forgotten with an old one",
+        "generations that are forgotten",
+        [Edit("inbox.py", "SET oldest = last + 1,", "SET oldest = current,")],
+    ),
+    Sabotage(
+        "a generation is dropped before it is forgotten",
+        "generations that are forgotten",
+        [
+            Edit(
+                "retention.py",
+                'if number < generation["oldest"]:',
+                'if number < generation["current"]:',
+            )
+        ],
+    ),
+    Sabotage(
+        "a filter knows no message",
+        "generations that are forgotten",
+        [Edit("filters.py", "for key in keys if key in bloom", "for key in keys if key in ()")],
+    ),
+    Sabotage(
+        "a day is dropped whatever was published",
+        "days that end",
+        [Edit("retention.py", "    if not unfinished:\n", "    if True:\n")],
+    ),
+    Sabotage(
+        "a relay looks at no day that is over",
+        "days that end",
+        [
+            Edit(
+                "window.py",
+                "           AND shard = ANY ($2)\n        UNION ALL\n",
+                """\
+           AND shard = ANY ($2)
+           AND created_at >= date_trunc('day', clock_timestamp(), 'UTC')
+        UNION ALL
+""",
+            )
+        ],
+    ),
+    Sabotage(
+        "what is in the backlog is not known when it comes again",
+        "a topic that is read again",
+        [
+            Edit(
+                "work.py",
+                "        return await backlog.find(connection, items)\n",
+                """\
+        _, waiting = await backlog.find(connection, items)
+        return {}, waiting
+""",
+            )
+        ],
+    ),
+    Sabotage(
+        "only the youngest closed generation is looked up",
+        "a topic that is read again",
+        [
+            Edit(
+                "inbox.py",
+                "range(generations.oldest, generations.current)",
+                "range(max(generations.oldest, generations.current - 1), generations.current)",
+            )
+        ],
+    ),
+    Sabotage(
+        "an effect is settled before its call",
+        "an outside that fails",
+        [
+            Edit(
+                "caller.py",
+                "            call = self._call(lane, item, is_noted=key in may_begin)\n",
+                """\
+            await self._settle_together(lane, [_Called(item)])
+            call = self._call(lane, item, is_noted=key in may_begin)
+""",
+            )
+        ],
+    ),
+    Sabotage(
+        "a call is repeated and nobody was asked",
+        "an outside that fails",
+        [
+            Edit(
+                "caller.py",
+                "return item.reason in (UNKNOWN, DIED) and not _effect_of(item).is_repeatable",
+                "return False",
+            )
+        ],
+    ),
+    Sabotage(
+        "a call does not wait for the one before it",
+        "an outside that fails",
+        [
+            Edit(
+                "caller.py",
+                "heads = [items[0] for key, items in of_keys.items() if key not in calls]",
+                "heads = [items[-1] for key, items in of_keys.items() if key not in calls]",
+            )
+        ],
+    ),
+    Sabotage(
+        "scheduled events are deleted before they are moved",
+        "moves that are ended",
+        [
+            Edit(
+                "scheduled.py",
+                "moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])",
+                """\
+from .outbox import StagedEvent, copy
+                    due = await connection.fetch(
+                        "DELETE FROM pipeline.scheduled WHERE name IN ("
+                        " SELECT name FROM pipeline.scheduled WHERE due_at <= now()"
+                        " ORDER BY due_at, scheduled_at, name LIMIT $1 FOR UPDATE SKIP LOCKED)"
+                        " RETURNING *", _AT_ONCE
+                    )
+                    due.sort(key=lambda one: (one["due_at"], one["scheduled_at"]))
+                    await connection.execute("COMMIT")
+                    await connection.execute("BEGIN")
+                    await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED)
+                    await connection.execute("SELECT pg_sleep(0.5)")
+                    await copy(
+                        connection,
+                        [StagedEvent(*(one[n] for n in StagedEvent._fields)) for one in due],
+                    )
+                    moved = len(due)""",
+            )
+        ],
+    ),
+    Sabotage(
+        "a scheduled event is moved before it is due",
+        "moves that are ended",
+        [
+            Edit(
+                "scheduled.py",
+                "SELECT min(due_at) <= now() FROM",
+                "SELECT min(due_at) <= now() + interval '1.5 s' FROM",
+            ),
+            Edit(
+                "scheduled.py",
+                "                     WHERE due_at <= now()\n",
+                "                     WHERE due_at <= now() + interval '1.5 s'\n",
             ),
         ],
     ),

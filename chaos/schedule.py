@@ -23,10 +23,18 @@ Kind = Literal[
     "connections",
     "rebalance",
     "relays",
+    "retention",
+    "rotation",
+    "replay",
+    "effects",
+    "scheduled",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SERVERS = ("postgres", "kafka")
 EVERYBODY = "all"
+MODES = ("refuses", "hangs", "hangs up", "stammers")
+"""How the outside fails: it takes nothing; or takes what comes, and does not answer, for long or at
+once, or answers twice."""
 
 BETWEEN = 5.0
 """Seconds from one fault to the next, about."""
@@ -50,6 +58,11 @@ LASTS: dict[Kind, tuple[float, float]] = {
     "connections": (2.0, 5.0),
     "rebalance": (3.0, 6.0),
     "relays": (3.0, 6.0),
+    "retention": (0.0, 0.0),
+    "rotation": (4.0, 8.0),
+    "replay": (2.0, 15.0),
+    "effects": (2.0, 5.0),
+    "scheduled": (2.0, 5.0),
 }
 LATENCY = (0.02, 0.15)
 """Seconds that a delayed link takes longer, shortest and longest."""
@@ -63,9 +76,9 @@ class Fault:
     """Seconds after the first scan."""
     kind: Kind
     target: str
-    """A process of the service, everybody, or a server."""
+    """A process of the service, everybody, or a server; or how the outside fails."""
     seconds: float = 0.0
-    """How long it lasts."""
+    """How long it lasts; of a replay, how far it goes back."""
     server: str = ""
     """Whose connections suffer, of a fault on the way."""
     latency: float = 0.0
@@ -83,7 +96,7 @@ class Fault:
         if self.hard:
             words.append("(kill -9)")
         if self.seconds:
-            words.append(f"for {self.seconds:.1f} s")
+            words.append(f"{'of' if self.kind == 'replay' else 'for'} {self.seconds:.1f} s")
         return " ".join(words)
 
 
@@ -141,8 +154,12 @@ def _fault(
             return Fault(at, kind, "kafka", seconds, hard=chance.random() < 0.5)
         case "both":
             return Fault(at, kind, "postgres and kafka", seconds, hard=chance.random() < 0.5)
-        case "readonly" | "connections":
+        case "readonly" | "connections" | "retention" | "rotation" | "scheduled":
             return Fault(at, kind, "postgres", seconds)
+        case "replay":
+            return Fault(at, kind, chance.choice(consumers), seconds)
+        case "effects":
+            return Fault(at, kind, chance.choice(MODES), seconds)
         case "rebalance":
             return Fault(at, kind, "consume-extra", seconds, hard=chance.random() < 0.3)
         case "relays":

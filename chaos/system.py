@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg  # type: ignore[import-untyped]
+from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
 
 from chaos.poison import TALLY
 from chaos.proxy import HOST, Address, Proxy
@@ -33,6 +34,9 @@ SETTINGS = {
     "PIPELINE_RELAY_PAGE": "100",
     "PIPELINE_INBOX_GENERATION_AGE": "10",
     "PIPELINE_HOUSEKEEPING_INTERVAL": "2",
+    # Days of the outbox go two hours after their end. What the inbox forgets, the rig decides.
+    "PIPELINE_OUTBOX_AGE": "7200",
+    "PIPELINE_INBOX_AGE": str(400 * 86_400),
 }
 TALLY_TABLE = f"""
 CREATE TABLE IF NOT EXISTS {TALLY} (
@@ -42,6 +46,14 @@ CREATE TABLE IF NOT EXISTS {TALLY} (
 STOP = {"postgres": signal.SIGINT, "kafka": signal.SIGTERM}
 """What asks a server to end without waiting for its clients."""
 GONE_WITHIN = 30.0
+AWAY = (
+    OSError,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    KafkaError,
+)
+"""What somebody sees who needs a server that is away."""
 NO_DOCKER = {"DOCKER_HOST": "unix:///dev/null"}
 """Servers that are to be killed must be processes of this machine."""
 
@@ -168,11 +180,19 @@ class System:
             await self.servers.stack.remove(self.setup_log)
 
     async def start(
-        self, members: Sequence[str], extra: Sequence[str], settings: Mapping[str, str]
+        self,
+        members: Sequence[str],
+        extra: Sequence[str],
+        settings: Mapping[str, str],
+        beforehand: Sequence[str],
     ) -> None:
-        """Bring up servers and members. `extra` ones are prepared, and started by faults."""
+        """Bring up servers and members. `extra` ones are prepared, and started by faults.
+
+        The statements `beforehand` come before anything of the service.
+        """
         await self.clear()
         await self.servers.start()
+        await self.servers.execute(*beforehand)
         for name in [*members, *extra]:
             member = Member(name, self._project, self.folder, self.servers, self._module)
             self.members[name] = member

@@ -4,12 +4,16 @@
 say in their payload what is to happen, see `chaos.poison`; all others go straight on. Every call
 with a poisoned scan is a line of a file, written before anything goes wrong: what a handler has
 done is known whatever becomes of its transaction, or of its process.
+
+Beside their own work some scans run errands, where the round has any, see `chaos.errands`.
 """
 
 import asyncio
 import json
 import os
+from functools import cache
 
+import httpx
 import sqlalchemy as sa
 from parcel_tracker.events import ScanRecorded  # type: ignore[import-not-found]
 from parcel_tracker.handlers import record_scan  # type: ignore[import-not-found]
@@ -18,10 +22,13 @@ from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import (  # type: ignore[import-not-found]
+    Call,
+    Event,
     Handlers,
     Park,
     Policy,
     Reject,
+    Retry,
     Service,
     Transaction,
 )
@@ -29,6 +36,21 @@ from pipeline.commands import command_line  # type: ignore[import-not-found]
 from pipeline.message import marker_key  # type: ignore[import-not-found]
 from pipeline.policy import DIED  # type: ignore[import-not-found]
 
+from chaos.errands import (
+    AFTER,
+    CHARGE,
+    KEY,
+    NEVER,
+    OUTSIDE,
+    REMINDERS,
+    TELL,
+    WORK,
+    Errand,
+    called,
+    name_of,
+    step,
+    work_of,
+)
 from chaos.poison import AFTER_DEATH, ATTEMPTS, CALLS, SCHEDULE, TALLY, TIMEOUT, trouble
 from demo.feed import TOPIC
 from demo.witness import CONSUMER
@@ -40,6 +62,36 @@ SELECT attempts, reason FROM pipeline.backlog WHERE key = :key
 """)
 # The same error for key after key would be the breaker's, and not the messages'.
 ERRORS = (ValueError, KeyError, LookupError, RuntimeError, ArithmeticError)
+
+
+PATIENT = Policy(attempts=1_000, schedule=SCHEDULE)
+"""No call is given up because the outside is bad."""
+work = os.environ.get(WORK, "").split(",")
+
+
+ONE_EACH = httpx.Limits(max_keepalive_connections=0)
+"""On a connection that is used again, an answer that came twice is taken for the next one's."""
+
+
+class Told(Event, type="parcel.told.v1"):  # type: ignore[call-arg,misc]
+    """The outside is to know of a scan."""
+
+    parcel_id: str
+    scans: int
+
+
+class Charged(Event, type="parcel.charged.v1"):  # type: ignore[call-arg,misc]
+    """The outside is to be paid for a scan, once."""
+
+    parcel_id: str
+    scans: int
+
+
+class Reminded(Event, type="parcel.reminded.v1", topic=REMINDERS):  # type: ignore[call-arg,misc]
+    """A while ago a parcel was scanned."""
+
+    parcel_id: str
+    scans: int
 
 
 class Tallied(Base):  # type: ignore[misc]
@@ -57,6 +109,60 @@ async def record(scan: ScanRecorded, tx: Transaction) -> None:
     """Do what the service does."""
     await misbehave(CONSUMER, tx)
     await record_scan(scan, tx)
+    kind = work_of(scan.parcel_id)
+    if kind not in work:
+        return
+    parcel = await tx.load(Parcel, scan.parcel_id)
+    errand = Errand(parcel.id, parcel.scans)
+    if kind == "scheduled":
+        schedule(errand, tx)
+    elif effect := called(errand.scans):
+        tx.call((Told if effect == TELL else Charged)(**errand._asdict()), of=parcel)
+
+
+def schedule(errand: Errand, tx: Transaction) -> None:
+    """Do what the scan is to do about events to come."""
+    what, _ = step(errand.scans)
+    if what == "take back":
+        tx.cancel(name_of(errand))
+        return
+    after = AFTER if what == "move up" else NEVER
+    event = Reminded(**errand._asdict())
+    tx.publish(event, key=errand.parcel_id, after=after, name=name_of(errand))
+
+
+async def tell(event: Told, call: Call) -> None:
+    """Tell the outside; it may hear it twice."""
+    (await ring(TELL, event, call)).raise_for_status()
+
+
+async def charge(event: Charged, call: Call) -> None:
+    """Charge the outside; say so where it is known that it was not charged."""
+    try:
+        answer = await ring(CHARGE, event, call)
+    except httpx.ConnectError as error:
+        raise Retry("nobody is there") from error
+    if answer.status_code == 503:
+        raise Retry("it was refused")
+    answer.raise_for_status()
+
+
+async def was_charged(event: Charged, call: Call) -> bool:
+    """Ask the outside."""
+    url = f"/{CHARGE}/{event.parcel_id}/{event.scans}"
+    answer = await outside().get(url, headers={KEY: call.id})
+    return bool(answer.raise_for_status().json())
+
+
+async def ring(consumer: str, event: Event, call: Call) -> httpx.Response:
+    """Call the outside."""
+    return await outside().post(f"/{consumer}", json=event.model_dump(), headers={KEY: call.id})
+
+
+@cache
+def outside() -> httpx.AsyncClient:
+    """Return the client."""
+    return httpx.AsyncClient(base_url=os.environ[OUTSIDE], timeout=10 * TIMEOUT, limits=ONE_EACH)
 
 
 async def tally(scan: ScanRecorded, tx: Transaction) -> None:
@@ -118,6 +224,10 @@ for consumer, function, options in (
     handlers.on(
         ScanRecorded, topic=TOPIC, consumer=consumer, policy=policy, timeout=TIMEOUT, **options
     )(function)
+if "effects" in work:
+    options = {"policy": PATIENT, "timeout": TIMEOUT}
+    handlers.effect(Told, consumer=TELL, **options)(tell)
+    handlers.effect(Charged, consumer=CHARGE, repeatable=False, ask=was_charged, **options)(charge)
 
 if __name__ == "__main__":
     command_line(Service(service.name, handlers=handlers, metadata=Base.metadata))()

@@ -32,9 +32,9 @@ class Witness:
         self._on_news = on_news
         self._news = asyncio.Condition()
 
-    async def watch(self, bootstrap_servers: str) -> None:
+    async def watch(self, bootstrap_servers: str, topic: str = TOPIC) -> None:
         """Follow the topic until cancelled."""
-        async with reading(bootstrap_servers) as consumer:
+        async with reading(bootstrap_servers, topic) as consumer:
             while True:
                 batches = await consumer.getmany(timeout_ms=200, max_records=2_000)
                 before = len(self.events)

@@ -7,20 +7,25 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from chaos import feed, schedule
+from chaos import errands, feed, schedule
 from chaos import poison as poisons
 from chaos.checker import Backlog
 from chaos.checker import unordered as parcels_without_order
+from chaos.errands import AFTER, CHARGE, TELL, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Stored, judge
+from chaos.outside import Outside
 from chaos.poison import ATTEMPTS, ILLEGIBLE, TALLY, Given, Poison, understand
 from chaos.proxy import HOST, Proxy
 from chaos.recovery import Ended, Recovery, measure, undisturbed
@@ -102,6 +107,14 @@ def test_the_feed_sends_strays_to_two_partitions_and_some_scans_again() -> None:
     assert sends == feed.make(SCANS, repeats=0.1, strays=0.1, seed=5)
 
 
+def test_no_scan_comes_again_later_than_the_feed_is_told() -> None:
+    impostors = poisons.spread(SCANS, 0.1, seed=5, kinds=["impostor"])
+    sends = feed.make(SCANS, repeats=0.3, strays=0.1, within=50, seed=5, poisoned=impostors)
+    assert 50 <= feed.reach(sends) < 100, "others that come again stand between them"
+    assert feed.reach(feed.make(SCANS, repeats=0.3, strays=0.1, seed=5)) > 1_000
+    assert feed.reach(feed.make(SCANS, repeats=0.0, strays=0.0, seed=5)) == 0
+
+
 def test_the_feed_can_be_of_the_busiest_parcels() -> None:
     busy = [*SCANS, scan(9_998, "N3", "LGA-dep"), scan(9_999, "N7", "LGA-dep")]
     chosen = feed.of_the_busiest(busy, 2)
@@ -161,6 +174,8 @@ def test_a_backlog_says_what_is_left() -> None:
     assert str(Backlog({3: 7}, 0, 0)) == "partition 3: 7 records unread"
     assert str(Backlog({}, 1, 0)) == "1 messages of the backlog waiting"
     assert str(Backlog({}, 0, 2)) == "2 events of the outbox unpublished"
+    assert str(Backlog({}, 0, 0, 3)) == "3 scheduled events due"
+    assert str(Backlog({}, 0, 0, 0, 4)) == "4 days and generations kept that nobody needs"
 
 
 def given(one: Scan, partition: int, offset: int = 0, poison: Poison | None = None) -> Given:
@@ -342,6 +357,136 @@ def test_where_deaths_hold_nothing_nothing_waits() -> None:
     assert "misjudged" in kinds
 
 
+RINGS, WAITS = "N2", "N4"
+"""Parcels whose scans have the outside called, and an event published later."""
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def request(consumer: str, scans: int, word: str, id: str = "") -> Request:
+    """A request to the outside, as it is written down."""
+    return Request(consumer, id or f"{consumer} {scans}", RINGS, scans, word)  # type: ignore[arg-type]
+
+
+def reminder(scans: int, at: timedelta = AFTER, id: str = "", rest: object = "") -> Reminder:
+    """An event that was scheduled by a scan of that minute, and published so much later."""
+    at_ = NOON + timedelta(minutes=scans) + at
+    return Reminder(Errand(WAITS, scans), id or f"reminder {scans}", at_, rest)
+
+
+DONE = Done(
+    work=("effects", "scheduled"),
+    moves={
+        Errand(parcel, n): NOON + timedelta(minutes=n)
+        for parcel in (RINGS, WAITS, "N1")
+        for n in range(1, 10)
+    },
+    requests=[
+        request(TELL, 3, "refused"),
+        request(TELL, 3, "taken"),
+        request(CHARGE, 4, "refused"),
+        request(CHARGE, 4, "taken"),
+        request(CHARGE, 4, "asked: yes"),
+        request(TELL, 8, "taken"),
+        request(TELL, 3, "taken"),
+        request(CHARGE, 9, "asked: no"),
+        request(CHARGE, 9, "taken"),
+    ],
+    reminders=[reminder(4), reminder(8), reminder(4)],
+    waiting=[f"{WAITS} 9"],
+)
+
+
+def test_some_parcels_have_errands() -> None:
+    assert (errands.work_of(RINGS), errands.work_of(WAITS)) == ("effects", "scheduled")
+    works = Counter(errands.work_of(f"N{number}") for number in range(1_000))
+    assert all(200 < works[one] < 300 for one in ("effects", "scheduled"))
+
+
+def test_errands_that_were_run_as_they_should_be_are_in_order() -> None:
+    assert errands.judge(DONE) == []
+
+
+CHARGED_ANYHOW = request(CHARGE, 9, "asked: yes"), request(CHARGE, 9, "refused")
+
+
+def asked_for(done: Done, *requests: Request) -> Done:
+    """The same with more requests, in the end."""
+    return replace(done, requests=[*done.requests, *requests])
+
+
+@pytest.mark.parametrize(
+    ("tamper", "kind"),
+    [
+        (lambda d: replace(d, requests=d.requests[:-1]), "lost"),
+        (lambda d: replace(d, requests=[*d.requests[:3], *d.requests[4:]]), "lost"),
+        (lambda d: replace(d, reminders=[d.reminders[0]]), "lost"),
+        (lambda d: replace(d, waiting=[]), "lost"),
+        (lambda d: asked_for(d, request(TELL, 5, "taken")), "doubled"),
+        (lambda d: asked_for(d, request(TELL, 8, "taken", id="other")), "doubled"),
+        (lambda d: asked_for(d, request(CHARGE, 9, "taken")), "doubled"),
+        (
+            lambda d: asked_for(d, *[request(CHARGE, 9, w) for w in ("asked: yes", "refused")]),
+            "doubled",
+        ),
+        (lambda d: replace(d, reminders=[*d.reminders, reminder(2)]), "doubled"),
+        (lambda d: replace(d, reminders=[*d.reminders, reminder(8, id="other")]), "doubled"),
+        (lambda d: replace(d, reminders=[*d.reminders, reminder(8, rest="other")]), "doubled"),
+        (lambda d: replace(d, waiting=[f"{WAITS} 9", f"{WAITS} 1"]), "doubled"),
+        (lambda d: replace(d, requests=[*d.requests[5:], *d.requests[:5]]), "reordered"),
+        (lambda d: replace(d, requests=[d.requests[0], d.requests[5], *d.requests]), "reordered"),
+        (lambda d: replace(d, reminders=[reminder(8), reminder(4)]), "reordered"),
+        (lambda d: replace(d, reminders=[reminder(4, AFTER / 2), reminder(8)]), "reordered"),
+    ],
+)
+def test_errands_are_checked(tamper: Callable[[Done], Done], kind: str) -> None:
+    assert kind in {finding.kind for finding in errands.judge(tamper(DONE))}
+    assert errands.judge(replace(tamper(DONE), work=())) == []
+
+
+def test_who_was_stopped_before_a_call_may_make_it_late() -> None:
+    late = asked_for(DONE, request(CHARGE, 9, "taken"))
+    assert errands.judge(replace(late, late=1)) == []
+
+
+def test_the_outside_fails_as_it_is_told_and_writes_down_what_it_has_taken(tmp_path: Path) -> None:
+    outside = Outside(tmp_path / "requests")
+    threading.Thread(target=outside.serve_forever, daemon=True).start()
+    url = f"http://{HOST}:{outside.server_address[1]}"
+    one_each = httpx.Limits(max_keepalive_connections=0)
+    with outside, httpx.Client(base_url=url, limits=one_each) as client:
+
+        def ring(id: str) -> int:
+            body = {"parcel_id": "N1", "scans": 4}
+            headers = {errands.KEY: id}
+            return client.post(f"/{CHARGE}", json=body, headers=headers).status_code
+
+        def ask(id: str) -> bool:
+            return bool(client.get(f"/{CHARGE}/N1/4", headers={errands.KEY: id}).json())
+
+        outside.mode = "refuses"
+        assert ring("1") == 503
+        outside.mode = "hangs up"
+        with pytest.raises(httpx.RemoteProtocolError):
+            ring("2")
+        with pytest.raises(httpx.RemoteProtocolError):
+            ask("2")
+        outside.mode = "stammers"
+        assert ring("3") == 200
+        outside.mode = ""
+        assert [ask("1"), ask("2"), ask("3")] == [False, True, True]
+        outside.shutdown()
+    lines = (tmp_path / "requests").read_text().splitlines()
+    written = [(one.id, one.word) for one in (Request(*json.loads(line)) for line in lines)]
+    assert written == [
+        ("1", "refused"),
+        ("2", "taken"),
+        ("3", "taken"),
+        ("1", "asked: no"),
+        ("2", "asked: yes"),
+        ("3", "asked: yes"),
+    ]
+
+
 def test_recovery_is_measured_until_the_next_event_and_until_all_of_them() -> None:
     ended = [Ended("kill", 10.0), Ended("kill", 20.0), Ended("cut", 10.0), Ended("cut", 99.0)]
     published = [(8.0, 8.5), (9.0, 14.0), (9.5, 10.5), (19.0, 19.5), (30.0, 31.0)]
@@ -379,6 +524,7 @@ GOOD = Report(
     findings=[],
     faults={"kill": 1},
     recovery={},
+    errands={},
     seconds=1.0,
     seed=1,
     events=10,
@@ -600,4 +746,7 @@ def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorder
         assert sum(counts.values()) == 4_000
         assert counts["applied"] > 3_500
     assert report["faults"] == dict.fromkeys(KINDS, 1)
+    assert report["errands"]["requests"] >= report["errands"]["calls"] > 50
+    assert report["errands"]["reminders"] > 20
+    assert report["errands"]["days dropped"] >= 1
     assert processes_of(tmp_path) == []

@@ -91,10 +91,14 @@ class Due(NamedTuple):
 COLUMNS = ", ".join(StagedEvent._fields)
 """Those of an event, wherever it is stored."""
 
+# By name, so that two transactions wait for each other and never in a circle; of those that are due
+# at the same time `scheduled_at` tells in which order they were staged.
 _SCHEDULE = f"""
-INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS})
-SELECT name, COALESCE(due_at, clock_timestamp() + after), {COLUMNS}
-  FROM unnest($1::pipeline.new_scheduled[])
+WITH moment AS MATERIALIZED (SELECT clock_timestamp() AS at)
+INSERT INTO pipeline.scheduled (name, due_at, scheduled_at, {COLUMNS})
+SELECT name, COALESCE(due_at, at + after), at + place * interval '1 microsecond', {COLUMNS}
+  FROM moment, unnest($1::pipeline.new_scheduled[]) WITH ORDINALITY AS new (
+           name, due_at, after, {COLUMNS}, place)
  ORDER BY name
     ON CONFLICT (name) DO UPDATE
    SET due_at = excluded.due_at, scheduled_at = excluded.scheduled_at,
@@ -167,7 +171,9 @@ class Outbox:
         if due is None:
             self._staged.append(staged)
         else:
-            self._scheduled[due.name or id] = due, staged
+            name = due.name or id
+            self._scheduled.pop(name, None)  # its place is the last one now
+            self._scheduled[name] = due, staged
 
     def call(
         self, event: Event, *, id: str, key: str | None, context: Context | None = None
@@ -305,10 +311,9 @@ class Outbox:
         if cancelled:
             await connection.execute(CANCEL, cancelled)
         rows = [
-            (name, due.at, due.after, *event)
-            for name, (due, event) in sorted(
-                (name, one) for name, one in self._scheduled.items() if one is not None
-            )
+            (name, one[0].at, one[0].after, *one[1])
+            for name, one in self._scheduled.items()
+            if one is not None
         ]
         if rows:
             await connection.execute(_SCHEDULE, rows)

@@ -4,6 +4,8 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
 from uuid import uuid4
 
 import asyncpg
@@ -153,6 +155,23 @@ async def test_what_is_taken_back_is_not_published_and_a_later_one_takes_the_pla
     assert await published(db) == ["fifth"]
     await desk.apply(Deposit(2, id="again"))
     assert await published(db) == ["fifth"], "too late"
+
+
+@pytest.mark.parametrize("due", [{"at": LONG_AGO}, {"after": timedelta()}])
+async def test_what_is_due_at_once_comes_in_the_order_in_which_it_was_staged(
+    desk: Desk, db: asyncpg.Connection, due: dict[str, Any]
+) -> None:
+    for number, name in enumerate("cdab", start=1):
+        acts[number] = partial(stage_twice, what=f"{number}", name=name, **due)
+    await desk.apply(*(Deposit(number) for number in range(1, 5)))
+    await move_all(db)
+    assert await published(db) == ["1", "2", "3", "4", "4, the last"]
+
+
+def stage_twice(tx: Transaction, what: str, name: str, **due: Any) -> None:
+    """Schedule an event, and once more one whose place is taken by the next message's."""
+    tx.publish(Reminded(what=what), key="ada", name=name, **due)
+    tx.publish(Reminded(what=f"{what}, the last"), key="ada", name="last", **due)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""Memory and time: the rig's hand on the database's clock, and on what the service remembers.
+
+Days and generations are moved into the past only where that is true of all that anybody could tell
+by them: what the service is then free to forget is never sent again and never replayed.
+"""
+
+import asyncio
+import logging
+import random
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import asyncpg  # type: ignore[import-untyped]
+
+from chaos.system import AWAY, Member, Servers
+from chaos.talk import Helper
+from demo import feed, witness
+from demo.processes import ProcessFailed
+
+_TIMES = {"clock_timestamp": "VOLATILE", "now": "STABLE", "statement_timestamp": "STABLE"}
+# Whatever is created or asked later finds these before PostgreSQL's own.
+CLOCK = (
+    "CREATE SCHEMA rig",
+    "CREATE TABLE rig.clock AS SELECT interval '0' AS ahead, current_date AS began",
+    *(
+        f"CREATE FUNCTION rig.{name}() RETURNS timestamptz LANGUAGE plpgsql {kind} AS"
+        f" 'BEGIN RETURN pg_catalog.{name}() + (SELECT ahead FROM rig.clock); END'"
+        for name, kind in _TIMES.items()
+    ),
+    "ALTER ROLE CURRENT_USER SET search_path = public, rig, pg_catalog",
+)
+"""A clock that can be set, for all that the service asks of its database."""
+MARKERS = """
+CREATE TABLE rig.marker (
+    generation bigint, consumer text, source text, id text,
+    PRIMARY KEY (generation, consumer, source, id))
+"""
+"""What was remembered in generations that are gone."""
+
+# A day is over and old enough: the service keeps the outbox for two hours, the shortest there is.
+NEXT_DAY = "UPDATE rig.clock SET ahead = ahead + interval '27 hours'"
+CLOSE = "UPDATE pipeline.inbox_generation SET opened_at = opened_at - interval '1 hour'"
+CLOSED = "SELECT generation FROM pipeline.inbox_closed ORDER BY generation"
+POSITIONS = "SELECT partition, next_offset FROM pipeline.position WHERE topic = $1"
+# Closed generations don't change any more.
+KEEP = """
+INSERT INTO rig.marker
+SELECT generation, consumer, source, id FROM pipeline.inbox WHERE generation = ANY ($1)
+    ON CONFLICT DO NOTHING
+"""
+AGE = """
+UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3000 days'
+ WHERE generation <= $1
+"""
+MOVE_LOCK = 0x1B0C8
+"""The engine's lock around the moving of scheduled events."""
+_HOLD = "SELECT pg_advisory_lock($1)"
+_MOVES = """
+SELECT EXISTS (
+       SELECT FROM pg_locks
+        WHERE locktype = 'advisory' AND objid = $1::bigint::oid AND pid <> pg_backend_pid())
+"""
+_END_MOVES = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_locks
+ WHERE locktype = 'advisory' AND objid = $1::bigint::oid AND pid <> pg_backend_pid()
+"""
+_MAY_WRITE = "SET default_transaction_read_only = off"
+
+# Servers that are away are told of by the schedule.
+logging.getLogger("aiokafka").addHandler(logging.NullHandler())
+
+LOOK_EVERY = 0.3
+MOVES_ENDED = 3
+"""Transactions that are ended in the middle of a move."""
+INTO_IT = (0.0, 0.01, 0.4, 0.8)
+"""Seconds after one was seen; with a delay on the way it lasts for that long."""
+AT_ONCE = 0.01
+
+
+class Memory:
+    """What the service remembers, of what the feed sends."""
+
+    def __init__(self, servers: Servers, feed: Helper) -> None:
+        self._servers = servers
+        self._feed = feed
+        self._begun: dict[int, int] = {}
+        """Of every generation that was closed, how much had been sent by then, at most."""
+        self._sent: dict[int, tuple[datetime, dict[int, int]]] = {}
+        """Where the input ended, and when, behind all copies of what a generation remembers."""
+        self._forgotten = 0
+        self._since = datetime.fromtimestamp(0, UTC)
+        """What was sent before may be forgotten."""
+        self._busy = asyncio.Lock()
+        """Held while what may be forgotten is found out, and while a replay goes back."""
+
+    async def watch(self) -> None:
+        """Keep what generations remember that were closed, and note what had been sent by then."""
+        while True:
+            with suppress(*AWAY):
+                await self._keep()
+                await self._note_ends()
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def rotate(self, seconds: float) -> None:
+        """Let every generation be old at once, and what nobody sends any more be forgotten."""
+        ends = asyncio.get_running_loop().time() + seconds
+        while asyncio.get_running_loop().time() < ends:
+            with suppress(*AWAY):
+                await self._servers.execute(_MAY_WRITE, CLOSE)
+                await self._forget()
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def next_day(self) -> None:
+        """Let the database's clock go on by more than a day."""
+        while True:
+            with suppress(*AWAY):
+                await self._servers.execute(_MAY_WRITE, NEXT_DAY)
+                return
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def replay(self, member: Member, seconds: float) -> None:
+        """Have the service read the latest seconds again, as far back as it remembers."""
+        async with self._busy:
+            since = max(self._since.timestamp(), datetime.now(UTC).timestamp() - seconds)
+            place = datetime.fromtimestamp(since, UTC).isoformat()
+            with suppress(ProcessFailed):  # something is away, or nothing was read since then
+                await member.service.command(
+                    *("replay", feed.TOPIC, "--from", place, "--no-wait"), log=member.log
+                )
+
+    async def hold_up_moves(self, seconds: float) -> None:
+        """Let no relay move what is due; then end the first who do, in the middle of it."""
+        with suppress(*AWAY):
+            connection = await asyncpg.connect(self._servers.stack.database)
+            try:
+                await connection.execute(_HOLD, MOVE_LOCK)
+                await asyncio.sleep(seconds)
+                await connection.execute("SELECT pg_advisory_unlock_all()")
+                ended, until = 0, asyncio.get_running_loop().time() + seconds
+                while ended < MOVES_ENDED and asyncio.get_running_loop().time() < until:
+                    if await connection.fetchval(_MOVES, MOVE_LOCK):
+                        await asyncio.sleep(random.choice(INTO_IT))
+                        ended += await connection.fetchval(_END_MOVES, MOVE_LOCK)
+                    await asyncio.sleep(AT_ONCE)
+            finally:
+                connection.terminate()
+
+    async def _forget(self) -> None:
+        """Age the generations of which no copy can come any more."""
+        async with self._busy:
+            connection = await asyncpg.connect(self._servers.stack.database)
+            try:
+                at = dict(await connection.fetch(POSITIONS, feed.TOPIC))
+                over = [
+                    generation
+                    for generation, (_, ends) in self._sent.items()
+                    if generation > self._forgotten
+                    and all(at.get(partition, 0) >= end for partition, end in ends.items())
+                ]
+                if over:
+                    await connection.execute(_MAY_WRITE)
+                    await connection.execute(AGE, max(over))
+                    self._forgotten, (self._since, _) = max(over), self._sent[max(over)]
+            finally:
+                await connection.close()
+
+    async def _note_ends(self) -> None:
+        """Note where the input ends behind all that generations remember, and all its copies."""
+        said = self._feed.said
+        sent = [
+            generation
+            for generation, begun in self._begun.items()
+            if generation not in self._sent
+            and said["done"] >= min(begun + said["reach"], said["sends"])
+        ]
+        if sent:
+            now = datetime.now(UTC)
+            async with witness.reading(self._servers.stack.kafka, feed.TOPIC) as consumer:
+                ends = await consumer.end_offsets(consumer.assignment())
+            there = {one.partition: end for one, end in ends.items()}
+            self._sent |= dict.fromkeys(sent, (now, there))
+
+    async def _keep(self) -> None:
+        connection = await asyncpg.connect(self._servers.stack.database)
+        try:
+            closed = [row["generation"] for row in await connection.fetch(CLOSED)]
+            new = [generation for generation in closed if generation not in self._begun]
+            if new:
+                await connection.execute(_MAY_WRITE)
+                await connection.execute(KEEP, new)
+                await asyncio.sleep(LOOK_EVERY)  # the feed's words may be under way
+                self._begun |= dict.fromkeys(new, self._feed.said["begun"])
+        finally:
+            await connection.close()
