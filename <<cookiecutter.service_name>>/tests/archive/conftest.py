@@ -127,7 +127,7 @@ class House:
         for one in events:
             await self.db.execute(
                 f"INSERT INTO pipeline.outbox ({', '.join(one._fields)}, created_at)"
-                f" VALUES ({', '.join(f'${n}' for n in range(1, len(one) + 1))}, $14)",
+                f" VALUES ({', '.join(f'${n}' for n in range(1, len(one) + 2))})",
                 *one,
                 datetime(DAY.year, DAY.month, DAY.day, 12, tzinfo=UTC),
             )

@@ -93,7 +93,7 @@ async def test_what_is_dropped_is_in_the_archive_as_it_was(
 async def test_a_day_is_parts_of_consecutive_events_and_a_manifest(
     house: House, store: Store, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(days, "PART_BYTES", 100_000)
+    monkeypatch.setattr(days, "PART_BYTES", 150_000)  # more than a page, and less than two
     monkeypatch.setattr(days, "PAGE_ROWS", 100)
     await house.fill(1_000, payload=500)
     ids = [row["id"] for row in await house.db.fetch("SELECT id FROM pipeline.outbox ORDER BY id")]

@@ -1,16 +1,13 @@
 """Object stores for the tests, beside the servers that those of the engine use."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from uuid import uuid4
 
 import obstore
 import pytest
 from obstore.store import ObjectStore, from_url
-from sqlalchemy import make_url
 
 from claims import open_claims
 from claims.check import Claims
@@ -21,8 +18,6 @@ from pipeline.settings import Settings
 from tests.pipeline.integration.bank import Bank, Deposit
 from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     Running,
-    administer,
-    build,
     collected,
     commands,
     connect,
@@ -37,6 +32,7 @@ from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     running,
     server_url,
     settings,
+    template,
     used_databases,
     way_in,
 )
@@ -52,16 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.integration)
-
-
-@pytest.fixture(scope="session")
-def template(server_url: str) -> Iterator[str]:  # noqa: F811
-    """Name of a migrated database that every test gets a copy of."""
-    name = f"template_{uuid4().hex[:12]}"
-    asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
-    build(make_url(server_url).set(database=name).render_as_string(hide_password=False))
-    yield name
-    asyncio.run(administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
 
 
 @pytest.fixture(params=["folder"])

@@ -38,7 +38,6 @@ from .bank import Bank, Base
 from .desk import Desk, NewDesk
 from .pooler import POOLED, pooling
 
-TEMPLATE = f"template_{uuid4().hex[:12]}"
 PATIENCE = 30.0
 """Seconds that a test waits for what must happen."""
 
@@ -98,10 +97,11 @@ def way_in(server_url: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def template(server_url: str) -> Iterator[str]:
     """Name of a migrated database that every test gets a copy of."""
-    asyncio.run(administer(server_url, f"CREATE DATABASE {TEMPLATE}"))
-    build(_database_url(server_url, TEMPLATE))
-    yield TEMPLATE
-    asyncio.run(administer(server_url, f"DROP DATABASE {TEMPLATE} WITH (FORCE)"))
+    name = f"template_{uuid4().hex[:12]}"
+    asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
+    build(_database_url(server_url, name))
+    yield name
+    asyncio.run(administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
 
 
 def build(url: str) -> None:
@@ -149,8 +149,10 @@ async def _furnish(url: str) -> None:
 async def administer(server_url: str, statement: str) -> None:
     """Execute a statement on the server, in no database of a test."""
     connection = await asyncpg.connect(server_url.replace("+asyncpg", ""))
-    await connection.execute(statement)
-    await connection.close()
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()
 
 
 def _database_url(server_url: str, database: str) -> str:

@@ -36,7 +36,7 @@ from sqlalchemy import make_url
 
 from .bank import Bank
 from .clusters import Cluster, private, private_broker
-from .conftest import TEMPLATE, administer, build, eventually
+from .conftest import administer, build, eventually
 from .doors import Door
 from .kafka_wire import Api, Wire
 from .processes import Process, Start, starting
@@ -86,9 +86,10 @@ def way_in(server_url: str) -> str:
 @pytest.fixture(scope="module")
 def template(cluster: Cluster, server_url: str) -> str:
     """Name of a migrated database that every test gets a copy of."""
-    asyncio.run(administer(server_url, f"CREATE DATABASE {TEMPLATE}"))
-    build(cluster.url(TEMPLATE))
-    return TEMPLATE
+    name = "template_of_outages"
+    asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
+    build(cluster.url(name))
+    return name
 
 
 @pytest.fixture(scope="module")
