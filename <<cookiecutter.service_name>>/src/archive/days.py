@@ -83,7 +83,8 @@ class Archive:
 
         Raises `NotTheSame` and `StoreFailed`; what is finished is not written again.
         """
-        store = self.open()
+        # In a thread: to look for a folder on a mount that hangs would stop everything.
+        store = await asyncio.to_thread(self.open)
         if store is not None:
             await _Day(store, self, connection, table, day, tell).keep()
 
@@ -138,7 +139,9 @@ class _Day:
     async def _manifest(self) -> Manifest | None:
         name = self._folder + MANIFEST
         try:
-            return Manifest.model_validate_json(await self._patiently(self._store.get(name)))
+            text = await self._patiently(self._store.get(name))
+            await self._patiently(self._store.settle(name))
+            return Manifest.model_validate_json(text)
         except Missing:
             return None
         except ValidationError as error:
@@ -178,6 +181,7 @@ class _Day:
         """Return a part if its content is what its name says, and what the table has there."""
         try:
             content = await self._patiently(self._store.get(self._folder + name))
+            await self._patiently(self._store.settle(self._folder + name))
             part = await asyncio.to_thread(Part.of, int(name.split("-")[1]), content)
         except (Missing, Damaged):
             return None

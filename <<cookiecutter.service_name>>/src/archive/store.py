@@ -39,7 +39,7 @@ class Store:
             parts = urlsplit(url)
         except ValueError as error:
             raise Misconfigured(f"PIPELINE_ARCHIVE_URL: {error}") from None
-        if parts.username is not None or parts.query:
+        if "@" in url or parts.query:
             raise Misconfigured(
                 "PIPELINE_ARCHIVE_URL must hold no credentials: they belong into the store's own"
                 " variables, such as AWS_ACCESS_KEY_ID"
@@ -80,14 +80,19 @@ class Store:
         """Write an object, in place of another, and read it back. Raises `StoreFailed`."""
         with self._failing():
             await self._store.put_async(name, content)
-        if self._folder is not None:
-            await asyncio.to_thread(_sync, self._folder, name)
+        await self.settle(name)
         try:
             found = await self.get(name)
         except Missing:
             found = None
         if found != content:
             raise StoreFailed(f"{self.url}: {name} was written, and is not there as it was")
+
+    async def settle(self, name: str) -> None:
+        """Let what is there last, which another process may have written just before it died."""
+        if self._folder is not None:
+            with self._failing():
+                await asyncio.to_thread(_sync, self._folder, name)
 
     async def get(self, name: str) -> bytes:
         """Return an object. Raises `Missing` or `StoreFailed`."""

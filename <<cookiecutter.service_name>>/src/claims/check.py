@@ -83,11 +83,11 @@ class Claims:
         if not _NAME.fullmatch(service) or "/" in service:
             raise Misconfigured(f"a service of the name {service!r} can't have an object store")
         assert settings.url is not None
-        self._service = service
+        self._folder = f"{service}/claims"
         self.limit = settings.limit
         self.memory = settings.memory
         self.store = Store(settings.url, timeout=settings.timeout, concurrency=settings.concurrency)
-        self.sweeper = Sweep(self.store, service, grace=settings.grace, age=settings.age)
+        self.sweeper = Sweep(self.store, self._folder, grace=settings.grace, age=settings.age)
 
     async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
         """Store payloads, by event id. Raises `StoreAway` and `TooMuchAtOnce`.
@@ -102,7 +102,7 @@ class Claims:
                 " allowed: publish less at once, or raise PIPELINE_CLAIM_MEMORY"
             )
         day = datetime.now(UTC).date()
-        names = {id: f"{self._service}/{day}/{_hash_of(id)}-{uuid4().hex}" for id in payloads}
+        names = {id: f"{self._folder}/{day}/{_hash_of(id)}-{uuid4().hex}" for id in payloads}
         checksums = await together(map(_checksum, payloads.values()))
         await self.store.put({names[id]: payload for id, payload in payloads.items()})
         return {

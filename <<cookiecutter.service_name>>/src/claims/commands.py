@@ -10,6 +10,7 @@ from pipeline.settings import Settings
 from pipeline.terminal import connected, read_settings, run_to_end
 
 from .check import open_claims
+from .sweeping import NotOurs
 
 
 def group(service: Service) -> typer.Typer:
@@ -35,7 +36,10 @@ async def _sweep(service: Service, settings: Settings, *, dry_run: bool) -> None
     if claims is None:
         raise Refused("there is no object store: PIPELINE_CLAIM_URL is not set")
     async with connected(service, settings) as connection:
-        done = await claims.sweeper.all(connection, dry_run=dry_run)
+        try:
+            done = await claims.sweeper.all(connection, dry_run=dry_run)
+        except NotOurs as error:
+            raise Refused(str(error)) from None
     verb = "would be deleted" if dry_run else "deleted"
     typer.echo(f"{verb:9} {done.old:,} payloads whose events were published long ago")
     typer.echo(f"{verb:9} {done.orphans:,} payloads without an event, of {done.seen:,}")

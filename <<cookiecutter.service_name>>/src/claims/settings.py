@@ -28,8 +28,10 @@ class ClaimSettings(BaseSettings):
     timeout: Seconds = 3.0
     """The store has this long for each payload that is fetched, and for all that a transaction
     stores; below half of what a transaction may take."""
-    grace: Annotated[float, Field(ge=3_600)] = 86_400.0
-    """What is in the store for so long without an event that was committed is deleted: one day."""
+    grace: Annotated[float, Field(ge=3_600)] = 2_592_000.0
+    """What is in the store for so long without an event that was committed is deleted: 30 days. It
+    costs only space, and after a restore or a failover events may have been sent that the database
+    does not know any more."""
     age: Seconds = 2_592_000.0
     """Payloads are deleted this long after their events were published: 30 days. Longer than topics
     keep their records, and than a dead letter lies until somebody redrives it."""

@@ -23,19 +23,20 @@ class Store:
     """A folder, or a part of a bucket. Names in it are those below its URL."""
 
     def __init__(self, url: str, *, timeout: float, concurrency: int) -> None:
-        """`timeout`, in seconds, is of each request; `concurrency` of those that change something,
-        and of those that don't. Raises `Misconfigured` for a place that can't be used."""
+        """`timeout`, in seconds, is of each request; `concurrency` of those of a kind. Raises
+        `Misconfigured` for a place that can't be used."""
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._store = _opened(self.url, timedelta(seconds=timeout))
-        self._changing = asyncio.Semaphore(concurrency)
+        self._storing = asyncio.Semaphore(concurrency)
+        self._deleting = asyncio.Semaphore(concurrency)
         self._reading = asyncio.Semaphore(concurrency)
 
     async def put(self, objects: Mapping[str, bytes]) -> None:
         """Store all of them in the time of one request. Raises `StoreAway`."""
 
         async def put(name: str, content: bytes) -> None:
-            async with self._changing:
+            async with self._storing:
                 await obstore.put_async(self._store, name, content)
 
         async with self._in_time("storing"):
@@ -70,7 +71,7 @@ class Store:
         """Delete objects; those that are gone already are no matter. Raises `StoreAway`."""
 
         async def delete(name: str) -> None:
-            async with self._changing, self._in_time("deleting"):
+            async with self._deleting, self._in_time("deleting"):
                 with suppress(FileNotFoundError):
                     await obstore.delete_async(self._store, name)
 

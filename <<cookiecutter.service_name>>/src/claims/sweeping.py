@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 
 import asyncpg
 
+from pipeline import epoch
 from pipeline.settings import CLOCK_MARGIN
 
 from .store import Store
@@ -37,7 +38,8 @@ WITH waiting AS MATERIALIZED (
      UNION ALL
     SELECT event_id FROM pipeline.scheduled WHERE dataref IS NOT NULL)
 UPDATE pipeline.claim SET published_at = clock_timestamp()
- WHERE published_at IS NULL AND event_id NOT IN (SELECT event_id FROM waiting)
+ WHERE published_at IS NULL
+   AND NOT EXISTS (SELECT FROM waiting WHERE waiting.event_id = claim.event_id)
 """
 
 _OLD = """
@@ -60,6 +62,16 @@ SELECT name FROM unnest($1::text[]) AS there (name)
 """
 
 
+class NotOurs(Exception):
+    """The database is a copy of another cluster's, whose payloads these may be."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the database is a copy of another cluster's, and what it does not know in the object"
+            " store may be that one's: nothing is deleted there before `service relay reset`"
+        )
+
+
 @dataclass
 class Swept:
     """What a sweep has done, or would do."""
@@ -78,22 +90,24 @@ class Sweep:
     Any number of processes may do so at once: what one deletes, another one finds gone.
     """
 
-    def __init__(self, store: Store, service: str, *, grace: float, age: float) -> None:
-        """`grace` and `age` are in seconds, see `ClaimSettings`."""
+    def __init__(self, store: Store, folder: str, *, grace: float, age: float) -> None:
+        """`folder` holds nothing but payloads of this service, in a folder for each day; `grace`
+        and `age` are in seconds, see `ClaimSettings`."""
         self._store = store
-        self._service = service
+        self._folder = folder
         self._grace = timedelta(seconds=grace)
         self._age = age
         self._after = ""
         """The folder that the last round ended with; empty: it has seen all."""
 
     async def round(self, connection: asyncpg.Connection) -> Swept:
-        """Delete what is old, and some of the orphans. Raises `StoreAway`."""
+        """Delete what is old, and some of the orphans. Raises `StoreAway` and `NotOurs`."""
         done = Swept()
+        await _demand_ours(connection)
         await connection.execute(_NOTE_PUBLISHED)
         await self._delete_old(connection, done)
         before = await self._latest(connection)
-        for folder in await self._store.folders(self._service):
+        for folder in await self._store.folders(self._folder):
             if folder <= self._after:
                 continue
             await self._delete_orphans(connection, folder, before, done, dry_run=False)
@@ -111,21 +125,22 @@ class Sweep:
         return done
 
     async def all(self, connection: asyncpg.Connection, *, dry_run: bool) -> Swept:
-        """Go through all of the store; a dry run only counts. Raises `StoreAway`."""
+        """Go through all of the store; a dry run only counts. Raises `StoreAway`, `NotOurs`."""
         done = Swept()
+        await _demand_ours(connection)
         if dry_run:
             done.old = await connection.fetchval(_OLD, self._age)
         else:
             await connection.execute(_NOTE_PUBLISHED)
             await self._delete_old(connection, done)
         before = await self._latest(connection)
-        for folder in await self._store.folders(self._service):
+        for folder in await self._store.folders(self._folder):
             await self._delete_orphans(connection, folder, before, done, dry_run=dry_run)
         return done
 
     async def _delete_old(self, connection: asyncpg.Connection, done: Swept) -> None:
         names = [""]
-        while names:
+        while names and done.old < _A_ROUND:
             rows = await connection.fetch(_DELETE_OLD, self._age, _AT_ONCE)
             names = [row["name"] for row in rows]
             # Who dies before this leaves orphans.
@@ -154,3 +169,8 @@ class Sweep:
                 await self._store.delete(orphans)
             done.orphans += len(orphans)
             done.seen += len(page)
+
+
+async def _demand_ours(connection: asyncpg.Connection) -> None:
+    if not await epoch.is_ours(connection):
+        raise NotOurs

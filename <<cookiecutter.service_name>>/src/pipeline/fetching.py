@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from .batch import Batch, Item, validated
+from .failures import StoreAway
 from .payload import payload_hash
 from .references import Claims, DataElsewhere, Reference, Unresolved
 
 
-async def fetch_batch(batch: Batch, claims: Claims | None, *, validates: bool = True) -> Batch:
+async def fetch_batch(batch: Batch, claims: Claims | None) -> Batch:
     """Return the batch with its data, or the beginning of it where that is all there is room for.
 
     Raises `StoreAway`.
     """
     # As when it is decoded: what is handled later is validated then.
-    items = await fetch(
-        batch.items, claims, lambda item: validates and item.handler.mode == "immediate"
-    )
+    items = await fetch(batch.items, claims, lambda item: item.handler.mode == "immediate")
     if items is batch.items:
         return batch
     if len(items) < len(batch.items):
@@ -31,14 +30,16 @@ async def fetch_batch(batch: Batch, claims: Claims | None, *, validates: bool = 
 async def fetch(
     items: Sequence[Item], claims: Claims | None, validates: Callable[[Item], bool]
 ) -> Sequence[Item]:
-    """Return the items with their data, or as many of the first ones as there is room for.
+    """Return the items with their data, or as many of the first ones as there is room for, or as
+    could be fetched.
 
-    One whose data can't be had has that for its fault. Raises `StoreAway`.
+    One whose data can't be had has that for its fault. Raises `StoreAway` where the first can't be
+    fetched now.
     """
     references = dict.fromkeys(filter(None, (item.marker.message.reference for item in items)))
     if not references:
         return items
-    found: Mapping[Reference, bytes | Unresolved]
+    found: Mapping[Reference, bytes | Unresolved | StoreAway]
     if claims is None:
         error = DataElsewhere(
             "the event refers to data, and the service has no object store to fetch it from: set"
@@ -53,10 +54,13 @@ async def fetch(
         reference = item.marker.message.reference
         if reference is None:
             with_data.append(item)
-        elif reference in found:
-            with_data.append(_resolved(item, found[reference], validates))
-        else:
+            continue
+        data = found.get(reference)
+        if isinstance(data, StoreAway) and not with_data:
+            raise data
+        if data is None or isinstance(data, StoreAway):
             break
+        with_data.append(_resolved(item, data, validates))
     return with_data
 
 
@@ -73,11 +77,13 @@ def _fitting(references: Mapping[Reference, None], memory: int) -> list[Referenc
     return chosen
 
 
-async def _fetch(references: Sequence[Reference], claims: Claims) -> list[bytes | Unresolved]:
-    found: list[bytes | Unresolved] = []
+async def _fetch(
+    references: Sequence[Reference], claims: Claims
+) -> list[bytes | Unresolved | StoreAway]:
+    found: list[bytes | Unresolved | StoreAway] = []
     fetching = (claims.fetch(reference) for reference in references)
     for one in await asyncio.gather(*fetching, return_exceptions=True):
-        if isinstance(one, BaseException) and not isinstance(one, Unresolved):
+        if isinstance(one, BaseException) and not isinstance(one, Unresolved | StoreAway):
             raise one
         found.append(one)
     return found

@@ -170,30 +170,40 @@ class Lanes:
             await self._handle(lane, taken)
 
     async def _take(self, lane: Lane, limit: int) -> Taken:
-        """Read what is due in the lane, and fetch what it refers to. Raises `StoreAway`."""
+        """Read what is due in the lane, and fetch what it refers to, up to the first row that may
+        kill the process. Raises `StoreAway`."""
         taken = await self._ask(
             "reading the backlog",
             lambda driver: backlog.take(driver, lane, self._handlers, self._consumers, limit),
         )
+        harmless = self._harmless(lane, taken.items)
+        items = await self._fetched(taken.items[:harmless], validates=True)
+        if len(items) == harmless:
+            items = [*items, *taken.items[harmless:]]
+        return replace(taken, items=items)
+
+    async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
+        """Return items with what they refer to. Raises `StoreAway`."""
         try:
             # While the lane is surely ours.
             async with asyncio.timeout(self._settings.backlog_lease / 2):
-                items = await fetch(
-                    taken.items, self._consume.claims, lambda item: not self._is_risky(lane, item)
-                )
+                return await fetch(items, self._consume.claims, lambda _: validates)
         except TimeoutError:
             raise StoreSlow("the object store takes longer than a lane may wait") from None
-        return replace(taken, items=items)
+
+    def _harmless(self, lane: Lane, items: Sequence[Item]) -> int:
+        """Return how many rows come before the first that may kill the process."""
+        return next((n for n, item in enumerate(items) if self._is_risky(lane, item)), len(items))
 
     async def _handle(self, lane: Lane, taken: Taken) -> None:
         """Handle rows in one transaction; a row that may kill the process in one of its own."""
         if taken.readmitted:
             taken = replace(taken, items=())  # these call no handler; the others have the next turn
         work = FromLane(lane, self._settings.backlog_lease, taken)
-        risky = next((n for n, item in enumerate(taken.items) if self._is_risky(lane, item)), None)
-        if risky is not None:
-            work = replace(work, taken=replace(taken, items=taken.items[: risky or 1]))
-        if risky != 0:
+        harmless = self._harmless(lane, taken.items)
+        if harmless < len(taken.items):
+            work = replace(work, taken=replace(taken, items=taken.items[: harmless or 1]))
+        if harmless or not taken.items:
             await self._apply_singly(work, await self._apply(self._consume, work))
             return
         (item,) = work.items
@@ -206,11 +216,13 @@ class Lanes:
             await self._apply(consume, replace(work, assumed={item.marker.key: fate}))
             if fate.is_dead:
                 return
-            # Only now: to validate it may be what kills.
-            work = replace(work, taken=replace(work.taken, items=[validated(item)]))
             try:
+                # Only now: to have its data, and to validate it, may be what kills.
+                found = await self._fetched([item], validates=False)
+                items = [validated(one) for one in found]
+                work = replace(work, taken=replace(work.taken, items=items))
                 await self._apply(consume, work)
-            except BreakerOpen:
+            except (BreakerOpen, StoreAway):
                 before = {item.marker.key: untouched(item)}
                 await self._apply(consume, replace(work, assumed=before))
                 raise

@@ -133,7 +133,11 @@ async def drop(
             await first()
         async with connection.transaction():
             await connection.execute(_WAIT_SHORTLY)
-            await connection.execute(f"DROP TABLE IF EXISTS pipeline.{name}")
+            # Since it was detached much time may have passed: somebody may have attached it again.
+            await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
+            if await like(connection, name) != [Partition(name, State.DETACHED)]:
+                raise Held("somebody has attached it again")
+            await connection.execute(f"DROP TABLE pipeline.{name}")
     except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
         who = await connection.fetchval(_WHO_USES, parent, name)
         raise Held(who or "somebody has used it for too long") from error

@@ -266,9 +266,8 @@ class Reader:
         """Decode the records, and fetch what they refer to: of the first ones, if it is much."""
         topic = self._partition.topic
         batch = await read(self._handlers, topic, start, records, validates=validates)
-        batch = await self._patiently("fetching data")(
-            fetch_batch, batch, self._consume.claims, validates=validates
-        )
+        if validates:  # else that, too, may be what kills, and what is set aside has its reference
+            batch = await self._patiently("fetching data")(fetch_batch, batch, self._consume.claims)
         self._left = [record for record in records if record.offset >= batch.end]
         return batch
 

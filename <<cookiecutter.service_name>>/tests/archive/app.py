@@ -1,11 +1,13 @@
 """A service that archives, as a program: `python -m tests.archive.app`."""
 
 import os
+import signal
 
 from sqlalchemy import MetaData
 
 from archive import Archive, days
 from archive.commands import group
+from archive.store import Store
 from pipeline import Handlers, Service
 from pipeline.commands import command_line
 
@@ -14,6 +16,22 @@ NAME = "orders"
 archive = Archive(NAME)
 service = Service(NAME, handlers=Handlers(), metadata=MetaData(), archive=archive)
 
+
+def make_mortal(after: int) -> None:
+    """Let the process be killed when it has written so many objects."""
+    put, left = Store.put, after
+
+    async def put_and_die(self: Store, name: str, content: bytes) -> None:
+        nonlocal left
+        await put(self, name, content)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Store.put = put_and_die  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    make_mortal(int(os.environ.get("DIE_AFTER", "0")))
     days.PART_BYTES = int(os.environ.get("PART_BYTES", days.PART_BYTES))
     command_line(service, archive=group(archive))()

@@ -46,7 +46,9 @@ def test_a_url_that_is_none_of_a_store_is_refused(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["s3://key:s3cret@bucket/x", "az://c/x?sv=2026&sig=s3cret"])
+@pytest.mark.parametrize(
+    "url", ["s3://key:s3cret@bucket/x", "s3://key:s3cret/x@bucket/x", "az://c/x?sv=2026&sig=s3cret"]
+)
 def test_credentials_are_not_taken_from_a_url_and_not_shown(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ import pytest
 from claims import sweeping
 from claims.check import Claims
 from claims.commands import group
-from pipeline import Handlers, Service
+from claims.sweeping import NotOurs
+from pipeline import Handlers, Service, epoch
 from pipeline.references import Kept
 from pipeline.runtime import Part
 from pipeline.scheduled import Scheduled
@@ -135,12 +136,14 @@ async def test_the_age_begins_when_the_event_is_published(
     assert objects.names() == set()
 
 
-async def test_what_is_other_services_is_left_alone(
+async def test_what_is_not_the_services_own_payloads_is_left_alone(
     opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
 ) -> None:
     for name in ("other", "desk2", "des", "DESK"):
-        objects.put(f"{name}/2026-01-01/a", b"x")
-    objects.put("desk", b"x")
+        objects.put(f"{name}/claims/2026-01-01/a", b"x")
+    # An archive may lie below the same URL.
+    objects.put("desk/outbox/2026-01-01/manifest.json", b"x")
+    objects.put("desk/claims2/2026-01-01/a", b"x")
     before = objects.names()
     await opened(**OLD, **GONE).sweep(db)
     assert objects.names() == before
@@ -155,13 +158,13 @@ async def test_rounds_go_on_where_the_last_one_ended(
     monkeypatch.setattr(sweeping, "_A_ROUND", 3)
     for day in range(1, 5):
         for number in range(3):
-            objects.put(f"desk/2026-01-0{day}/{number}", b"x")
-            await db.execute(_NOTE, f"desk/2026-01-0{day}/{number}", "event")
+            objects.put(f"desk/claims/2026-01-0{day}/{number}", b"x")
+            await db.execute(_NOTE, f"desk/claims/2026-01-0{day}/{number}", "event")
     await stage(db, [event("books", "event", dataref="x")])
     claims = opened(**GONE)
     await claims.sweep(db)
-    late = objects.put("desk/2026-01-01/late", b"x")
-    objects.put("desk/2026-01-03/late", b"x")
+    late = objects.put("desk/claims/2026-01-01/late", b"x")
+    objects.put("desk/claims/2026-01-03/late", b"x")
     for _ in range(2):
         await claims.sweep(db)
     assert len(objects.names()) == 13, "the first folder is not looked into again so soon"
@@ -183,6 +186,27 @@ async def test_a_round_that_was_cut_off_leaves_nothing_for_good(
     assert await db.fetchval("SELECT count(*) FROM pipeline.claim") == 0, "its row went first"
     await opened(**OLD, **GONE).sweep(db)
     assert objects.names() == set()
+
+
+async def test_a_copy_of_another_clusters_database_deletes_nothing(
+    commands: Callable[..., Command],
+    opened: Callable[..., Claims],
+    objects: Objects,
+    db: asyncpg.Connection,
+) -> None:
+    """As after a dump was restored: what is newer than the dump looks like orphans."""
+    await opened().keep({"orphan": b"x"})
+    await keep(opened(), db)
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    with pytest.raises(NotOurs):
+        await opened(**OLD, **GONE).sweep(db)
+    done = await commands(group(Service("desk", Handlers(), Base.metadata)))("sweep")
+    assert done.exit_code == 1
+    assert "service relay reset" in complaint(done)
+    assert len(objects.names()) == 2
+    await epoch.reset(db, keep_progress=False)
+    await opened(**GONE).sweep(db)
+    assert len(objects.names()) == 1
 
 
 async def test_two_at_once_do_no_harm(

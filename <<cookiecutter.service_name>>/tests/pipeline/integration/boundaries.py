@@ -63,6 +63,7 @@ BOUNDARIES = (
     Boundary("partition: attach"),
     Boundary("partition: detach"),
     Boundary("partition: limit the wait"),
+    Boundary("partition: hold"),
     Boundary("partition: drop"),
     Boundary("partition: commit"),
     Boundary("rotation: lock", 2),

@@ -105,7 +105,8 @@ _SHAPES = {
     r"ALTER TABLE pipeline\.(outbox|inbox) ATTACH PARTITION": "partition: attach",
     r"LOCK TABLE pipeline\.outbox_cursor ": "published: hold the progress",
     r"ALTER TABLE pipeline\.(outbox|inbox) DETACH PARTITION": "partition: detach",
-    r"DROP TABLE IF EXISTS pipeline\.(outbox_p|inbox_g)\d+$": "partition: drop",
+    r"LOCK TABLE pipeline\.(outbox_p|inbox_g)\d+ ": "partition: hold",
+    r"DROP TABLE pipeline\.(outbox_p|inbox_g)\d+$": "partition: drop",
     r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": (
         "housekeeping: look for the last event of a day"
     ),
