@@ -16,6 +16,7 @@ from pipeline import Policy
 from pipeline.batch import read
 from pipeline.breaker import BreakerOpen
 from pipeline.dead import REASONS
+from pipeline.failures import StoreSlow
 from pipeline.fetching import fetch_batch
 from pipeline.references import DataElsewhere, Reference
 
@@ -225,6 +226,54 @@ async def test_what_waits_in_the_backlog_waits_for_the_store_and_spends_no_attem
     await working
     await counter.desk.work_off()
     assert await histories(db) == {"ada": [1], "bob": [2]}
+
+
+async def test_what_could_be_fetched_does_not_wait_for_the_rest(
+    counter: Counter, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (stored(objects, Deposit(number)) for number in (1, 2, 3))
+    fetch = Claims.fetch
+
+    async def all_but_the_third(self: Claims, reference: Reference) -> bytes:
+        if reference.uri.endswith("/3"):
+            raise StoreSlow("it is on its way")
+        return await fetch(self, reference)
+
+    monkeypatch.setattr(Claims, "fetch", all_but_the_third)
+    claims = counter.desk.consume.claims
+    batch = await fetch_batch(await counter.desk.read(first, second, third, start=0), claims)
+    assert [item.event for item in batch.items].count(None) == 0
+    assert (len(batch.items), batch.end) == (2, 2)
+    with pytest.raises(StoreSlow):
+        await fetch_batch(await counter.desk.read(third, start=2), claims)
+
+
+async def test_data_that_may_have_killed_the_process_is_fetched_when_the_attempt_is_spent(
+    counter: Counter, objects: Objects, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deposit = stored(objects, Deposit(1))
+    content = objects.get(place(deposit))
+    objects.delete(place(deposit))
+    await counter.apply(deposit)
+    await redrive(counter.desk)
+    objects.put(place(deposit), content)
+    await db.execute("UPDATE pipeline.backlog SET reason = 'process died'")
+    spent: list[int] = []
+    fetch = Claims.fetch
+
+    async def look(self: Claims, reference: Reference) -> bytes:
+        spent.append(await db.fetchval("SELECT attempts FROM pipeline.backlog"))
+        if len(spent) == 1:
+            raise StoreSlow("it is on its way")
+        return await fetch(self, reference)
+
+    monkeypatch.setattr(Claims, "fetch", look)
+    assert await counter.desk.lanes.work_off()
+    assert await db.fetchval("SELECT attempts FROM pipeline.backlog") == 0, "an outage spends none"
+    await counter.desk.make_due()
+    await counter.desk.work_off()
+    assert spent == [1, 1]
+    assert await counter.desk.backlog() == []
 
 
 @pytest.mark.parametrize(
