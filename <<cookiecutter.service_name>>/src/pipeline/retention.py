@@ -204,8 +204,8 @@ async def tidy(
 ) -> Round:
     """Do what one process does for all, unless another one is at it.
 
-    Close an inbox generation that is old enough, forget old ones, build filters, and drop what is
-    too old and nobody needs. Days of the outbox go into the archive before, which may take
+    Close an inbox generation that is old enough, forget old ones, drop what is too old and what
+    nobody needs, and build filters. Days of the outbox go into the archive before, which may take
     long: `say` is told how far it is. Can be cut off at any point, and two at once do no harm.
     """
     lease = _Lease(connection, min(_LEASE_SECONDS, settings.housekeeping_interval))
@@ -219,13 +219,13 @@ async def tidy(
         await _rotate(connection, settings)
         await _forget(connection, settings)
         await _close_days(connection)
-        await _delete_discarded(connection, settings, done)
-        await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
         keeper = None if archive is None else _Keeper(connection, archive, lease, say)
         async for one in survey(connection, settings):
             if one.is_due:
                 await lease.take()
                 await _drop(connection, one, done, keeper)
+        await _delete_discarded(connection, settings, done)
+        await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
     except TakenOver as error:
         log.warning("%s; it goes on with it", error)
     finally:

@@ -349,8 +349,7 @@ async def test_a_build_that_is_cut_off_leaves_nothing_and_is_done_again(
             builder.terminate()
         else:
             await db.execute("SELECT pg_terminate_backend($1)", builder.get_server_pid())
-            with pytest.raises(asyncpg.InterfaceError):  # of what comes after
-                await building
+            await building
             assert "filter of a closed inbox generation is not built" in caplog.text
     assert await stored(db) == []
     await desk.load_filters()

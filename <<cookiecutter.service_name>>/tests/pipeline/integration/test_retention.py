@@ -286,7 +286,7 @@ async def test_an_error_when_old_ones_are_dropped_is_told_of_and_ends_nothing(
 ) -> None:
     rounds: list[None] = []
 
-    async def fail(*_: object) -> None:
+    async def fail(*_: object, **__: object) -> None:
         rounds.append(None)
         raise RuntimeError("nothing goes")
 
