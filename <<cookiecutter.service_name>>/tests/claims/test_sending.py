@@ -105,7 +105,8 @@ async def test_a_payload_above_the_limit_is_kept_elsewhere_and_one_at_the_limit_
     assert large["datalength"] == LIMIT + 1
     assert large["datachecksum"] == sha256(content).hexdigest()
     assert await noted(db) == {name: large["event_id"]}
-    service, day, last = name.split("/")
+    service, kind, day, last = name.split("/")
+    assert kind == "claims"
     assert (service, len(day), len(last)) == ("desk", 10, 65)
 
 
