@@ -28,9 +28,10 @@ def hindrance(measures: Collection[str], options: Mapping[str, Any]) -> str | No
     staying = [name for name in MEASURES if name not in measures]
     if not staying:
         return None
-    if not REPORT.exists():
+    before = _kept()
+    if not before:
         return f"nothing is kept yet of {', '.join(staying)}: take all measures"
-    others = json.loads(REPORT.read_text("utf-8"))["options"]
+    others = before["options"]
     if unlike := [f"{name} {value}" for name, value in others.items() if options[name] != value]:
         return f"what is kept was taken with {', '.join(unlike)}: take the same, or all measures"
     return None
@@ -41,10 +42,16 @@ def keep(report: Report) -> None:
 
     To be asked before whether there is a `hindrance`.
     """
-    whole = joined(report, json.loads(REPORT.read_text("utf-8")) if REPORT.exists() else {})
+    whole = joined(report, _kept())
     PLOTS.mkdir(parents=True, exist_ok=True)
     write(whole, PLOTS)
     PAGE.write_text(told(PAGE.read_text("utf-8"), whole), "utf-8")
+
+
+def _kept() -> Report:
+    """Return the report that is kept; nothing if there is none yet."""
+    found: Report = json.loads(REPORT.read_text("utf-8")) if REPORT.exists() else {}
+    return found
 
 
 def write(report: Report, folder: Path) -> None:

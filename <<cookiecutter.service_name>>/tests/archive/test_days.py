@@ -23,7 +23,7 @@ from archive.store import Store
 from pipeline import partitions
 from pipeline import retention as retentions
 from pipeline.partitions import Partition, State
-from pipeline.retention import keep_house
+from pipeline.retention import Round, keep_house
 
 from . import app
 from .conftest import DAY, OLD, House, make_day
@@ -360,17 +360,25 @@ async def test_events_of_one_id_are_not_lost_between_two_pages(
     assert await house.rows() == 11
 
 
+async def held_up(
+    house: House, door: Door, monkeypatch: pytest.MonkeyPatch, *, interval: float
+) -> asyncio.Task[Round]:
+    """Begin a round of retention that waits for the store, in the middle of ten events."""
+    monkeypatch.setattr(stores, "REQUEST_SECONDS", 30)
+    monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
+    await house.fill(10)
+    door.hold()
+    keeping = asyncio.create_task(house.keep(housekeeping_interval=interval))
+    await eventually(lambda: door.knocks > 0)
+    return keeping
+
+
 async def test_the_lease_is_renewed_while_it_takes_long(
     house: House, connect: Connect, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part takes longer than a lease."""
-    monkeypatch.setattr(stores, "REQUEST_SECONDS", 30)
-    monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
-    await house.fill(10)
     other = await connect()
-    door.hold()
-    keeping = asyncio.create_task(house.keep(housekeeping_interval=6))
-    await eventually(lambda: door.knocks > 0)
+    keeping = await held_up(house, door, monkeypatch, interval=6)
     for _ in range(20):
         assert not (await keep_house(other, house.settings())).is_ours
         await asyncio.sleep(0.4)
@@ -386,13 +394,8 @@ async def test_who_has_lost_the_lease_stops(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(stores, "REQUEST_SECONDS", 30)
-    monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
-    await house.fill(10)
     other = await connect()
-    door.hold()
-    keeping = asyncio.create_task(house.keep(housekeeping_interval=30))
-    await eventually(lambda: door.knocks > 0)
+    keeping = await held_up(house, door, monkeypatch, interval=30)
     await other.execute(
         "UPDATE pipeline.retention_lease SET owner = 'other', lease_until = now() + interval '29 s'"
     )
