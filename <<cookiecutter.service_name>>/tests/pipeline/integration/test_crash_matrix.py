@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -27,7 +28,7 @@ from .conftest import eventually
 from .languages import boundary_of
 from .processes import environment
 from .wire import Wire
-from .worlds import PATIENCE, Servers, World
+from .worlds import PATIENCE, LetGo, Servers, World
 from .zygote import zygote
 
 AT_ONCE = 8
@@ -88,10 +89,10 @@ async def servers(
 
 async def live(world: World, wire: Wire) -> None:
     """Let a process work until it is killed at its point, or has met all there is."""
-    async with world.running(wire) as process:
+    async with world.holding_relays_back() as let_go, world.running(wire) as process:
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE):
-                await keep_busy(world, wire)
+                await keep_busy(world, wire, let_go)
         process.send(signal.SIGTERM)
         await process.ended()
 
@@ -111,10 +112,10 @@ async def live_in_vain(world: World, wire: Wire) -> None:
                 await process.ended()
 
 
-async def keep_busy(world: World, wire: Wire) -> None:
+async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
     """Give the process all there is to meet.
 
-    Work, events that Kafka refuses, a rotation refused, a position that moved.
+    Work, events that Kafka refuses, a day held back, a rotation refused, a position that moved.
     """
     is_dead = wire.has_killed.is_set
 
@@ -122,17 +123,15 @@ async def keep_busy(world: World, wire: Wire) -> None:
         await world.refuse_less()
         return is_dead() or await world.is_settled()
 
-    async def has_given_up_a_rotation() -> bool:
-        await world.refuse_less()
-        return is_dead() or wire.seen["rotation: rollback"] > 0
+    async def has_met(boundary: str) -> bool:
+        return is_dead() or wire.seen[boundary] > 0
 
     await world.send_a_promise()
+    await eventually(partial(has_met, "housekeeping: look for who holds back relays"), PATIENCE)
+    await let_go()
     async with world.db.transaction():
-        # What is not committed holds back the day of the outbox that is to be dropped.
-        await world.db.execute(
-            "SELECT pg_advisory_xact_lock_shared($1), pg_current_xact_id()", GENERATION_LOCK
-        )
-        await eventually(has_given_up_a_rotation, PATIENCE)
+        await world.db.execute("SELECT pg_advisory_xact_lock_shared($1)", GENERATION_LOCK)
+        await eventually(partial(has_met, "rotation: rollback"), PATIENCE)
     await eventually(has_settled, PATIENCE)
     await world.send_a_note()
     await eventually(has_settled, PATIENCE)

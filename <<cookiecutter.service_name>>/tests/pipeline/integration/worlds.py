@@ -7,7 +7,7 @@ import asyncio
 import json
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +155,7 @@ class Servers:
                     yield world
                 except Exception as error:
                     # Printed, it would be shown beside the test that runs at the moment.
-                    error.add_note("\n".join(process.output for process in world.processes))
+                    error.add_note("\n".join(process.last_lines for process in world.processes))
                     raise
         finally:
             await db.close()
@@ -166,6 +166,9 @@ class Servers:
         self.used_databases.append(database)
         if len(self.used_databases) > _DATABASES_TO_DROP:
             await drop_databases(self.database_url, self.used_databases)
+
+
+LetGo = Callable[[], Awaitable[None]]
 
 
 @dataclass
@@ -288,6 +291,21 @@ class World:
             yield
         finally:
             await transaction.rollback()
+            await other.close()
+
+    @asynccontextmanager
+    async def holding_relays_back(self) -> AsyncIterator["LetGo"]:
+        """Let no relay get past a transaction that could still commit, until told to let go.
+
+        Days that are to be dropped are held back as well.
+        """
+        other = await asyncpg.connect(self.database_url.replace("+asyncpg", ""))
+        transaction = other.transaction()
+        await transaction.start()
+        await other.execute("SELECT pg_current_xact_id()")
+        try:
+            yield transaction.rollback
+        finally:
             await other.close()
 
     async def stage_what_is_refused(self) -> None:

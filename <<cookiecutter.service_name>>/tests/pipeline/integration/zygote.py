@@ -20,6 +20,7 @@ from pathlib import Path
 from .conftest import PATIENCE
 from .processes import APP, ROOT
 
+_LAST_LINES = 20
 _NEEDED = ("pipeline.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
 
 
@@ -32,9 +33,9 @@ class Forked:
         self._log = log
 
     @property
-    def output(self) -> str:
-        """What it has written so far."""
-        return self._log.read_text("utf-8")
+    def last_lines(self) -> str:
+        """What it wrote last."""
+        return "\n".join(self._log.read_text("utf-8").splitlines()[-_LAST_LINES:])
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
