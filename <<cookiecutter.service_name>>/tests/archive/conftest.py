@@ -36,6 +36,7 @@ from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     way_in,
 )
 from tests.pipeline.integration.doors import Door
+from tests.pipeline.integration.outgoing import publish_all
 
 DAY = date(2020, 1, 1)
 OLD = f"outbox_p{DAY:%Y%m%d}"
@@ -120,7 +121,7 @@ class House:
     async def publish(self) -> None:
         """Move every shard's progress over all that is visible, as a relay does."""
         await keep_house(self.db, self.settings())
-        await self.db.execute("UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()")
+        await publish_all(self.db)
 
     async def stage(self, *events: StagedEvent) -> None:
         """Put these published events into the old day."""

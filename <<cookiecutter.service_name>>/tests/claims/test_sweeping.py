@@ -19,13 +19,12 @@ from pipeline.scheduled import Scheduled
 from .conftest import GONE, Objects, Outage
 from .press import Base
 from tests.pipeline.integration.conftest import Command, Running, complaint, eventually
-from tests.pipeline.integration.outgoing import event, stage
+from tests.pipeline.integration.outgoing import event, publish_all, stage
 
 OLD = {"age": -1.0}
 """A setting with which everything that is published is old."""
 
 _NOTE = "INSERT INTO pipeline.claim (name, event_id) VALUES ($1, $2)"
-_PUBLISH = "UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()"
 _TIME_PASSES = "UPDATE pipeline.claim SET published_at = published_at - $1::interval"
 _SCHEDULE = """
 INSERT INTO pipeline.scheduled (name, due_at, topic, payload, event_id, source, type, content_type,
@@ -46,11 +45,6 @@ async def keep(claims: Claims, db: asyncpg.Connection, id: str = "event") -> Kep
     (kept,) = (await claims.keep({id: b"x"})).values()
     await db.execute(_NOTE, kept.name, id)
     return kept
-
-
-async def publish(db: asyncpg.Connection) -> None:
-    """Let relays have published all that is committed."""
-    await db.execute(_PUBLISH)
 
 
 async def test_what_has_no_event_is_deleted_after_the_grace_and_not_before(
@@ -84,15 +78,15 @@ async def test_what_waits_to_be_published_keeps_its_payload_however_old_it_is(
     opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection, place: str
 ) -> None:
     noted = await keep(opened(), db)
-    await publish(db)
+    await publish_all(db)
     if place in ("outbox", "unsent"):
         await stage(db, [event("books", "event", dataref=noted.reference.uri)])
     if place == "unsent":
         await db.execute(_REFUSE)
-        await publish(db)
+        await publish_all(db)
     if place in ("scheduled", "moved"):
         await db.execute(_SCHEDULE)
-        await publish(db)
+        await publish_all(db)
     if place == "moved":
         await db.execute("UPDATE pipeline.scheduled SET due_at = now()")
         assert await Scheduled().move(db)
@@ -102,7 +96,7 @@ async def test_what_waits_to_be_published_keeps_its_payload_however_old_it_is(
 
     await db.execute("DELETE FROM pipeline.scheduled")
     await db.execute("DELETE FROM pipeline.outbox_unsent")
-    await publish(db)
+    await publish_all(db)
     await opened().sweep(db)
     assert objects.names() == {noted.name}, "it was published a moment ago"
     await opened(**OLD).sweep(db)
@@ -117,7 +111,7 @@ async def test_the_age_begins_when_the_event_is_published(
     await stage(db, [event("books", "event", dataref=noted.reference.uri)])
     await opened().sweep(db)
     assert await db.fetchval("SELECT published_at FROM pipeline.claim") is None
-    await publish(db)
+    await publish_all(db)
     before = await db.fetchval("SELECT clock_timestamp()")
     await opened().sweep(db)
     published_at = await db.fetchval("SELECT published_at FROM pipeline.claim")

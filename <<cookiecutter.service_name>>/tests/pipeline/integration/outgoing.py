@@ -284,6 +284,27 @@ async def empty_database(server_url: str, used_databases: list[str]) -> str:
     return make_url(server_url).set(database=name).render_as_string(hide_password=False)
 
 
+_STRANGERS = """
+SELECT array_agg(backend_xid) FROM pg_stat_activity
+ WHERE datname <> current_database() OR backend_type <> 'client backend'
+"""
+_ARE_AT_IT = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE backend_xid = ANY ($1))"
+
+
+async def publish_all(db: asyncpg.Connection) -> None:
+    """Move every shard's progress over all that is visible, as a relay does in the end.
+
+    The server's other databases and its autovacuum hold snapshots back for a moment.
+    """
+    strangers = await db.fetchval(_STRANGERS)
+
+    async def have_ended() -> bool:
+        return not await db.fetchval(_ARE_AT_IT, strangers)
+
+    await eventually(have_ended)
+    await db.execute("UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()")
+
+
 async def start_of(db: asyncpg.Connection) -> Progress:
     """Return the progress of a relay that has just published everything."""
     return Progress(await db.fetchval("SELECT pg_current_snapshot()"), None, 0, 0)

@@ -19,7 +19,7 @@ from pipeline.settings import CLOCK_MARGIN, Settings
 from .bank import Bank, Deposit
 from .conftest import Command, eventually, histories
 from .desk import Desk
-from .outgoing import event, relaying, stage
+from .outgoing import event, publish_all, relaying, stage
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
@@ -58,11 +58,6 @@ async def stage_long_ago(db: asyncpg.Connection, id: int) -> None:
         str(id),
         IN_OLD,
     )
-
-
-async def publish_all(db: asyncpg.Connection) -> None:
-    """Move every shard's progress over all that is visible, as a relay does."""
-    await db.execute("UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()")
 
 
 async def test_a_generation_goes_when_it_was_closed_long_enough_ago(
