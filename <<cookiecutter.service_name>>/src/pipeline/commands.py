@@ -13,7 +13,15 @@ from alembic import command
 from alembic.config import Config
 from pydantic_core import to_json
 
-from . import dead_commands, epoch, inbox, replay, retention_commands, scheduled_commands
+from . import (
+    dead_commands,
+    epoch,
+    inbox,
+    replay,
+    retention_commands,
+    scheduled_commands,
+    status_commands,
+)
 from .operations import Move, Refused, Remembered, To, moves, remembered
 from .retention import make_ahead
 from .runtime import Part, run
@@ -52,6 +60,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
     app.add_typer(dead_commands.group(service), name="dead")
     app.add_typer(retention_commands.group(service), name="retention")
     app.add_typer(scheduled_commands.group(service), name="scheduled")
+    status_commands.add_to(app, service)
     for name, group in groups.items():
         app.add_typer(group, name=name)
     relays = typer.Typer(invoke_without_command=True)

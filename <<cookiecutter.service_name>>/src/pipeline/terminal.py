@@ -1,9 +1,11 @@
 """What every command of the command line rests on: settings, a loop, a connection, an end."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import asyncpg
@@ -11,6 +13,7 @@ import typer
 from aiokafka.errors import KafkaError
 from alembic.util import CommandError
 from pydantic import ValidationError
+from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
 from .database import autocommitting, create_engine
@@ -22,6 +25,9 @@ from .retention import NotMigrated
 from .service import Misconfigured, Service
 from .settings import Settings
 
+PREFIX = "PIPELINE_"
+"""Of every variable that is a setting, of the engine or of a package beside it."""
+
 _NOT_LET_IN = ("28", "3D")
 """PostgreSQL's error classes for a wrong user, password or name of the database."""
 
@@ -32,17 +38,51 @@ class Away(Exception):
 
 def read_settings() -> Settings:
     """Read the settings, or say everything that is wrong with them."""
+    unknown = list(_unknown_variables())
     try:
-        return Settings()
+        settings = Settings()
     except ValidationError as error:
-        typer.echo("The settings are wrong:", err=True)
-        for mistake in error.errors(include_url=False, include_input=False):
-            name = "_".join(str(part) for part in mistake["loc"]).upper()
-            text = mistake["msg"].removeprefix("Value error, ")
-            if mistake["type"] == "missing":
-                text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
-            typer.echo(f"  {f'PIPELINE_{name}: ' if name else ''}{text}", err=True)
-        raise typer.Exit(2) from None
+        mistakes = list(_mistakes(error))
+    else:
+        if not unknown:
+            return settings
+        mistakes = []
+    typer.echo("The settings are wrong:", err=True)
+    for text in (*mistakes, *unknown):
+        typer.echo(f"  {text}", err=True)
+    raise typer.Exit(2)
+
+
+def _mistakes(error: ValidationError) -> Iterator[str]:
+    for mistake in error.errors(include_url=False, include_input=False):
+        name = "_".join(str(part) for part in mistake["loc"]).upper()
+        text = mistake["msg"].removeprefix("Value error, ")
+        if mistake["type"] == "missing":
+            text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
+        yield f"{f'{PREFIX}{name}: ' if name else ''}{text}"
+
+
+def _unknown_variables() -> Iterator[str]:
+    """Say which variables look like settings and are nobody's: mistyped, they would do nothing."""
+    known = {
+        f"{settings.model_config.get('env_prefix', '')}{field}".upper()
+        for settings in _below(BaseSettings)
+        for field in settings.model_fields
+    }
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            # Without what all have in common, by which all are near.
+            rests = [one.removeprefix(PREFIX) for one in known]
+            near = get_close_matches(name.upper().removeprefix(PREFIX), rests, n=1)
+            hint = f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
+            yield f"{name}: there is no such setting; {hint}"
+
+
+def _below(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
+    """Return the settings of the engine, and of what else the service has imported."""
+    for sub in settings.__subclasses__():
+        yield sub
+        yield from _below(sub)
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:

@@ -100,6 +100,25 @@ def test_a_setting_that_is_missing_is_named_with_where_to_get_it(
     assert "PIPELINE_DATABASE_URL: is not set (for the servers of `make up`:" in said
 
 
+def test_variables_that_are_no_settings_are_named_with_the_nearest_one_beside_other_mistakes(
+    unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIPELINE_BATCH_SISE", "7")
+    monkeypatch.setenv("PIPELINE_QQQ", "secret")
+    monkeypatch.setenv("PIPELINE_CONCURRENCY", "0")
+    assert call(unborn, monkeypatch, "dead", "list") == 2
+    said = capsys.readouterr().err
+    assert (
+        "PIPELINE_BATCH_SISE: there is no such setting; did you mean PIPELINE_BATCH_SIZE?" in said
+    )
+    assert "PIPELINE_QQQ: there is no such setting; unset it" in said
+    assert "PIPELINE_CONCURRENCY: Input should be greater" in said
+    assert "secret" not in said
+    monkeypatch.setenv("PIPELINE_CONCURRENCY", "1")
+    assert call(unborn, monkeypatch, "dead", "list") == 2
+    assert "CONCURRENCY" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [(["dance"], "dance"), (["topics", "create", "--partitions", "0"], "--partitions")],

@@ -1,0 +1,396 @@
+"""The doctor: small checks of settings, servers and tables, and what to do about what they find.
+
+A check that can't be made says so and keeps none of the others from being made.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+import asyncpg
+from aiokafka.errors import KafkaError
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+
+from . import epoch, retention, topics
+from .failures import named
+from .service import Misconfigured, Service
+from .settings import CLOCK_MARGIN, Settings
+from .status import ahead_until
+from .topics import Topic
+
+Level = Literal["ok", "warning", "wrong"]
+
+_ALEMBIC = Path("alembic.ini")
+_OLDEST_POSTGRESQL = 14
+_LONG = timedelta(minutes=5)
+_SLOT_BYTES = 1_000_000_000
+_BLOATED = 10_000
+"""Dead rows of a table that has a few dozen living ones."""
+_STANDS_STILL = timedelta(minutes=1)
+_CLOCKS_APART = 2.0
+_FOR_EVER = -1
+_ENVELOPE = 10_000
+"""Bytes that an event's headers and its record take beside the payload, with room."""
+
+_LONG_TRANSACTIONS = """
+SELECT format('process %s of %s, since %s', pid,
+              COALESCE(NULLIF(application_name, ''), usename, '?'), xact_start) AS who, pid
+  FROM pg_stat_activity
+ WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'
+   AND xact_start < clock_timestamp() - $1::interval
+ ORDER BY xact_start LIMIT 5
+"""
+
+_PREPARED = """
+SELECT gid FROM pg_prepared_xacts WHERE prepared < clock_timestamp() - $1::interval LIMIT 5
+"""
+
+_SLOTS = """
+SELECT slot_name, pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::bigint AS bytes
+  FROM pg_replication_slots WHERE NOT active ORDER BY slot_name
+"""
+
+_BLOAT = """
+SELECT relname, n_live_tup AS living, n_dead_tup AS dead FROM pg_stat_user_tables
+ WHERE schemaname = 'pipeline' AND relname = ANY ($1)
+   AND n_dead_tup > $2 AND n_dead_tup > 10 * n_live_tup
+ ORDER BY relname
+"""
+_HOT = ["backlog_lane", "outbox_cursor", "position"]
+
+_LACKS = """
+SELECT format('%s on pipeline.%s', privilege, name) AS lack
+  FROM unnest($1::text[], $2::text[]) AS needed (name, privilege)
+ WHERE NOT CASE privilege
+           WHEN 'DELETE' THEN has_table_privilege('pipeline.' || name, privilege)
+           ELSE has_any_column_privilege('pipeline.' || name, privilege) END
+ ORDER BY 1
+"""
+_NEEDED = {
+    "backlog": "SELECT INSERT UPDATE DELETE",
+    "backlog_lane": "SELECT UPDATE",
+    "inbox": "SELECT INSERT UPDATE",
+    "inbox_generation": "SELECT",
+    "outbox": "SELECT INSERT",
+    "outbox_cursor": "SELECT UPDATE",
+    "outbox_relay": "SELECT INSERT UPDATE DELETE",
+    "outbox_unsent": "SELECT INSERT UPDATE DELETE",
+    "position": "SELECT INSERT UPDATE",
+    "scheduled": "SELECT INSERT DELETE",
+}
+
+_STANDING = """
+SELECT topic, partition, next_offset FROM pipeline.position
+ WHERE consumer_group = $1 AND moved_at < clock_timestamp() - $2::interval
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found; `advice` is empty where all is well."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What checks ask."""
+
+    service: Service
+    settings: Settings
+    connection: asyncpg.Connection
+    topics: dict[str, Topic] | None
+    """Those that exist; None where Kafka does not answer."""
+
+
+Findings = AsyncIterator[Finding]
+Check = Callable[[Patient], Findings]
+
+
+async def examine(
+    connection: asyncpg.Connection, service: Service, settings: Settings
+) -> AsyncIterator[Finding]:
+    """Make every check in turn. One that fails is a warning, and the next one is made."""
+    described = None
+    try:
+        named_topics = set(service.topics)
+        if settings.dead_letter_topic:
+            named_topics.add(settings.dead_letter_topic)
+        described = await topics.describe(settings.kafka_bootstrap_servers, named_topics)
+        yield Finding("kafka", "ok", f"{settings.kafka} answers")
+    except (KafkaError, OSError, TimeoutError) as error:
+        yield Finding(
+            "kafka",
+            "wrong",
+            f"{settings.kafka}: {named(error)}; checks of topics and lag can't be made",
+            "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS",
+        )
+    patient = Patient(service, settings, connection, described)
+    for check in CHECKS:
+        name = check.__name__.removeprefix("_").replace("_", " ")
+        is_well = True
+        try:
+            async for one in check(patient):
+                is_well = False
+                yield Finding(name, one.level, one.found, one.advice)
+        except (asyncpg.PostgresError, TimeoutError) as error:
+            if connection.is_closed():
+                raise  # it is the server that is away, and no check can be made
+            yield Finding(
+                name,
+                "warning",
+                f"the check can't be made: {named(error)}",
+                "mend what is said, and run `service doctor` again",
+            )
+        else:
+            if is_well and (described is not None or check not in _OF_KAFKA):
+                yield Finding(name, "ok", "as it should be")
+
+
+def _wrong(found: str, advice: str) -> Finding:
+    return Finding("", "wrong", found, advice)
+
+
+def _warning(found: str, advice: str) -> Finding:
+    return Finding("", "warning", found, advice)
+
+
+async def _settings(patient: Patient) -> Findings:
+    try:
+        patient.service.check(patient.settings.dead_letter_topic)
+    except Misconfigured as error:
+        yield _wrong(str(error), "change what it names, and start the service again")
+
+
+async def _server(patient: Patient) -> Findings:
+    version = patient.connection.get_server_version()
+    if version.major < _OLDEST_POSTGRESQL:
+        yield _wrong(
+            f"PostgreSQL {version.major} is older than {_OLDEST_POSTGRESQL}", "upgrade the server"
+        )
+    if await patient.connection.fetchval("SELECT pg_is_in_recovery()"):
+        yield _wrong(
+            "this server is a standby, on which nothing can be written",
+            "let PIPELINE_DATABASE_URL name the primary",
+        )
+
+
+async def _schema(patient: Patient) -> Findings:
+    heads = _heads()
+    if heads is None:
+        yield _warning(
+            "no alembic.ini here, so that it is not known which schema is the newest",
+            "run `service doctor` in the service's folder",
+        )
+        return
+    try:
+        rows = await patient.connection.fetch("SELECT version_num FROM alembic_version")
+    except asyncpg.UndefinedTableError:
+        rows = []
+    if missing := heads.difference(row["version_num"] for row in rows):
+        yield _wrong(f"not migrated to {', '.join(sorted(missing))}", "run `service migrate`")
+
+
+def _heads() -> set[str] | None:
+    """Return the newest revisions that this folder's migrations have; None where it has none."""
+    if not _ALEMBIC.exists():
+        return None
+    return set(ScriptDirectory.from_config(Config(_ALEMBIC)).get_heads())
+
+
+async def _outbox_epoch(patient: Patient) -> Findings:
+    if not await epoch.is_ours(patient.connection):
+        yield _wrong(
+            "the outbox is another database cluster's, and nothing is published",
+            "run `service relay reset`",
+        )
+
+
+async def _partitions_ahead(patient: Patient) -> Findings:
+    until = await ahead_until(patient.connection)
+    now = await patient.connection.fetchval("SELECT clock_timestamp()")
+    left = -1 if until is None else (until - now.astimezone(UTC).date()).days
+    advice = "run `service retention run`, and see why no running service does"
+    if left < 1:
+        yield _wrong(f"the outbox has partitions until {until}", advice)
+    elif left < patient.settings.outbox_days_ahead - 1:
+        yield _warning(f"the outbox has partitions until {until}", advice)
+
+
+async def _held_partitions(patient: Patient) -> Findings:
+    async for one in retention.survey(patient.connection, patient.settings):
+        if one.is_due and (why := one.needed_by or one.not_archived):
+            yield _warning(f"{one.name} is due to go: {why}", "see `service retention status`")
+
+
+async def _permissions(patient: Patient) -> Findings:
+    needed = [(name, one) for name, many in _NEEDED.items() for one in many.split()]
+    rows = await patient.connection.fetch(
+        _LACKS, [name for name, _ in needed], [one for _, one in needed]
+    )
+    user = await patient.connection.fetchval("SELECT quote_ident(current_user)")
+    for row in rows:
+        yield _wrong(f"{user} lacks {row['lack']}", f"as its owner: GRANT {row['lack']} TO {user}")
+
+
+async def _pooler(patient: Patient) -> Findings:
+    # A pooler gives its clients a process id of its own making.
+    said = patient.connection.get_server_pid()
+    is_there = said != await patient.connection.fetchval("SELECT pg_backend_pid()")
+    if is_there and not patient.settings.database_pooler:
+        yield _wrong(
+            "a pooler stands before the database, and the settings don't know of it",
+            "set PIPELINE_DATABASE_POOLER=true",
+        )
+    elif patient.settings.database_pooler and not is_there:
+        yield _warning(
+            "the settings name a pooler, and none is there: statements are prepared anew each time",
+            "unset PIPELINE_DATABASE_POOLER",
+        )
+
+
+async def _jit(patient: Patient) -> Findings:
+    if await patient.connection.fetchval("SELECT current_setting('jit')") != "off":
+        user = await patient.connection.fetchval("SELECT quote_ident(current_user)")
+        yield _warning(
+            "jit is on: to compile a page of the outbox takes longer than to read it",
+            f"ALTER ROLE {user} SET jit = off",
+        )
+
+
+async def _clock(patient: Patient) -> Findings:
+    before = datetime.now(UTC)
+    theirs = await patient.connection.fetchval("SELECT clock_timestamp()")
+    after = datetime.now(UTC)
+    apart = max((before - theirs).total_seconds(), (theirs - after).total_seconds())
+    if apart > _CLOCKS_APART:
+        told = f"the clocks of this host and of the database are {apart:,.0f} s apart"
+        make = _wrong if apart > CLOCK_MARGIN.total_seconds() else _warning
+        yield make(told, "synchronize both by NTP (`timedatectl status`)")
+
+
+async def _long_transactions(patient: Patient) -> Findings:
+    for row in await patient.connection.fetch(_LONG_TRANSACTIONS, _LONG):
+        yield _warning(
+            f"a transaction is open: {row['who']}; nothing is vacuumed meanwhile",
+            f"end it: SELECT pg_terminate_backend({row['pid']})",
+        )
+    for row in await patient.connection.fetch(_PREPARED, _LONG):
+        yield _warning(
+            f"the prepared transaction {row['gid']} waits; nothing is vacuumed meanwhile",
+            f"COMMIT PREPARED or ROLLBACK PREPARED '{row['gid']}'",
+        )
+
+
+async def _replication_slots(patient: Patient) -> Findings:
+    for row in await patient.connection.fetch(_SLOTS):
+        make = _wrong if (row["bytes"] or 0) > _SLOT_BYTES else _warning
+        yield make(
+            f"nobody reads replication slot {row['slot_name']}, which keeps"
+            f" {(row['bytes'] or 0) / 1_000_000:,.0f} MB of the log, and dead rows",
+            f"start its reader, or SELECT pg_drop_replication_slot('{row['slot_name']}')",
+        )
+
+
+async def _bloat(patient: Patient) -> Findings:
+    for row in await patient.connection.fetch(_BLOAT, _HOT, _BLOATED):
+        yield _warning(
+            f"pipeline.{row['relname']} has {row['dead']:,} dead rows for {row['living']:,}",
+            f"end what is open for long, then VACUUM pipeline.{row['relname']}",
+        )
+
+
+async def _topics(patient: Patient) -> Findings:
+    if patient.topics is None:
+        return
+    wanted = patient.service.topics | {patient.settings.dead_letter_topic or ""}
+    for name in sorted(wanted.difference(patient.topics, {""})):
+        yield _wrong(
+            f"there is no topic {name}", "create it, in development by `service topics create`"
+        )
+
+
+async def _topic_retention(patient: Patient) -> Findings:
+    for topic in _read(patient):
+        policy = topic.configs.get("cleanup.policy", "delete")
+        if "compact" in policy:
+            yield _warning(
+                f"{topic.name} is compacted: what is overwritten before it is read is never seen",
+                f"set cleanup.policy=delete for {topic.name}, if every event counts",
+            )
+        kept = int(topic.configs.get("retention.ms", "0")) / 1_000
+        is_for_ever = "delete" not in policy or kept * 1_000 == _FOR_EVER
+        remembered = patient.settings.inbox_age - CLOCK_MARGIN.total_seconds()
+        if is_for_ever or kept > remembered:
+            how_long = "for ever" if is_for_ever else f"for {kept / 86_400:,.1f} days"
+            make = _wrong if patient.settings.inbox_must_cover_topics else _warning
+            yield make(
+                f"{topic.name} keeps records {how_long}, and the inbox remembers for"
+                f" {patient.settings.inbox_age / 86_400:,.1f} days",
+                "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
+            )
+
+
+async def _message_size(patient: Patient) -> Findings:
+    published = (patient.topics or {}).keys() - patient.service.handlers.topics
+    for name in sorted(published):
+        largest = int((patient.topics or {})[name].configs.get("max.message.bytes", 1_048_588))
+        if patient.settings.max_event_bytes + _ENVELOPE > largest:
+            yield _wrong(
+                f"{name} takes records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES lets"
+                f" events have {patient.settings.max_event_bytes:,}",
+                f"set max.message.bytes={patient.settings.max_event_bytes + _ENVELOPE} for {name},"
+                " or lower PIPELINE_MAX_EVENT_BYTES",
+            )
+
+
+async def _lag(patient: Patient) -> Findings:
+    for row in await patient.connection.fetch(_STANDING, patient.service.name, _STANDS_STILL):
+        topic = (patient.topics or {}).get(row["topic"])
+        if topic is None or row["topic"] not in patient.service.handlers.topics:
+            continue
+        place = f"{row['topic']}/{row['partition']}"
+        behind = topic.end.get(row["partition"], 0) - row["next_offset"]
+        if row["next_offset"] < topic.first.get(row["partition"], 0) or behind < 0:
+            yield _wrong(
+                f"{place} stands at offset {row['next_offset']}, which the brokers don't have",
+                f"see what was lost, then `service topics seek {row['topic']} --to earliest`",
+            )
+        elif behind > 0:
+            yield _warning(
+                f"{place} has stood still for over a minute, {behind:,} offsets before the end",
+                "see `/health/ready` of the service, or start it by `service run`",
+            )
+
+
+def _read(patient: Patient) -> list[Topic]:
+    described = patient.topics or {}
+    return [described[one] for one in sorted(patient.service.handlers.topics) if one in described]
+
+
+CHECKS: tuple[Check, ...] = (
+    _settings,
+    _server,
+    _schema,
+    _outbox_epoch,
+    _partitions_ahead,
+    _held_partitions,
+    _permissions,
+    _pooler,
+    _jit,
+    _clock,
+    _long_transactions,
+    _replication_slots,
+    _bloat,
+    _topics,
+    _topic_retention,
+    _message_size,
+    _lag,
+)
+_OF_KAFKA = {_topics, _topic_retention, _message_size, _lag}

@@ -1,0 +1,352 @@
+"""`service doctor`: each thing that can be wrong is found, with what to do about it."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import asyncpg
+import pytest
+import typer
+from aiokafka import AIOKafkaProducer
+
+from pipeline import doctor, status_commands
+from pipeline.database import autocommitting, create_engine
+from pipeline.doctor import Finding
+from pipeline.settings import Settings
+
+from .bank import Bank, Deposit
+from .conftest import Command, eventually
+from .pooler import pooling
+from .processes import starting
+from .test_commands import ALEMBIC
+
+Examine = Callable[..., Awaitable[dict[str, Finding]]]
+OF_DECLARED = ("topics", "message size")
+"""Checks of every topic for which an event is declared."""
+Connect = Callable[[], Awaitable[asyncpg.Connection]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in a folder with an `alembic.ini`, as a service has."""
+    (tmp_path / "alembic.ini").write_text(ALEMBIC, "utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+@asynccontextmanager
+async def _connected(chosen: Settings) -> AsyncIterator[asyncpg.Connection]:
+    engine = create_engine(chosen, name="bank")
+    try:
+        async with autocommitting(engine) as connection:
+            yield connection
+    finally:
+        await engine.dispose()
+
+
+@pytest.fixture
+def examine(bank: Bank, settings: Callable[..., Settings], direct_url: str) -> Examine:
+    """Examine the bank, past any pooler, and return what is not well, by check.
+
+    Other tests' events belong to every service of this process: their topics don't count.
+    """
+
+    async def ask(of: Bank = bank, **changes: object) -> dict[str, Finding]:
+        chosen = settings(**{"database_url": direct_url, "database_pooler": False, **changes})
+        async with _connected(chosen) as connection:
+            found = [one async for one in doctor.examine(connection, of.service, chosen)]
+        return {
+            one.check: one
+            for one in found
+            if one.level != "ok"
+            and (
+                one.check not in OF_DECLARED or of.balances in one.found or of.deposits in one.found
+            )
+        }
+
+    return ask
+
+
+async def test_a_healthy_service_has_nothing(
+    bank: Bank,
+    direct_url: str,
+    kafka: str,
+    tmp_path: Path,
+    unused_tcp_port_factory: Callable[[], int],
+) -> None:
+    async with starting(
+        bank, unused_tcp_port_factory, database_url=direct_url, kafka_bootstrap_servers=kafka
+    ) as start:
+        process = await start("doctor", "--strict", cwd=tmp_path)
+        assert await process.ended() == 0, process.output
+    lines = process.output.splitlines()
+    assert len(lines) == len(doctor.CHECKS) + 1
+    assert all(line.startswith("ok ") for line in lines), lines
+
+
+async def test_a_database_that_is_not_migrated_is_told(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute("DELETE FROM alembic_version")
+    (found,) = (await examine()).values()
+    assert (found.level, found.advice) == ("wrong", "run `service migrate`")
+    await db.execute("DROP SCHEMA pipeline CASCADE")
+    all_found = await examine()
+    assert all_found["schema"] == found
+    assert "can't be made" in all_found["lag"].found
+
+
+async def test_schema_needs_the_folder_of_the_service(examine: Examine, tmp_path: Path) -> None:
+    (tmp_path / "alembic.ini").unlink()
+    (found,) = (await examine()).values()
+    assert found.level == "warning"
+    assert "folder" in found.advice
+
+
+async def test_an_outbox_of_another_cluster_is_told(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    found = (await examine())["outbox epoch"]
+    assert (found.level, found.advice) == ("wrong", "run `service relay reset`")
+
+
+async def test_partitions_that_run_out_are_told(examine: Examine, db: asyncpg.Connection) -> None:
+    found = await examine(outbox_days_ahead=20)
+    assert found["partitions ahead"].level == "warning"
+    for name in await db.fetch(
+        "SELECT inhrelid::regclass::text AS name FROM pg_inherits"
+        " WHERE inhparent = 'pipeline.outbox'::regclass ORDER BY 1 OFFSET 1"
+    ):
+        await db.execute(f"DROP TABLE {name['name']}")
+    found = await examine()
+    assert found["partitions ahead"].level == "wrong"
+    assert "service retention run" in found["partitions ahead"].advice
+
+
+async def test_what_holds_a_partition_is_told(examine: Examine, db: asyncpg.Connection) -> None:
+    await db.execute(
+        "CREATE TABLE pipeline.outbox_p20200101 PARTITION OF pipeline.outbox"
+        " FOR VALUES FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
+    )
+    found = (await examine())["held partitions"]
+    assert found.level == "warning"
+    assert found.found.startswith("outbox_p20200101 is due to go: it is not closed yet")
+
+
+async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
+    bank: Bank, settings: Callable[..., Settings], direct_url: str, db: asyncpg.Connection
+) -> None:
+    chosen = settings(database_url=direct_url, database_pooler=False)
+    role = f"teller_{bank.name[-8:]}"
+    await db.execute(
+        f"CREATE ROLE {role}; GRANT USAGE ON SCHEMA pipeline TO {role};"
+        f"GRANT ALL ON ALL TABLES IN SCHEMA pipeline TO {role};"
+        f"REVOKE INSERT ON pipeline.outbox FROM {role};"
+        f"GRANT INSERT (topic, key, payload) ON pipeline.outbox TO {role};"
+        f"REVOKE DELETE ON pipeline.backlog FROM {role}"
+    )
+    try:
+        async with _connected(chosen) as connection:
+            await connection.execute(f"SET ROLE {role}")
+
+            async def lacking() -> list[Finding]:
+                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
+                return [one for one in found if one.check == "permissions" and one.level != "ok"]
+
+            (found,) = await lacking()
+            assert (found.level, found.found) == (
+                "wrong",
+                f"{role} lacks DELETE on pipeline.backlog",
+            )
+            await db.execute(found.advice.removeprefix("as its owner: "))
+            assert await lacking() == []
+    finally:
+        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+async def test_a_pooler_that_the_settings_do_not_know_is_found(
+    bank: Bank, settings: Callable[..., Settings], server_url: str, direct_url: str
+) -> None:
+    with pooling(server_url) as pooler:
+        name = direct_url.rpartition("/")[2]
+        way = f"{pooler.url.rpartition('/')[0]}/{name}"
+        async with _connected(settings(database_url=way, database_pooler=True)) as connection:
+            for knows, level in ((False, "wrong"), (True, "ok")):
+                chosen = settings(database_url=way, database_pooler=knows)
+                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
+                (one,) = [one for one in found if one.check == "pooler"]
+                assert one.level == level
+                assert ("PIPELINE_DATABASE_POOLER=true" in one.advice) is not knows
+
+
+async def test_a_pooler_that_is_not_there_is_told_and_so_is_jit(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    name = await db.fetchval("SELECT current_database()")
+    await db.execute(f"ALTER DATABASE {name} SET jit = on")
+    found = await examine(database_pooler=True)
+    assert found["pooler"].advice == "unset PIPELINE_DATABASE_POOLER"
+    assert "SET jit = off" in found["jit"].advice
+    assert "jit" not in await examine()
+
+
+async def test_clocks_that_differ_are_told(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_CLOCKS_APART", -10.0)
+    found = (await examine())["clock"]
+    assert found.level == "warning"
+    assert "NTP" in found.advice
+
+
+async def test_who_holds_a_transaction_open_is_named_and_ended_by_the_advice(
+    examine: Examine,
+    connect: Connect,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "_LONG", timedelta(0))
+    other = await connect()
+    await other.execute("BEGIN")
+    pid = await other.fetchval("SELECT pg_backend_pid()")
+    found = (await examine())["long transactions"]
+    assert found.level == "warning"
+    statement = found.advice.removeprefix("end it: ")
+    assert statement == f"SELECT pg_terminate_backend({pid})"
+    await db.execute(statement)
+    await eventually(other.is_closed)
+
+
+async def test_a_topic_that_is_missing_is_told(examine: Examine, unborn: Bank) -> None:
+    found = await examine(unborn)
+    assert found["topics"].level == "wrong"
+    assert "service topics create" in found["topics"].advice
+    assert await examine(unborn) == found  # and to ask has not made it
+
+
+async def test_topics_that_do_not_fit_are_told(
+    examine: Examine, new_topic: Callable[..., Awaitable[str]], bank: Bank
+) -> None:
+    kept = await new_topic(**{"retention.ms": "-1"})
+    small = await new_topic(**{"max.message.bytes": "5000"})
+    found = await examine(Bank(deposits=kept, balances=small, name=bank.name))
+    assert found["topic retention"].level == "warning"
+    assert f"{kept} keeps records for ever" in found["topic retention"].found
+    assert found["message size"].level == "wrong"
+    assert "max.message.bytes=910000" in found["message size"].advice
+    strict = await examine(
+        Bank(deposits=kept, balances=bank.balances, name=bank.name), inbox_must_cover_topics=True
+    )
+    assert strict["topic retention"].level == "wrong"
+
+
+async def test_a_position_that_stands_still_or_that_the_brokers_do_not_have_is_told(
+    examine: Examine, bank: Bank, db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
+        " VALUES ($1, $2, 0, 5, now() - interval '1 h')",
+        bank.name,
+        bank.deposits,
+    )
+    found = (await examine())["lag"]
+    assert found.level == "wrong"
+    assert f"service topics seek {bank.deposits} --to earliest" in found.advice
+
+
+async def test_a_position_that_stands_still_before_the_end_is_told(
+    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer
+) -> None:
+    for amount in (1, 2, 3):
+        await Deposit(amount).send(producer, bank.deposits)
+    await db.execute(
+        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
+        " VALUES ($1, $2, 0, 1, now() - interval '1 h')",
+        bank.name,
+        bank.deposits,
+    )
+    found = (await examine())["lag"]
+    assert (found.level, "2 offsets before the end" in found.found) == ("warning", True)
+    await db.execute("UPDATE pipeline.position SET moved_at = now()")
+    assert await examine() == {}
+
+
+async def test_a_slot_that_nobody_reads_is_dropped_by_the_advice(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    name = f"slot_{uuid4().hex[:8]}"
+    await db.execute("SELECT pg_create_physical_replication_slot($1, true)", name)
+    try:
+        found = (await examine())["replication slots"]
+        assert found.level == "warning"
+        assert name in found.found
+    finally:
+        await db.execute(found.advice.partition("or ")[2])
+    assert "replication slots" not in await examine()
+
+
+async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute("ALTER TABLE pipeline.backlog_lane SET (autovacuum_enabled = off)")
+    await db.execute(
+        "DO $$ BEGIN FOR i IN 1..400 LOOP"
+        " UPDATE pipeline.backlog_lane SET token = token + 1; END LOOP; END $$"
+    )
+    await db.execute("SELECT pg_stat_force_next_flush()")
+    found = (await examine())["bloat"]
+    assert found.level == "warning"
+    assert found.advice.endswith("VACUUM pipeline.backlog_lane")
+    await db.execute(found.advice.partition("then ")[2])
+    await db.execute("SELECT pg_stat_force_next_flush()")
+    assert "bloat" not in await examine()
+
+
+async def test_without_kafka_the_other_checks_are_made(
+    examine: Examine, db: asyncpg.Connection, unused_tcp_port: int
+) -> None:
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    found = await examine(kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}")
+    assert found.keys() == {"kafka", "outbox epoch"}
+    assert "PIPELINE_KAFKA_BOOTSTRAP_SERVERS" in found["kafka"].advice
+
+
+@pytest.fixture
+def service(bank: Bank, commands: Callable[[typer.Typer], Command]) -> Command:
+    """Call `service status` and `service doctor` of the bank."""
+    app = typer.Typer()
+    status_commands.add_to(app, bank.service)
+    return commands(app)
+
+
+async def test_the_exit_code_says_whether_something_is_wrong(
+    service: Command, db: asyncpg.Connection, tmp_path: Path
+) -> None:
+    (tmp_path / "alembic.ini").unlink()
+    done = await service("doctor")
+    assert done.exit_code == 0, done.output
+    assert "warning  schema: no alembic.ini here" in done.stdout
+    assert (await service("doctor", "--strict")).exit_code == 1
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    done = await service("doctor", "--json")
+    assert done.exit_code == 1
+    levels = {one["check"]: one["level"] for one in json.loads(done.stdout)}
+    assert levels["outbox epoch"] == "wrong"
+    assert levels["kafka"] == "ok"
+    assert (await service("doctor", "--dance")).exit_code == 2
+
+
+async def test_a_database_that_is_away_is_a_sentence(
+    service: Command, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    monkeypatch.setenv("PIPELINE_DATABASE_POOLER", "false")
+    monkeypatch.setenv(
+        "PIPELINE_DATABASE_URL", f"postgresql+asyncpg://service:x@127.0.0.1:{unused_tcp_port}/x"
+    )
+    for command in ("doctor", "status"):
+        done = await service(command)
+        assert done.exit_code == 1
+        assert f"PostgreSQL at 127.0.0.1:{unused_tcp_port} (PIPELINE_DATABASE_URL)" in done.stderr

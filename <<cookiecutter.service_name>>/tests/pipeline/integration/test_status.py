@@ -1,0 +1,188 @@
+"""`service status`: how far everything is, on one screen, also while servers are away."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+
+import asyncpg
+import pytest
+import typer
+from aiokafka import AIOKafkaProducer
+
+from pipeline import status, status_commands
+
+from .bank import Bank, Deposit
+from .conftest import Command, Running, eventually, position_reaches
+from .outgoing import event, stage
+from .processes import starting
+
+
+@pytest.fixture
+def service(bank: Bank, commands: Callable[[typer.Typer], Command]) -> Command:
+    """Call `service status` and `service doctor` of the bank."""
+    app = typer.Typer()
+    status_commands.add_to(app, bank.service)
+    return commands(app)
+
+
+async def told(service: Command) -> dict[str, list[str]]:
+    """Return the lines of the screen by their first word."""
+    done = await service("status")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    found: dict[str, list[str]] = {}
+    for line in filter(None, lines):
+        found.setdefault(line.split()[0], []).append(line[10:].strip())
+    return found
+
+
+async def test_lag_is_what_the_topic_has_behind_the_position(
+    service: Command,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    running: Running,
+) -> None:
+    async with running(bank.service):
+        for amount in (1, 2):
+            await Deposit(amount).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 2))
+        screen = await told(service)
+        assert "lag 0, moved " in screen["reads"][0]
+        assert screen["relays"] == ["1 with 64 shards"]
+    await Deposit(3).send(producer, bank.deposits)
+    found = json.loads((await service("status", "--json")).stdout)
+    (reading,) = found["readings"]
+    assert (reading["position"], reading["end"], reading["lag"]) == (2, 3, 1)
+    assert found["unknown"] == {}
+    assert "lag 1, moved " in (await told(service))["reads"][0]
+    assert (await told(service))["relays"] == ["none: run `service relay`"]
+
+
+async def test_what_was_never_read_is_all_lag(
+    service: Command, bank: Bank, producer: AIOKafkaProducer
+) -> None:
+    await Deposit(1).send(producer, bank.deposits)
+    assert (await told(service))["reads"][0].endswith("lag 1, never read")
+
+
+async def test_what_waits_and_what_is_dead_is_told_by_consumer(
+    service: Command, db: asyncpg.Connection
+) -> None:
+    assert (await told(service))["backlog"] == ["deposit  0 waiting, 0 dead"]
+    await db.execute(
+        'INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset",'
+        " timestamp, headers, hash_version, reason, attempts, waited, holds, received_at, died_at)"
+        " SELECT sha256(n::text::bytea), 0, '', 'deposit', 't', 0, n, 0, '[]', 1, 'x', 0, 0, false,"
+        " now() - interval '3 h', CASE WHEN n > 10001 THEN now() END"
+        " FROM generate_series(1, 10003) AS n"
+    )
+    (line,) = (await told(service))["backlog"]
+    assert line == "deposit  10,000+ waiting, 2 dead, oldest 3 h"
+
+
+async def test_the_outbox_is_measured_by_what_relays_have_not_published(
+    service: Command, bank: Bank, db: asyncpg.Connection, running: Running
+) -> None:
+    assert (await told(service))["outbox"] == ["0 to publish"]
+    await stage(db, [event(bank.balances, n, f"key {n}") for n in range(5)])
+    assert (await told(service))["outbox"][0].startswith("5 to publish, oldest ")
+    async with running(bank.service):
+
+        async def is_published() -> bool:
+            return (await told(service))["outbox"] == ["0 to publish"]
+
+        await eventually(is_published)
+    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    assert "service relay reset" in (await told(service))["outbox"][0]
+
+
+async def test_what_is_scheduled_refused_and_held_is_told(
+    service: Command, db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
+        " VALUES ('a', '2030-01-02 03:04+00', 't', 'a', '/s', 'x', 'y')"
+    )
+    await db.execute(
+        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
+        " content_type, queue, attempts, died_at)"
+        " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1, CASE WHEN n = 1 THEN now() END"
+        " FROM generate_series(1, 3) AS n"
+    )
+    await db.execute(
+        "CREATE TABLE pipeline.outbox_p20200101 PARTITION OF pipeline.outbox"
+        " FOR VALUES FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
+    )
+    screen = await told(service)
+    assert screen["scheduled"] == ["1, next 2030-01-02 03:04:00Z"]
+    assert screen["refused"] == ["2 waiting, 1 dead"]
+    assert screen["held"][0].startswith("outbox_p20200101: it is not closed yet")
+    assert screen["remembers"] == ["everything, in 1 generations"]
+    last = await db.fetchval("SELECT (now() AT TIME ZONE 'UTC')::date + 7")
+    assert screen["ahead"][0] in {
+        f"partitions until {day}" for day in (last, last - timedelta(days=1))
+    }
+
+
+async def test_without_kafka_it_tells_what_postgresql_knows(
+    service: Command,
+    bank: Bank,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    unused_tcp_port: int,
+) -> None:
+    await db.execute(
+        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)"
+        " VALUES ($1, $2, 0, 5)",
+        bank.name,
+        bank.deposits,
+    )
+    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", f"127.0.0.1:{unused_tcp_port}")
+    screen = await told(service)
+    assert "1 partitions, lag not known" in screen["reads"][0]
+    assert screen["unknown"][0].startswith(f"topics: Kafka at 127.0.0.1:{unused_tcp_port}")
+
+
+async def test_what_is_locked_is_not_waited_for_and_the_rest_is_told(
+    service: Command, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_SECONDS", 0.3)
+    async with db.transaction():
+        await db.execute("LOCK TABLE pipeline.scheduled IN ACCESS EXCLUSIVE MODE")
+        screen = await told(service)
+    assert screen["scheduled"] == ["not known, see below"]
+    assert screen["unknown"] == ["scheduled: PostgreSQL has not answered in 0 s"]
+    assert screen["outbox"] == ["0 to publish"]
+
+
+async def test_watch_looks_again_until_it_is_stopped(
+    bank: Bank,
+    direct_url: str,
+    kafka: str,
+    db: asyncpg.Connection,
+    unused_tcp_port_factory: Callable[[], int],
+) -> None:
+    async with starting(
+        bank, unused_tcp_port_factory, database_url=direct_url, kafka_bootstrap_servers=kafka
+    ) as start:
+        process = await start("status", "--watch", "--every", "0.5")
+        await eventually(lambda: "0 to publish" in process.output)
+        await stage(db, [event(bank.balances, 1)])
+        await eventually(lambda: "1 to publish" in process.output)
+
+
+async def test_a_screen_is_not_exceeded_by_many_topics_and_consumers(
+    service: Command, bank: Bank, db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        'INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset",'
+        " timestamp, headers, hash_version, reason, attempts, waited, holds)"
+        " SELECT sha256(n::text::bytea), 0, '', 'consumer ' || n || repeat('x', 90), 't', 0, n, 0,"
+        " '[]', 1, 'x', 0, 0, false FROM generate_series(1, 40) AS n"
+    )
+    screen = await told(service)
+    assert len(screen["backlog"]) == 4
+    assert screen["and"] == ["and 37 more: see --json"]
