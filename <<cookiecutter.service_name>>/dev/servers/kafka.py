@@ -97,7 +97,7 @@ class Kafka(LocalServer):
         self.home.mkdir(exist_ok=True)
         (self.home / "log4j2.properties").write_text(KAFKA_LOGGING)
         properties = self.home / "server.properties"
-        port, controller_port = self.record.ports
+        port, controller_port = self.record.ports[:2]
         properties.write_text(
             KAFKA_SETTINGS.format(
                 client=f"{LOOPBACK}:{port}",

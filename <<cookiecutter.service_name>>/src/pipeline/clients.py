@@ -5,17 +5,23 @@ still runs in a client whose stop has been cut short opens new connections, or w
 """
 
 import asyncio
+import ssl
 import traceback
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from time import monotonic
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition, conn
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
-from aiokafka.errors import KafkaConnectionError
+from aiokafka.errors import KafkaConnectionError, KafkaError
 
+from .failures import named
 from .record_batches import AnyMemoryRecords
+from .settings import Settings
 
 _BREAK_SECONDS = 1.0
 """For what runs in a client to notice that it is cut off from the brokers."""
@@ -26,6 +32,9 @@ records were just taken waits for the fetch that is under way."""
 _BUSY_SECONDS = 2.0
 """After this long without records a consumer is idle."""
 
+_refusals: ContextVar[dict[str, str]] = ContextVar("refusals")
+"""Why brokers that are there were no use, told to who starts a client; aiokafka only logs it."""
+
 fetcher.MemoryRecords = AnyMemoryRecords
 
 
@@ -35,6 +44,15 @@ class _Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no t
     uvloop raises `RuntimeError` where asyncio raises `OSError` or nothing. aiokafka does not expect
     it: what fetches would end, and the consumer would stand still, seemingly well.
     """
+
+    async def connect(self) -> Any:
+        try:
+            return await super().connect()
+        except (KafkaError, OSError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, KafkaError | ssl.SSLError):
+                _refusals.get({})[f"{self.host}:{self.port}"] = named(cause)
+            raise
 
     def send(self, *args: Any, **options: Any) -> Any:
         try:
@@ -96,16 +114,50 @@ class _Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
                 connection._writer.transport.abort()
 
 
-async def start(one: AIOKafkaProducer | AIOKafkaConsumer) -> None:
-    """Start it. If that fails, start it again or stop it."""
+def way(settings: Settings) -> dict[str, Any]:
+    """Return what every client is made with: where the brokers are, and how they know us."""
+    password = settings.kafka_password
+    return {
+        "bootstrap_servers": settings.kafka_bootstrap_servers,
+        "security_protocol": settings.kafka_security_protocol,
+        "ssl_context": settings.kafka_context(),
+        "sasl_mechanism": settings.kafka_sasl_mechanism,
+        "sasl_plain_username": settings.kafka_user,
+        "sasl_plain_password": password.get_secret_value() if password else None,
+    }
+
+
+@asynccontextmanager
+async def asking(settings: Settings) -> AsyncIterator[AIOKafkaConsumer]:
+    """Lend a consumer that asks for offsets, and belongs to no group."""
+    client = AIOKafkaConsumer(**way(settings))
+    try:
+        await start(client)
+        yield client
+    finally:
+        await client.stop()
+
+
+async def start(one: AIOKafkaProducer | AIOKafkaConsumer | AIOKafkaAdminClient) -> None:
+    """Start it. If that fails, start it again or stop it.
+
+    Raises `KafkaConnectionError`, which tells why brokers did not let us in, if they answer.
+    """
     _client_of(one).__class__ = _Client
+    refusals: dict[str, str] = {}
+    token = _refusals.set(refusals)
     try:
         await one.start()
     except BaseException as error:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if connection := frame.f_locals.get("bootstrap_conn"):
                 connection.close()
+        if refusals and isinstance(error, KafkaConnectionError):
+            told = "; ".join(f"{broker}: {reason}" for broker, reason in refusals.items())
+            raise KafkaConnectionError(f"no broker lets us in: {told}") from error
         raise
+    finally:
+        _refusals.reset(token)
 
 
 async def stop(one: AIOKafkaProducer | AIOKafkaConsumer, seconds: float) -> None:
@@ -138,5 +190,5 @@ def _give_up_batches(producer: AIOKafkaProducer) -> None:
         batch.future.cancel()
 
 
-def _client_of(one: AIOKafkaProducer | AIOKafkaConsumer) -> Any:
+def _client_of(one: AIOKafkaProducer | AIOKafkaConsumer | AIOKafkaAdminClient) -> Any:
     return one.client if isinstance(one, AIOKafkaProducer) else one._client

@@ -14,6 +14,7 @@ from alembic.config import Config
 from pydantic_core import to_json
 
 from . import (
+    clients,
     dead_commands,
     epoch,
     inbox,
@@ -188,10 +189,9 @@ async def _replay(
     wait: bool,
 ) -> None:
     """Move positions back, and follow them."""
-    servers = settings.kafka_bootstrap_servers
     async with connected(service, settings) as connection:
         with of_kafka(settings):
-            found = await replay.plan(connection, servers, service, topic, partition, to)
+            found = await replay.plan(connection, settings, service, topic, partition, to)
         if found.forgotten and not too_old:
             raise Refused(
                 f"{found.forgotten:,} of {found.records:,} offsets are from before {found.since},"
@@ -280,10 +280,9 @@ async def _seek(
     *,
     dry_run: bool,
 ) -> None:
-    servers = settings.kafka_bootstrap_servers
     async with connected(service, settings) as connection:
         with of_kafka(settings):
-            found = await moves(connection, servers, service, topic, partition, to)
+            found = await moves(connection, settings, service, topic, partition, to)
         for one in found:
             if not dry_run:
                 await inbox.seek(connection, one.slot, one.new)
@@ -303,10 +302,10 @@ def _moved(one: Move, verb: str) -> str:
 async def _create_topics(
     settings: Settings, names: list[str], partitions: int, replicas: int
 ) -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka_bootstrap_servers)
+    admin = AIOKafkaAdminClient(**clients.way(settings))
     try:
         with of_kafka(settings):
-            await admin.start()
+            await clients.start(admin)
             new = [NewTopic(name, partitions, replicas) for name in names]
             answer = await admin.create_topics(new)
         # aiokafka does not raise for a topic that could not be made: look at the codes.

@@ -116,7 +116,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
     def _new_client(self) -> KafkaConsumer:
         session_timeout = round(self._settings.kafka_session_timeout * 1000)
         return KafkaConsumer(
-            bootstrap_servers=self._settings.kafka_bootstrap_servers,
+            **clients.way(self._settings),
             group_id=self._group,
             client_id=self._group,
             enable_auto_commit=False,

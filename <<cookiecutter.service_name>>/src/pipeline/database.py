@@ -45,16 +45,19 @@ def _refuse_if_closed(connection: Any, *_: object) -> None:
 
 def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
     """Return what connections are made with, on the way that the settings name."""
+    way: dict[str, Any] = {"server_settings": {"application_name": name}}
+    if context := settings.database_context():
+        way["ssl"] = context
     if settings.database_pooler:
         # The next transaction may run in another session: no prepared statement has a name.
-        return {
-            "server_settings": {"application_name": name},
+        return way | {
             "statement_cache_size": 0,
             "prepared_statement_cache_size": 0,
             "prepared_statement_name_func": lambda: "",
         }
     # Compiling a page of the outbox takes longer than reading it.
-    return {"server_settings": {"application_name": name, "jit": "off"}}
+    way["server_settings"]["jit"] = "off"
+    return way
 
 
 @asynccontextmanager

@@ -122,7 +122,7 @@ async def examine(
         named_topics = set(service.topics)
         if settings.dead_letter_topic:
             named_topics.add(settings.dead_letter_topic)
-        described = await topics.describe(settings.kafka_bootstrap_servers, named_topics)
+        described = await topics.describe(settings, named_topics)
         yield Finding("kafka", "ok", f"{settings.kafka} answers")
     except (KafkaError, OSError, TimeoutError) as error:
         yield Finding(

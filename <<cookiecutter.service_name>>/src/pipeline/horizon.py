@@ -12,6 +12,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError
 
+from . import clients
 from .failures import named
 from .settings import CLOCK_MARGIN, Settings
 
@@ -32,7 +33,7 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     """
     try:
         async with asyncio.timeout(2 * _ANSWER_SECONDS):
-            kept = await _retention(settings.kafka_bootstrap_servers, sorted(topics))
+            kept = await _retention(settings, sorted(topics))
     except (KafkaError, OSError, TimeoutError) as error:
         log.info("how long topics keep their records is not known: %s", named(error))
         return
@@ -54,13 +55,13 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     log.warning("%s", text)
 
 
-async def _retention(bootstrap_servers: str, topics: list[str]) -> Mapping[str, float | None]:
+async def _retention(settings: Settings, topics: list[str]) -> Mapping[str, float | None]:
     """Return for how many seconds topics keep records, None for ever; of those that exist."""
     admin = AIOKafkaAdminClient(
-        bootstrap_servers=bootstrap_servers, request_timeout_ms=round(_ANSWER_SECONDS * 1_000)
+        **clients.way(settings), request_timeout_ms=round(_ANSWER_SECONDS * 1_000)
     )
     try:
-        await admin.start()
+        await clients.start(admin)
         answers = await admin.describe_configs(
             [ConfigResource(ConfigResourceType.TOPIC, topic) for topic in topics]
         )

@@ -10,11 +10,12 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from pydantic_core import from_json
 
-from . import inbox
+from . import clients, inbox
 from .inbox import Slot
 from .message import marker_key
 from .outbox import event_id
 from .service import Service
+from .settings import Settings
 
 _SECONDS = 86_400.0
 """Without a source all that is remembered has to be looked through."""
@@ -120,7 +121,7 @@ class Move:
 
 async def moves(
     connection: asyncpg.Connection,
-    bootstrap_servers: str,
+    settings: Settings,
     service: Service,
     topic: str,
     partition: int | None,
@@ -130,13 +131,13 @@ async def moves(
     if topic not in service.handlers.topics:
         known = ", ".join(sorted(service.handlers.topics)) or "none"
         raise Refused(f"the service does not read topic {topic}; it reads {known}")
-    numbers = await _partitions(bootstrap_servers, topic)
+    numbers = await _partitions(settings, topic)
     if partition is None and isinstance(to, int) and len(numbers) > 1:
         raise Refused(f"{topic} has {len(numbers)} partitions: name one by --partition")
     if partition is not None and partition not in numbers:
         raise Refused(f"{topic} has the partitions {numbers[0]} to {numbers[-1]}")
     chosen = [TopicPartition(topic, n) for n in numbers if partition in (None, n)]
-    async with AIOKafkaConsumer(bootstrap_servers=bootstrap_servers) as client:
+    async with clients.asking(settings) as client:
         first = await client.beginning_offsets(chosen)
         end = await client.end_offsets(chosen)
         if isinstance(to, datetime):
@@ -166,10 +167,10 @@ async def offsets_since(
     return {one: found[one].offset if found[one] else end[one] for one in end}
 
 
-async def _partitions(bootstrap_servers: str, topic: str) -> list[int]:
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
+async def _partitions(settings: Settings, topic: str) -> list[int]:
+    admin = AIOKafkaAdminClient(**clients.way(settings))
     try:
-        await admin.start()
+        await clients.start(admin)
         (found,) = await admin.describe_topics([topic])
     finally:
         await admin.close()

@@ -173,7 +173,7 @@ class Publisher:
     async def _new_producer(self, owner: str) -> AIOKafkaProducer:
         transactional = self._settings.relay_transactional
         producer = AIOKafkaProducer(
-            bootstrap_servers=self._settings.kafka_bootstrap_servers,
+            **clients.way(self._settings),
             client_id=self._client_id,
             transactional_id=f"{self._client_id}-{owner}" if transactional else None,
             enable_idempotence=True,

@@ -11,11 +11,12 @@ from datetime import datetime
 from time import monotonic
 
 import asyncpg
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 
-from . import inbox
+from . import clients, inbox
 from .operations import Move, Refused, To, moves, offsets_since
 from .service import Service
+from .settings import Settings
 
 _LOOK_SECONDS = 1.0
 _STANDS_SECONDS = 30.0
@@ -64,14 +65,14 @@ class Progress:
 
 async def plan(
     connection: asyncpg.Connection,
-    bootstrap_servers: str,
+    settings: Settings,
     service: Service,
     topic: str,
     partition: int | None,
     to: To,
 ) -> Replay:
     """Say what would be read again. Raises `Refused` if that is nothing."""
-    found = await moves(connection, bootstrap_servers, service, topic, partition, to)
+    found = await moves(connection, settings, service, topic, partition, to)
     back = [one for one in found if one.old is not None and one.new < one.old]
     if not back:
         raise Refused(
@@ -81,7 +82,7 @@ async def plan(
     forgotten = 0
     if since is not None:
         places = {TopicPartition(topic, one.slot.partition): one for one in back}
-        async with AIOKafkaConsumer(bootstrap_servers=bootstrap_servers) as client:
+        async with clients.asking(settings) as client:
             ends = {place: one.end for place, one in places.items()}
             remembered = await offsets_since(client, ends, since)
         forgotten = sum(

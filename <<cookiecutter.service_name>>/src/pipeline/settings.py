@@ -4,7 +4,10 @@ Every field is the variable `PIPELINE_<FIELD>`. Wrong values are refused, all mi
 Durations are in seconds.
 """
 
+import ssl
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -12,8 +15,13 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
+from . import tls
+
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+
+_IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
+"""What other clients read there about TLS."""
 
 CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
@@ -33,6 +41,35 @@ class Settings(BaseSettings):
     role then: a session can't."""
     kafka_bootstrap_servers: Annotated[str, Field(pattern=r"^[^,\s]+:\d+(,[^,\s]+:\d+)*$")]
     """`host:port`, several separated by commas"""
+
+    database_tls: bool = False
+    """Connect by TLS only, and verify the server's certificate and name. Unset: by TLS where the
+    server offers it, and nothing is verified."""
+    database_ca_file: Path | None = None
+    """Authorities to trust, in PEM; unset: the system's."""
+    database_certificate_file: Path | None = None
+    """Our certificate, in PEM, for a server that asks for one."""
+    database_key_file: Path | None = None
+    """Its key, in PEM; it may be the same file."""
+    database_key_password: SecretStr | None = None
+    """If the key is encrypted."""
+
+    kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """As Kafka names them. SSL verifies the brokers' certificates and names; SASL sends a user."""
+    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    """How the password is proved; PLAIN only with SASL_SSL, as it sends it as it is."""
+    kafka_user: str | None = None
+    """For SASL."""
+    kafka_password: SecretStr | None = None
+    """For SASL."""
+    kafka_ca_file: Path | None = None
+    """Authorities to trust, in PEM; unset: the system's."""
+    kafka_certificate_file: Path | None = None
+    """Our certificate, in PEM, for brokers that ask for one (mTLS)."""
+    kafka_key_file: Path | None = None
+    """Its key, in PEM; it may be the same file."""
+    kafka_key_password: SecretStr | None = None
+    """If the key is encrypted."""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
     """Where a partition begins that this service has never read; also one that is added later,
@@ -160,28 +197,113 @@ class Settings(BaseSettings):
     @classmethod
     def _is_an_asyncpg_url(cls, value: SecretStr) -> SecretStr:
         try:
-            driver = make_url(value.get_secret_value()).drivername
+            url = make_url(value.get_secret_value())
+            driver, query = url.drivername, set(url.query)
         except ArgumentError:
-            driver = None
+            driver, query = None, set()
         if driver != "postgresql+asyncpg":
             raise ValueError(
                 "write it as postgresql+asyncpg://user:password@host:port/database"
                 " (percent-encode special characters of the password)"
             )
+        if told := sorted(query & _IN_THE_URL):
+            raise ValueError(
+                f"leave {', '.join(told)} out: PIPELINE_DATABASE_TLS and PIPELINE_DATABASE_CA_FILE"
+                " say how to connect by TLS"
+            )
         return value
 
+    def database_context(self) -> ssl.SSLContext | None:
+        """Return how to connect to PostgreSQL by TLS; None unless that is asked for."""
+        if not self.database_tls:
+            return None
+        return tls.context(
+            self.database_ca_file,
+            self.database_certificate_file,
+            self.database_key_file,
+            _told(self.database_key_password),
+        )
+
+    def kafka_context(self) -> ssl.SSLContext | None:
+        """Return how to connect to Kafka by TLS; None unless that is asked for."""
+        if not self.kafka_security_protocol.endswith("SSL"):
+            return None
+        return tls.context(
+            self.kafka_ca_file,
+            self.kafka_certificate_file,
+            self.kafka_key_file,
+            _told(self.kafka_key_password),
+        )
+
     @model_validator(mode="after")
-    def _the_server_gives_up_first(self) -> Self:
+    def _belongs_together(self) -> Self:
+        mistakes = [*self._of_time_outs(), *self._of_sasl()]
+        for server, is_asked_for, how in (
+            ("database", self.database_tls, "PIPELINE_DATABASE_TLS is not set"),
+            (
+                "kafka",
+                self.kafka_security_protocol.endswith("SSL"),
+                f"PIPELINE_KAFKA_SECURITY_PROTOCOL is {self.kafka_security_protocol}",
+            ),
+        ):
+            mistakes += self._of_files(server, how if not is_asked_for else None)
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def _of_sasl(self) -> Iterator[str]:
+        protocol = self.kafka_security_protocol
+        told = {
+            "PIPELINE_KAFKA_USER": self.kafka_user,
+            "PIPELINE_KAFKA_PASSWORD": _told(self.kafka_password),
+        }
+        for name, value in told.items():
+            if protocol.startswith("SASL") and not value:
+                yield f"{name} is not set: PIPELINE_KAFKA_SECURITY_PROTOCOL is {protocol}"
+            elif value and not protocol.startswith("SASL"):
+                yield (
+                    f"{name} is set, and would not be used: PIPELINE_KAFKA_SECURITY_PROTOCOL is"
+                    f" {protocol}"
+                )
+        if protocol == "SASL_PLAINTEXT" and self.kafka_sasl_mechanism == "PLAIN":
+            yield (
+                "PIPELINE_KAFKA_SASL_MECHANISM is PLAIN, which sends the password as it is: set"
+                " PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL"
+            )
+
+    def _of_files(self, server: str, unasked: str | None) -> Iterator[str]:
+        """Say what is wrong with the files for TLS, and why they are not used, if they are not."""
+        prefix = f"PIPELINE_{server.upper()}"
+        parts = ("ca_file", "certificate_file", "key_file", "key_password")
+        ca, certificate, key, password = (getattr(self, f"{server}_{part}") for part in parts)
+        for part, value in zip(parts, (ca, certificate, key, password), strict=True):
+            if unasked and value:
+                yield f"{prefix}_{part.upper()} is set, and would not be used: {unasked}"
+        if bool(certificate) != bool(key):
+            missing, other = ("KEY", "CERTIFICATE") if certificate else ("CERTIFICATE", "KEY")
+            yield f"{prefix}_{missing}_FILE is not set, and {prefix}_{other}_FILE is"
+        elif password and not key:
+            yield f"{prefix}_KEY_PASSWORD is set, and {prefix}_KEY_FILE is not"
+        if not unasked:
+            try:
+                tls.context(ca, certificate, key, _told(password))
+            except tls.Unusable as error:
+                yield f"{prefix}_…_FILE: {error}"
+
+    def _of_time_outs(self) -> Iterator[str]:
         # A stopped process must not hold locks after the group has given its partitions away.
         if not self.lock_timeout < self.transaction_timeout < self.kafka_session_timeout:
-            raise ValueError(
+            yield (
                 "lock_timeout < transaction_timeout < kafka_session_timeout must hold; they are"
                 f" {self.lock_timeout}, {self.transaction_timeout} and"
                 f" {self.kafka_session_timeout} seconds"
             )
         if not self.transaction_timeout < self.backlog_lease:
-            raise ValueError(
+            yield (
                 "transaction_timeout < backlog_lease must hold; they are"
                 f" {self.transaction_timeout} and {self.backlog_lease} seconds"
             )
-        return self
+
+
+def _told(secret: SecretStr | None) -> str | None:
+    return secret.get_secret_value() if secret else None

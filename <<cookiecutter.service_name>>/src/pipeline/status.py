@@ -149,7 +149,7 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
     ):
         await _unless_unknown(found, part, question)
     try:
-        described = await topics.describe(settings.kafka_bootstrap_servers, service.handlers.topics)
+        described = await topics.describe(settings, service.handlers.topics)
     except (KafkaError, OSError, TimeoutError) as error:
         found.unknown["topics"] = f"{settings.kafka}: {named(error)}"
     else:

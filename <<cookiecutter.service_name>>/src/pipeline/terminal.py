@@ -56,7 +56,7 @@ def read_settings() -> Settings:
 def _mistakes(error: ValidationError) -> Iterator[str]:
     for mistake in error.errors(include_url=False, include_input=False):
         name = "_".join(str(part) for part in mistake["loc"]).upper()
-        text = mistake["msg"].removeprefix("Value error, ")
+        text = mistake["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
         if mistake["type"] == "missing":
             text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
         yield f"{f'{PREFIX}{name}: ' if name else ''}{text}"

@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from . import clients
+from .settings import Settings
 
 _ANSWER_SECONDS = 5.0
 
@@ -23,22 +26,21 @@ class Topic:
     configs: Mapping[str, str]
 
 
-async def describe(bootstrap_servers: str, names: Iterable[str]) -> dict[str, Topic]:
+async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]:
     """Return those of the topics that exist; creates none.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
     """
     async with asyncio.timeout(2 * _ANSWER_SECONDS):
-        return await _describe(bootstrap_servers, set(names))
+        return await _describe(settings, set(names))
 
 
-async def _describe(bootstrap_servers: str, names: set[str]) -> dict[str, Topic]:
-    milliseconds = round(_ANSWER_SECONDS * 1_000)
+async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
     admin = AIOKafkaAdminClient(
-        bootstrap_servers=bootstrap_servers, request_timeout_ms=milliseconds
+        **clients.way(settings), request_timeout_ms=round(_ANSWER_SECONDS * 1_000)
     )
     try:
-        await admin.start()
+        await clients.start(admin)
         # First: a broker may create a topic of which it is asked.
         there = sorted(names.intersection(await admin.list_topics()))
         if not there:
@@ -54,13 +56,9 @@ async def _describe(bootstrap_servers: str, names: set[str]) -> dict[str, Topic]
         for one in described
         for part in one["partitions"]
     ]
-    client = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, request_timeout_ms=milliseconds)
-    try:
-        await client.start()
+    async with clients.asking(settings) as client:
         first = await client.beginning_offsets(partitions)
         end = await client.end_offsets(partitions)
-    finally:
-        await client.stop()
     configs = {
         name: {entry[0]: entry[1] for entry in entries}
         for answer in answers

@@ -41,7 +41,7 @@ from .pooler import POOLED, pooling
 PATIENCE = 30.0
 """Seconds that a test waits for what must happen."""
 
-PAST_ANY_POOLER = ("clients", "crash_matrix", "nasty_records", "outages", "restore")
+PAST_ANY_POOLER = ("clients", "crash_matrix", "nasty_records", "outages", "restore", "tls")
 """Tests that speak to servers of their own, or to none: behind a pooler they would be the same."""
 collect_ignore = [f"test_{name}.py" for name in PAST_ANY_POOLER] if POOLED else []
 
@@ -106,14 +106,19 @@ def template(server_url: str) -> Iterator[str]:
 
 def build(url: str) -> None:
     """Make the engine's and the bank's tables in an empty database."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPELINE_DATABASE_URL", url)
+        upgrade()
+    asyncio.run(_furnish(url))
+
+
+def upgrade() -> None:
+    """Migrate the engine's tables, in the database that the environment names."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("alembic")))
     config.set_main_option("version_locations", "pipeline:migrations/versions")
     config.set_main_option("path_separator", "newline")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIPELINE_DATABASE_URL", url)
-        command.upgrade(config, "heads")
-    asyncio.run(_furnish(url))
+    command.upgrade(config, "heads")
 
 
 @contextmanager

@@ -63,8 +63,8 @@ class Pooler:
 
 
 @contextmanager
-def pooling(server_url: str) -> Iterator[Pooler]:
-    """Run PgBouncer before the server."""
+def pooling(server_url: str, settings: str = "") -> Iterator[Pooler]:
+    """Run PgBouncer before the server; of what the settings repeat, theirs is what counts."""
     program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         pytest.exit("install PgBouncer (Debian: apt-get install pgbouncer)", returncode=2)
@@ -77,7 +77,8 @@ def pooling(server_url: str) -> Iterator[Pooler]:
         folder.chmod(0o755)
         users, config, log = (folder / one for one in ("users.txt", "pgbouncer.ini", "log"))
         users.write_text(f'"{server.username}" "{server.password}"\n')
-        config.write_text(_INI.format(host=server.host, port=server.port, own=port, users=users))
+        common = _INI.format(host=server.host, port=server.port, own=port, users=users)
+        config.write_text(common + settings)
         # It refuses to run as root.
         user = ["-u", "nobody"] if os.geteuid() == 0 else []
         with log.open("wb") as output:

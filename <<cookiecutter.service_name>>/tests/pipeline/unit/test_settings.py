@@ -1,5 +1,9 @@
 """Settings: where they come from, what is refused, and that secrets stay so."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -147,3 +151,122 @@ def test_a_database_url_may_leave_out_where(
 ) -> None:
     monkeypatch.setenv("PIPELINE_DATABASE_URL", url)
     assert Settings().postgresql == named
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Return a folder with a certificate, its locked key, another key, and what is neither."""
+    for name, locked in (("own", ["-passout", "pass:hunter2"]), ("other", ["-noenc"])):
+        made = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
+        kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+        subprocess.run(
+            ["openssl", "req", "-x509", *kind, *locked, *made],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+    (tmp_path / "rubbish.pem").write_text("hunter2")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mistakes"),
+    [
+        ({"KAFKA_SECURITY_PROTOCOL": "SASL_SSL"}, ["KAFKA_USER is not set", "KAFKA_PASSWORD is"]),
+        ({"KAFKA_USER": "u", "KAFKA_PASSWORD": "hunter2"}, ["USER is set, and", "PASSWORD is set"]),
+        (
+            {
+                "KAFKA_SECURITY_PROTOCOL": "SASL_PLAINTEXT",
+                "KAFKA_SASL_MECHANISM": "PLAIN",
+                "KAFKA_USER": "u",
+                "KAFKA_PASSWORD": "hunter2",
+            },
+            ["PLAIN, which sends the password as it is"],
+        ),
+        (
+            {"KAFKA_CA_FILE": "own.pem", "DATABASE_CA_FILE": "own.pem", "BACKLOG_LEASE": "3"},
+            ["KAFKA_CA_FILE is set, and", "DATABASE_TLS is not set", "< backlog_lease must hold"],
+        ),
+        (
+            {"DATABASE_TLS": "1", "DATABASE_CA_FILE": "none.pem"},
+            ["none.pem can't be read: No such"],
+        ),
+        ({"DATABASE_TLS": "1", "DATABASE_CA_FILE": "rubbish.pem"}, ["rubbish.pem holds no cert"]),
+        (
+            {"DATABASE_TLS": "1", "DATABASE_CERTIFICATE_FILE": "own.pem"},
+            ["DATABASE_KEY_FILE is not set, and"],
+        ),
+        (
+            {"DATABASE_TLS": "1", "DATABASE_KEY_PASSWORD": "hunter2"},
+            ["KEY_PASSWORD is set, and PIPELINE_DATABASE_KEY_FILE is not"],
+        ),
+        *(
+            (
+                {
+                    "KAFKA_SECURITY_PROTOCOL": "SSL",
+                    "KAFKA_CERTIFICATE_FILE": "own.pem",
+                    "KAFKA_KEY_FILE": key,
+                    **password,
+                },
+                [f"own.pem and .*{key} are not a certificate and its key"],
+            )
+            for key, password in (
+                ("own.key", {}),
+                ("own.key", {"KAFKA_KEY_PASSWORD": "wrong"}),
+                ("other.key", {}),
+                ("rubbish.pem", {}),
+            )
+        ),
+    ],
+)
+def test_settings_for_tls_and_sasl_that_do_not_go_together_are_all_told(
+    monkeypatch: pytest.MonkeyPatch, files: Path, chosen: dict[str, str], mistakes: list[str]
+) -> None:
+    for name, value in chosen.items():
+        is_file = name.endswith("_FILE")
+        monkeypatch.setenv(f"PIPELINE_{name}", str(files / value) if is_file else value)
+    with pytest.raises(ValidationError) as errors:
+        Settings()
+    text = str(errors.value)
+    for mistake in mistakes:
+        assert re.search(mistake, text), text
+    assert "hunter2" not in text
+
+
+def test_a_locked_key_is_opened_by_its_password(
+    monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
+    for server in "KAFKA", "DATABASE":
+        monkeypatch.setenv(f"PIPELINE_{server}_CERTIFICATE_FILE", str(files / "own.pem"))
+        monkeypatch.setenv(f"PIPELINE_{server}_KEY_FILE", str(files / "own.key"))
+        monkeypatch.setenv(f"PIPELINE_{server}_KEY_PASSWORD", "hunter2")
+    monkeypatch.setenv("PIPELINE_KAFKA_SECURITY_PROTOCOL", "SSL")
+    monkeypatch.setenv("PIPELINE_DATABASE_TLS", "yes")
+    settings = Settings()
+    assert settings.kafka_context()
+    assert settings.database_context()
+    assert "hunter2" not in repr(settings)
+
+
+def test_without_a_word_nothing_is_asked_of_the_servers() -> None:
+    settings = Settings()
+    assert settings.kafka_security_protocol == "PLAINTEXT"
+    assert settings.kafka_context() is settings.database_context() is None
+
+
+@pytest.mark.parametrize("query", ["ssl=require", "sslmode=verify-full&sslrootcert=ca.pem"])
+def test_tls_is_not_told_in_the_url(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", f"{URL}?{query}")
+    with pytest.raises(ValidationError, match=r"leave ssl.* out: PIPELINE_DATABASE_TLS"):
+        Settings()
+
+
+def test_the_page_on_security_names_every_setting_of_it_and_no_other() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text("utf-8")
+    named = {name.lower() for name in re.findall(r"PIPELINE_(\w+)", page)}
+    secured = re.compile(
+        r"database_(tls|ca_file|certificate_file|key_\w+)"
+        r"|kafka_(security_protocol|sasl_mechanism|user|password|ca_file|certificate_file|key_\w+)"
+    )
+    ours = {name for name in Settings.model_fields if secured.fullmatch(name)}
+    assert ours <= named <= set(Settings.model_fields)
