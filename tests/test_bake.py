@@ -119,6 +119,13 @@ def test_the_engine_is_copied_byte_for_byte(default_project: BakedProject) -> No
     }
 
 
+def test_alerts_are_on_the_services_own_job(unusual: BakedProject) -> None:
+    rules = unusual.read("deploy/prometheus/alerts.yaml")
+
+    assert set(re.findall(r'job="([^"]*)"', rules)) == {"z9-a-1"}
+    assert [group["name"] for group in yaml.safe_load(rules)["groups"]] == ["z9-a-1"]
+
+
 def test_answers_and_template_version_are_kept(unusual: BakedProject) -> None:
     version = json.loads((RAW.parent / "cookiecutter.json").read_text("utf-8"))["_template_version"]
 

@@ -66,7 +66,15 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
 ) -> None:
     project = template.bake(output, object_store=object_store)
     guides = {name for name in project.files() if name.startswith("docs/")}
-    names = {"handling-errors", "operating-errors", "outside", "protocol", "security", "time"}
+    names = {
+        "handling-errors",
+        "operating-errors",
+        "outside",
+        "protocol",
+        "runbook",
+        "security",
+        "time",
+    }
     if object_store == "yes":
         names |= {"archive", "claims"}
     assert guides == {f"docs/{name}.md" for name in names}

@@ -260,12 +260,18 @@ class Lanes:
 
     async def _count(self) -> None:
         """Tell now and then what the backlog holds. To count it takes long where that is much."""
+        told: set[str] = set()
         while not self._stopping.is_set():
             begun = monotonic()
             try:
                 async with asyncio.timeout(_COUNT_SECONDS), autocommitting(self._engine) as driver:
-                    for row in await backlog.count(driver):
-                        telemetry.observe_backlog(*row)
+                    rows = await backlog.count(driver)
+                # Whose last row is gone has none here, and would seem to have it for ever.
+                for consumer in told - {consumer for consumer, *_ in rows}:
+                    telemetry.observe_backlog(consumer, 0, 0, 0.0)
+                for row in rows:
+                    telemetry.observe_backlog(*row)
+                told |= {consumer for consumer, *_ in rows}
             except Exception as error:
                 log.debug("backlog: not counted: %s", named(error))
             rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))

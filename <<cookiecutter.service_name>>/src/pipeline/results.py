@@ -58,7 +58,7 @@ class Results:
             if fate.is_judged:
                 _log_fate(item, fate)
         for item, error in self.impostors:
-            count(item, "dead")
+            count(item, "mismatch")
             _log_fate(item, dead(item.handler.policy, "identity mismatch", error))
         for consumer, record, fate in self.unread:
             counts[record.topic, consumer, "dead" if fate.is_dead else "parked"] += 1

@@ -264,7 +264,9 @@ def _parse(traceparent: str) -> trace.SpanContext | None:
 
 
 def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
-    """Count messages; `outcome` is `new`, `duplicate`, `skipped`, `parked` or `dead`."""
+    """Count messages; `outcome` is `new`, `duplicate`, `stale`, `skipped`, `parked`, `dead`,
+    `mismatch` (dead, for its id came before with another payload) or `stuck`.
+    """
     attributes = {
         names.MESSAGING_DESTINATION_NAME: topic,
         names.MESSAGING_CONSUMER_GROUP_NAME: group,

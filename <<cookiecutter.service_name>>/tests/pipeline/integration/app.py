@@ -13,7 +13,7 @@ from uuid import uuid4
 import asyncpg
 from pydantic import field_validator
 
-from pipeline import Call, Event, Policy, Transaction
+from pipeline import Call, Event, Policy, Transaction, lanes
 from pipeline.commands import command_line
 from pipeline.references import Claims, Kept, Reference
 from pipeline.settings import Settings
@@ -151,6 +151,9 @@ async def strike(event: Struck, tx: Transaction) -> None:
             await asyncio.sleep(60)
     os.kill(os.getpid(), signal.SIGKILL)
 
+
+if "BANK_COUNTS" in os.environ:
+    lanes._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
 
 if __name__ == "__main__":
     command_line(replace(bank.service, claims=opened))()

@@ -404,7 +404,7 @@ async def test_who_waited_for_a_transaction_that_set_its_event_aside_finds_it_in
     await asyncio.gather(one, other)
     assert await histories(db) == {"bob": [2]}
     assert outcomes["parked"] == 2, "the first event, and the later one of its key"
-    assert (outcomes["duplicate"], outcomes["dead"]) == ((1, 0) if amount == 1 else (0, 1))
+    assert (outcomes["duplicate"], outcomes["mismatch"]) == ((1, 0) if amount == 1 else (0, 1))
     await first.make_due()
     await first.work_off()
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}

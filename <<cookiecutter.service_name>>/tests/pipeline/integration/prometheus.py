@@ -1,0 +1,97 @@
+"""What Prometheus makes of the service's metrics: its own tool judges, by the service's rules."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from .processes import ROOT
+
+RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
+TEXT = RULES.read_text("utf-8")
+ALERTS = re.findall(r"- alert: (\w+)", TEXT)
+JOB = re.findall(r'job="([^"]+)"', TEXT)[0]
+_NO_GO = 3
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def promtool() -> Path:
+    """Return Prometheus' own tool; skips the test where a person has nothing to build it with."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "dev" / "promtool.py"], stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode == _NO_GO and not os.environ.get("CI"):
+        pytest.skip("neither promtool nor Go, which builds it, is on PATH")
+    assert done.returncode == 0
+    return Path(done.stdout.strip())
+
+
+def series(scrape: str) -> Series:
+    """Return the samples of a scrape, as Prometheus stores them for the service's job."""
+    return {
+        (one.name, tuple(sorted((one.labels | {"job": JOB}).items()))): one.value
+        for family in text_string_to_metric_families(scrape)
+        for one in family.samples
+        if one.name.startswith("pipeline_")
+    }
+
+
+def check(
+    folder: Path, scrapes: Sequence[str], *, firing: Iterable[str] = (), quiet: Iterable[str] = ()
+) -> None:
+    """Check what fires if the last scrape stays as it is for a while, after the others.
+
+    Each of the others lasts for ten minutes, the last one longer than any of these alerts waits.
+    """
+    (folder / RULES.name).write_text(TEXT, "utf-8")
+    found = [series(one) for one in scrapes]
+    lasting = [10] * (len(found) - 1) + [40]
+    values = {
+        one: " ".join(
+            f"{each[one]:f}x{times - 1}" if one in each else f"_x{times}"
+            for each, times in zip(found, lasting, strict=True)
+        )
+        for one in {one for each in found for one in each}
+    }
+    expected = [(name, 1) for name in firing] + [(name, 0) for name in quiet]
+    test = {
+        "rule_files": [RULES.name],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {
+                        "series": name
+                        + "{"
+                        + ",".join(f"{key}={json.dumps(value)}" for key, value in labels)
+                        + "}",
+                        "values": written,
+                    }
+                    for (name, labels), written in values.items()
+                ],
+                "promql_expr_test": [
+                    {
+                        "expr": f'(count(ALERTS{{alertname="{name}",alertstate="firing"}})'
+                        " or vector(0)) > bool 0",
+                        "eval_time": f"{sum(lasting) - 1}m",
+                        "exp_samples": [{"labels": "{}", "value": value}],
+                    }
+                    for name, value in expected
+                ],
+            }
+        ],
+    }
+    path = folder / "rehearsal.yaml"
+    path.write_text(json.dumps(test), "utf-8")
+    done = subprocess.run(
+        [promtool(), "test", "rules", path], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

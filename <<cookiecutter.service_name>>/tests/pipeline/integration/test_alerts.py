@@ -1,0 +1,336 @@
+"""The alerts on a service that runs: each is brought about, and ended as the runbook says."""
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import asyncpg
+import pytest
+import typer
+from aiokafka import AIOKafkaProducer
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from pipeline.commands import command_line
+from pipeline.schema import SHARDS
+
+from .bank import Bank, Deposit
+from .conftest import Command, eventually
+from .outgoing import create_topic, event, stage
+from .processes import ROOT, Process, Start, starting
+from .prometheus import ALERTS, TEXT, check, promtool, series
+
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
+SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
+SEEN_SOON = {"housekeeping_interval": 0.2, "relay_lease": 1, "unsent_pause": 0.1}
+
+
+@pytest.fixture
+async def start(
+    bank: Bank,
+    database_url: str,
+    kafka: str,
+    unused_tcp_port_factory: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Start]:
+    """Start processes of the bank that tell of everything at once."""
+    monkeypatch.setenv("BANK_COUNTS", "0.1")
+    async with starting(
+        bank,
+        unused_tcp_port_factory,
+        database_url=database_url,
+        kafka_bootstrap_servers=kafka,
+        kafka_session_timeout=6,
+        transaction_timeout=5,
+        lock_timeout=2,
+        **SEEN_SOON,
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+def command(bank: Bank, commands: Callable[[typer.Typer], Command]) -> Command:
+    """Call `service …` of this bank."""
+    return commands(app(bank))
+
+
+def app(bank: Bank) -> typer.Typer:
+    """Return the command line of this bank."""
+    found = command_line(bank.service)
+    assert isinstance(found, typer.Typer)
+    return found
+
+
+async def scraped(process: Process) -> str:
+    """Return what Prometheus gets of it."""
+    return (await process.get("/metrics"))[1]
+
+
+async def tells(process: Process, name: str, value: Callable[[float], bool], **labels: str) -> str:
+    """Wait until all of these series have such a value, and there is one; returns the scrape."""
+    found = [""]
+
+    async def seen() -> bool:
+        found[0] = await scraped(process)
+        values = [
+            number
+            for (each, having), number in series(found[0]).items()
+            if each == name and labels.items() <= dict(having).items()
+        ]
+        return bool(values) and all(map(value, values))
+
+    await eventually(seen)
+    return found[0]
+
+
+def positive(number: float) -> bool:
+    return number > 0
+
+
+def zero(number: float) -> bool:
+    return number == 0
+
+
+def test_each_alert_has_its_section_in_the_runbook() -> None:
+    assert list(SECTIONS) == ALERTS
+    links = re.findall(r"docs/runbook\.md#(\w+)", TEXT)
+    assert links == [name.lower() for name in ALERTS]
+    for name, section in SECTIONS.items():
+        assert re.findall(r"^\*\*(\w+):\*\*", section, re.MULTILINE) == ["Means", "Look", "Do"], (
+            name
+        )
+
+
+def test_the_commands_of_the_runbook_exist(bank: Bank) -> None:
+    def is_known(line: str) -> bool:
+        # Read to its end before the help is shown, and nothing is done.
+        return CliRunner().invoke(app(bank), [*shlex.split(line), "--help"]).exit_code == 0
+
+    lines = re.findall(r"^service (.+)$", RUNBOOK, re.MULTILINE)
+    assert len(lines) > 20
+    for line in lines:
+        assert is_known(line), line
+    assert not any(map(is_known, ["retention walk", "dead list --wating", "walk"]))
+
+
+def test_the_rules_know_how_many_shards_there_are() -> None:
+    (shards,) = re.findall(r"pipeline_relay_shards\{[^}]*\}\) < (\d+)", TEXT)
+    assert int(shards) == SHARDS
+
+
+def test_the_rules_pass_their_own_tests() -> None:
+    done = subprocess.run(
+        [promtool(), "test", "rules", "alerts_test.yaml"],
+        cwd=ROOT / "deploy" / "prometheus",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    tests = (ROOT / "deploy" / "prometheus" / "alerts_test.yaml").read_text("utf-8")
+    for name in ALERTS:
+        assert f"name: {name} fires\n" in tests
+        assert f"name: {name} stays quiet\n" in tests
+
+
+def queries() -> str:
+    """Return all that the rules and the dashboard ask."""
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text("utf-8"))
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    return "\n".join([*re.findall(r"expr: \|-\n(.*?)\n {8}\w", TEXT, re.DOTALL), *asked])
+
+
+async def test_a_service_exposes_every_metric_and_label_that_rules_and_dashboard_name(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, missing: str
+) -> None:
+    asked = queries()
+    named = set(re.findall(r"(\w+)\{", asked))
+    labels = {
+        (metric, label)
+        for metric, chosen in re.findall(r"(\w+)\{([^}]*)\}", asked)
+        for label in re.findall(r"(\w+)=", chosen)
+        if label not in ("job", "instance")
+    }
+    by = {
+        label
+        for group in re.findall(r"by \(([^)]*)\)", asked)
+        for label in group.replace(" ", "").split(",")
+    } - {"job", "instance", "le"}
+    process = await start("run", breaker_keys=2)
+    for deposit in (Deposit(1), Deposit(1), Deposit(2, id="1"), Deposit(3, type="unheard")):
+        await deposit.send(producer, bank.deposits)
+    await eventually(lambda: db.fetchval("SELECT count(*) = 1 FROM pipeline.backlog"))
+    await Deposit(7, account="early", failures=1).send(producer, bank.deposits)  # the backlog's
+    await eventually(lambda: db.fetchval("SELECT count(*) = 2 FROM pipeline.inbox"))
+    await db.execute(
+        "UPDATE pipeline.inbox_generation SET since = clock_timestamp() - interval '1 day'"
+    )
+    await stage(db, [event(missing, 1)])
+    for amount in range(10, 16):
+        await Deposit(amount, account=f"{amount}", failures=99).send(producer, bank.deposits)
+    await tells(process, "pipeline_breaker_open", positive)
+    await db.execute("ALTER TABLE pipeline.retention_lease RENAME TO elsewhere")
+    await tells(process, "pipeline_retention_failures_total", positive)
+    await tells(process, "pipeline_backlog_dead", positive)  # it is counted now and then only
+
+    scrape = text_string_to_metric_families(await scraped(process))
+    samples = [one for family in scrape for one in family.samples]
+    assert named <= {one.name for one in samples}
+    assert len(named) > 15
+    for metric, label in labels:
+        assert any(label in one.labels for one in samples if one.name == metric), (metric, label)
+    assert by <= {label for one in samples for label in one.labels}
+
+
+async def test_dead_letters_alert_until_they_are_redriven(
+    start: Start,
+    command: Command,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    tmp_path: Path,
+) -> None:
+    process = await start("run")
+    await Deposit(1, failures=4).send(producer, bank.deposits)
+    fires = await tells(process, "pipeline_backlog_dead", positive)
+    check(tmp_path, [fires], firing=["DeadLetters"], quiet=set(ALERTS) - {"DeadLetters"})
+    assert "attempts used up" in (await command("dead", "list")).stdout
+    redriven = await command("dead", "redrive", "--reason", "attempts used up", "--yes")
+    assert redriven.exit_code == 0, redriven.output
+    # Its row is gone when it has taken effect, and is not told of as the last thing that was seen.
+    await tells(process, "pipeline_backlog_waiting", zero)
+    over = await tells(process, "pipeline_backlog_dead", zero)
+    check(tmp_path, [fires, over], quiet=ALERTS)
+
+
+async def test_an_id_with_another_payload_alerts(
+    start: Start, command: Command, bank: Bank, producer: AIOKafkaProducer, tmp_path: Path
+) -> None:
+    process = await start("run")
+    await Deposit(1).send(producer, bank.deposits)
+    await Deposit(2, id="1").send(producer, bank.deposits)
+    await Deposit(3, id="3").send(producer, bank.deposits)
+    fires = await tells(process, "pipeline_backlog_dead", positive)
+    check(tmp_path, ["", fires], firing=["HashMismatch"])
+    found = (await command("dead", "list", "--reason", "identity mismatch")).stdout
+    assert "identity mismatch" in found
+    letter = found.split()[0]
+    assert "mismatch" in (await command("dead", "show", letter)).stdout
+    assert "1" in (await command("inbox", "show", "1")).stdout
+    done = await command("dead", "discard", letter, "--because", "sent again as 3", "--yes")
+    assert done.exit_code == 0, done.output
+    over = await tells(process, "pipeline_backlog_dead", zero)
+    check(tmp_path, [fires, fires, over], quiet=["DeadLetters"])
+
+
+async def test_shards_without_a_relay_alert_until_one_runs(start: Start, tmp_path: Path) -> None:
+    consumer = await start("consume")
+    await eventually(consumer.is_ready)
+    nobody = await scraped(consumer)
+    check(tmp_path, [nobody], firing=["NoRelayOwner"])
+    relay = await start("relay")
+    owned = await tells(relay, "pipeline_relay_shards", lambda shards: shards == SHARDS)
+    check(tmp_path, [nobody, owned], quiet=ALERTS)
+    await relay.kill()
+    check(tmp_path, [owned, await scraped(consumer)], firing=["NoRelayOwner"])
+
+
+async def test_events_that_kafka_refuses_alert_until_their_topic_is_there(
+    start: Start,
+    command: Command,
+    db: asyncpg.Connection,
+    tmp_path: Path,
+    kafka: str,
+    missing: str,
+) -> None:
+    process = await start("run")
+    await stage(db, [event(missing, 1)])
+    waits = {"pipeline_outcome": "waiting"}
+    fires = await tells(process, "pipeline_outbox_unsent", positive, **waits)
+    check(tmp_path, [fires], firing=["EventsUnsent"], quiet=["DeadEvents"])
+    found = await command("dead", "events", "list", "--waiting", "--summary")
+    assert "topic missing" in found.stdout
+    await create_topic(kafka, missing)
+    over = await tells(process, "pipeline_outbox_unsent", zero, **waits)
+    check(tmp_path, [fires, over], quiet=ALERTS)
+
+
+async def test_rounds_of_retention_that_fail_alert(
+    start: Start, command: Command, db: asyncpg.Connection, tmp_path: Path
+) -> None:
+    process = await start("run")
+    before = await tells(process, "pipeline_retention_held", zero)
+    await db.execute("ALTER TABLE pipeline.retention_lease RENAME TO elsewhere")
+    fires = await tells(process, "pipeline_retention_failures_total", positive)
+    check(tmp_path, [before, fires], firing=["RetentionFailing"])
+    assert (await command("retention", "run")).exit_code != 0
+    await db.execute("ALTER TABLE pipeline.elsewhere RENAME TO retention_lease")
+    done = await command("retention", "run")
+    assert done.exit_code == 0, done.output
+
+
+async def test_a_consumer_that_fails_for_whatever_comes_alerts_until_it_succeeds(
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    tmp_path: Path,
+) -> None:
+    process = await start("run", breaker_keys=2, retry_pause=0.2)
+    await db.execute("ALTER TABLE account RENAME TO elsewhere")
+    for amount in range(6):
+        await Deposit(amount, account=f"{amount}").send(producer, bank.deposits)
+    await tells(process, "pipeline_breaker_open", positive)
+    fires = await tells(process, "pipeline_partitions_stuck", positive)
+    check(tmp_path, [fires], firing=["BreakerOpen", "PartitionStuck"])
+    reasons = await process.reasons()
+    assert "breaker of deposit" in reasons
+    await db.execute("ALTER TABLE elsewhere RENAME TO account")
+    await tells(process, "pipeline_breaker_open", zero)
+    over = await tells(process, "pipeline_partitions_stuck", zero)
+    check(tmp_path, [fires, over], quiet=["BreakerOpen", "PartitionStuck"])
+    await eventually(lambda: db.fetchval("SELECT count(*) = 6 FROM account"))
+
+
+async def test_events_that_are_dead_alert_until_they_are_redriven(
+    start: Start,
+    command: Command,
+    db: asyncpg.Connection,
+    tmp_path: Path,
+    kafka: str,
+    missing: str,
+) -> None:
+    process = await start("run", unsent_age=1)
+    await stage(db, [event(missing, 1)])
+    dead = {"pipeline_outcome": "dead"}
+    fires = await tells(process, "pipeline_outbox_unsent", positive, **dead)
+    check(tmp_path, [fires], firing=["DeadEvents"], quiet=["EventsUnsent"])
+    assert "topic missing" in (await command("dead", "events", "list", "--summary")).stdout
+    await create_topic(kafka, missing)
+    done = await command("dead", "events", "redrive", "--reason", "topic missing", "--yes")
+    assert done.exit_code == 0, done.output
+    over = await tells(process, "pipeline_outbox_unsent", zero)
+    check(tmp_path, [fires, over], quiet=ALERTS)
+
+
+async def test_too_few_days_ahead_and_too_short_a_memory_alert(
+    start: Start, db: asyncpg.Connection, tmp_path: Path
+) -> None:
+    async def remember(days: int) -> None:
+        await db.execute(
+            "UPDATE pipeline.inbox_generation"
+            " SET since = clock_timestamp() - make_interval(days => $1)",
+            days,
+        )
+
+    await remember(1)
+    process = await start("run", outbox_days_ahead=1)
+    fires = await tells(process, "pipeline_inbox_horizon_seconds", positive)
+    check(tmp_path, [fires], firing=["NoPartitionAhead", "MemoryHorizon"])
+    await process.kill()
+    await remember(8)
+    process = await start("run")
+    await tells(process, "pipeline_relay_shards", lambda shards: shards == SHARDS)
+    over = await tells(process, "pipeline_inbox_horizon_seconds", positive)
+    check(tmp_path, [over], quiet=ALERTS)
