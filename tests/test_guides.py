@@ -67,6 +67,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     project = template.bake(output, object_store=object_store)
     guides = {name for name in project.files() if name.startswith("docs/")}
     names = {
+        "deploying",
         "handling-errors",
         "operating-errors",
         "outside",

@@ -1,0 +1,519 @@
+"""How a generated service is deployed: the image's own steps, and the manifests against schemas."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import asyncpg  # type: ignore[import-untyped]
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from tests.baked import RAW, BakedProject
+
+DOCKERFILE = "deploy/Dockerfile"
+KUBERNETES = "1.34"
+BIN = Path(sys.prefix) / "bin"
+URL = "PIPELINE_DATABASE_URL"
+WRITABLE = 'mount --bind "$0" /opt && cd "$1" && exec bash -euc "$2"'
+READ_ONLY = """
+mount --bind "$0" /opt && mount -o remount,bind,ro /opt && mount -o remount,bind,ro / || exit
+if mountpoint -q /tmp; then mount -o remount,bind,ro /tmp || exit; fi
+cd "$1" && user=${2%:*} group=${2#*:} && shift 2
+exec unshare --user --map-user="$user" --map-group="$group" "$@"
+"""
+"""As Kubernetes has it: another user without capabilities, and nothing to write to."""
+
+
+@dataclass
+class Stage:
+    """What a Dockerfile has said between one FROM and the next."""
+
+    files: Path
+    """What lies in the stage's /opt."""
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: str = "/"
+    words: dict[str, str] = field(default_factory=dict)
+    """Instructions that only say something, such as CMD."""
+
+
+@dataclass
+class Image:
+    """What the Dockerfile of a service makes, by its own steps, without Docker.
+
+    Everything of ours is below /opt, which is a folder of the test in the namespace of mounts in
+    which a step runs. The base image is this machine with an environment of Python.
+    """
+
+    context: Path
+    home: Path
+    stages: dict[str, Stage] = field(default_factory=dict)
+
+    def build(self) -> None:
+        """Follow the steps. A step that fails fails the test, with what it said."""
+        subprocess.run([sys.executable, "-m", "venv", self.home / "python"], check=True)
+        text = (self.context / DOCKERFILE).read_text("utf-8")
+        text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+        for line in filter(str.strip, text.splitlines()):
+            word, _, rest = line.partition(" ")
+            self._follow(word, rest.strip())
+
+    def _follow(self, word: str, rest: str) -> None:
+        match word:
+            case "FROM":
+                name = rest.partition(" AS ")[2]
+                files = self.home / f"stage-{len(self.stages)}"
+                files.mkdir()
+                self.stages[name] = Stage(files, self._base())
+            case "ENV":
+                for name, value in re.findall(r"(\w+)=(\S+)", rest):
+                    known = self.last.environment["PATH"]
+                    self.last.environment[name] = value.replace("$PATH", known)
+            case "WORKDIR":
+                self.last.folder = rest
+                self.at(self.last, rest).mkdir(parents=True)
+            case "COPY":
+                self._copy(rest)
+            case "RUN":
+                command = ["bash", "-euc", WRITABLE, self.last.files, self.last.folder, rest]
+                self._in_namespace(command, self.last.environment)
+            case _:
+                self.last.words[word] = rest
+
+    def _base(self) -> dict[str, str]:
+        """Return what the base image says, and where packages come from on this machine."""
+        path = f"{self.home / 'python' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+        pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        return {"HOME": str(self.home / "nobody"), "PATH": path, **pip}
+
+    def _copy(self, rest: str) -> None:
+        source, target = rest.split(" ")[-2:]
+        to = self.at(self.last, target)
+        if stage := re.match(r"--from=(\w+) ", rest):
+            shutil.copytree(self.at(self.stages[stage[1]], source), to, symlinks=True)
+            return
+        # .dockerignore lets nothing through but what it names.
+        rules = (self.context / ".dockerignore").read_text("utf-8").splitlines()
+        assert "*" in rules
+        assert f"!{source}" in rules, f".dockerignore keeps {source} out"
+        if (self.context / source).is_dir():
+            ignore = shutil.ignore_patterns(*(r[3:] for r in rules if r.startswith("**/")))
+            shutil.copytree(self.context / source, to, ignore=ignore)
+        else:
+            shutil.copy(self.context / source, to)
+
+    @property
+    def last(self) -> Stage:
+        return list(self.stages.values())[-1]
+
+    def at(self, stage: Stage, path: str) -> Path:
+        """Return where a path of a stage is on this machine."""
+        return stage.files / (Path(stage.folder) / path).relative_to("/opt")
+
+    def _in_namespace(self, command: list[Any], environment: dict[str, str]) -> None:
+        done = subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--mount", *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{command[-1]}\n{done.stdout}{done.stderr}"
+
+    def command(self, *command: str) -> list[str]:
+        """Return the command line that runs something in the image, as it is run in production."""
+        namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+        stage = self.last
+        where = [str(stage.files), stage.folder, stage.words["USER"]]
+        return [*namespace, "bash", "-c", READ_ONLY, *where, *command]
+
+    def run(self, *command: str, **environment: str) -> str:
+        done = subprocess.run(
+            self.command(*command),
+            env=self.last.environment | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def image(default_project: BakedProject) -> Iterator[Image]:
+    """The service's image."""
+    # Not in pytest's folder, whose path goes into every script of an environment and may be long.
+    with tempfile.TemporaryDirectory(prefix="image-") as folder:
+        made = Image(default_project.path, Path(folder))
+        made.build()
+        yield made
+
+
+@pytest.fixture
+async def settings(image: Image) -> dict[str, str]:
+    """The settings of an installation: a database of its own, and the brokers."""
+    name = f"deploy_{uuid.uuid4().hex[:8]}"
+    url = os.environ[URL]
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    await connection.execute(f"CREATE DATABASE {name}")
+    await connection.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {n: v for n, v in os.environ.items() if n == "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"}
+    return given | {URL: f"{url.rpartition('/')[0]}/{name}", "PIPELINE_HEALTH_PORT": str(port)}
+
+
+def test_nothing_in_the_image_can_be_written_and_nobody_is_root(image: Image) -> None:
+    tell = "id -u; grep CapEff /proc/self/status; touch /opt/app/x /tmp/x 2>&1 || true"
+    said = image.run("sh", "-c", tell)
+
+    assert said.startswith("10001\n")
+    assert re.search(r"CapEff:\s+0{16}\n", said)
+    assert said.count("Read-only file system") == 2
+
+
+def test_the_image_holds_the_service_and_no_more(
+    image: Image, default_project: BakedProject
+) -> None:
+    held = {path.name for path in (image.last.files / "app").iterdir()}
+    [source] = (image.last.files / "service" / "lib").glob("python*/site-packages/pipeline")
+
+    assert held == {"alembic.ini", "migrations"}
+    assert {path.name for path in image.last.files.iterdir()} == {"app", "service"}
+    assert (source / "runtime.py").read_text("utf-8") == default_project.read(
+        "src/pipeline/runtime.py"
+    )
+    assert "Usage: service" in image.run("service", "--help")
+
+
+def test_the_image_migrates_serves_is_found_healthy_and_stops_in_order(
+    image: Image, settings: dict[str, str]
+) -> None:
+    words = image.last.words
+    entry, default = json.loads(words["ENTRYPOINT"]), json.loads(words["CMD"])
+    check = json.loads(words["HEALTHCHECK"].partition(" CMD ")[2])
+    image.run(*entry, "migrate", **settings)
+    image.run(*entry, "topics", "create", **settings)
+    process = subprocess.Popen(
+        image.command(*entry, *default),
+        env=image.last.environment | settings,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _wait_until_ready(int(settings["PIPELINE_HEALTH_PORT"]))
+        image.run(*check, **settings)
+        process.send_signal(signal.Signals[words["STOPSIGNAL"]])
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+
+    assert process.returncode == 0, said
+    assert "has stopped" in said
+    unhealthy = subprocess.run(
+        image.command(*check), env=image.last.environment | settings, capture_output=True
+    )
+    assert unhealthy.returncode == 1
+
+
+def _wait_until_ready(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with suppress(OSError, urllib.error.URLError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=5)
+            return
+        time.sleep(0.2)
+    pytest.fail("the image's command did not become ready")
+
+
+def test_the_dockerfile_passes_its_linter(default_project: BakedProject) -> None:
+    default_project.run(BIN / "hadolint", DOCKERFILE)
+
+
+def test_no_secret_is_written_into_the_image(default_project: BakedProject) -> None:
+    said = default_project.read(DOCKERFILE)
+
+    assert not re.search(r"password|secret=|token|DATABASE_URL", said, re.IGNORECASE)
+
+
+def built(project: BakedProject, folder: str) -> list[dict[str, Any]]:
+    """Return the objects that kustomize makes of a folder of manifests."""
+    tool = next(filter(None, map(shutil.which, ("kustomize", "kubectl"))), None)
+    if tool is None:
+        pytest.fail("install kustomize or kubectl, which is to build the manifests")
+    verb = "build" if tool.endswith("kustomize") else "kustomize"
+    return list(yaml.safe_load_all(project.run(tool, verb, folder)))
+
+
+@pytest.fixture(scope="module")
+def production(default_project: BakedProject) -> list[dict[str, Any]]:
+    """The objects of the overlay for production."""
+    return built(default_project, "deploy/kubernetes/production")
+
+
+def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the pod templates of deployments and jobs, by their names."""
+    return {
+        each["metadata"]["name"]: each["spec"]["template"]
+        for each in objects
+        if each["kind"] in ("Deployment", "Job")
+    }
+
+
+@pytest.mark.parametrize("folder", ["base", "production"])
+def test_the_manifests_fit_the_schemas_of_kubernetes(
+    default_project: BakedProject, folder: str
+) -> None:
+    objects = built(default_project, f"deploy/kubernetes/{folder}")
+
+    assert len(objects) == 8
+    for each in objects:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+def test_processes_have_longer_to_end_than_the_setting_gives_them(
+    production: list[dict[str, Any]],
+) -> None:
+    [grace] = re.findall(
+        r"shutdown_grace: Seconds = ([\d.]+)", (RAW / "src/pipeline/settings.py").read_text("utf-8")
+    )
+    [settings] = [each["data"] for each in production if each["kind"] == "ConfigMap"]
+    pods = workloads(production)
+
+    assert float(settings["PIPELINE_SHUTDOWN_GRACE"]) == float(grace)
+    for name in ("consumer", "relay"):
+        assert pods[name]["spec"]["terminationGracePeriodSeconds"] >= float(grace) + 10
+
+
+def test_every_container_goes_without_root_and_without_a_writable_file(
+    production: list[dict[str, Any]], image: Image
+) -> None:
+    user, group = map(int, image.last.words["USER"].split(":"))
+    for pod in workloads(production).values():
+        assert pod["spec"]["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": user,
+            "runAsGroup": group,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        [container] = pod["spec"]["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["limits"]["memory"]
+
+
+def test_secrets_are_named_and_never_written(production: list[dict[str, Any]]) -> None:
+    assert not [each for each in production if each["kind"] == "Secret"]
+    keys = {
+        name: {
+            e["name"]: e["valueFrom"]["secretKeyRef"]["key"]
+            for e in pod["spec"]["containers"][0]["env"]
+        }
+        for name, pod in workloads(production).items()
+    }
+
+    assert keys == {
+        "consumer": {URL: "url"},
+        "relay": {URL: "url"},
+        "migration": {URL: "migration-url"},
+    }
+
+
+def test_every_pod_is_selected_by_its_own_workload_alone(
+    production: list[dict[str, Any]], image: Image
+) -> None:
+    pods = workloads(production)
+    selected = {
+        (each["kind"], each["metadata"]["name"]): {
+            name
+            for name, pod in pods.items()
+            if _selector(each).items() <= pod["metadata"]["labels"].items()
+        }
+        for each in production
+        if each["kind"] in ("Deployment", "PodDisruptionBudget", "Service")
+    }
+
+    assert selected == {
+        **{
+            (kind, n): {n}
+            for kind in ("Deployment", "PodDisruptionBudget")
+            for n in ("consumer", "relay")
+        },
+        ("Service", "metrics"): {"consumer", "relay"},
+    }
+
+
+def _selector(each: dict[str, Any]) -> dict[str, str]:
+    selector = each["spec"]["selector"]
+    labels: dict[str, str] = selector.get("matchLabels", selector)
+    return labels
+
+
+def test_probes_ask_what_the_service_answers_on_the_port_of_the_image(
+    production: list[dict[str, Any]], image: Image
+) -> None:
+    port = int(image.last.words["EXPOSE"])
+    assert image.last.environment["PIPELINE_HEALTH_PORT"] == str(port)
+    for name in ("consumer", "relay"):
+        [container] = workloads(production)[name]["spec"]["containers"]
+        assert container["ports"] == [{"name": "health", "containerPort": port}]
+        asked = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness")}
+        assert asked == {
+            "liveness": {"path": "/health/live", "port": "health"},
+            "readiness": {"path": "/health/ready", "port": "health"},
+        }
+
+
+def test_settings_in_the_manifests_exist(production: list[dict[str, Any]]) -> None:
+    known = (RAW / "src/pipeline/settings.py").read_text("utf-8")
+    [settings] = [each["data"] for each in production if each["kind"] == "ConfigMap"]
+    for name in settings:
+        assert f"    {name.removeprefix('PIPELINE_').lower()}: " in known, name
+
+
+COMPOSE = ("deploy/compose.yaml", "deploy/compose.service.yaml")
+
+
+@pytest.fixture(scope="module")
+def together(default_project: BakedProject) -> dict[str, dict[str, Any]]:
+    """The services of both compose files, merged as far as they share keys."""
+    servers, ours = (yaml.safe_load(default_project.read(name))["services"] for name in COMPOSE)
+    merged: dict[str, dict[str, Any]] = servers | {n: servers.get(n, {}) | ours[n] for n in ours}
+    merged["kafka"]["environment"] = servers["kafka"]["environment"] | ours["kafka"]["environment"]
+    return merged
+
+
+def test_compose_brings_up_all_of_it(together: dict[str, dict[str, Any]]) -> None:
+    assert set(together) == {
+        *("postgres", "kafka", "migration", "topics", "consumer", "relay"),
+        *("collector", "prometheus", "grafana"),
+    }
+    for name, service in together.items():
+        assert re.search(r":v?\d+\.\d+", service["image"]), name
+        assert all(published.startswith("127.0.0.1:") for published in service.get("ports", []))
+        for other in service.get("depends_on", {}):
+            assert other in together
+
+
+def test_compose_mounts_files_that_exist(
+    default_project: BakedProject, together: dict[str, dict[str, Any]]
+) -> None:
+    mounted = [
+        volume.partition(":")[0]
+        for service in together.values()
+        for volume in service.get("volumes", [])
+        if volume.startswith("./")
+    ]
+
+    assert len(mounted) == 6
+    for path in mounted:
+        assert (default_project.path / "deploy" / path).exists(), path
+
+
+def test_the_rules_that_prometheus_reads_are_mounted(
+    default_project: BakedProject, together: dict[str, dict[str, Any]]
+) -> None:
+    config = yaml.safe_load(default_project.read("deploy/compose/prometheus.yaml"))
+    [scraped] = config["scrape_configs"]
+
+    assert "./prometheus:/etc/prometheus/rules:ro" in together["prometheus"]["volumes"]
+    for name in config["rule_files"]:
+        there = name.replace("rules/", "deploy/prometheus/", 1)
+        assert (default_project.path / there).exists(), there
+    for target in scraped["static_configs"][0]["targets"]:
+        assert target.partition(":")[0] in together
+
+
+def test_the_service_of_compose_reaches_the_listener_that_kafka_has_for_it(
+    together: dict[str, dict[str, Any]],
+) -> None:
+    kafka = together["kafka"]["environment"]
+    for name in ("migration", "topics", "consumer", "relay"):
+        service = together[name]
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        address = service["environment"]["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"]
+        assert f"INSIDE://{address}" in kafka["KAFKA_ADVERTISED_LISTENERS"].split(",")
+        assert f"INSIDE://:{address.partition(':')[2]}" in kafka["KAFKA_LISTENERS"].split(",")
+
+
+def test_compose_gives_processes_as_long_to_end_as_kubernetes(
+    together: dict[str, dict[str, Any]], production: list[dict[str, Any]]
+) -> None:
+    for name in ("consumer", "relay"):
+        grace = workloads(production)[name]["spec"]["terminationGracePeriodSeconds"]
+        assert together[name]["stop_grace_period"] == f"{grace}s"
+
+
+def test_both_files_for_ci_run_what_the_service_has(default_project: BakedProject) -> None:
+    github = default_project.read(".github/workflows/ci.yaml")
+    gitlab = default_project.read(".gitlab-ci.yml")
+
+    for said in (github, gitlab):
+        assert set(re.findall(r"make (\w+)", said)) == {"check", "test"}
+        assert re.search(r"pip install pip-audit==\d+\.\d+\.\d+\n", said)
+        assert "pip-audit --require-hashes --requirement requirements/base.txt\n" in said
+    for used in re.findall(r"uses: (.*)", github):
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", used)
+    [tag] = set(re.findall(r"python:(\d+\.\d+\.\d+)", gitlab + default_project.read(DOCKERFILE)))
+    assert f'python-version: "{tag.rpartition(".")[0]}"' in github
+
+
+PAGE = (RAW / "docs" / "deploying.md").read_text("utf-8")
+
+
+def test_the_release_that_the_page_describes_migrates_before_processes_change(
+    default_project: BakedProject, production: list[dict[str, Any]]
+) -> None:
+    release = PAGE.partition("\n## A release\n")[2].partition("```sh\n")[2].partition("```")[0]
+    build, _, first, wait, *_ = release.splitlines()
+    later = re.search(r"component notin \(([a-z,]+)\)", first)
+    assert later
+    deployed = [e["metadata"]["name"] for e in production if e["kind"] == "Deployment"]
+
+    assert sorted(later[1].split(",")) == sorted(deployed)
+    for each in production:
+        label = each["metadata"].get("labels", {}).get("app.kubernetes.io/component")
+        assert (label in deployed) == (each["kind"] == "Deployment")
+    assert "job/migration" in wait
+    assert built(default_project, build.split()[2]) == production
+
+
+def test_the_page_counts_connections_as_the_engine_does(image: Image) -> None:
+    count = (
+        "from pipeline.database import create_engine; from pipeline.settings import Settings;"
+        "print(create_engine(Settings(), name='').pool.size())"
+    )
+    url = "postgresql+asyncpg://a@b/c"
+    given = {URL: url, "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": "a:1"}
+    most = int(image.run("python", "-c", count, **given))
+
+    assert f": {most} by default" in PAGE
+    assert f"3 consumers and 2 relays take {5 * most} at most, and {7 * most} while" in PAGE
+
+
+def test_commands_of_the_page_are_shell_and_name_files_that_exist(
+    default_project: BakedProject,
+) -> None:
+    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
+        default_project.run("bash", "-n", "-c", block)
+    for name in re.findall(r"deploy/[\w./-]+[a-zA-Z]", PAGE):
+        assert (default_project.path / name).exists(), name
