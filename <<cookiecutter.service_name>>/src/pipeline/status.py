@@ -111,6 +111,10 @@ class Status:
     """What could not be told, and why."""
     readings: list[Reading] = field(default_factory=list)
     backlog: dict[str, Backlog] = field(default_factory=dict)
+    is_waiting_cut_off: bool = False
+    """Whether more wait than are counted, of whichever consumers."""
+    is_dead_cut_off: bool = False
+    """Whether more are dead than are counted, of whichever consumers."""
     outbox_events: int = 0
     """Events that are not published."""
     outbox_seconds: float = 0.0
@@ -188,12 +192,16 @@ class _Ask:
 
     async def backlog(self) -> None:
         backlog = {name: Backlog() for name in sorted(self.service.handlers.consumers)}
-        for row in await self.connection.fetch(_WAITING, AT_MOST + 1, timeout=_SECONDS):
+        waiting = await self.connection.fetch(_WAITING, AT_MOST + 1, timeout=_SECONDS)
+        for row in waiting:
             one = backlog.setdefault(row["consumer"], Backlog())
             one.waiting, one.oldest = row["count"], row["oldest"]
-        for row in await self.connection.fetch(_DEAD, AT_MOST + 1, timeout=_SECONDS):
+        dead = await self.connection.fetch(_DEAD, AT_MOST + 1, timeout=_SECONDS)
+        for row in dead:
             backlog.setdefault(row["consumer"], Backlog()).dead = row["count"]
         self.found.backlog = backlog
+        self.found.is_waiting_cut_off = sum(row["count"] for row in waiting) > AT_MOST
+        self.found.is_dead_cut_off = sum(row["count"] for row in dead) > AT_MOST
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await epoch.is_ours(self.connection)
@@ -257,11 +265,11 @@ def told(status: Status) -> list[str]:
     for one in status.readings:
         by_topic.setdefault(one.topic, []).append(one)
     lines += _some([_of_topic(topic, by_topic[topic], status.at) for topic in by_topic], 5)
-    lines += _some([_of_consumer(name, one) for name, one in status.backlog.items()], 5)
+    lines += _some([_of_consumer(status, name) for name in status.backlog], 5)
     for name, part, text in (
         ("outbox", "outbox", _of_outbox(status)),
         ("relays", "relays", _of_relays(status)),
-        ("refused", "unsent", _waiting_and_dead(status.unsent, status.unsent_dead)),
+        ("refused", "unsent", _of_unsent(status)),
         ("scheduled", "scheduled", _of_scheduled(status)),
         ("remembers", "memory", _of_memory(status)),
         ("ahead", "memory", f"partitions until {status.ahead_until}"),
@@ -293,13 +301,16 @@ def _of_topic(topic: str, readings: list[Reading], at: datetime) -> str:
     return _line("reads", f"{topic}  lag {sum(lags):,}{where}, {ago}")
 
 
-def _of_consumer(name: str, one: Backlog) -> str:
+def _of_consumer(status: Status, name: str) -> str:
+    one = status.backlog[name]
+    waiting = _number(one.waiting, is_cut_off=status.is_waiting_cut_off)
+    dead = _number(one.dead, is_cut_off=status.is_dead_cut_off)
     age = f", oldest {_span(one.oldest)}" if one.waiting else ""
-    return _line("backlog", f"{name or 'nobody'}  {_waiting_and_dead(one.waiting, one.dead)}{age}")
+    return _line("backlog", f"{name or 'nobody'}  {waiting} waiting, {dead} dead{age}")
 
 
-def _waiting_and_dead(waiting: int, dead: int) -> str:
-    return f"{_number(waiting)} waiting, {_number(dead)} dead"
+def _of_unsent(status: Status) -> str:
+    return f"{_number(status.unsent)} waiting, {_number(status.unsent_dead)} dead"
 
 
 def _of_scheduled(status: Status) -> str:
@@ -330,8 +341,8 @@ def _of_relays(status: Status) -> str:
     return f"{len(status.relays)} with {sum(status.relays.values())} shards{nobodys}"
 
 
-def _number(count: int) -> str:
-    return f"{AT_MOST:,}+" if count > AT_MOST else f"{count:,}"
+def _number(count: int, *, is_cut_off: bool = False) -> str:
+    return f"{min(count, AT_MOST):,}{'+' if is_cut_off or count > AT_MOST else ''}"
 
 
 def _span(seconds: float) -> str:

@@ -46,11 +46,6 @@ async def names(store: Store) -> list[str]:
     return sorted([name.removeprefix(FOLDER) async for name in store.names(FOLDER)])
 
 
-async def has_begun(store: Store, parts: int) -> bool:
-    """Whether so many parts of the old day are there."""
-    return len(await names(store)) >= parts
-
-
 async def found(service: Command, id: str) -> dict[str, Any]:
     """Return the one event that the archive has of this id."""
     done = await service("find", id)
@@ -203,21 +198,25 @@ async def test_a_store_that_goes_away_in_the_middle_is_not_asked_for_what_it_has
     await house.fill(1_000, payload=500)
     store = app.archive.open()
     assert store is not None
-    keeping = asyncio.create_task(house.keep())
-    await eventually(lambda: has_begun(store, 3))
-    door.shut()
-    assert [one.name for one in (await keeping).held] == [OLD]
-    door.go_on()
-    before = await names(store)
-    assert 3 <= len(before) < 11
-
     put: list[str] = []
 
     async def note(self: Store, name: str, content: bytes) -> None:
         put.append(name.removeprefix(FOLDER))
         await as_before(self, name, content)
 
+    async def note_three(self: Store, name: str, content: bytes) -> None:
+        if len(put) == 3:
+            door.shut()
+        await note(self, name, content)
+
     as_before = Store.put
+    monkeypatch.setattr(Store, "put", note_three)
+    assert [one.name for one in (await house.keep()).held] == [OLD]
+    door.go_on()
+    before = await names(store)
+    assert 0 < len(before) < 11
+
+    put.clear()
     monkeypatch.setattr(Store, "put", note)
     assert (await house.keep()).dropped == [OLD]
     assert set(put) == {*await names(store)} - {*before}

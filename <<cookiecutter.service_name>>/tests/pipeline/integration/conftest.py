@@ -38,7 +38,7 @@ from .bank import Bank, Base
 from .desk import Desk, NewDesk
 from .pooler import POOLED, pooling
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds that a test waits for what must happen."""
 
 PAST_ANY_POOLER = ("clients", "crash_matrix", "nasty_records", "outages", "restore", "tls")

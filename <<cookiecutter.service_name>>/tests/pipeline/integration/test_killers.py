@@ -95,11 +95,11 @@ async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_b
         return bool(reason == "attempts used up")
 
     async with supervised(start) as started:
-        await eventually(is_dead, patience=90)
-        await eventually(lambda: _is_empty(db), patience=90)
+        await eventually(is_dead, patience=1200)
+        await eventually(lambda: _is_empty(db), patience=1200)
         assert await histories(db) == {"bob": [1, 2, 6, 7], "ada": [4, 5]}
         # The last attempt was spent beforehand, too: nobody has come back from it.
-        await eventually(lambda: len(started) - 1 == deaths, patience=30)
+        await eventually(lambda: len(started) - 1 == deaths, patience=120)
         await eventually(started[-1].is_ready)
         if how == "loop":
             said = started[0].output

@@ -21,7 +21,7 @@ from .test_process import check_the_ledger
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 PARTITIONS = 12
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds: half a dozen processes may have to share one core with others."""
 LEAD = 600
 """Records that the load is ahead of the service, at most."""
