@@ -77,7 +77,11 @@ async def test_a_healthy_service_has_nothing(
     unused_tcp_port_factory: Callable[[], int],
 ) -> None:
     async with starting(
-        bank, unused_tcp_port_factory, database_url=direct_url, kafka_bootstrap_servers=kafka
+        bank,
+        unused_tcp_port_factory,
+        database_url=direct_url,
+        database_pooler=False,
+        kafka_bootstrap_servers=kafka,
     ) as start:
         process = await start("doctor", "--strict", cwd=tmp_path)
         assert await process.ended() == 0, process.output
