@@ -21,6 +21,8 @@ Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
 _IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
+_NO_TLS = ("ssl", "disable")
+"""The one that may: no attempt at TLS, which asyncpg else makes first."""
 """What other clients read there about TLS."""
 
 CLOCK_MARGIN = timedelta(hours=1)
@@ -198,7 +200,8 @@ class Settings(BaseSettings):
     def _is_an_asyncpg_url(cls, value: SecretStr) -> SecretStr:
         try:
             url = make_url(value.get_secret_value())
-            driver, query = url.drivername, set(url.query)
+            driver = url.drivername
+            query = {name for name, how in url.query.items() if (name, how) != _NO_TLS}
         except ArgumentError:
             driver, query = None, set()
         if driver != "postgresql+asyncpg":

@@ -20,7 +20,7 @@ from pipeline.settings import Settings
 from .bank import Bank, Deposit
 from .conftest import Command, eventually
 from .pooler import pooling
-from .processes import starting
+from .processes import Process, starting
 from .test_commands import ALEMBIC
 
 Examine = Callable[..., Awaitable[dict[str, Finding]]]
@@ -69,13 +69,15 @@ def examine(bank: Bank, settings: Callable[..., Settings], direct_url: str) -> E
     return ask
 
 
-async def test_a_healthy_service_has_nothing(
+@pytest.fixture
+async def command(
     bank: Bank,
     direct_url: str,
     kafka: str,
     tmp_path: Path,
     unused_tcp_port_factory: Callable[[], int],
-) -> None:
+) -> AsyncIterator[Callable[..., Awaitable[Process]]]:
+    """Run the doctor in a process of its own, which declares no other tests' events."""
     async with starting(
         bank,
         unused_tcp_port_factory,
@@ -83,8 +85,20 @@ async def test_a_healthy_service_has_nothing(
         database_pooler=False,
         kafka_bootstrap_servers=kafka,
     ) as start:
-        process = await start("doctor", "--strict", cwd=tmp_path)
-        assert await process.ended() == 0, process.output
+
+        async def run(*options: str) -> Process:
+            process = await start("doctor", *options, cwd=tmp_path)
+            await process.ended()
+            return process
+
+        yield run
+
+
+async def test_a_healthy_service_has_nothing(
+    command: Callable[..., Awaitable[Process]],
+) -> None:
+    process = await command("--strict")
+    assert await process.ended() == 0, process.output
     lines = process.output.splitlines()
     assert len(lines) == len(doctor.CHECKS) + 1
     assert all(line.startswith("ok ") for line in lines), lines
@@ -327,20 +341,20 @@ def service(bank: Bank, commands: Callable[[typer.Typer], Command]) -> Command:
 
 
 async def test_the_exit_code_says_whether_something_is_wrong(
-    service: Command, db: asyncpg.Connection, tmp_path: Path
+    command: Callable[..., Awaitable[Process]], db: asyncpg.Connection, tmp_path: Path
 ) -> None:
     (tmp_path / "alembic.ini").unlink()
-    done = await service("doctor")
-    assert done.exit_code == 0, done.output
-    assert "warning  schema: no alembic.ini here" in done.stdout
-    assert (await service("doctor", "--strict")).exit_code == 1
+    process = await command()
+    assert await process.ended() == 0, process.output
+    assert "warning  schema: no alembic.ini here" in process.output
+    assert await (await command("--strict")).ended() == 1
     await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
-    done = await service("doctor", "--json")
-    assert done.exit_code == 1
-    levels = {one["check"]: one["level"] for one in json.loads(done.stdout)}
+    process = await command("--json")
+    assert await process.ended() == 1
+    levels = {one["check"]: one["level"] for one in json.loads(process.output)}
     assert levels["outbox epoch"] == "wrong"
     assert levels["kafka"] == "ok"
-    assert (await service("doctor", "--dance")).exit_code == 2
+    assert await (await command("--dance")).ended() == 2
 
 
 async def test_a_database_that_is_away_is_a_sentence(

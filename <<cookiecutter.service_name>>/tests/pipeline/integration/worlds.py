@@ -29,7 +29,7 @@ from .processes import environment
 from .wire import Wire
 from .zygote import Forked, Zygote
 
-PATIENCE = 240.0
+PATIENCE = 120.0
 """Seconds: many worlds may have to share one core with others."""
 
 SETTINGS = {

@@ -261,6 +261,11 @@ def test_tls_is_not_told_in_the_url(monkeypatch: pytest.MonkeyPatch, query: str)
         Settings()
 
 
+def test_that_tls_is_not_even_tried_is_told_in_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", f"{URL}?ssl=disable")
+    assert Settings().database_context() is None
+
+
 def test_the_page_on_security_names_every_setting_of_it_and_no_other() -> None:
     page = (Path(__file__).parents[3] / "docs" / "security.md").read_text("utf-8")
     named = {name.lower() for name in re.findall(r"PIPELINE_(\w+)", page)}
