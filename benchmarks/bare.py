@@ -44,7 +44,7 @@ from benchmarks.work import (
 
 LANES = 2
 
-BATCH_RECORDS = 1_000
+BATCH_RECORDS = 3_000
 PAGE_EVENTS = 5_000
 BATCH_BYTES = 512 * 1024
 FETCH_BYTES = 4 * 1024 * 1024
@@ -301,4 +301,4 @@ async def _every(seconds: float, consume: Consume) -> None:
 
 
 if __name__ == "__main__":
-    main(prepare, run, fast_loop=True)
+    main(prepare, run)

@@ -111,4 +111,4 @@ async def run(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    main(prepare, run, fast_loop=True)
+    main(prepare, run)

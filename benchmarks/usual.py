@@ -126,10 +126,14 @@ async def relay(
     while not stopping.is_set():
         async with sessions.begin() as session:
             rows = (await session.scalars(wanted)).all()
-            for row in rows:
-                await producer.send_and_wait(
+            sent = [
+                await producer.send(
                     topic, row.payload.encode(), key=row.key.encode(), headers=headers_of(row)
                 )
+                for row in rows
+            ]
+            await asyncio.gather(*sent)
+            for row in rows:
                 row.published_at = datetime.now(UTC)
         if len(rows) < PAGE_EVENTS:
             await asyncio.sleep(POLL_SECONDS)
@@ -183,4 +187,4 @@ async def run(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    main(prepare, run, fast_loop=False)
+    main(prepare, run)

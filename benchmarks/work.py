@@ -86,8 +86,6 @@ def until_terminated() -> asyncio.Event:
 def main(
     prepare: Callable[[Place], Awaitable[None]],
     run: Callable[[Place], Awaitable[None]],
-    *,
-    fast_loop: bool,
 ) -> None:
     """Do what the command line says."""
     commands = {"prepare": prepare, "run": run}
@@ -97,5 +95,5 @@ def main(
     async def work() -> None:
         await commands[sys.argv[1]](Place.from_environment())
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if fast_loop else None) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work())

@@ -58,20 +58,38 @@ SELECT count(*) FROM unnest($1::text[]) AS name WHERE to_regclass('pipeline.' ||
 
 
 async def dropping(bench: Bench) -> None:
-    """Compare the rate while a generation and a day are dropped with that before and after."""
-    await bench.rounds("dropping", {"ours": partial(_run, bench)}, warm_up=False)
-    found = bench.found("dropping", "ours")
-    around = [(one["before"] + one["after"]) / 2 for one in found]
-    during = [one["during"] for one in found]
+    """Compare the rate while a generation and a day are dropped with that before and after.
+
+    And that with the same of a service that drops nothing meanwhile: rates fall and rise by
+    themselves, too.
+    """
+    await bench.rounds(
+        "dropping",
+        {
+            "ours": partial(_run, bench, drops=True),
+            "nothing": partial(_run, bench, drops=False),
+        },
+        warm_up=False,
+    )
+    ours, nothing = bench.found("dropping", "ours"), bench.found("dropping", "nothing")
+    pairs = zip(map(_share, ours), map(_share, nothing), strict=True)
     bench.mark(
         "dropping under load",
-        # Windows of the shortest runs may lie within one transaction: they show nothing.
-        [one / other if other else 0.0 for one, other in zip(during, around, strict=True)],
-        around,
+        [one / other if other else 0.0 for one, other in pairs],
+        [one["during"] for one in nothing],
     )
 
 
-async def _run(bench: Bench) -> Values:
+def _share(one: Values) -> float:
+    """Return the rate meanwhile over that around it; 0 where nothing was seen.
+
+    Windows of the shortest runs may lie within one transaction: they show nothing.
+    """
+    around = (one["before"] + one["after"]) / 2
+    return one["during"] / around if around else 0.0
+
+
+async def _run(bench: Bench, *, drops: bool) -> Values:
     rig = bench.rig
     seconds = _SHARE * bench.options.seconds
     work = load.make(1_000, max(_AT_LEAST, round(_WINDOWS * seconds * _AT_MOST)))
@@ -87,7 +105,9 @@ async def _run(bench: Bench) -> Values:
             consuming = asyncio.create_task(rig.watch([service], consumed, len(work.scans)))
             publishing = asyncio.create_task(rig.watch([service], published, work.events))
             try:
-                began, took = await guarded(_drop(site, generation, seconds), [service])
+                began, took = await guarded(
+                    _drop(site, generation, seconds, drops=drops), [service]
+                )
                 samples, sent = await consuming, await publishing
             finally:
                 consuming.cancel()
@@ -121,10 +141,10 @@ async def _fill(bench: Bench, site: Site) -> int:
     return generation
 
 
-async def _drop(site: Site, generation: int, seconds: float) -> tuple[float, float]:
+async def _drop(site: Site, generation: int, seconds: float, *, drops: bool) -> tuple[float, float]:
     """Let both go in the middle of the work; returns when the round began that drops them.
 
-    Also after how many seconds both were gone.
+    Also after how many seconds both were gone. If nobody `drops` them, the round finds nothing.
     """
     names = [f"inbox_g{generation}", f"outbox_p{_OLD:%Y%m%d}"]
     async with connected(site.database) as connection, connected(site.database) as reader:
@@ -133,11 +153,12 @@ async def _drop(site: Site, generation: int, seconds: float) -> tuple[float, flo
         await asyncio.sleep(_LET_GO * seconds)
         async with reader.transaction():
             await reader.fetchrow(_READ_BOTH, generation, _NEXT_DAY)
-            await connection.execute(_FREE_DAY, _OLD)
-            await connection.execute(_FREE_GENERATION, generation)
+            if drops:
+                await connection.execute(_FREE_DAY, _OLD)
+                await connection.execute(_FREE_GENERATION, generation)
             began = await _while(connection, _NO_ROUND)
             await asyncio.sleep(_READ * seconds)
-        return began, await _while(connection, _ARE_THERE, names) - began
+        return began, await _while(connection, _ARE_THERE, names) - began if drops else 0.0
 
 
 async def _while(connection: asyncpg.Connection, question: str, *values: object) -> float:

@@ -24,7 +24,7 @@ async def idle(bench: Bench) -> None:
         },
         warm_up=False,
     )
-    rounds = zip(bench.found("idle", "ours"), bench.found("idle", "nobody"), strict=False)
+    rounds = zip(bench.found("idle", "ours"), bench.found("idle", "nobody"), strict=True)
     bench.mark(
         "idle service",
         [

@@ -15,6 +15,7 @@ from .events import Event, Tombstone
 from .handlers import Handler, Handlers
 from .inbox import Anchor, Marker
 from .message import (
+    LONGEST_KEPT_KEY,
     Message,
     Plain,
     Position,
@@ -235,12 +236,14 @@ def in_sequence(items: Sequence[Item]) -> Sequence[Item]:
 def order_key(consumer: str, record: Record) -> bytes:
     """Return the 16 bytes of (consumer, topic, key); of the record's place if it has no key."""
     if record.key is None:
-        place = f"{record.partition}:{record.offset}".encode()
-        return _order_key(consumer, record.topic, b"-" + place)
-    return _order_key(consumer, record.topic, b"+" + record.key)
+        return _digest(consumer, record.topic, f"-{record.partition}:{record.offset}".encode())
+    made = _kept_digest if len(record.key) <= LONGEST_KEPT_KEY else _digest
+    return made(consumer, record.topic, b"+" + record.key)
 
 
-@lru_cache(maxsize=65_536)
-def _order_key(consumer: str, topic: str, key: bytes) -> bytes:
+def _digest(consumer: str, topic: str, key: bytes) -> bytes:
     text = f"{len(consumer)}:{len(topic)}:{consumer}{topic}".encode()
     return blake2b(text + key, digest_size=16).digest()
+
+
+_kept_digest = lru_cache(maxsize=65_536)(_digest)

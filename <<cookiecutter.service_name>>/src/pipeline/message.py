@@ -21,6 +21,9 @@ import orjson
 from .payload import is_json, parse, payload_hash
 from .references import Reference
 
+LONGEST_KEPT_KEY = 64
+"""Bytes. What is known of longer keys is not kept: caches are bounded by number, not by size."""
+
 _REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
 _OPTIONAL = ("ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_datacontenttype")
 _REFERENCE = ("ce_dataref", "ce_datalength", "ce_datachecksum")

@@ -19,7 +19,7 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 
 from . import clients, telemetry
 from .failures import named
-from .message import event_headers, headers_of
+from .message import LONGEST_KEPT_KEY, event_headers, headers_of
 from .refusal import Chain, Page, Refused, refusal_of
 from .settings import Settings
 from .tasks import in_background
@@ -347,9 +347,14 @@ def partition_of(key: bytes | None, id: int, partitions: int) -> int:
 
     Events without a key take turns.
     """
-    return id % partitions if key is None else _partition_of_key(key, partitions)
+    if key is None:
+        return id % partitions
+    found = _kept_partition if len(key) <= LONGEST_KEPT_KEY else _partition_of_key
+    return found(key, partitions)
 
 
-@lru_cache(maxsize=65_536)
 def _partition_of_key(key: bytes, partitions: int) -> int:
     return int(murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+_kept_partition = lru_cache(maxsize=65_536)(_partition_of_key)

@@ -7,6 +7,7 @@ raises, however often it is asked, and nothing behind it would ever be read.
 from collections.abc import Iterator
 from typing import Any
 
+from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import _DefaultRecordBatchPy
 from aiokafka.record.memory_records import MemoryRecords
 
@@ -18,9 +19,9 @@ class AnyMemoryRecords:
     """What a fetch has brought, as aiokafka's `MemoryRecords`, with `AnyBatch` for its batches."""
 
     def __init__(self, data: bytes) -> None:
-        self._data = bytes(data)
+        self._data = memoryview(data)
         self._at = 0
-        self._records = MemoryRecords(self._data)
+        self._records = MemoryRecords(bytes(data))
 
     def size_in_bytes(self) -> int:
         """Return the size of all batches."""
@@ -41,7 +42,7 @@ class AnyMemoryRecords:
 class AnyBatch:
     """A batch of aiokafka's, or a lenient one if it holds a record that aiokafka can't read."""
 
-    def __init__(self, batch: Any, raw: bytes) -> None:
+    def __init__(self, batch: Any, raw: memoryview) -> None:
         self._batch = batch
         self._raw = raw
 
@@ -54,7 +55,10 @@ class AnyBatch:
     def __iter__(self) -> Iterator[Any]:
         try:
             return iter(list(self._batch))
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, CorruptRecordException) as error:
+            # The second one is what aiokafka makes of it without its C extension.
+            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                raise
             return iter(_LenientBatch(self._raw))
 
 

@@ -42,9 +42,11 @@ POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Momen
 BY_COMMANDS = (
     "pipeline.dead",
     "pipeline.dead_events",
+    "pipeline.doctor",
     "pipeline.epoch",
     "pipeline.operations",
     "pipeline.replay",
+    "pipeline.status",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 

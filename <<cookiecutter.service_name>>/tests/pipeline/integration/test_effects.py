@@ -22,7 +22,7 @@ from pipeline import (
     dead,
 )
 from pipeline.backlog import Lane
-from pipeline.batch import _order_key
+from pipeline.batch import _digest
 from pipeline.database import autocommitting
 from pipeline.dead import Which
 from pipeline.outbox import EFFECTS
@@ -165,7 +165,7 @@ def of_one_lane(count: int, *consumers: str) -> list[str]:
     """Return accounts whose calls are all in the same lane, whoever's they are."""
 
     def lane(consumer: str, account: str) -> int:
-        key = _order_key(consumer, EFFECTS, b"+" + account.encode())
+        key = _digest(consumer, EFFECTS, b"+" + account.encode())
         return backlog.lane_of(key, "effect")
 
     found = (f"of {number}" for number in itertools.count())

@@ -10,10 +10,11 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.producer import message_accumulator, producer
-from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
+from aiokafka.record import memory_records
+from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy, _DefaultRecordBatchPy
 from pydantic_core import to_json
 
-from pipeline import Event, Handlers, Transaction, dead
+from pipeline import Event, Handlers, Transaction, dead, record_batches
 from pipeline.batch import read
 from pipeline.message import headers_of
 
@@ -74,6 +75,15 @@ async def test_every_nasty_record_comes_as_it_was_sent_and_gets_its_fate(
     assert (await fates(handlers, topic, found)).total() == len(NASTY)
 
 
+@pytest.fixture(params=["C extension", "pure Python"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let records be read by either of aiokafka's readers."""
+    if request.param == "pure Python":
+        monkeypatch.setattr(record_batches, "MemoryRecords", memory_records._MemoryRecordsPy)
+        monkeypatch.setattr(memory_records, "DefaultRecordBatch", _DefaultRecordBatchPy)
+
+
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("compression", [None, "gzip"])
 async def test_records_before_and_behind_a_name_that_is_not_utf8_come_once_each(
     kafka: str,
