@@ -61,7 +61,7 @@ GOALS = (
         "dropping under load",
         "≥",
         0.95,
-        "of before and after, as if nothing was dropped",
+        "of before and after",
     ),
     Goal("telemetry", "telemetry on, sampled 1 %", "≥", 0.95, "of off"),
     Goal("idle", "idle service", "<", 1, "% of a core"),
@@ -106,7 +106,12 @@ class Mark:
 
 
 def ratios(ones: Sequence[Values], others: Sequence[Values], of: str = "rate") -> list[float]:
-    """Return one side over the other, round by round: both have run one after the other."""
+    """Return one side over the other, round by round: both have run one after the other.
+
+    Nothing where only one side was measured.
+    """
+    if not ones or not others:
+        return []
     return [one[of] / other[of] for one, other in zip(ones, others, strict=True)]
 
 
