@@ -22,7 +22,7 @@ class Point:
 
     keys: int = 1_000
     payload: int = 250
-    batch: int = 1_000
+    batch: int = 3_000
     partitions: int = PARTITIONS
     processes: int = 1
     rows: int = 0
