@@ -74,6 +74,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "protocol",
         "runbook",
         "security",
+        "settings",
         "time",
     }
     if object_store == "yes":
@@ -145,5 +146,5 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     assert "unsent_pause: Seconds = 5.0" in settings
     assert "unsent_attempts: Count = 100" in settings
     assert "unsent_age: Seconds = 86_400.0" in settings
-    assert "relay_lease: Annotated[float, Field(ge=1)] = 10.0" in settings
-    assert "hang_timeout: Annotated[float, Field(ge=2)] = 30.0" in settings
+    assert "relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0" in settings
+    assert "hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0" in settings

@@ -17,13 +17,15 @@ from sqlalchemy.exc import ArgumentError
 
 from . import tls
 
-Seconds = Annotated[float, Field(gt=0)]
+SECONDS = "s"
+"""The unit of durations, for the guide that is made of the fields."""
+Seconds = Annotated[float, Field(gt=0), SECONDS]
 Count = Annotated[int, Field(ge=1)]
 
 _IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
+"""What other clients read there about TLS."""
 _NO_TLS = ("ssl", "disable")
 """The one that may: no attempt at TLS, which asyncpg else makes first."""
-"""What other clients read there about TLS."""
 
 CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
@@ -33,7 +35,10 @@ class Settings(BaseSettings):
     """What may differ between two deployments of the same service."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_", frozen=True, hide_input_in_errors=True
+        env_prefix="PIPELINE_",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
     database_url: SecretStr
@@ -80,7 +85,7 @@ class Settings(BaseSettings):
     """Records of one partition that share a transaction, at most."""
     concurrency: Count = 4
     """Consume transactions that run at once, each on a connection of its own."""
-    kafka_session_timeout: Annotated[float, Field(ge=1)] = 10.0
+    kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
     """After this long without a heartbeat the group gives our partitions to others."""
     transaction_timeout: Seconds = 8.0
     """A consume transaction that lasts longer is ended by the server; below the session timeout."""
@@ -94,7 +99,7 @@ class Settings(BaseSettings):
     """So many keys in a row that fail alike at one consumer stop the setting aside of messages."""
     unclean_starts: Count = 3
     """So many processes that die at one position are followed by one that takes records singly."""
-    hang_timeout: Annotated[float, Field(ge=2)] = 30.0
+    hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
     """A process whose event loop is blocked for this long ends, with its stack in the log; what
     supervises it is to start another."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
@@ -104,7 +109,7 @@ class Settings(BaseSettings):
 
     backlog_workers: Count = 2
     """Lanes of the backlog that the process works at, at once."""
-    backlog_lease: Annotated[float, Field(ge=1)] = 10.0
+    backlog_lease: Annotated[Seconds, Field(ge=1)] = 10.0
     """The lane of a worker that died is taken over after this long."""
     backlog_poll_min: Seconds = 0.02
     """Pause after something was found in the backlog, or was stored by this process."""
@@ -118,7 +123,7 @@ class Settings(BaseSettings):
     """A larger event is refused when it is staged; stay below the topics' `max.message.bytes`."""
     relay_page: Count = 5_000
     """Events that the relay reads and sends at a time, at most."""
-    relay_lease: Annotated[float, Field(ge=1)] = 10.0
+    relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0
     """The shards of a relay that died are taken over after this long."""
     relay_poll_min: Seconds = 0.01
     """Pause after a poll that found something, or after this process staged something."""
@@ -151,13 +156,13 @@ class Settings(BaseSettings):
     """Inbox generations that stand ready."""
     inbox_generation_age: Seconds = 86_400.0
     """A generation takes new markers for this long; then the next one does."""
-    inbox_age: Annotated[float, Field(ge=7_200)] = 691_200.0
+    inbox_age: Annotated[Seconds, Field(ge=7_200)] = 691_200.0
     """An event is remembered for at least this long after it took effect: 8 days. Longer than the
     topics keep their records, or what is sent again may be too old to be told from a new one."""
     inbox_must_cover_topics: bool = False
     """Refuse to start where a topic keeps its records for longer than events are remembered;
     otherwise that is a warning. Brokers that don't answer are not waited for."""
-    outbox_age: Annotated[float, Field(ge=7_200)] = 172_800.0
+    outbox_age: Annotated[Seconds, Field(ge=7_200)] = 172_800.0
     """A day of the outbox is dropped this long after its end, when all of it is published."""
     discarded_age: Seconds = 2_592_000.0
     """Dead letters are deleted this long after a person has discarded them: 30 days."""
@@ -174,6 +179,7 @@ class Settings(BaseSettings):
     """After SIGTERM the process has this long: half of it for running batches, half for the relay.
     Keep what kills it later (Kubernetes: 30 s) above."""
     health_host: str = "127.0.0.1"
+    """Address that the next one listens on; `0.0.0.0` for all, where something else protects it."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
     otlp_endpoint: Annotated[str, Field(pattern="^https?://[^/]")] | None = None
@@ -181,6 +187,7 @@ class Settings(BaseSettings):
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of the traces started here that are recorded; a caller's decision is followed."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """What is less important is not written. There is no line for each message above DEBUG."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""
 

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import settings_guide
 from pydantic import ValidationError
 
 from pipeline.settings import Settings
@@ -275,3 +276,9 @@ def test_the_page_on_security_names_every_setting_of_it_and_no_other() -> None:
     )
     ours = {name for name in Settings.model_fields if secured.fullmatch(name)}
     assert ours <= named <= set(Settings.model_fields)
+
+
+def test_the_guide_tells_of_every_setting_what_the_code_says() -> None:
+    written = (Path(__file__).parents[3] / "docs" / "settings.md").read_text("utf-8")
+    assert written == settings_guide.page(), settings_guide.__doc__
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []

@@ -1,0 +1,90 @@
+"""The guide to the settings: `python dev/settings_guide.py > docs/settings.md` writes it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from pipeline.settings import SECONDS, Settings
+
+HEAD = """\
+# Settings
+
+Environment variables, read once, at the start. A wrong value is refused there, and so is a name
+with the prefix `PIPELINE_` that nothing reads; all mistakes are told at once. Settings of optional
+packages are in their guides. This page is made by `dev/settings_guide.py`.
+"""
+_NAMES = {
+    bool: "`true` or `false`",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "file",
+    SecretStr: "secret",
+}
+_LIMITS = {"gt": ">", "ge": "≥", "le": "≤"}
+
+
+def page() -> str:
+    """Return the guide: of each setting the default, what it takes, and what it means."""
+    rows = [("variable", "default", "takes", "meaning")]
+    rows += [
+        (
+            f"`{Settings.model_config['env_prefix']}{name.upper()}`",
+            _default(field),
+            _takes(field),
+            " ".join((field.description or "").split()),
+        )
+        for name, field in Settings.model_fields.items()
+    ]
+    rows.insert(1, ("-", "-", "-", "-"))
+    return f"{HEAD}\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be set"
+    value = field.default
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        value = str(value).lower()
+    elif isinstance(value, float):
+        value = f"{value:.10g}"
+    return f"`{value}`"
+
+
+def _takes(field: FieldInfo) -> str:
+    """Say what values there may be, with their unit."""
+    (kind,) = [one for one in _kinds(field.annotation) if one is not NoneType]
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{one}`" for one in get_args(kind))
+    name = "seconds" if SECONDS in field.metadata else _NAMES[kind]
+    limits = {
+        sign: f"{sign} {limit:,}"
+        for one in field.metadata
+        for attribute, sign in _LIMITS.items()
+        if (limit := getattr(one, attribute, None)) is not None
+    }
+    if "≥" in limits:
+        limits.pop(">", None)
+    return ", ".join((name, *limits.values()))
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in {Union, UnionType}:
+        for one in get_args(annotation):
+            yield from _kinds(one)
+    else:
+        yield annotation
+
+
+if __name__ == "__main__":
+    print(page(), end="")
