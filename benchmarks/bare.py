@@ -115,7 +115,7 @@ class Consume:
             # The next records are read while the database is at work on these.
             fetching = asyncio.create_task(self._fetch(number))
             for partition, records in fetched.items():
-                await self._apply(records, handler)
+                await self.apply(records, handler)
                 self._applied[partition] = records[-1].offset + 1
         fetching.cancel()
 
@@ -129,7 +129,8 @@ class Consume:
         )
         return fetched
 
-    async def _apply(self, records: Sequence[ConsumerRecord], handler: Handler) -> None:
+    async def apply(self, records: Sequence[ConsumerRecord], handler: Handler) -> None:
+        """Apply a batch in a transaction of its own."""
         connection = handler.connection
         transaction = connection.transaction()
         await transaction.start()
@@ -182,6 +183,7 @@ class Relay:
         self._connection = connection
         self._producer = producer
         self._topic = topic
+        self._cursor: int | None = None
         self._woken = asyncio.Event()
         self._constant = {
             type: constant_headers("/benchmarks/bare", type) for type in (MOVED, DELAYED)
@@ -193,23 +195,28 @@ class Relay:
 
     async def run(self, ending: asyncio.Event) -> None:
         """Publish page after page; after `ending`, to the last."""
-        cursor = await self._connection.fetchval("SELECT id FROM relayed")
-        partitions = len(await self._producer.partitions_for(self._topic))
         while True:
             self._woken.clear()
             is_last = ending.is_set()
-            rows = await self._connection.fetch(PAGE, cursor, PAGE_EVENTS)
-            if rows:
-                await self._send(rows, partitions)
-                cursor = rows[-1][0]
-                await self._connection.execute("UPDATE relayed SET id = $1", cursor)
+            if rows := await self.read():
+                await self.send(rows)
             elif is_last:
                 return
             else:
                 await self._woken.wait()
 
-    async def _send(self, rows: Sequence[asyncpg.Record], partitions: int) -> None:
-        """Send a page, all partitions at once; return when it is acknowledged."""
+    async def read(self) -> Sequence[asyncpg.Record]:
+        """Return the next page."""
+        if self._cursor is None:
+            self._cursor = await self._connection.fetchval("SELECT id FROM relayed")
+        rows: Sequence[asyncpg.Record] = await self._connection.fetch(
+            PAGE, self._cursor, PAGE_EVENTS
+        )
+        return rows
+
+    async def send(self, rows: Sequence[asyncpg.Record]) -> None:
+        """Send a page, all partitions at once; when it is acknowledged, note how far it went."""
+        partitions = len(await self._producer.partitions_for(self._topic))
         batches: list[list[BatchBuilder]] = [
             [self._producer.create_batch()] for _ in range(partitions)
         ]
@@ -232,11 +239,24 @@ class Relay:
             ):
                 builders.append(self._producer.create_batch())
         await asyncio.gather(*(self._send_all(builders, at) for at, builders in enumerate(batches)))
+        self._cursor = rows[-1][0]
+        await self._connection.execute("UPDATE relayed SET id = $1", self._cursor)
 
     async def _send_all(self, builders: Sequence[BatchBuilder], partition: int) -> None:
         for builder in builders:
             if builder.record_count():
                 await (await self._producer.send_batch(builder, self._topic, partition=partition))
+
+
+def producer_for(place: Place) -> AIOKafkaProducer:
+    """Return a producer that is not started yet."""
+    return AIOKafkaProducer(
+        bootstrap_servers=place.bootstrap_servers,
+        enable_idempotence=True,
+        acks="all",
+        max_batch_size=BATCH_BYTES,
+        max_request_size=16 * BATCH_BYTES,
+    )
 
 
 async def prepare(place: Place) -> None:
@@ -259,13 +279,7 @@ async def run(place: Place) -> None:
         # A cursor that is lost in a crash only makes repeats.
         connection = await asyncpg.connect(place.dsn, server_settings={"synchronous_commit": "off"})
         stack.push_async_callback(connection.close)
-        producer = AIOKafkaProducer(
-            bootstrap_servers=place.bootstrap_servers,
-            enable_idempotence=True,
-            acks="all",
-            max_batch_size=BATCH_BYTES,
-            max_request_size=16 * BATCH_BYTES,
-        )
+        producer = producer_for(place)
         await producer.start()
         stack.push_async_callback(producer.stop)
         consumer = AIOKafkaConsumer(

@@ -151,9 +151,12 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
 
 
 def _layers(book: Book) -> Iterable[Sequence[str]]:
-    sides = [book.rounds("layers", who) for who in ("ours", "ours-sql", "ours, telemetry on")]
-    for layer in sides[0][0] if all(sides) else ():
-        yield layer, *(f"{median(values[layer] for values in side):.1f}" for side in sides)
+    who = ("bare", "ours-sql", "ours", "ours, telemetry on")
+    sides = [book.rounds("layers", one) for one in who]
+    for layer in sides[-1][0] if all(sides) else ():
+        # Bare has fewer.
+        of = [[values[layer] for values in side if layer in values] for side in sides]
+        yield layer, *(f"{median(one):.1f}" if one else "" for one in of)
 
 
 def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:

@@ -9,17 +9,8 @@ batches. The clocks add some of them to the layers that are called for each mess
 import asyncio
 import json
 import os
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
-from inspect import iscoroutinefunction
-from statistics import median
-from time import perf_counter, process_time
-from typing import Any
 
 import uvloop
-from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
 
 from pipeline import (  # type: ignore[import-not-found]
     batch,
@@ -46,83 +37,10 @@ from pipeline.transaction import BatchSession, Rows, Transaction  # type: ignore
 from pipeline.window import Progress  # type: ignore[import-not-found]
 from pipeline.work import FromPartition  # type: ignore[import-not-found]
 
+from benchmarks.clock import Clock, fetched
 from benchmarks.ours import handlers
-from demo.witness import reading
 
-WARM_UP = 0.05
-"""The first batches, this share of all, don't count."""
 GROUP = "layers"
-
-Function = Callable[..., Any]
-
-
-@dataclass
-class Clock:
-    """What each layer has spent, without the layers that it calls."""
-
-    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of this batch."""
-    batches: list[dict[str, float]] = field(default_factory=list)
-    """Microseconds a message, of the batches before."""
-    layers: dict[str, None] = field(default_factory=dict)
-    """Their names, in the order in which they were noted."""
-    _inner: list[float] = field(default_factory=list)
-
-    def note(self, owner: Any, name: str, layer: str, *, for_each: bool = False) -> None:
-        """Watch a function of a module or a class; `for_each` message it may not wait."""
-        self.layers[layer] = None
-        function = getattr(owner, name)
-        is_async = iscoroutinefunction(function)
-        watched = self.awaited(layer, function, perf_counter if for_each else process_time)
-        setattr(owner, name, watched if is_async else self.called(layer, function))
-
-    def called(self, layer: str, function: Function) -> Function:
-        """Watch a function that is called for each message, by a clock that costs little."""
-
-        @wraps(function)
-        def watched(*args: Any, **options: Any) -> Any:
-            self._inner.append(0.0)
-            begun = perf_counter()
-            try:
-                return function(*args, **options)
-            finally:
-                self._end(layer, perf_counter() - begun)
-
-        return watched
-
-    def awaited(
-        self, layer: str, function: Callable[..., Awaitable[Any]], now: Callable[[], float]
-    ) -> Callable[..., Awaitable[Any]]:
-        """Watch a coroutine function; while it waits, `process_time` stands still."""
-
-        @wraps(function)
-        async def watched(*args: Any, **options: Any) -> Any:
-            self._inner.append(0.0)
-            begun = now()
-            try:
-                return await function(*args, **options)
-            finally:
-                self._end(layer, now() - begun)
-
-        return watched
-
-    def _end(self, layer: str, took: float) -> None:
-        self.spent[layer] += took - self._inner.pop()
-        if self._inner:
-            self._inner[-1] += took
-
-    def turn(self, messages: int) -> None:
-        """Begin with the next batch."""
-        self.batches.append({layer: spent / messages * 1e6 for layer, spent in self.spent.items()})
-        self.spent.clear()
-
-    def medians(self) -> dict[str, float]:
-        """Return what each layer takes of a message, in microseconds."""
-        counting = self.batches[int(WARM_UP * len(self.batches)) :]
-        return {
-            layer: round(median(one.get(layer, 0.0) for one in counting), 2)
-            for layer in self.layers
-        }
 
 
 async def layers() -> dict[str, float]:
@@ -137,7 +55,7 @@ async def layers() -> dict[str, float]:
     topic = os.environ["BENCH_INPUT"]
     clock = Clock()
     watch(clock)
-    fetch, batches = await fetched(settings, topic)
+    fetch, batches = await fetched(settings.kafka_bootstrap_servers, topic, settings.batch_size)
     engine = create_engine(settings, name=GROUP)
     publisher = Publisher(settings, client_id=GROUP, owner=GROUP)
     try:
@@ -197,19 +115,6 @@ def watch(clock: Clock) -> None:
     clock.note(telemetry.ProcessSpans, "of", "telemetry")
     for name in ("creation_context", "processed", "batch_applied", "send_spans", "published"):
         clock.note(telemetry, name, "telemetry")
-
-
-async def fetched(settings: Any, topic: str) -> tuple[float, list[Sequence[ConsumerRecord]]]:
-    """Fetch all of the topic in batches, as the reader does; also what that took of a message."""
-    batches: list[Sequence[ConsumerRecord]] = []
-    async with reading(settings.kafka_bootstrap_servers, topic) as consumer:
-        ends = await consumer.end_offsets(consumer.assignment())
-        count, begun = 0, process_time()
-        while count < sum(ends.values()):
-            found = await consumer.getmany(timeout_ms=1_000, max_records=settings.batch_size)
-            batches += [records for records in found.values() if records]
-            count = sum(map(len, batches))
-        return (process_time() - begun) / count * 1e6, batches
 
 
 if __name__ == "__main__":

@@ -447,11 +447,14 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     for measure in ("throughput", "relay", "duplicates", "deferred", "old_tables", "telemetry"):
         assert all(one["values"]["rate"] > 0 for one in found[measure])
     # Every layer was at work; in so short a run the clocks may differ by more than it takes.
-    layers = [one["values"] for one in found["layers"]]
-    assert [layer for layer in layers[0] if not any(values[layer] for values in layers)] == []
+    layers = {one["contestant"]: one["values"] for one in found["layers"]}
+    bare, ours = layers.pop("bare"), list(layers["ours"])
+    assert [layer for layer in ours if not any(values[layer] for values in layers.values())] == []
+    assert set(bare) < set(ours)
+    assert all(bare.values())
     text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("### Layer by layer")[2]
     told = re.findall(r"^\| ([^|]+?) +\|", text.partition("\n## ")[0], re.MULTILINE)
-    assert told[2:] == list(layers[0])
+    assert told[2:] == ours
     growth = {one["contestant"] for one in found["growth"]}
     assert growth == {name(kind, point) for kind, points in VARIED.items() for point in points}
     assert report["machine"]["kafka"]

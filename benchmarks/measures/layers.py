@@ -1,4 +1,4 @@
-"""Layers: where a message's microseconds go, with a handler of each kind."""
+"""Layers: where a message's microseconds go, with a handler of each kind, and in bare's loop."""
 
 import json
 from dataclasses import replace
@@ -9,10 +9,9 @@ from benchmarks.bench import Bench
 from benchmarks.load import Load
 from benchmarks.marks import Values
 from benchmarks.measures.telemetry import traced
-from benchmarks.rig import OURS, OURS_SQL, Contestant
+from benchmarks.rig import BARE, OURS, OURS_SQL, Contestant
 
 EVENTS = 100_000
-MODULE = "benchmarks.layers"
 
 
 async def layers(bench: Bench) -> None:
@@ -24,6 +23,7 @@ async def layers(bench: Bench) -> None:
         {
             "ours": partial(_layers, bench, OURS, one),
             "ours-sql": partial(_layers, bench, OURS_SQL, one),
+            "bare": partial(_layers, bench, BARE, one),
             "ours, telemetry on": partial(_traced, bench, with_traces),
         },
         warm_up=False,
@@ -39,7 +39,10 @@ async def _traced(bench: Bench, load_: Load) -> Values:
 async def _layers(bench: Bench, who: Contestant, load_: Load) -> Values:
     rig = bench.rig
     input_ = await rig.input(load_)
-    async with rig.site(OURS, input_) as site:
-        watched = rig.process(replace(site, contestant=replace(who, module=MODULE)))
+    tables, module = (
+        (BARE, "benchmarks.layers_bare") if who is BARE else (OURS, "benchmarks.layers")
+    )
+    async with rig.site(tables, input_) as site:
+        watched = rig.process(replace(site, contestant=replace(who, module=module)))
         told: dict[str, float] = json.loads((await watched.ask()).splitlines()[-1])
         return {**told, "in all": round(sum(told.values()), 1)}
