@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from uuid import uuid4
 
 import asyncpg
@@ -13,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from sqlalchemy import make_url
 
-from pipeline import dead_events, outbox, window
+from pipeline import dead_events, outbox, partitions, window
 from pipeline.database import create_engine
 from pipeline.dead_events import UnsentEvent, Which
 from pipeline.health import Health
@@ -69,6 +70,28 @@ async def stage(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -
     """Commit events, in a transaction of their own."""
     async with connection.transaction():
         await outbox.copy(connection, events)
+
+
+OLD = "outbox_p20200101"
+"""A day of the outbox that should have gone long ago."""
+IN_OLD = datetime(2020, 1, 1, 12, tzinfo=UTC)
+
+
+async def make_old_day(db: asyncpg.Connection) -> None:
+    """Let the outbox have that day still."""
+    bounds = "FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
+    await partitions.attach(db, "outbox", OLD, bounds)
+
+
+async def stage_long_ago(db: asyncpg.Connection, id: int, topic: str = "missing") -> None:
+    """Insert an event into the old day."""
+    await db.execute(
+        "INSERT INTO pipeline.outbox (topic, key, event_id, source, type, content_type, created_at)"
+        " VALUES ($1, 'ada', $2, '/bank', 'x', 'y', $3)",
+        topic,
+        str(id),
+        IN_OLD,
+    )
 
 
 async def waiting(db: asyncpg.Connection) -> list[str]:

@@ -44,15 +44,20 @@ def series(scrape: str) -> Series:
 
 
 def check(
-    folder: Path, scrapes: Sequence[str], *, firing: Iterable[str] = (), quiet: Iterable[str] = ()
+    folder: Path,
+    scrapes: Sequence[str],
+    *,
+    firing: Iterable[str] = (),
+    quiet: Iterable[str] = (),
+    minutes: int = 40,
 ) -> None:
-    """Check what fires if the last scrape stays as it is for a while, after the others.
+    """Check what fires if the last scrape stays as it is for some minutes, after the others.
 
-    Each of the others lasts for ten minutes, the last one longer than any of these alerts waits.
+    Each of the others lasts for ten. Nearly all alerts wait for less than forty.
     """
     (folder / RULES.name).write_text(TEXT, "utf-8")
     found = [series(one) for one in scrapes]
-    lasting = [10] * (len(found) - 1) + [40]
+    lasting = [10] * (len(found) - 1) + [minutes]
     values = {
         one: " ".join(
             f"{each[one]:f}x{times - 1}" if one in each else f"_x{times}"

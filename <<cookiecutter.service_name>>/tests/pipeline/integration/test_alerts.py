@@ -19,7 +19,8 @@ from pipeline.schema import SHARDS
 
 from .bank import Bank, Deposit
 from .conftest import Command, eventually
-from .outgoing import create_topic, event, stage
+from .kafka_wire import Wire
+from .outgoing import OLD, create_topic, event, make_old_day, stage, stage_long_ago
 from .processes import ROOT, Process, Start, starting
 from .prometheus import ALERTS, TEXT, check, promtool, series
 
@@ -272,25 +273,117 @@ async def test_rounds_of_retention_that_fail_alert(
 
 async def test_a_consumer_that_fails_for_whatever_comes_alerts_until_it_succeeds(
     start: Start,
+    command: Command,
     bank: Bank,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,
     tmp_path: Path,
 ) -> None:
-    process = await start("run", breaker_keys=2, retry_pause=0.2)
     await db.execute("ALTER TABLE account RENAME TO elsewhere")
     for amount in range(6):
         await Deposit(amount, account=f"{amount}").send(producer, bank.deposits)
+    process = await start("run", breaker_keys=2, retry_pause=0.2)
     await tells(process, "pipeline_breaker_open", positive)
+    # What failed before it opened waits in the backlog, and now has done so for long.
+    await db.execute("UPDATE pipeline.backlog SET received_at = received_at - interval '2 hours'")
+    await tells(process, "pipeline_backlog_age_seconds", lambda age: age > 7_200)
     fires = await tells(process, "pipeline_partitions_stuck", positive)
-    check(tmp_path, [fires], firing=["BreakerOpen", "PartitionStuck"])
+    check(tmp_path, [fires], firing=["BreakerOpen", "PartitionStuck", "BacklogAge"])
     reasons = await process.reasons()
     assert "breaker of deposit" in reasons
+    waiting = await command("dead", "list", "--waiting", "--summary")
+    assert "failed" in waiting.stdout
     await db.execute("ALTER TABLE elsewhere RENAME TO account")
     await tells(process, "pipeline_breaker_open", zero)
+    await tells(process, "pipeline_backlog_age_seconds", zero)
     over = await tells(process, "pipeline_partitions_stuck", zero)
-    check(tmp_path, [fires, over], quiet=["BreakerOpen", "PartitionStuck"])
+    check(tmp_path, [fires, over], quiet=["BreakerOpen", "PartitionStuck", "BacklogAge"])
     await eventually(lambda: db.fetchval("SELECT count(*) = 6 FROM account"))
+
+
+async def test_a_position_that_the_topic_does_not_have_alerts_until_a_person_moves_it(
+    start: Start,
+    command: Command,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    tmp_path: Path,
+) -> None:
+    process = await start("run")
+    await Deposit(1).send(producer, bank.deposits)
+    await eventually(lambda: db.fetchval("SELECT count(*) = 1 FROM account"))
+    await process.kill()
+    # As after the topic was made anew, with fewer records.
+    await db.execute("UPDATE pipeline.position SET next_offset = 1000")
+    process = await start("run", retry_pause=0.2)
+    fires = await tells(process, "pipeline_partitions_stuck", positive)
+    check(tmp_path, [fires], firing=["PartitionStuck"], quiet=["BreakerOpen"])
+    assert "topic changed" in str(await process.reasons())
+    seek = ("topics", "seek", bank.deposits, "--partition", "0", "--to", "earliest")
+    assert (await command(*seek, "--dry-run")).exit_code == 0
+    done = await command(*seek)
+    assert done.exit_code == 0, done.output
+    await Deposit(2).send(producer, bank.deposits)
+    over = await tells(process, "pipeline_partitions_stuck", zero)
+    check(tmp_path, [fires, over], quiet=ALERTS)
+    await eventually(lambda: db.fetchval("SELECT balance = 3 FROM account"))
+
+
+async def test_events_that_kafka_does_not_take_alert_and_keep_their_day_until_it_does(
+    start: Start,
+    command: Command,
+    bank: Bank,
+    db: asyncpg.Connection,
+    kafka: str,
+    tmp_path: Path,
+) -> None:
+    await make_old_day(db)
+    await stage_long_ago(db, 1, bank.balances)
+    async with Wire(kafka).listening() as wire:
+        wire.hold()
+        process = await start("run", kafka_bootstrap_servers=wire.address)
+        await tells(process, "pipeline_outbox_lag_duration_seconds", positive)
+        fires = await tells(process, "pipeline_retention_held", positive)
+        check(tmp_path, [fires], firing=["OutboxLag"], quiet=["RetentionHeld"])
+        check(tmp_path, [fires], firing=["OutboxLag", "RetentionHeld"], minutes=25 * 60)
+        held = (await command("retention", "status")).stdout
+        assert "relay has not published" in " ".join(held.split())
+        assert (await command("retention", "run")).exit_code == 0
+        assert OLD in (await command("retention", "status")).stdout
+        wire.go_on()
+        await tells(process, "pipeline_outbox_lag_duration_seconds", zero)
+        over = await tells(process, "pipeline_retention_held", zero)
+        check(tmp_path, [fires, over], quiet=ALERTS)
+        assert OLD not in (await command("retention", "status")).stdout
+
+
+async def test_what_was_handled_before_alerts_while_it_comes_again(
+    start: Start,
+    command: Command,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    tmp_path: Path,
+) -> None:
+    process = await start("run")
+
+    async def again(times: int) -> str:
+        for amount in range(1, 6):
+            await Deposit(amount).send(producer, bank.deposits)
+        return await tells(
+            process,
+            "pipeline_messages_total",
+            lambda count: count >= 5 * times,
+            pipeline_outcome="duplicate",
+        )
+
+    for amount in range(1, 6):
+        await Deposit(amount).send(producer, bank.deposits)
+    scrapes = [await tells(process, "pipeline_messages_total", positive, pipeline_outcome="new")]
+    scrapes += [await again(times) for times in range(1, 6)]
+    check(tmp_path, scrapes[:2], quiet=["DuplicateRate"], minutes=10)
+    check(tmp_path, scrapes, firing=["DuplicateRate"], minutes=1)
+    check(tmp_path, scrapes, quiet=ALERTS, minutes=60)
+    assert "applied" in (await command("inbox", "show", "1")).stdout
 
 
 async def test_events_that_are_dead_alert_until_they_are_redriven(

@@ -19,12 +19,18 @@ from pipeline.settings import CLOCK_MARGIN, Settings
 from .bank import Bank, Deposit
 from .conftest import Command, eventually, histories
 from .desk import Desk
-from .outgoing import event, publish_all, relaying, stage
+from .outgoing import (
+    IN_OLD,
+    OLD,
+    event,
+    make_old_day,
+    publish_all,
+    relaying,
+    stage,
+    stage_long_ago,
+)
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
-
-OLD = "outbox_p20200101"
-IN_OLD = datetime(2020, 1, 1, 12, tzinfo=UTC)
 
 
 async def names(db: asyncpg.Connection, pattern: str) -> list[str]:
@@ -43,21 +49,10 @@ async def close_generation(db: asyncpg.Connection, age: timedelta = timedelta())
 @pytest.fixture
 async def old_day(db: asyncpg.Connection, settings: Callable[..., Settings]) -> asyncpg.Connection:
     """Return a connection to a database that holds an event of long ago, in a closed day."""
-    bounds = "FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
-    await partitions.attach(db, "outbox", OLD, bounds)
+    await make_old_day(db)
     await stage_long_ago(db, 1)
     await keep_house(db, settings())
     return db
-
-
-async def stage_long_ago(db: asyncpg.Connection, id: int) -> None:
-    """Insert an event into the old day."""
-    await db.execute(
-        "INSERT INTO pipeline.outbox (topic, key, event_id, source, type, content_type, created_at)"
-        " VALUES ('missing', 'ada', $1, '/bank', 'x', 'y', $2)",
-        str(id),
-        IN_OLD,
-    )
 
 
 async def test_a_generation_goes_when_it_was_closed_long_enough_ago(

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 from aiokafka.admin.records_to_delete import RecordsToDelete
 
 from pipeline.health import Health
@@ -15,17 +14,8 @@ from pipeline.runtime import Part
 
 from .bank import Bank, Deposit
 from .conftest import Running, eventually, histories, position_of, position_reaches
+from .outgoing import administrator
 from .processes import Start, starting
-
-
-@asynccontextmanager
-async def administrator(kafka: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
-    await admin.start()
-    try:
-        yield admin
-    finally:
-        await admin.close()
 
 
 async def created_anew(kafka: str, topic: str) -> None:
