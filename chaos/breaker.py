@@ -11,6 +11,7 @@ import asyncpg  # type: ignore[import-untyped]
 from chaos.memory import Memory
 from chaos.proxy import Proxy
 from chaos.recovery import Ended
+from chaos.releases import Releases
 from chaos.schedule import Fault
 from chaos.system import AWAY, STOP, Member, System
 from chaos.talk import Helper
@@ -30,12 +31,13 @@ LOOK_EVERY = 0.1
 class Breaker:
     """Breaks the system."""
 
-    def __init__(self, system: System, memory: Memory, outside: Helper) -> None:
+    def __init__(self, system: System, memory: Memory, outside: Helper, releases: Releases) -> None:
         self.ended: list[Ended] = []
         """What was carried out, and when it was over."""
         self._system = system
         self._memory = memory
         self._outside = outside
+        self._releases = releases
         self._outside_busy = asyncio.Lock()
 
     async def run(self, schedule: Sequence[Fault], note: Callable[[str], None]) -> None:
@@ -68,6 +70,8 @@ class Breaker:
                 await self._use_up_connections(fault)
             case "rebalance" | "relays":
                 await self._join_and_leave(fault)
+            case "rollout":
+                await self._releases.roll_out(fault.seconds)
             case "retention":
                 await self._memory.next_day()
             case "rotation":

@@ -16,6 +16,7 @@ from chaos.errands import OUTSIDE, WORK, Work
 from chaos.memory import CLOCK, MARKERS, Memory
 from chaos.poison import AFTER_DEATH, CALLS
 from chaos.recovery import Ended
+from chaos.releases import Releases
 from chaos.report import Report
 from chaos.schedule import Fault
 from chaos.system import SESSION, System
@@ -74,6 +75,7 @@ class Round:
     def __init__(self, plan: Plan, project: Path, folder: Path, console: Console) -> None:
         self._plan = plan
         self._console = console
+        self._project = project
         self._folder = folder
         self._calls = folder / "calls"
         self._requests = folder / "requests"
@@ -108,7 +110,7 @@ class Round:
                 watching = group.create_task(memory.watch())
                 await feed.says("ready")
                 await checker.says("applied")
-                breaker = Breaker(system, memory, outside)
+                breaker = Breaker(system, memory, outside, Releases(system, self._project))
                 ended = await self._break(feed, feeding, checker, breaker)
                 watching.cancel()
                 stuck = await self._drain(checker)

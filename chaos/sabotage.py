@@ -6,37 +6,14 @@ error: then the engine has changed, and its sabotage must follow.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from chaos.edit import Edit
 from chaos.errands import Work
 from chaos.round import CONSUMERS, RELAYS, Plan
 from chaos.schedule import EVERYBODY, MODES, Fault
 
 PATIENCE = 15.0
 """Seconds: no round here has a fault that takes longer to be noticed."""
-
-
-class Outdated(Exception):
-    """The engine does not hold the text that a sabotage replaces."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A text of one of the engine's modules, which stands there once, and what takes its place."""
-
-    module: str
-    old: str
-    new: str
-
-    def apply(self, engine: Path) -> None:
-        """Change the module. Raises `Outdated`."""
-        path = engine / self.module
-        text = path.read_text()
-        if text.count(self.old) != 1:
-            raise Outdated(
-                f"this stands {text.count(self.old)} times in {self.module}:\n{self.old}"
-            )
-        path.write_text(text.replace(self.old, self.new))
 
 
 @dataclass(frozen=True)

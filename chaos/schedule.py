@@ -23,6 +23,7 @@ Kind = Literal[
     "connections",
     "rebalance",
     "relays",
+    "rollout",
     "retention",
     "rotation",
     "replay",
@@ -58,12 +59,14 @@ LASTS: dict[Kind, tuple[float, float]] = {
     "connections": (2.0, 5.0),
     "rebalance": (3.0, 6.0),
     "relays": (3.0, 6.0),
+    "rollout": (0.0, 1.0),
     "retention": (0.0, 0.0),
     "rotation": (4.0, 8.0),
     "replay": (2.0, 15.0),
     "effects": (2.0, 5.0),
     "scheduled": (2.0, 5.0),
 }
+_HOW_LONG: dict[Kind, str] = {"replay": "of", "rollout": "with pauses of"}
 LATENCY = (0.02, 0.15)
 """Seconds that a delayed link takes longer, shortest and longest."""
 
@@ -78,7 +81,8 @@ class Fault:
     target: str
     """A process of the service, everybody, or a server; or how the outside fails."""
     seconds: float = 0.0
-    """How long it lasts; of a replay, how far it goes back."""
+    """How long it lasts; of a replay, how far it goes back; of a rollout, the pause between two
+    processes."""
     server: str = ""
     """Whose connections suffer, of a fault on the way."""
     latency: float = 0.0
@@ -96,7 +100,7 @@ class Fault:
         if self.hard:
             words.append("(kill -9)")
         if self.seconds:
-            words.append(f"{'of' if self.kind == 'replay' else 'for'} {self.seconds:.1f} s")
+            words.append(f"{_HOW_LONG.get(self.kind, 'for')} {self.seconds:.1f} s")
         return " ".join(words)
 
 
@@ -160,6 +164,8 @@ def _fault(
             return Fault(at, kind, chance.choice(consumers), seconds)
         case "effects":
             return Fault(at, kind, chance.choice(MODES), seconds)
+        case "rollout":
+            return Fault(at, kind, EVERYBODY, seconds)
         case "rebalance":
             return Fault(at, kind, "consume-extra", seconds, hard=chance.random() < 0.3)
         case "relays":

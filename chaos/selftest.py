@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from chaos.edit import Edit, Outdated
 from chaos.report import Report
 from chaos.round import Round
 from chaos.run import FAILURES
-from chaos.sabotage import LOADS, SABOTAGES, Edit, Outdated
+from chaos.sabotage import LOADS, SABOTAGES
 from demo.display import say
 from demo.flights import ROOT
 from demo.processes import bake

@@ -23,6 +23,7 @@ from chaos import errands, feed, schedule
 from chaos import poison as poisons
 from chaos.checker import Backlog
 from chaos.checker import unordered as parcels_without_order
+from chaos.edit import Edit, Outdated
 from chaos.errands import AFTER, CHARGE, TELL, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Stored, judge
 from chaos.outside import Outside
@@ -31,7 +32,7 @@ from chaos.proxy import HOST, Proxy
 from chaos.recovery import Ended, Recovery, measure, undisturbed
 from chaos.report import Report
 from chaos.round import CONSUMERS, RELAYS
-from chaos.sabotage import LOADS, SABOTAGES, Edit, Outdated, Sabotage
+from chaos.sabotage import LOADS, SABOTAGES, Sabotage
 from chaos.schedule import KINDS, Fault
 from demo.evidence import Evidence
 from demo.flights import Scan
