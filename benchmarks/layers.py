@@ -28,6 +28,7 @@ from pipeline.failures import patiently  # type: ignore[import-not-found]
 from pipeline.filters import Filters  # type: ignore[import-not-found]
 from pipeline.health import Health  # type: ignore[import-not-found]
 from pipeline.inbox import Slot  # type: ignore[import-not-found]
+from pipeline.lead import Lead  # type: ignore[import-not-found]
 from pipeline.outbox import Outbox  # type: ignore[import-not-found]
 from pipeline.publisher import Publisher  # type: ignore[import-not-found]
 from pipeline.runtime import _collect_seldom  # type: ignore[import-not-found]
@@ -68,7 +69,8 @@ async def layers() -> dict[str, float]:
             breaker=breaker,
             filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             handlers=handlers,
-            staged=lambda: None,
+            room=Lead(0).room,
+            staged=lambda _: None,
             parked=lambda: None,
             called=lambda: None,
         )

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -101,13 +101,15 @@ class Consume:
         breaker: Breaker,
         filters: Filters,
         handlers: Handlers,
-        staged: Callable[[], None],
+        room: Callable[[], Awaitable[None]],
+        staged: Callable[[int], None],
         parked: Callable[[], None],
         called: Callable[[], None],
         claims: Claims | None = None,
     ) -> None:
-        """`staged`, `parked` and `called` are told of new rows in the outbox, of what is due at
-        once, and of new effects. `claims` keeps payloads that are too large to travel."""
+        """`room` waits while the outbox has too much in it. `staged`, `parked` and `called` are
+        told of new rows there, of what is due at once, and of new effects. `claims` keeps payloads
+        that are too large to travel."""
         self._engine = engine
         self._group = group
         self._source = source
@@ -115,6 +117,7 @@ class Consume:
         self._breaker = breaker
         self._filters = filters
         self._handlers = handlers
+        self.room = room
         self._staged = staged
         self._parked = parked
         self._called = called
@@ -239,7 +242,7 @@ class Consume:
                 raise
         self._breaker.succeeded(results.fared_well)
         if outbox:
-            self._staged()
+            self._staged(len(outbox))
         if outbox.calls:
             self._called()
         if any(fate.due_in == 0.0 for _, fate in results.fates):

@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 3.0
 """How long brokers have for what nobody needs to wait for: offsets for tools, a farewell."""
 
+_FETCH_BYTES = 4 * 1024 * 1024
+"""Of a partition in one fetch: several batches of small records. The last one of a fetch is not
+full, and while it takes effect there is hardly time to decode a full one."""
+
 _METADATA_SECONDS = 10.0
 """How often the brokers are asked which partitions there are, and who leads them."""
 
@@ -129,6 +133,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
             # A slow batch is ended by the transaction's time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
+            max_partition_fetch_bytes=_FETCH_BYTES,
             metadata_max_age_ms=round(_METADATA_SECONDS * 1_000),
         )
 

@@ -20,6 +20,7 @@ from .database import autocommitting
 from .epoch import IS_OURS, OtherEpoch
 from .failures import is_infrastructure, named, pause
 from .health import Health
+from .lead import Lead
 from .publisher import LeaseExpired, NotSent, Publisher
 from .refusal import Refused
 from .scheduled import Scheduled
@@ -128,6 +129,8 @@ class Relay:
         self._page = min(settings.relay_page, _FIRST_PAGE)
         self._ahead: _Ahead | None = None
         self._lags = True
+        self.lead = Lead(2 * settings.relay_page)
+        """What the transactions of this process are ahead by."""
         self._turn = asyncio.Lock()
         """Held by what uses the connection while a page is sent."""
         self._write_at = 0.0
@@ -136,8 +139,9 @@ class Relay:
         self._staged = asyncio.Event()
         self._stopping = asyncio.Event()
 
-    def wake(self) -> None:
-        """Tell the relay that this process has staged events."""
+    def wake(self, events: int) -> None:
+        """Tell the relay that this process has staged so many."""
+        self.lead.staged(events)
         self._staged.set()
 
     def stop(self) -> None:
@@ -151,6 +155,7 @@ class Relay:
         try:
             await self._serve_until_stopped()
         finally:
+            self.lead.end()
             await self._publisher.discard()
 
     async def _serve_until_stopped(self) -> None:
@@ -159,6 +164,7 @@ class Relay:
                 await self._serve()
                 break
             except Exception as error:
+                self.lead.end()
                 reason = self._told(error)
                 self._health.not_ready("relay", reason)
                 if not (isinstance(error, _EXPLAINED) or is_infrastructure(error)):
@@ -264,6 +270,10 @@ class Relay:
         events = [event for one in pages for event in one.events]
         # Windows overlap in their ids: the widest says how far it is, about.
         beyond = max((one.then.high_id - one.then.last_id for one in pages), default=0)
+        # A window that was opened now has also what was committed lately.
+        self.lead.left(
+            len(events) + beyond, is_all=not any(one.target for one in self._progress.values())
+        )
         if events or beyond or self._lags:  # telling the same at every idle poll would cost more
             oldest = min((event["created_at"] for event in events), default=None)
             telemetry.observe_outbox(len(events) + beyond, oldest)

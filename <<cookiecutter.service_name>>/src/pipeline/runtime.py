@@ -124,6 +124,7 @@ async def _serve(
         breaker=breaker,
         filters=filters,
         handlers=handlers,
+        room=relay.lead.room,
         staged=relay.wake,
         parked=parked.set,
         called=called.set,

@@ -30,6 +30,7 @@ from pipeline.filters import Filters
 from pipeline.health import Health
 from pipeline.inbox import Slot
 from pipeline.lanes import Lanes
+from pipeline.lead import Lead
 from pipeline.retention import keep_house
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
@@ -418,7 +419,8 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             breaker=breaker,
             filters=filters,
             handlers=handlers,
-            staged=lambda: None,
+            room=Lead(0).room,
+            staged=lambda _: None,
             parked=parked.set,
             called=called.set,
         )

@@ -105,7 +105,7 @@ async def test_a_relay_that_is_woken_publishes_without_waiting_for_its_next_poll
     async with following(kafka, topic) as tail, relaying(never) as one:
         await eventually(lambda: not one.health.reasons)
         await stage(db, numbered(topic, [1]))
-        one.relay.wake()
+        one.relay.wake(1)
         await tail.until_ids([1])
 
 
