@@ -11,7 +11,9 @@ MANIFEST = Path(".features.json")
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, which must be there: else the manifest is wrong."""
+    """Delete a file or a folder; it must be there."""
+    if not path.exists():
+        raise SystemExit(f"{MANIFEST} names {path}, and there is no such file")
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -20,10 +22,15 @@ def remove(path: Path) -> None:
 
 def remove_requirement(name: str) -> None:
     """Take a distribution out of what is required, pinned and not; it must be there."""
+    # With its hashes, which stand on further lines.
+    requirement = rf"(?m)^{re.escape(name)}[=>](?:.*\\\n)*.*\n"
+    found = 0
     for path in Path("requirements").iterdir():
-        # With its hashes, which stand on further lines.
-        requirement = rf"(?m)^{name}[=>](?:.*\\\n)*.*\n"
-        path.write_text(re.sub(requirement, "", path.read_text("utf-8")), "utf-8")
+        text, count = re.subn(requirement, "", path.read_text("utf-8"))
+        path.write_text(text, "utf-8")
+        found += count
+    if not found:
+        raise SystemExit(f"{MANIFEST} names the requirement {name}, and none of that name is there")
 
 
 for feature, paths in json.loads(MANIFEST.read_text("utf-8")).items():

@@ -163,6 +163,27 @@ def test_what_lies_about_in_a_working_folder_is_not_baked(
     }
 
 
+@pytest.mark.parametrize(
+    ("misspelled", "said"),
+    [
+        ("requirements: obstorre", "names the requirement obstorre"),
+        ("src/archives", "names src/archives"),
+    ],
+)
+def test_a_manifest_that_names_what_is_not_there_bakes_nothing(
+    tmp_path: Path, misspelled: str, said: str
+) -> None:
+    wrong = Template.copied_to(tmp_path)
+    manifest = {"object_store": [misspelled]}
+    (wrong.path / RAW.name / ".features.json").write_text(json.dumps(manifest), "utf-8")
+
+    done = wrong.cookiecutter(tmp_path / "output", "--no-input", "object_store=no")
+
+    assert done.returncode != 0
+    assert f".features.json {said}" in done.stdout
+    assert list((tmp_path / "output").iterdir()) == []
+
+
 def test_unusual_answers_pass_the_checks(unusual: BakedProject) -> None:
     unusual.make("check")
 

@@ -15,11 +15,13 @@ S3PROXY_JARS = Jars(
 )
 IDENTITY, CREDENTIAL = "local", "local-secret"
 
+# Who deletes sends a checksum along, in a header that S3Proxy does not know.
 SETTINGS = """\
 s3proxy.endpoint=http://{address}
 s3proxy.authorization=aws-v4
 s3proxy.identity={identity}
 s3proxy.credential={credential}
+s3proxy.ignore-unknown-headers=true
 jclouds.provider=filesystem-nio2
 jclouds.filesystem.basedir={data}
 """

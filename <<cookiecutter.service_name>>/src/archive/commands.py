@@ -80,8 +80,12 @@ async def _list(archive: Archive) -> None:
 
 async def _verify(archive: Archive, chosen: Sequence[date]) -> None:
     store = _open(archive)
-    is_whole = True
-    for day in chosen or await _days(archive, store):
+    found = chosen or await _days(archive, store)
+    gaps = [] if chosen else reading.gaps(found)
+    for day in gaps:
+        typer.echo(f"{day}  nothing is there: it is lost, or the service did not archive then")
+    is_whole = not gaps
+    for day in found:
         verdict = await reading.verify(archive, store, day)
         is_whole = is_whole and not verdict.wrong
         for wrong in verdict.wrong:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 from datetime import UTC, date, datetime
+from time import monotonic
 from typing import NamedTuple, TypeVar
 
 import asyncpg
@@ -13,7 +14,7 @@ from pipeline.outbox import COLUMNS
 from pipeline.service import Tell
 
 from .files import MANIFEST, Damaged, Manifest, Part, PartWriter
-from .store import Missing, Store
+from .store import Missing, Store, StoreFailed
 
 T = TypeVar("T")
 
@@ -24,6 +25,10 @@ PAGE_BYTES = 4 * 2**20
 """What is read at a time: no more rows, and little more bytes, but one row at least."""
 BEAT_SECONDS = 2.0
 """How often it is told that an answer is waited for."""
+PATIENCE_SECONDS = 600.0
+"""A store that has not answered by then is given up until the next round: a mount may hang."""
+LOOK_SECONDS = 30.0
+"""As long for the folder, whether it is there."""
 
 # The sizes are known without reading the values.
 _PAGE = """
@@ -84,7 +89,10 @@ class Archive:
         Raises `NotTheSame` and `StoreFailed`; what is finished is not written again.
         """
         # In a thread: to look for a folder on a mount that hangs would stop everything.
-        store = await asyncio.to_thread(self.open)
+        try:
+            store = await asyncio.wait_for(asyncio.to_thread(self.open), LOOK_SECONDS)
+        except TimeoutError:
+            raise StoreFailed(_gives_no_answer(Settings().url, LOOK_SECONDS)) from None
         if store is not None:
             await _Day(store, self, connection, table, day, tell).keep()
 
@@ -221,10 +229,13 @@ class _Day:
         return part
 
     async def _patiently(self, work: Awaitable[T]) -> T:
-        """Wait for the store, and tell meanwhile that it is waited for."""
+        """Wait for the store, and tell meanwhile that it is waited for. Raises `StoreFailed`."""
         waited_for = asyncio.ensure_future(work)
+        until = monotonic() + PATIENCE_SECONDS
         try:
             while not (await asyncio.wait({waited_for}, timeout=BEAT_SECONDS))[0]:
+                if monotonic() >= until:
+                    raise StoreFailed(_gives_no_answer(self._store.url, PATIENCE_SECONDS))
                 await self._beat()
         except BaseException:
             waited_for.cancel()
@@ -238,3 +249,9 @@ class _Day:
 def _end(parts: Sequence[Part], ids: _Ids) -> int:
     """Return the id behind which the next part begins."""
     return parts[-1].last_id if parts else (ids.first or 0) - 1
+
+
+def _gives_no_answer(url: str | None, seconds: float) -> str:
+    return (
+        f"{url} has not answered for {seconds:.0f} s: see whether the mount, or the server, hangs"
+    )

@@ -1,10 +1,10 @@
 """Reads the archive: finds events, and verifies that all is there as it was written."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -36,6 +36,15 @@ async def days(archive: Archive, store: Store) -> list[date]:
         with suppress(ValueError):  # somebody else's
             found |= {date.fromisoformat(day)} if slash else set()
     return sorted(found)
+
+
+def gaps(found: Sequence[date]) -> list[date]:
+    """Return the days between the first and the last of which nothing is there."""
+    if not found:
+        return []
+    first, there = min(found), set(found)
+    every = (first + timedelta(days=n) for n in range((max(found) - first).days))
+    return [day for day in every if day not in there]
 
 
 async def manifest(archive: Archive, store: Store, day: date) -> Manifest:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import ObjectStore, from_url
 
 from pipeline.failures import StoreAway, StoreSlow
@@ -88,6 +88,13 @@ class Store:
             raise StoreSlow(f"{place}: {what} takes longer than {self._timeout} s") from None
         except FileNotFoundError:
             raise
+        except (PermissionDeniedError, PermissionError):
+            # Also of what is not there: S3 tells only those who may list.
+            raise StoreAway(
+                f"{place}: {what} is forbidden: grant the service to read, write, delete and list"
+                " there (for S3 s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket);"
+                " without the right to list, what is missing is answered like this too"
+            ) from None
         except (BaseError, OSError) as error:
             raise StoreAway(f"{place}: {what} failed: {_first_line(error)}") from None
 
@@ -98,7 +105,11 @@ def _opened(url: str, timeout: timedelta) -> ObjectStore:
             return from_url(url)
         return from_url(
             url,
-            client_options={"timeout": timeout, "connect_timeout": timeout},
+            client_options={
+                "allow_http": True,  # of an endpoint that somebody has written so
+                "timeout": timeout,
+                "connect_timeout": timeout,
+            },
             # Who asks tries again, together with all that belongs to it, and tells of it.
             retry_config={"max_retries": 1, "retry_timeout": timeout},
         )

@@ -156,7 +156,7 @@ WITH due AS MATERIALIZED (
      GROUP BY order_key
 )
 SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
-       type, reason, attempts, waited, error,
+       type, hash, hash_version, reason, attempts, waited, error,
        date_part('epoch', clock_timestamp() - received_at) AS stored_for,
        COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
   FROM (SELECT due.due_at AS key_due_at, b.*,
@@ -500,6 +500,7 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
                     attempts=row["attempts"],
                     waited=row["waited"],
                     row=row["key"],
+                    stored=Known(row["hash"], row["hash_version"]),
                     was_young=True,
                     reason=row["reason"],
                     last_error=row["error"],

@@ -13,7 +13,7 @@ from aiokafka import ConsumerRecord
 
 from .events import Event, Tombstone
 from .handlers import Handler, Handlers
-from .inbox import Anchor, Marker
+from .inbox import Anchor, Known, Marker
 from .message import (
     LONGEST_KEPT_KEY,
     Message,
@@ -61,6 +61,8 @@ class Item(NamedTuple):
     """Seconds that its policy has let it wait so far."""
     row: bytes | None = None
     """Key of its row, if it comes from the backlog."""
+    stored: Known | None = None
+    """What its row remembers of its payload, if it comes from the backlog."""
     was_young: bool = False
     """Whether it was not too old when it was stored in the backlog."""
     reason: str = ""

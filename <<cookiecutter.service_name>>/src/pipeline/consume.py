@@ -65,11 +65,20 @@ class TooOld(Exception):
 class _Unclear(Exception):
     """The batch failed as a whole, and any of its records may be at fault."""
 
-    def __init__(self, reason: str, error: BaseException, *, is_cut_off: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        error: BaseException,
+        *,
+        is_cut_off: bool = False,
+        storing: Mapping[str, bytes] | None = None,
+    ) -> None:
         super().__init__()
         self.reason = reason
         self.error = error
         self.is_cut_off = is_cut_off
+        self.storing = storing
+        """What the object store was keeping when the time was up."""
 
 
 class _Guilty(Exception):
@@ -187,6 +196,12 @@ class Consume:
             nonlocal contentions
             try:
                 return await self._commit(work, fates)
+            except _Unclear as unclear:
+                if unclear.storing and self.claims and _is_single(work):
+                    # The handler has left it little time. If it fails with all of it, that is an
+                    # outage, and else the handler is too slow; what is kept now is an orphan.
+                    await self.claims.keep(unclear.storing)
+                raise
             except Exception as error:
                 contentions += is_contention(error)
                 if contentions > _CONTENTIONS and _is_doubtful(work, fates):
@@ -273,6 +288,7 @@ class Consume:
             effects=self._handlers.effects,
             claims=self.claims,
         )
+        progress.outbox = outbox
         results = Results()
         new, waiting, stored = await _look_up(driver, generations, self._filters, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
@@ -441,6 +457,7 @@ class _Progress:
 
     records_since: float = math.inf
     """When it had done what is the engine's, and turned to what the records ask for."""
+    outbox: Outbox | None = None
 
 
 @contextmanager
@@ -471,4 +488,5 @@ def _blaming(work: Work, fates: Mapping[bytes, Fate], limit: float) -> Iterator[
             raise _Unclear("transaction failed", error) from error
         late = TimeoutError(f"the transaction takes longer than {limit} s")
         late.__cause__ = error
-        raise _Unclear("takes too long", late) from error
+        storing = progress.outbox.storing if progress.outbox else None
+        raise _Unclear("takes too long", late, storing=storing) from error

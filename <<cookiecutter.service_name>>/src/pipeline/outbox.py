@@ -4,7 +4,7 @@ Those that are due later are written into a table of their own, from which `sche
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from hashlib import blake2b
 from typing import NamedTuple, Self
@@ -138,6 +138,8 @@ class Outbox:
         self._claims = claims
         self._large = set[str]()
         """Ids of events whose payloads are not to travel with them."""
+        self.storing: Mapping[str, bytes] = {}
+        """Payloads, by event id, that are being kept elsewhere just now."""
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
         """What effects are called with, after the commit."""
@@ -299,7 +301,9 @@ class Outbox:
         if not large:  # they are taken back
             return
         # As the last but one of all: it may take long, and what comes behind does not.
+        self.storing = large
         kept = await self._claims.keep(large)
+        self.storing = {}
         await connection.execute(_CLAIM, [one.name for one in kept.values()], list(kept))
         self._staged = [event.referring(kept.get(event.event_id)) for event in self._staged]
         for name, one in self._scheduled.items():

@@ -88,7 +88,8 @@ def _log_fate(item: Item, fate: Fate) -> None:
         level, then = logging.ERROR, f"is dead ({fate.reason}, attempt {fate.attempts})"
         then += f", letter {letter}" if letter else ""
     elif fate.reason in (PARKED, GAP):
-        level, then = logging.INFO, f"{fate.reason}, again in {fate.due_in:.0f} s"
+        # No failure, and maybe of every message for hours: the metrics count them.
+        level, then = logging.DEBUG, f"{fate.reason}, again in {fate.due_in:.0f} s"
     else:
         attempt = f"attempt {fate.attempts} of {policy.attempts}"
         level, then = logging.WARNING, f"{fate.reason} ({attempt}), again in {fate.due_in:.0f} s"

@@ -150,6 +150,8 @@ class Standing:
     """Of one that is due: what holds it back; None if nothing does."""
     not_archived: str | None = None
     """Why its rows could not be archived the last time, without which it does not go."""
+    is_ahead: bool = False
+    """Whether it is a generation that takes no markers yet."""
 
     @property
     def name(self) -> str:
@@ -219,7 +221,9 @@ async def tidy(
         await _rotate(connection, settings)
         await _forget(connection, settings)
         await _close_days(connection)
-        keeper = None if archive is None else _Keeper(connection, archive, lease, say)
+        keeper = None
+        if archive is not None:
+            keeper = _Keeper(connection, settings, archive, lease, say)
         async for one in survey(connection, settings):
             if one.is_due:
                 await lease.take()
@@ -266,7 +270,9 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
         else:
             due_at = closed_at[number] + age if number in closed_at else None
             is_due = due_at is not None and due_at < now
-            yield Standing("inbox", one, is_due, due_at, _REMEMBERED if is_due else None)
+            needed_by = _REMEMBERED if is_due else None
+            is_ahead = number > generation["current"]
+            yield Standing("inbox", one, is_due, due_at, needed_by, is_ahead=is_ahead)
     closed = {row["day"]: row for row in await connection.fetch(_CLOSED_DAYS)}
     for day, one in await _days(connection):
         due_at = _end_of(day) + timedelta(seconds=settings.outbox_age)
@@ -390,11 +396,14 @@ class _Keeper:
     def __init__(
         self,
         connection: asyncpg.Connection,
+        settings: Settings,
         archive: Archive,
         lease: _Lease,
         say: Callable[[str], None],
     ) -> None:
         self._connection = connection
+        self._settings = settings
+        self._make_at = monotonic() + settings.housekeeping_interval
         self._archive = archive
         self._lease = lease
         self._say = say
@@ -408,6 +417,10 @@ class _Keeper:
         async def tell(progress: str) -> None:
             nonlocal say_at
             await self._lease.hold()
+            if monotonic() >= self._make_at:
+                # It may take longer than those that stand ready last.
+                await make_ahead(self._connection, self._settings)
+                self._make_at = monotonic() + self._settings.housekeeping_interval
             if monotonic() >= say_at:
                 self._say(f"archiving {one.name}: {progress}")
                 say_at = monotonic() + _TOLD_SECONDS

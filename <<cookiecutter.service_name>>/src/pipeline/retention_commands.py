@@ -65,7 +65,7 @@ async def _status(service: Service, settings: Settings, *, as_json: bool) -> Non
 
 def _told(one: Standing) -> str:
     if one.due_at is None:
-        return f"{one.name:18}  in use, or made ahead"
+        return f"{one.name:18}  {'made ahead' if one.is_ahead else 'takes new markers'}"
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
     if not one.is_due:
         return f"{one.name:18}  until {since}"

@@ -32,8 +32,9 @@ class Archive(Protocol):
         """Keep all rows of a table of the schema `pipeline`; return when that is certain to last.
 
         Nobody writes to it any more. The connection is in no transaction. `tell` is to be awaited
-        every few seconds; what that raises ends the work. It can be cut off at any point, called
-        again, and by two at once. Whatever else it raises holds the table until the next round.
+        every few seconds, and uses the connection; what it raises ends the work. It can be cut off
+        at any point, called again, and by two at once. Whatever else it raises holds the table
+        until the next round.
         """
 
 

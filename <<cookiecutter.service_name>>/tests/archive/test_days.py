@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,6 +24,7 @@ from pipeline import partitions
 from pipeline import retention as retentions
 from pipeline.partitions import Partition, State
 from pipeline.retention import Round, keep_house
+from pipeline.service import Tell
 
 from . import app
 from .conftest import DAY, OLD, House, make_day
@@ -416,3 +417,42 @@ async def test_the_command_tells_how_far_it_is(
     told = [line for line in done.stdout.splitlines() if line.startswith("archiving")]
     assert told[:3] == [f"archiving {OLD}: {n} events" for n in (10, 20, 30)]
     assert f"dropped  {OLD}" in done.stdout
+
+
+async def test_partitions_are_made_ahead_while_a_day_is_archived_for_long(house: House) -> None:
+    await house.fill(1)
+    ahead = f"outbox_p{datetime.now(UTC) + timedelta(days=7):%Y%m%d}"
+
+    class Long:
+        def check(self) -> None: ...
+
+        async def keep(
+            self, connection: asyncpg.Connection, table: str, day: date, tell: Tell
+        ) -> None:
+            await connection.execute(f"DROP TABLE pipeline.{ahead}")
+            await asyncio.sleep(0.02)  # longer than the interval
+            await tell("nothing yet")
+            assert await partitions.exists(connection, ahead)
+
+    done = await keep_house(house.db, house.settings(housekeeping_interval=0.01), archive=Long())
+    assert (done.dropped, done.held) == ([OLD], [])
+
+
+async def test_a_mount_that_hangs_is_given_up_until_the_next_round(
+    house: House, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(days, "PATIENCE_SECONDS", 0.5)
+    await house.fill(1)
+    manifest = Path(folder, app.archive.folder(DAY), MANIFEST)
+    manifest.parent.mkdir(parents=True)
+    os.mkfifo(manifest)  # who opens it waits for who writes into it
+    async with asyncio.timeout(PATIENCE):
+        (held,) = (await house.keep()).held
+    os.close(os.open(manifest, os.O_WRONLY | os.O_NONBLOCK))
+    assert held.needed_by is not None
+    assert f"{folder.replace(' ', '%20')} has not answered for 0 s" in held.needed_by
+    assert await house.rows() == 1
+
+    os.unlink(manifest)
+    assert (await house.keep()).dropped == [OLD]

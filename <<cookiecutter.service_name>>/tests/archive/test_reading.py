@@ -1,7 +1,9 @@
 """What is missing or changed in the archive is found, and so is an event."""
 
 import json
+import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from archive import days
 from archive.files import MANIFEST
 
 from . import app
-from .conftest import DAY, House
+from .conftest import DAY, House, make_day
 from tests.pipeline.integration.conftest import Command
 
 FOLDER = app.archive.folder(DAY)
@@ -100,6 +102,23 @@ async def test_a_day_that_is_not_there_is_not_whole(kept: Path, service: Command
     done = await service("verify", "2020-01-02")
     assert done.exit_code == 1
     assert "2020-01-02  manifest.json is missing" in done.stdout
+
+
+async def test_a_day_that_is_wholly_gone_is_told_of(
+    house: House, kept: Path, service: Command
+) -> None:
+    for number in (1, 2, 3):
+        await make_day(house.db, DAY + timedelta(days=number))
+    await house.publish()
+    await house.keep()
+    assert (await service("verify")).exit_code == 0
+    shutil.rmtree(kept.parent / "2020-01-02")
+    shutil.rmtree(kept.parent / "2020-01-03")
+    done = await service("verify")
+    assert done.exit_code == 1
+    gone = [line[:10] for line in done.stdout.splitlines() if "  nothing is there" in line]
+    assert gone == ["2020-01-02", "2020-01-03"]
+    assert (await service("verify", "2020-01-01", "2020-01-04")).exit_code == 0
 
 
 async def test_an_event_is_found_by_its_id_and_not_by_a_part_of_it(

@@ -4,10 +4,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
 import obstore
 import pytest
 from obstore.store import ObjectStore, from_url
+from servers.s3proxy import S3Proxy
 
 from claims import open_claims
 from claims.check import Claims
@@ -15,6 +17,7 @@ from claims.settings import ClaimSettings
 from pipeline.fetching import fetch_batch
 from pipeline.settings import Settings
 
+from tests.archive.conftest import s3proxy  # noqa: F401 (fixture)
 from tests.pipeline.integration.bank import Bank, Deposit
 from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     Running,
@@ -50,14 +53,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
 
 
+FOLDER_AND_S3 = pytest.mark.parametrize("store_url", ["folder", "s3"], indirect=True)
+"""Of tests that are to have each of the stores."""
+
+
 @pytest.fixture(params=["folder"])
 def store_url(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
     """URL of a store of the test's own, empty, which services find in their environment."""
-    assert request.param == "folder"
-    (tmp_path / "store").mkdir()
-    url = f"file://{tmp_path}/store"
+    if request.param == "s3":
+        server: S3Proxy = request.getfixturevalue("s3proxy")
+        for name, text in server.environment().items():
+            monkeypatch.setenv(name, text)
+        url = f"{server.bucket(f'test-{uuid4().hex[:12]}')}/large"
+    else:
+        (tmp_path / "store").mkdir()
+        url = f"file://{tmp_path}/store"
     monkeypatch.setenv("PIPELINE_CLAIM_URL", url)
     for name, value in SETTINGS.items():
         monkeypatch.setenv(f"PIPELINE_CLAIM_{name.upper()}", str(value))

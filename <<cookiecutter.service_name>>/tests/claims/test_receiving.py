@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -18,9 +19,10 @@ from pipeline.breaker import BreakerOpen
 from pipeline.dead import REASONS
 from pipeline.failures import StoreSlow
 from pipeline.fetching import fetch_batch
+from pipeline.payload import payload_hash
 from pipeline.references import DataElsewhere, Reference
 
-from .conftest import Counter, Objects, Outage, referring
+from .conftest import FOLDER_AND_S3, Counter, Objects, Outage, referring
 from tests.pipeline.integration.bank import Bank, Deposit
 from tests.pipeline.integration.conftest import eventually, histories
 from tests.pipeline.integration.desk import NewDesk
@@ -45,6 +47,7 @@ def place(deposit: Deposit) -> str:
     return f"elsewhere/{deposit.amount}"
 
 
+@FOLDER_AND_S3
 async def test_handlers_get_data_as_if_it_had_come_with_the_event(
     counter: Counter, objects: Objects, db: asyncpg.Connection
 ) -> None:
@@ -148,6 +151,50 @@ async def test_the_length_and_the_checksum_each_tell_that_it_is_something_else(
     uri = objects.put("a", payload(1))
     await counter.apply(referring(Deposit(1), uri, length=length, checksum=checksum))
     assert await counter.desk.set_aside() == {("deposit", 0): "data changed"}
+
+
+async def test_data_that_has_changed_in_the_backlog_is_a_dead_letter_without_a_checksum_too(
+    new_desk: NewDesk, opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="desk", options={"mode": "deferred"})
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    desk.consume.claims = opened()
+    counter = Counter(desk, opened())
+    uri = objects.put("a", payload(1))
+    await counter.apply(referring(Deposit(1), uri), Deposit(2, account="bob"))
+    objects.put("a", payload(7))
+    await desk.work_off()
+    assert await desk.set_aside() == {("deposit", 0): "data changed"}
+    assert await histories(db) == {"bob": [2]}
+    (row,) = await desk.backlog()
+    assert uri in row["error"]
+
+    objects.put("a", payload(1))
+    await redrive(desk)
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1], "bob": [2]}
+    assert await desk.backlog() == []
+
+
+async def test_the_hash_of_a_large_payload_does_not_keep_the_loop(
+    counter: Counter,
+    opened: Callable[..., Claims],
+    objects: Objects,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter.desk.consume.claims = opened(memory=1_000_000)
+    threads: list[int] = []
+
+    def look(*parts: str | bytes | None) -> bytes:
+        threads.append(threading.get_ident())
+        return payload_hash(*parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pipeline.fetching.payload_hash", look)
+    await counter.apply(stored(objects, Deposit(1)), stored(objects, Deposit(2), size=300_000))
+    small, large = threads
+    assert small == threading.get_ident() != large
+    assert await histories(db) == {"ada": [1, 2]}
 
 
 async def test_a_known_event_whose_data_has_gone_is_a_duplicate(

@@ -14,7 +14,7 @@ from pipeline import Event, Handlers, Transaction, Writer, Writing
 from pipeline.database import create_engine
 from pipeline.failures import StoreAway, StoreSlow
 from pipeline.outbox import Unpublishable
-from pipeline.references import Kept
+from pipeline.references import Kept, Reference
 from pipeline.settings import Settings
 
 from .conftest import LIMIT, Objects, Outage
@@ -52,10 +52,12 @@ class Clerk:
         self.raises: Exception | None = None
         self.options: dict[str, object] = {}
         self.calls = 0
+        self.seconds = 0.0
 
         @self.handlers.on(Deposited, topic="deposits", consumer="state")
         async def state(event: Deposited, tx: Transaction) -> None:
             self.calls += 1
+            await asyncio.sleep(self.seconds)
             for _ in range(self.copies):
                 tx.publish(
                     Statement(text=event.amount * "x"),
@@ -283,6 +285,25 @@ async def listen() -> AsyncIterator[Listen]:
         server.close()
 
 
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the environment name a store behind a port."""
+
+    def lead_to(port: int) -> None:
+        for name, value in {
+            "PIPELINE_CLAIM_URL": "s3://bucket/claims",
+            "PIPELINE_CLAIM_TIMEOUT": "0.5",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "nowhere",
+            "AWS_ACCESS_KEY_ID": "ann",
+            "AWS_SECRET_ACCESS_KEY": "hunter2",
+        }.items():
+            monkeypatch.setenv(name, value)
+
+    return lead_to
+
+
 @pytest.mark.parametrize("is_listening", [True, False], ids=["hanging", "refusing"])
 async def test_a_store_that_does_not_answer_is_infrastructure(
     new_desk: NewDesk,
@@ -290,26 +311,82 @@ async def test_a_store_that_does_not_answer_is_infrastructure(
     opened: Callable[..., Claims],
     listen: Listen,
     unused_tcp_port: int,
-    monkeypatch: pytest.MonkeyPatch,
+    remote: Callable[[int], None],
     is_listening: bool,
 ) -> None:
-    port = await listen() if is_listening else unused_tcp_port
-    for name, value in {
-        "PIPELINE_CLAIM_URL": "s3://bucket/claims",
-        "PIPELINE_CLAIM_TIMEOUT": "0.5",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_REGION": "nowhere",
-        "AWS_ACCESS_KEY_ID": "ann",
-        "AWS_SECRET_ACCESS_KEY": "hunter2",
-    }.items():
-        monkeypatch.setenv(name, value)
+    remote(await listen() if is_listening else unused_tcp_port)
     desk = await new_desk(clerk.handlers, topic="deposits")
     desk.consume.claims = opened()
     applying = asyncio.create_task(desk.apply(Deposit(1_000)))
     await eventually(lambda: len(desk.outages) > 1)
     applying.cancel()
     await asyncio.gather(applying, return_exceptions=True)
+    why = "storing takes longer" if is_listening else "error sending request"
     assert all("the object store at s3://bucket/claims: " in one for one in desk.outages)
+    assert all(why in one for one in desk.outages)
     assert "hunter2" not in "".join(desk.outages)
     assert await desk.backlog() == []
+
+
+async def test_a_store_that_hangs_spends_no_attempt_of_a_handler_that_has_left_it_little_time(
+    new_desk: NewDesk,
+    clerk: Clerk,
+    opened: Callable[..., Claims],
+    listen: Listen,
+    remote: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remote(await listen())
+    monkeypatch.setenv("PIPELINE_CLAIM_TIMEOUT", "1.5")
+    desk = await new_desk(
+        clerk.handlers, topic="deposits", transaction_timeout=3.0, lock_timeout=1.0
+    )
+    desk.consume.claims = opened()
+    clerk.seconds = 2.0
+    applying = asyncio.create_task(desk.apply(Deposit(1_000)))
+    await eventually(lambda: applying.done() or len(desk.outages) > 1)
+    assert not applying.done()
+    applying.cancel()
+    await asyncio.gather(applying, return_exceptions=True)
+    assert all("the object store at s3://bucket/claims: " in one for one in desk.outages)
+    assert await desk.backlog() == []
+
+
+async def test_a_handler_that_leaves_a_store_that_works_too_little_time_is_at_fault(
+    new_desk: NewDesk, clerk: Clerk, opened: Callable[..., Claims]
+) -> None:
+    class Slow(Claims):
+        async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
+            await asyncio.sleep(0.9)  # of the second that it has
+            return await super().keep(payloads)
+
+    claims = opened(timeout=1.0)
+    claims.__class__ = Slow
+    desk = await new_desk(
+        clerk.handlers, topic="deposits", transaction_timeout=2.0, lock_timeout=1.0
+    )
+    desk.consume.claims = claims
+    clerk.seconds = 1.5
+    async with asyncio.timeout(PATIENCE):
+        await desk.apply(Deposit(1_000))
+    assert await desk.set_aside() == {("state", 0): "takes too long"}
+    assert desk.outages == []
+
+
+FORBIDDEN = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+
+async def test_a_store_that_forbids_is_waited_for_and_what_to_grant_is_said(
+    opened: Callable[..., Claims], remote: Callable[[int], None]
+) -> None:
+    async def forbid(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n")
+        writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(FORBIDDEN), FORBIDDEN))
+        writer.close()
+
+    async with await asyncio.start_server(forbid, "127.0.0.1", 0) as server:
+        remote(server.sockets[0].getsockname()[1])
+        claims = opened()
+        with pytest.raises(StoreAway, match=r"fetching is forbidden: grant .*s3:ListBucket"):
+            await claims.fetch(Reference("s3://bucket/claims/a"))

@@ -18,7 +18,7 @@ from claims.check import Claims
 from claims.commands import group
 from pipeline.runtime import Part
 
-from .conftest import GONE, LIMIT, SETTINGS, Objects, Outage
+from .conftest import FOLDER_AND_S3, GONE, LIMIT, SETTINGS, Objects, Outage
 from .press import Press, letters_for
 from tests.pipeline.integration.conftest import (
     Command,
@@ -42,6 +42,7 @@ async def press(new_topic: Callable[..., Awaitable[str]]) -> Press:
     )
 
 
+@FOLDER_AND_S3
 async def test_a_large_payload_goes_by_the_store_and_a_small_one_by_kafka(
     press: Press,
     running: Running,
@@ -196,6 +197,7 @@ async def run(
     )
 
 
+@FOLDER_AND_S3
 async def test_what_a_killed_process_has_stored_is_swept_and_what_its_successor_stores_is_not(
     press: Press,
     running: Running,

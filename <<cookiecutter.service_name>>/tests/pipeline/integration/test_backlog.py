@@ -1,5 +1,7 @@
 """The backlog: what fails is set aside and tried again, and its key waits behind it, in order."""
 
+import logging
+
 import asyncpg
 import pytest
 import sqlalchemy as sa
@@ -210,6 +212,17 @@ async def test_handlers_steer_with_exceptions(new_desk: NewDesk, db: asyncpg.Con
     assert 0 < (parked["due_at"] - now).total_seconds() < 10
     assert 20 < (scheduled["due_at"] - now).total_seconds() < 34
     assert rejected["died_at"] is not None
+
+
+async def test_what_is_parked_floods_no_log(
+    new_desk: NewDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    bank, desk = await bank_with(new_desk)
+    bank.errors = {1: Park("no order yet"), 2: Retry("busy")}
+    caplog.set_level(logging.INFO, "pipeline.results")
+    await desk.apply(Deposit(1, account="ada"), Deposit(2, account="bob"))
+    await desk.work_off()
+    assert {vars(one)["message_id"] for one in caplog.records} == {"2"}
 
 
 async def test_two_handlers_of_one_event_each_have_their_own_fate(

@@ -464,7 +464,8 @@ async def test_the_commands_tell_what_is_kept_until_when_and_what_holds_it_back(
     assert f"outbox_p{today:%Y%m%d}    until {today + timedelta(days=3):%Y-%m-%d} 00:00Z" in (
         kept.stdout
     )
-    assert "inbox_g1            in use, or made ahead" in kept.stdout
+    assert "inbox_g1            takes new markers\n" in kept.stdout
+    assert "inbox_g2            made ahead\n" in kept.stdout
     held = f"{OLD}    due since 2020-01-04 00:00Z: no relay publishes 64 shards"
     assert held in kept.stdout
     done = await service("run")
