@@ -115,7 +115,8 @@ def watch(clock: Clock) -> None:
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")
     clock.note(telemetry.ProcessSpans, "of", "telemetry")
-    for name in ("creation_context", "processed", "batch_applied", "send_spans", "published"):
+    told = ("processed", "handled", "batch_applied", "published")
+    for name in ("creation_context", "send_spans", *told):
         clock.note(telemetry, name, "telemetry")
 
 

@@ -76,13 +76,14 @@ async def run(
     return (printed or b"").decode()
 
 
-async def bake(folder: Path, log: Path) -> Path:
-    """Bake the worked example into the folder; return its own folder there."""
-    project = folder / NAME
+async def bake(folder: Path, log: Path, service_name: str = NAME, **answers: str) -> Path:
+    """Bake the worked example, unless told otherwise, into the folder; return its own there."""
+    project = folder / service_name
     shutil.rmtree(project, ignore_errors=True)
     flags = ["--no-input", "--default-config", "--output-dir", str(folder)]
     cookiecutter = [sys.executable, "-m", "cookiecutter"]
-    await run([*cookiecutter, *flags, str(ROOT), f"service_name={NAME}"], log=log)
+    given = [f"{question}={answer}" for question, answer in answers.items()]
+    await run([*cookiecutter, *flags, str(ROOT), f"service_name={service_name}", *given], log=log)
     return project
 
 

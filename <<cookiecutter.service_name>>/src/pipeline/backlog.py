@@ -85,6 +85,13 @@ class Row(NamedTuple):
         """Whether it is not in the backlog yet."""
         return self.item is not None and self.item.row is None
 
+    @property
+    def first_trace(self) -> str | None:
+        """`traceparent` of its first attempt, if that has just been made."""
+        if self.item is None or self.item.trace != self.item.marker.message.traceparent:
+            return None
+        return self.fate.trace
+
 
 _FIND = """
 SELECT b.key, NULL::bytea AS order_key, b.hash, b.hash_version
@@ -156,7 +163,7 @@ WITH due AS MATERIALIZED (
      GROUP BY order_key
 )
 SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
-       type, hash, hash_version, reason, attempts, waited, error,
+       type, hash, hash_version, traceparent, reason, attempts, waited, error,
        date_part('epoch', clock_timestamp() - received_at) AS stored_for,
        COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
   FROM (SELECT due.due_at AS key_due_at, b.*,
@@ -179,11 +186,13 @@ UPDATE pipeline.backlog AS b
    SET reason = new.reason, attempts = new.attempts, waited = new.waited, holds = new.holds,
        error = new.error, traceback = new.traceback,
        remembered_hash = new.remembered_hash,
+       traceparent = COALESCE(new.traceparent, b.traceparent),
        due_at = clock_timestamp() + make_interval(secs => new.due_in),
        died_at = CASE WHEN new.due_in IS NULL THEN clock_timestamp() END
   FROM unnest($1::bytea[], $2::text[], $3::integer[], $4::float[], $5::float[], $6::boolean[],
-              $7::text[], $8::text[], $9::bytea[])
-       AS new (key, reason, attempts, waited, due_in, holds, error, traceback, remembered_hash)
+              $7::text[], $8::text[], $9::bytea[], $10::text[])
+       AS new (key, reason, attempts, waited, due_in, holds, error, traceback, remembered_hash,
+               traceparent)
  WHERE b.key = new.key
 """
 
@@ -291,7 +300,7 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
                 message and message.type,
                 message and message.hash,
                 row.remembered,
-                message and message.traceparent,
+                fate.trace or (message and message.traceparent),
                 fate.reason,
                 fate.attempts,
                 fate.waited,
@@ -504,6 +513,7 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
                     was_young=True,
                     reason=row["reason"],
                     last_error=row["error"],
+                    trace=row["traceparent"],
                 )
             ]
     who = consumer or "the service"
@@ -560,6 +570,7 @@ async def settle(
             [row.fate.error for row in changed],
             [row.fate.traceback for row in changed],
             [row.remembered for row in changed],
+            [row.first_trace for row in changed],
         )
     await let_heads_be_due(connection, [lane.number], keys, went_on)
 

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from aiokafka import ConsumerRecord
+from opentelemetry.context import Context
 
 from .events import Event, Tombstone
 from .handlers import Handler, Handlers
@@ -69,6 +70,10 @@ class Item(NamedTuple):
     """Why it is in the backlog, if it comes from there."""
     last_error: str | None = None
     """Type and text of what it failed with the last time."""
+    trace: str | None = None
+    """`traceparent` that is stored with its row: its first attempt's, or else its sender's."""
+    called: Context | None = None
+    """Context of the call that has been made for it already, outside of any transaction."""
 
     @property
     def is_suspect(self) -> bool:

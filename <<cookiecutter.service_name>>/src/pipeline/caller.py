@@ -10,13 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 import asyncpg
 import pydantic_core
 from aiolimiter import AsyncLimiter
+from opentelemetry.context import Context
 
-from . import backlog
+from . import backlog, telemetry
 from .backlog import Lane, Taken
 from .batch import Item, validated
 from .breaker import BreakerOpen
@@ -57,6 +59,8 @@ class _Called:
     item: Item
     result: object = None
     error: BaseException | None = None
+    context: Context | None = None
+    """The call's, with its span."""
     is_noted: bool = False
     """Whether it was stored beforehand that the call begins."""
 
@@ -82,7 +86,8 @@ class _Called:
                     raise OutcomeUnknown(f"it took place, but then: {named(error)}") from error
             return self.result
 
-        return self.item._replace(handler=replace(self.item.handler, function=settle))
+        handler = replace(self.item.handler, function=settle)
+        return self.item._replace(handler=handler, called=self.context)
 
 
 _Calls = dict[bytes, asyncio.Task[_Called | None]]
@@ -245,23 +250,29 @@ class Caller(Lanes):
         call = Call(item.marker.message, item.attempts + 1)
         self._calling[task] = item, asyncio.get_running_loop().time() + handler.timeout
         limit = asyncio.timeout(handler.timeout)
+        current = ProcessSpans(self._group).of(item.marker.message, handler.consumer, item.trace)
+        called = _Called(item, context=current.context)
+        begun = perf_counter()
         try:
-            with ProcessSpans(self._group).of(item.marker.message, handler.consumer):
+            with current:
                 async with limit:
                     if _may_have_happened(item) and await _has_happened(item, call):
-                        return _Called(item)
+                        return called
                     result = await handler.function(item.event, call)
             pydantic_core.to_json(result, inf_nan_mode="strings")  # as it is kept
-            return _Called(item, result)
+            return replace(called, result=result)
         except asyncio.CancelledError as error:
             if task.cancelling():
                 raise
-            return _Called(item, error=error)
+            return replace(called, error=error)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # sys.exit() too, and the panic of a library
-            return _Called(item, error=_told(error, handler.consumer, handler.timeout, limit))
+            told = _told(error, handler.consumer, handler.timeout, limit)
+            return replace(called, error=told)
         finally:
+            key = handler.consumer, handler.event.event_type
+            telemetry.handled({key: perf_counter() - begun})
             del self._calling[task]
 
     async def _settle(self, lane: Lane, called: Sequence[_Called]) -> None:

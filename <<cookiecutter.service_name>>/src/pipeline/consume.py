@@ -7,14 +7,14 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
 
-from . import backlog, inbox
+from . import backlog, inbox, telemetry
 from .backlog import LaneLost
 from .batch import Item, in_sequence
 from .breaker import Breaker, BreakerOpen, Failure
@@ -79,6 +79,8 @@ class _Unclear(Exception):
         self.is_cut_off = is_cut_off
         self.storing = storing
         """What the object store was keeping when the time was up."""
+        self.trace: str | None = None
+        """`traceparent` of the latest call of a handler."""
 
 
 class _Guilty(Exception):
@@ -227,7 +229,8 @@ class Consume:
         if len(suspects) > 1:
             return {item.marker.key: undecided(unclear.error) for item in suspects}
         (item,) = suspects
-        return {item.marker.key: judged(item, unclear.error, unclear.reason)}
+        fate = judged(item, unclear.error, unclear.reason)
+        return {item.marker.key: replace(fate, trace=unclear.trace)}
 
     async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Results:
         started = perf_counter()
@@ -235,18 +238,21 @@ class Consume:
         new_session = AsyncSession(
             self._engine, sync_session_class=BatchSession, expire_on_commit=False
         )
+        progress = _Progress()
         async with self._turns, new_session as session:
             try:
                 transaction = await session.begin()
                 # Outside the limit: waiting for a connection is not the batch's doing.
                 connection = await session.connection()
-                with _blaming(work, fates, limit) as progress:
+                with _blaming(work, fates, limit, progress):
                     async with asyncio.timeout(limit + _EARLY):
                         results, outbox = await self._execute(
                             session, connection, work, fates, progress
                         )
                     await transaction.commit()
             except _IN_ORDER as error:
+                if isinstance(error, _Unclear):
+                    error.trace = progress.trace
                 is_cut_off = isinstance(error, _Guilty | _Unclear) and error.is_cut_off
                 if is_cut_off or perf_counter() - started > limit:
                     await session.invalidate()  # it may be in the middle of a statement
@@ -294,11 +300,13 @@ class Consume:
         items = _sort_out(new, waiting, fates, generations, results)
         progress.records_since = perf_counter()
         attempt = Attempt(session, driver, Rows(session), outbox, ProcessSpans(self._group))
+        progress.attempt = attempt
         self._under_way.add(attempt)
         try:
             handled = await handle_all(items, attempt)
         finally:
             attempt.deadline.close()
+            telemetry.handled(attempt.longest)
             self._under_way.discard(attempt)
         results.applied, results.returned = handled.applied, handled.returned
         results.stale = handled.stale
@@ -343,6 +351,9 @@ class Consume:
             fates = {item.marker.key: undecided(other) for item, other in others}
             fates[first.marker.key] = judged(first, error, "failed")
             late = handled.late and handled.late.marker.key
+            fates = {
+                key: replace(fate, trace=handled.traces.get(key)) for key, fate in fates.items()
+            }
             raise _Guilty(fates, late=late, is_cut_off=handled.is_cut_off)
 
 
@@ -458,19 +469,27 @@ class _Progress:
     records_since: float = math.inf
     """When it had done what is the engine's, and turned to what the records ask for."""
     outbox: Outbox | None = None
+    attempt: Attempt | None = None
+    """What its handlers share, if it has come to them."""
+
+    @property
+    def trace(self) -> str | None:
+        """`traceparent` of the latest call of a handler."""
+        return telemetry.traceparent(self.attempt.context) if self.attempt else None
 
 
 @contextmanager
-def _blaming(work: Work, fates: Mapping[bytes, Fate], limit: float) -> Iterator[_Progress]:
+def _blaming(
+    work: Work, fates: Mapping[bytes, Fate], limit: float, progress: _Progress
+) -> Iterator[None]:
     """Turn an error that any record of the batch may have caused into the question which.
 
     So is an outage, unless the batch has taken more seconds than the limit: then it was cut off.
     But a database that needs most of them for what the engine asks of a single record is slow.
     """
     started = perf_counter()
-    progress = _Progress()
     try:
-        yield progress
+        yield
     except _IN_ORDER:
         raise
     except BatchFailed as failed:

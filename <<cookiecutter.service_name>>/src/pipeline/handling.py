@@ -10,17 +10,19 @@ from typing import Self, cast
 import asyncpg
 import pydantic_core
 import sqlalchemy as sa
+from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from .aggregate import Aggregate, Key
 from .backlog import StoredRecord
 from .batch import Item
 from .failures import is_of_the_database
+from .handlers import Handler
 from .ordering import Sequenced, SequenceGap, sequence_of
 from .outbox import Outbox
 from .policy import FOLLOWER, GAP, REDRIVEN, Fate, Reject, dead, early
 from .tasks import Turn
-from .telemetry import ProcessSpans
+from .telemetry import Current, ProcessSpans, traceparent
 from .transaction import EventBatch, Rows, Transaction
 
 
@@ -40,8 +42,11 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
         self._looks_at = math.inf
         self._ends_at = math.inf
+        self._begun = 0.0
         self.is_over = False
         """Whether the latest call was cancelled."""
+        self.seconds = 0.0
+        """How long the latest call has taken."""
 
     def within(self, seconds: float) -> Self:
         """Give the call in the `with` that follows so many seconds; `TimeoutError` ends it."""
@@ -51,11 +56,13 @@ class Deadline:
             self._look_at(self._ends_at)
         return self
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._begun = perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
+        self.seconds = perf_counter() - self._begun
         self._ends_at = math.inf
         if self.is_over:
             is_ours = self._task.uncancel() <= self._cancelling
@@ -101,7 +108,17 @@ class Attempt:
     spans: ProcessSpans
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     calling: Item | None = None
+    context: Context | None = None
+    """Of the latest call."""
+    longest: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Seconds that a call has taken at most, by consumer and type of event."""
     deadline: Deadline = field(default_factory=Deadline)
+
+    def has_called(self, handler: Handler) -> None:
+        """Note how long the call took that has just ended."""
+        key = handler.consumer, handler.event.event_type
+        if self.deadline.seconds > self.longest.get(key, 0.0):
+            self.longest[key] = self.deadline.seconds
 
     def deaf(self, seconds: float) -> Item | None:
         """Return the message whose handler goes on so long after it was cancelled."""
@@ -121,6 +138,8 @@ class Handled:
     """What they returned, as JSON, by marker key."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
     """The first of them has failed by itself, the others maybe because of it."""
+    traces: dict[bytes, str | None] = field(default_factory=dict)
+    """`traceparent` of the calls that failed, by marker key."""
     seconds: float = 0.0
     """How long they have taken, without waiting for locks."""
     late: Item | None = None
@@ -141,9 +160,12 @@ class BatchFailed(Exception):
 class _Failed(Exception):
     """A handler has failed on a message."""
 
-    def __init__(self, error: BaseException, *, is_cut_off: bool = False) -> None:
+    def __init__(
+        self, error: BaseException, context: Context | None = None, *, is_cut_off: bool = False
+    ) -> None:
         super().__init__()
         self.error = error
+        self.trace = traceparent(context)
         self.is_cut_off = is_cut_off
 
 
@@ -190,6 +212,7 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
                     break
                 raise BatchFailed(failure.error, is_cut_off=failure.is_cut_off) from failure.error
             handled.failed.append((run[0], failure.error))
+            handled.traces[run[0].marker.key] = failure.trace
             behind.add(run[0].order_key)
             if failure.is_cut_off:
                 handled.late, handled.is_cut_off = run[0], True
@@ -261,6 +284,7 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
     item = run[0]
     handler = item.handler
     attempt.calling = item
+    attempt.context = None
     try:
         if handler.takes_batches:
             await _hand_over(run, attempt)
@@ -277,39 +301,48 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise _Failed(error) from error
+        raise _Failed(error, attempt.context) from error
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # sys.exit() too, and the panic of a library that is not Python
         if attempt.deadline.is_over:
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
             late.__cause__ = error  # which tells where it was
-            raise _Failed(late, is_cut_off=True) from error
+            raise _Failed(late, attempt.context, is_cut_off=True) from error
         if is_of_the_database(error) or attempt.driver.is_closed():
             raise
-        raise _Failed(error) from error
+        raise _Failed(error, attempt.context) from error
     finally:
         attempt.calling = None
 
 
 async def _call(item: Item, attempt: Attempt, gap: int) -> object:
-    """Call a handler of single events, in the trace of the message."""
+    """Call a handler of single events, in the trace of the message.
+
+    What was called outside already has its span, and has told how long it took.
+    """
     handler, marker = item.handler, item.marker
     tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker, gap=gap)
+    current = (
+        attempt.spans.of(marker.message, handler.consumer, item.trace)
+        if item.called is None
+        else Current.without_span(item.called)
+    )
+    attempt.context = current.context
     try:
-        with (
-            attempt.spans.of(marker.message, handler.consumer),
-            attempt.deadline.within(handler.timeout),
-        ):
+        with current, attempt.deadline.within(handler.timeout):
             return await handler.function(item.event, tx)
     finally:
         tx.end()
+        if item.called is None:
+            attempt.has_called(handler)
 
 
 async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
     """Call a handler of batches. Each event it publishes belongs to the trace of its message."""
     handler, session, rows, outbox = run[0].handler, attempt.session, attempt.rows, attempt.outbox
-    spans = [attempt.spans.of(item.marker.message, handler.consumer) for item in run]
+    spans = [attempt.spans.of(item.marker.message, handler.consumer, item.trace) for item in run]
+    attempt.context = spans[0].context
     calls = [
         (item.event, Transaction(session, rows, outbox, item.marker, span.context))
         for item, span in zip(run, spans, strict=True)
@@ -326,6 +359,7 @@ async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
             span.end(failure)
         for _, tx in calls:
             tx.end()
+        attempt.has_called(handler)
 
 
 def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:

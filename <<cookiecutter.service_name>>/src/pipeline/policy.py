@@ -99,6 +99,8 @@ class Fate:
     traceback: str | None = None
     is_assumed: bool = False
     """Whether it is stored only in case that nobody comes back to store another."""
+    trace: str | None = None
+    """`traceparent` of the attempt that has led to it, if there was one."""
 
     @property
     def is_judged(self) -> bool:

@@ -5,7 +5,7 @@ still travels from message to event. Names are the messaging conventions'.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -15,6 +15,7 @@ from opentelemetry import context as otel
 from opentelemetry import metrics, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.semconv._incubating.attributes import cloudevents_attributes as cloudevents
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as names
 from opentelemetry.semconv._incubating.metrics import messaging_metrics as metric_names
 from opentelemetry.semconv.attributes import error_attributes
@@ -45,6 +46,13 @@ _meter = metrics.get_meter("pipeline")
 _messages = _meter.create_counter("pipeline.messages", "{message}", "By consumer and outcome.")
 _batch_size = _meter.create_histogram(
     "pipeline.batch.size", "{message}", explicit_bucket_boundaries_advisory=_SIZES
+)
+_handler_duration = _meter.create_histogram(
+    "pipeline.handler.duration",
+    "s",
+    # To record every call would cost more than most handlers do.
+    "Of a call; the longest of each transaction, be it rolled back or not.",
+    explicit_bucket_boundaries_advisory=[0.0001, 0.0005, 0.001, *_SECONDS],
 )
 _duration = _meter.create_histogram(
     metric_names.MESSAGING_PROCESS_DURATION, "s", explicit_bucket_boundaries_advisory=_SECONDS
@@ -128,19 +136,28 @@ class ProcessSpans:
         # Asked once: the API looks into the environment each time.
         self._is_off = _is_off()
 
-    def of(self, message: Message, consumer: str) -> "Current":
+    def of(self, message: Message, consumer: str, stored: str | None = None) -> "Current":
         """Make the message's trace current, with a span in it if it is recorded.
 
         Of a trace that its sender does not record no span is made: its context alone becomes
         current, so that what the handler publishes still belongs to it.
+
+        `stored` is the `traceparent` of the message's first attempt, if this is another: the span
+        links to that one, and is its child where the sender has begun no trace.
         """
         sender, parent = _sender(message)
+        links = None
+        if stored is not None and stored != message.traceparent and (first := _parse(stored)):
+            links = [trace.Link(first)]
+            if sender is trace.INVALID_SPAN:
+                sender = trace.NonRecordingSpan(first)
+                parent = trace.set_span_in_context(sender, parent)
         if parent is _NO_PARENT and self._is_off:
             return Current(parent, sender)
         if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
             return Current(parent, sender)
         name, attributes = _process(message.topic, message.partition, consumer, self._group)
-        span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes)
+        span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes, links)
         if span.is_recording():
             span.set_attributes(_attributes_of(message))
         return Current(trace.set_span_in_context(span, parent), span)
@@ -214,6 +231,11 @@ def creation_context(context: otel.Context | None = None) -> TraceHeaders:
     return carrier.get("traceparent"), carrier.get("tracestate"), carrier.get("baggage")
 
 
+def traceparent(context: otel.Context | None) -> str | None:
+    """Return the header that names the context's span; None if there is none."""
+    return None if context is None else creation_context(context)[0]
+
+
 class Current:
     """A context that is current inside `with`, where its span ends. A generator costs 1 µs more."""
 
@@ -222,6 +244,11 @@ class Current:
     def __init__(self, context: otel.Context, span: trace.Span) -> None:
         self.context = context
         self._span = span
+
+    @classmethod
+    def without_span(cls, context: otel.Context) -> "Current":
+        """Make a context current whose span is somebody else's to end."""
+        return cls(context, trace.INVALID_SPAN)
 
     def __enter__(self) -> trace.Span:
         self._token = otel.attach(self.context)
@@ -280,6 +307,13 @@ def batch_applied(topic: str, size: int, seconds: float) -> None:
     """Record a transaction that has committed."""
     _batch_size.record(size, _operation(_PROCESS, topic))
     _duration.record(seconds, _operation(_PROCESS, topic))
+
+
+def handled(longest: Mapping[tuple[str, str], float]) -> None:
+    """Record how long handlers' calls have taken: the longest by consumer and type of event."""
+    for (consumer, event_type), seconds in longest.items():
+        attributes = {CONSUMER: consumer, cloudevents.CLOUDEVENTS_EVENT_TYPE: event_type}
+        _handler_duration.record(seconds, attributes)
 
 
 def published(topic: str, count: int) -> None:

@@ -334,6 +334,7 @@ telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
 telemetry.processed("scans", "track", "new", 2, "parcel-tracker")
 telemetry.processed("scans", "track", "duplicate", 1, "parcel-tracker")
 telemetry.batch_applied("scans", 8, 0.03)
+telemetry.handled({("track", "parcel.scanned.v1"): 0.002, ("bill", "parcel.scanned.v1"): 3.0})
 telemetry.published("routes", 4)
 telemetry.set_stuck("scans", 3, is_stuck=True)
 telemetry.set_stuck("scans", 4, is_stuck=True)
@@ -385,6 +386,11 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     assert found[f"{duration}_bucket le=0.05 {scan}"] == 1
     assert found[f"pipeline_batch_size_bucket le=5.0 {scan}"] == 0
     assert found[f"pipeline_batch_size_bucket le=10.0 {scan}"] == 1
+    handler = "pipeline_handler_duration_seconds_bucket cloudevents_event_type=parcel.scanned.v1"
+    assert found[f"{handler} le=0.001 pipeline_consumer=track"] == 0
+    assert found[f"{handler} le=0.005 pipeline_consumer=track"] == 1
+    assert found[f"{handler} le=2.5 pipeline_consumer=bill"] == 0
+    assert found[f"{handler} le=5.0 pipeline_consumer=bill"] == 1
     sent = f"{prometheus(metric_names.MESSAGING_CLIENT_SENT_MESSAGES)}_total"
     routes = "messaging_destination_name=routes messaging_operation_name=send"
     assert found[f"{sent} {routes} messaging_system=kafka"] == 4

@@ -1,0 +1,273 @@
+"""The trace of what does not go through at once: retries, redrives, effects, scheduled events."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import asyncpg
+import pytest
+from opentelemetry import propagate, trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction, telemetry
+
+from .bank import Account, Bank, Deposit, Deposited
+from .desk import Desk, NewDesk
+from .test_backlog import QUICK
+from .test_dead import redrive
+from .test_scheduled import move_all
+from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trace_id
+
+TOPIC = "deposits"
+IN_A_TRACE = sent_in_a_trace("01")
+IN_NONE: tuple[tuple[str, bytes], ...] = ()
+Finished = Callable[[], list[ReadableSpan]]
+
+
+class Received(Event, type="received"):
+    """What a customer is to be told of."""
+
+    amount: int
+
+
+class Answer(Event, type="answer", topic="answers"):
+    """What the outside has answered, or what is to be said later."""
+
+    text: str
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> Finished:
+    """Record every trace, also one that begins here; returns the spans so far, in their order."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(sampling.ALWAYS_ON, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+    return lambda: list(exporter.get_finished_spans())
+
+
+def of(spans: list[ReadableSpan], consumer: str) -> list[ReadableSpan]:
+    return [one for one in spans if (one.attributes or {})[telemetry.CONSUMER] == consumer]
+
+
+def linked(span: ReadableSpan) -> list[str]:
+    return [trace.format_span_id(link.context.span_id) for link in span.links]
+
+
+def check_attempts(spans: list[ReadableSpan], *, parent: str | None) -> None:
+    """Check that all are in one trace, and each but the first links to that one."""
+    first, *others = spans
+    assert {trace_id(one) for one in spans} == {trace_id(first)}
+    assert parent_id(first) == parent
+    assert linked(first) == []
+    for one in others:
+        assert linked(one) == [span_id(first)]
+        # Without a sender's it is the first attempt that holds the trace together.
+        assert parent_id(one) == (parent or span_id(first))
+
+
+@pytest.mark.parametrize(("headers", "parent"), [(IN_A_TRACE, SENDER), (IN_NONE, None)])
+async def test_every_attempt_is_a_span_that_links_to_the_first(
+    ledger: tuple[Bank, Desk],
+    finished: Finished,
+    headers: tuple[tuple[str, bytes], ...],
+    parent: str | None,
+) -> None:
+    bank, desk = ledger
+    bank.refused.add(1)
+    await desk.apply(Deposit(1, headers=headers), Deposit(2, headers=headers))
+    for _ in range(2):
+        await desk.make_due()
+        await desk.work_off()
+    bank.refused.clear()
+    await desk.make_due()
+    await desk.work_off()
+    offset = "messaging.kafka.offset"
+    attempts = [one for one in finished() if (one.attributes or {})[offset] == 0]
+    assert bank.calls.count(1) == len(attempts) == 4
+    check_attempts(attempts, parent=parent)
+    if parent:
+        assert trace_id(attempts[0]) == TRACE
+
+
+async def test_an_attempt_that_the_database_refuses_only_when_it_is_written_is_linked_to_as_well(
+    new_desk: NewDesk, finished: Finished
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="open")
+    async def open_account(event: Deposited, tx: Transaction) -> None:
+        tx.session.add(Account(event.account))
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1))
+    await desk.apply(Deposit(2))
+    before = finished()[1:]
+    await desk.make_due()
+    await desk.work_off()
+    later = finished()[1 + len(before) :]
+    assert before
+    assert later
+    # In place it was tried more than once; the latest of these has been judged.
+    assert {tuple(linked(one)) for one in later} == {(span_id(before[-1]),)}
+    assert {trace_id(one) for one in later} == {trace_id(before[-1])}
+
+
+async def test_a_handler_of_batches_links_its_attempts_too(
+    new_desk: NewDesk, finished: Finished
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on_batch(Deposited, topic=TOPIC, consumer="sum")
+    async def sum_up(events: EventBatch[Deposited]) -> None:
+        if any(event.amount == 1 for event, _ in events):
+            raise LookupError("not yet")
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1))
+    await desk.make_due()
+    await desk.work_off()
+    check_attempts(finished(), parent=None)
+    assert len(finished()) == 2
+
+
+async def test_a_dead_letter_that_is_redriven_stays_in_its_trace(
+    ledger: tuple[Bank, Desk], finished: Finished
+) -> None:
+    bank, desk = ledger
+    bank.errors[1] = Reject("no")
+    await desk.apply(Deposit(1))
+    (row,) = await desk.backlog()
+    assert row["died_at"] is not None
+    bank.errors.clear()
+    await redrive(desk)
+    await desk.work_off()
+    assert bank.calls == [1, 1]
+    check_attempts(finished(), parent=None)
+
+
+async def test_what_was_never_attempted_links_to_nothing(
+    ledger: tuple[Bank, Desk], finished: Finished
+) -> None:
+    bank, desk = ledger
+    bank.refused.add(1)
+    await desk.apply(Deposit(1), Deposit(2, headers=IN_A_TRACE))  # waits behind the first
+    bank.refused.clear()
+    await desk.make_due()
+    await desk.work_off()
+    *_, waited = finished()
+    assert (trace_id(waited), parent_id(waited), linked(waited)) == (TRACE, SENDER, [])
+
+
+async def test_a_trace_that_is_not_recorded_is_handed_on_by_every_attempt(
+    ledger: tuple[Bank, Desk], finished: Finished, db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused.add(1)
+    await desk.apply(Deposit(1, headers=sent_in_a_trace("00")))
+    bank.refused.clear()
+    await desk.make_due()
+    await desk.work_off()
+    assert finished() == []
+    handed_on = await db.fetchval("SELECT traceparent FROM pipeline.outbox")
+    assert handed_on == f"00-{TRACE}-{SENDER}-00"
+
+
+def outside(then: bool = False) -> tuple[Handlers, list[Exception]]:
+    """Return handlers that call the outside, and the errors that it answers with, in turn."""
+    handlers = Handlers()
+    errors: list[Exception] = []
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="deposit", policy=QUICK)
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        tx.call(Received(amount=event.amount))
+
+    async def answer(event: Received, tx: Transaction, result: str) -> None:
+        tx.publish(Answer(text=result))
+
+    @handlers.effect(Received, consumer="tell", policy=QUICK, then=answer if then else None)
+    async def tell(event: Received, call: Call) -> str:
+        if errors:
+            raise errors.pop()
+        return "told"
+
+    return handlers, errors
+
+
+async def test_a_call_to_the_outside_is_one_span_in_the_trace_of_what_staged_it(
+    new_desk: NewDesk, finished: Finished
+) -> None:
+    handlers, _ = outside()
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1, headers=IN_A_TRACE))
+    await desk.call()
+    (staged,), calls = of(finished(), "deposit"), of(finished(), "tell")
+    assert len(calls) == 1
+    assert (trace_id(calls[0]), parent_id(calls[0])) == (TRACE, span_id(staged))
+
+
+async def test_a_call_can_hand_the_trace_on_to_the_outside(
+    new_desk: NewDesk, finished: Finished
+) -> None:
+    handlers, _ = outside()
+    headers: dict[str, str] = {}
+
+    @handlers.effect(Received, consumer="post")
+    async def post(event: Received, call: Call) -> None:
+        propagate.inject(headers)
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1, headers=IN_A_TRACE))
+    await desk.call()
+    (call,) = of(finished(), "post")
+    assert headers["traceparent"] == f"00-{TRACE}-{span_id(call)}-01"
+
+
+async def test_what_is_published_after_a_call_belongs_to_the_call(
+    new_desk: NewDesk, finished: Finished, db: asyncpg.Connection
+) -> None:
+    handlers, _ = outside(then=True)
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1, headers=IN_A_TRACE))
+    await desk.call()
+    (call,) = of(finished(), "tell")
+    published = await db.fetchval("SELECT traceparent FROM pipeline.outbox")
+    assert published == f"00-{TRACE}-{span_id(call)}-01"
+
+
+async def test_a_call_that_is_made_again_is_one_span_more_that_links_to_the_first(
+    new_desk: NewDesk, finished: Finished
+) -> None:
+    handlers, errors = outside()
+    errors += [LookupError("away"), LookupError("away")]
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1, headers=IN_A_TRACE))
+    for _ in range(3):
+        await desk.make_due()
+        await desk.call()
+    assert await desk.backlog() == []
+    (staged,), calls = of(finished(), "deposit"), of(finished(), "tell")
+    assert len(calls) == 3
+    check_attempts(calls, parent=span_id(staged))
+    assert [one.status.status_code for one in calls[:2]] == [trace.StatusCode.ERROR] * 2
+
+
+async def test_a_scheduled_event_is_published_in_the_trace_of_what_staged_it(
+    new_desk: NewDesk, finished: Finished, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="remind")
+    async def remind(event: Deposited, tx: Transaction) -> None:
+        tx.publish(Answer(text="later"), after=timedelta(hours=1))
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    headers = sent_in_a_trace("01", tracestate="vendor=1", baggage="tenant=7")
+    await desk.apply(Deposit(1, headers=headers))
+    await db.execute("UPDATE pipeline.scheduled SET due_at = now()")
+    await move_all(db)
+    (span,) = finished()
+    row = await db.fetchrow("SELECT traceparent, tracestate, baggage FROM pipeline.outbox")
+    created = f"00-{TRACE}-{span_id(span)}-01"
+    assert tuple(row or ()) == (created, "vendor=1", "tenant=7")

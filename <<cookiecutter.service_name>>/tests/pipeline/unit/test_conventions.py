@@ -1,0 +1,257 @@
+"""Names of spans, metrics and attributes, held against OpenTelemetry's conventions as installed.
+
+The constants of `opentelemetry-semantic-conventions` are the conventions here, and their docstrings
+say of what is deprecated, and of each metric which instrument and unit it has.
+"""
+
+import ast
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from opentelemetry import semconv, trace
+from opentelemetry.semconv._incubating.attributes import (
+    cloudevents_attributes,
+    messaging_attributes,
+)
+from opentelemetry.semconv.attributes import error_attributes
+from opentelemetry.semconv.schemas import Schemas
+
+from pipeline import telemetry
+
+from .test_telemetry import SAMPLED, Spans, message, process, run
+
+OURS = "pipeline."
+"""What the conventions have no word for is in a namespace of our own."""
+ENGINE = Path(telemetry.__file__).parent
+NOT_IN_THE_PACKAGE: dict[str, str] = {}
+"""Names of the conventions that the package has no constant for, and why they are used: none is."""
+
+
+class Name(NamedTuple):
+    """A constant of the conventions."""
+
+    is_metric: bool
+    is_deprecated: bool
+    instrument: str | None
+    unit: str | None
+
+
+def conventions() -> dict[str, Name]:
+    """Return every name that the package has a constant for."""
+    found: dict[str, Name] = {}
+    # Files, and not packages: some of its folders are none.
+    for path in sorted(Path(semconv.__path__[0]).rglob("*.py")):
+        if path.parent.name not in ("attributes", "metrics"):
+            continue
+        for name, told in _constants(path.read_text()):
+            found[name] = Name(
+                path.parent.name == "metrics",
+                "Deprecated:" in told,
+                _told(told, "Instrument"),
+                _told(told, "Unit"),
+            )
+    return found
+
+
+def _constants(source: str) -> Iterator[tuple[str, str]]:
+    """Yield the values of a module's constants, each with the docstring that follows."""
+    body = ast.parse(source).body
+    for one, following in pairwise([*body, ast.Pass()]):
+        match one:
+            case ast.AnnAssign(value=ast.Constant(value=str(name))):
+                match following:
+                    case ast.Expr(value=ast.Constant(value=str(told))):
+                        yield name, told
+                    case _:
+                        yield name, ""
+
+
+def _told(docstring: str, what: str) -> str | None:
+    lines = docstring.splitlines()
+    return next((line.split(": ")[1] for line in lines if line.startswith(f"{what}: ")), None)
+
+
+CONVENTIONS = conventions()
+
+METRICS = """
+import json, sys
+from datetime import UTC, datetime
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
+from pipeline import telemetry
+
+now = datetime.now(UTC)
+telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
+telemetry.batch_applied("scans", 8, 0.03)
+telemetry.handled({("track", "parcel.scanned.v1"): 0.002})
+telemetry.published("routes", 4)
+telemetry.set_stuck("scans", 3, is_stuck=True)
+telemetry.set_breaker("track", is_open=True)
+telemetry.observe_backlog("track", 12, 3, 61.5)
+telemetry.backlog_applied("track", 59.0)
+telemetry.relay_progress(16)
+telemetry.observe_outbox(100, now)
+telemetry.observe_partitions(now, now)
+telemetry.observe_retention(3)
+telemetry.observe_filters(1)
+telemetry.observe_unsent(waiting=7, dead=2)
+telemetry.retention_failed()
+telemetry.conflicted()
+data = reader.get_metrics_data()
+print(json.dumps([
+    {
+        "name": metric.name,
+        "unit": metric.unit,
+        "instrument": type(metric.data).__name__,
+        "is_monotonic": getattr(metric.data, "is_monotonic", None),
+        "attributes": sorted({name for one in metric.data.data_points for name in one.attributes}),
+    }
+    for resource in data.resource_metrics
+    for scope in resource.scope_metrics
+    for metric in scope.metrics
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def metrics() -> list[dict[str, Any]]:
+    """Return what each function of the engine's telemetry records, in a process of its own."""
+    found: list[dict[str, Any]] = json.loads(run(METRICS).stdout)
+    return found
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Spans:
+    """Record one span of each kind, with everything that a span can have."""
+    spans = Spans(monkeypatch)
+    with pytest.raises(LookupError), process(message(SAMPLED, data=None)):
+        raise LookupError
+    with telemetry.send_spans("routes", 1, 5, [SAMPLED]):
+        pass
+    return spans
+
+
+def span_attributes(spans: Spans) -> set[str]:
+    return {name for span in spans.all() for name in span.attributes or {}}
+
+
+def is_known(name: str, *, is_metric: bool) -> bool:
+    known = CONVENTIONS.get(name)
+    return (
+        name.startswith(OURS)
+        or name in NOT_IN_THE_PACKAGE
+        or (known is not None and known.is_metric is is_metric and not known.is_deprecated)
+    )
+
+
+def test_the_constants_are_found_and_tell_what_is_deprecated() -> None:
+    assert CONVENTIONS["messaging.system"] == Name(False, False, None, None)
+    assert CONVENTIONS["messaging.kafka.message.offset"].is_deprecated
+    assert CONVENTIONS["db.client.operation.duration"] == Name(True, False, "histogram", "s")
+    assert CONVENTIONS["messaging.publish.messages"].is_deprecated
+
+
+def test_the_namespace_for_what_has_no_convention_is_ours() -> None:
+    assert [name for name in CONVENTIONS if name.startswith(OURS)] == []
+
+
+def test_a_name_without_a_constant_is_listed_only_as_long_as_there_is_none() -> None:
+    assert [name for name in NOT_IN_THE_PACKAGE if name in CONVENTIONS] == []
+
+
+def test_the_attributes_of_spans_are_the_conventions(recorded: Spans) -> None:
+    unknown = {name for name in span_attributes(recorded) if not is_known(name, is_metric=False)}
+    assert unknown == set()
+
+
+def test_spans_tell_the_schema_whose_names_they_have() -> None:
+    tree = ast.parse(Path(telemetry.__file__).read_text())
+    schemas = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
+    assert {name for name in schemas if name in Schemas.__members__} == {"V1_44_0"}
+
+
+def test_a_span_is_named_by_its_operation_and_destination(recorded: Spans) -> None:
+    for span in recorded.all():
+        attributes = dict(span.attributes or {})
+        operation = attributes["messaging.operation.name"]
+        assert span.name == f"{operation} {attributes['messaging.destination.name']}"
+        assert attributes["messaging.operation.type"] in ("process", "send")
+    assert {span.kind for span in recorded.all()} == {
+        trace.SpanKind.CONSUMER,
+        trace.SpanKind.PRODUCER,
+    }
+
+
+def test_the_attributes_of_metrics_are_the_conventions(metrics: list[dict[str, Any]]) -> None:
+    attributes = {name for metric in metrics for name in metric["attributes"]}
+    assert {name for name in attributes if not is_known(name, is_metric=False)} == set()
+
+
+def test_the_names_of_metrics_are_the_conventions(metrics: list[dict[str, Any]]) -> None:
+    names = {metric["name"] for metric in metrics}
+    assert {name for name in names if not is_known(name, is_metric=True)} == set()
+
+
+def test_a_metric_of_the_conventions_has_their_instrument_and_unit(
+    metrics: list[dict[str, Any]],
+) -> None:
+    of_the_conventions = [metric for metric in metrics if not metric["name"].startswith(OURS)]
+    assert of_the_conventions
+    for metric in of_the_conventions:
+        known = CONVENTIONS[metric["name"]]
+        instrument = {"Histogram": "histogram", "Gauge": "gauge", "Sum": "counter"}
+        assert instrument[metric["instrument"]] == known.instrument, metric
+        assert metric["unit"] == known.unit, metric
+
+
+def test_every_instrument_of_the_engine_is_among_those_looked_at(
+    metrics: list[dict[str, Any]],
+) -> None:
+    made = 0
+    for one in ast.walk(ast.parse(Path(telemetry.__file__).read_text())):
+        match one:
+            case ast.Call(func=ast.Attribute(attr=attr)) if attr.startswith("create_"):
+                made += 1
+    assert made == len({metric["name"] for metric in metrics})
+
+
+def test_every_constant_that_the_engine_names_is_among_those_looked_at(
+    recorded: Spans, metrics: list[dict[str, Any]]
+) -> None:
+    looked_at = span_attributes(recorded) | {
+        name for metric in metrics for name in metric["attributes"]
+    }
+    modules = {
+        "names": messaging_attributes,
+        "cloudevents": cloudevents_attributes,
+        "error_attributes": error_attributes,
+    }
+    used: set[str] = set()
+    for one in ast.walk(ast.parse(Path(telemetry.__file__).read_text())):
+        match one:
+            case ast.Attribute(value=ast.Name(id=module), attr=attr) if module in modules:
+                value = getattr(modules[module], attr)
+                if isinstance(value, str):
+                    used.add(value)
+    assert used
+    assert used <= looked_at
+
+
+def test_no_module_writes_a_name_of_the_conventions_by_hand() -> None:
+    namespaces = {"cloudevents", "db", "error", "messaging", "server", "service"}
+    by_hand = {
+        (path.name, one.value)
+        for path in ENGINE.rglob("*.py")
+        for one in ast.walk(ast.parse(path.read_text()))
+        if isinstance(one, ast.Constant) and isinstance(one.value, str)
+        if one.value.partition(".")[0] in namespaces and one.value in CONVENTIONS
+    }
+    assert by_hand == set()

@@ -1,0 +1,278 @@
+"""`python -m demo.traced`: one scan through two services, and its trace as a picture.
+
+Both are baked, run on a stack of their own, and send their spans to a receiver of OTLP here. The
+first is the worked example. The second posts a notice about each parcel that has moved: its handler
+fails once, and schedules the notice for later.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import asyncpg  # type: ignore[import-untyped]
+from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from rich.console import Console
+
+from demo.display import say
+from demo.flights import ROOT
+from demo.processes import Service, Stack, bake, free_port
+from demo.running import add_into, only_one_in, short, until_interrupted
+from demo.waterfall import draw
+
+FIRST, SECOND = "parcel-tracker", "notice-board"
+PICTURE = ROOT / "docs" / "trace.svg"
+WITHIN = 60.0
+"""Seconds in which the scan has gone through both services."""
+
+SETTINGS = {
+    # Only what its sender records is recorded: this one scan.
+    "PIPELINE_TRACE_SAMPLE_RATIO": "0",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+}
+
+EVENTS = '''"""The events that the service takes in and publishes."""
+
+from pipeline import Event
+
+
+class ParcelMoved(Event, type="parcel.moved.v1"):
+    """A parcel was scanned."""
+
+    parcel_id: str
+    place: str
+
+
+class NoticePosted(Event, type="notice.posted.v1", topic="notices"):
+    """Whoever waits for the parcel may read where it is."""
+
+    text: str
+'''
+
+HANDLERS = '''"""What the service does with each event."""
+
+from datetime import timedelta
+
+from pipeline import Handlers, Policy, Retry, Transaction
+
+from .events import NoticePosted, ParcelMoved
+
+handlers = Handlers()
+tried: set[str] = set()
+
+
+@handlers.on(
+    ParcelMoved, topic="parcel-events", consumer="post-notice", policy=Policy(schedule=(1,))
+)
+async def post_notice(moved: ParcelMoved, tx: Transaction) -> None:
+    """Fail once, then say a second later where the parcel is."""
+    if tx.message.id not in tried:
+        tried.add(tx.message.id)
+        raise Retry("the board is being cleaned")
+    text = f"{moved.parcel_id} is at {moved.place}"
+    tx.publish(NoticePosted(text=text), key=moved.parcel_id, after=timedelta(seconds=1))
+'''
+
+SCAN = b"""{"scanner": "JFK", "number": 1, "parcel_id": "N14228", "place": "JFK",
+"scanned_at": "2013-01-01T06:00:00Z", "minutes_late": 75}"""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span as it was received."""
+
+    service: str
+    name: str
+    consumer: str
+    """The handler's; empty where there is none."""
+    trace_id: str
+    id: str
+    parent: str
+    """Empty for the first of a trace."""
+    links: tuple[str, ...]
+    """Ids of the spans that it links to."""
+    begin: int
+    end: int
+    """In nanoseconds."""
+    is_error: bool
+
+
+class Receiver:
+    """Receives spans as OTLP over HTTP, and calls to the outside: the webhook."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.url = ""
+        self._came = asyncio.Condition()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serve on a free port of the loopback."""
+        server = await asyncio.start_server(self._answer, "127.0.0.1", free_port())
+        host, port = server.sockets[0].getsockname()[:2]
+        self.url = f"http://{host}:{port}"
+        async with server:
+            yield
+
+    async def whole(self) -> list[Span]:
+        """Wait until the last span of each branch has come; return all, the earliest first."""
+        async with self._came, asyncio.timeout(WITHIN):
+            await self._came.wait_for(lambda: _is_whole(self.spans))
+        return sorted(self.spans, key=lambda one: one.begin)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                request, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                headers = dict(line.lower().split(": ", 1) for line in lines if line)
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if request.split()[1] == "/v1/traces":
+                    async with self._came:
+                        self.spans += _read(body)
+                        self._came.notify_all()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def _read(body: bytes) -> list[Span]:
+    """Return the spans of a request."""
+    return [
+        Span(
+            _attributes(resource.resource)["service.name"],
+            one.name,
+            _attributes(one).get("pipeline.consumer", ""),
+            one.trace_id.hex(),
+            one.span_id.hex(),
+            one.parent_span_id.hex(),
+            tuple(link.span_id.hex() for link in one.links),
+            one.start_time_unix_nano,
+            one.end_time_unix_nano,
+            one.status.code == one.status.STATUS_CODE_ERROR,
+        )
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for one in scope.spans
+    ]
+
+
+def _attributes(told: Any) -> dict[str, str]:
+    return {one.key: one.value.string_value for one in told.attributes}
+
+
+async def trace_of_a_scan(folder: Path) -> list[Span]:
+    """Send a scan through both services; return its spans, the earliest first.
+
+    Raises `ProcessFailed` if a service fails, and `TimeoutError` if a span does not come.
+    """
+    log = folder / "setup.log"
+    first = await bake(folder, log)
+    second = await bake(folder, log, service_name=SECOND, worked_example="no")
+    source = second / "src" / "notice_board"
+    (source / "events.py").write_text(EVENTS, "utf-8")
+    (source / "handlers.py").write_text(HANDLERS, "utf-8")
+    receiver = Receiver()
+    stack = Stack(first, folder / "stack")
+    async with AsyncExitStack() as running:
+        await running.enter_async_context(receiver.serving())
+        running.push_async_callback(stack.remove, log)
+        await stack.up(log)
+        own = {**SETTINGS, **stack.addresses, "PIPELINE_OTLP_ENDPOINT": receiver.url}
+        tracker = _service(first, own | {"DELAY_WEBHOOK": f"{receiver.url}/delays"})
+        board = _service(second, own | {"PIPELINE_DATABASE_URL": await _another(stack)})
+        for service in (tracker, board):
+            await service.prepare(log)
+            running.push_async_callback(service.stop)
+            await service.start()
+        await asyncio.gather(tracker.ready(), board.ready())
+        await _send(stack.kafka, receiver.url)
+        return await receiver.whole()
+
+
+def _service(project: Path, settings: Mapping[str, str]) -> Service:
+    folder, name = project.parent, project.name
+    log, lock = folder / f"{name}.log", folder / f"{name}.lock"
+    # With the service's own defaults: nobody is killed here, and nothing has to be quick.
+    module = name.replace("-", "_")
+    return Service(project, settings, log, lock, module=module, defaults={})
+
+
+async def _another(stack: Stack) -> str:
+    """Create a database for the second service; return its URL."""
+    connection = await asyncpg.connect(stack.database)
+    try:
+        await connection.execute("CREATE DATABASE board")
+    finally:
+        await connection.close()
+    return stack.addresses["PIPELINE_DATABASE_URL"].rpartition("/")[0] + "/board"
+
+
+async def _send(kafka: str, url: str) -> None:
+    """Send the scan in a span of its own, as an instrumented producer does."""
+    provider = TracerProvider(resource=Resource({"service.name": "scanner"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces")))
+    tracer = provider.get_tracer("demo")
+    headers = {
+        "ce_specversion": "1.0",
+        "ce_id": "1",
+        "ce_source": "/scanners/JFK",
+        "ce_type": "scan.recorded.v1",
+        "content-type": "application/json",
+    }
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+        with tracer.start_as_current_span("send scans", kind=trace.SpanKind.PRODUCER):
+            TraceContextTextMapPropagator().inject(headers)
+            await producer.send_and_wait(
+                "scans",
+                SCAN,
+                key=b"N14228",
+                headers=[(name, value.encode()) for name, value in headers.items()],
+            )
+    # It would wait here for who receives here.
+    await asyncio.to_thread(provider.shutdown)
+
+
+def _is_whole(spans: list[Span]) -> bool:
+    """Whether the last of each branch has come."""
+    return {"tell-webhook", "send notices", "send scans"} <= {
+        name for one in spans for name in (one.consumer, one.name)
+    }
+
+
+async def _picture(folder: Path, picture: Path, console: Console) -> bool:
+    with only_one_in(folder):
+        say(console, "running", "a scan through two services")
+        spans = await trace_of_a_scan(folder)
+    drawn = draw("The trace of one scan", spans)
+    await asyncio.to_thread(picture.write_text, drawn, "utf-8")
+    say(console, "drawn", f"{len(spans)} spans: {short(picture)}")
+    return True
+
+
+def main() -> int:
+    """Draw the picture; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_into(parser, "traced")
+    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE")
+    options = parser.parse_args()
+    console = Console()
+    work = _picture(options.into, options.picture, console)
+    return asyncio.run(until_interrupted(work, console))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
