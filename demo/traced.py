@@ -8,8 +8,8 @@ fails once, and schedules the notice for later.
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from rich.console import Console
 
 from demo.display import say
 from demo.flights import ROOT
-from demo.processes import Service, Stack, bake, free_port
+from demo.otlp import TRACES, receiving
+from demo.processes import Service, Stack, bake
 from demo.running import add_into, only_one_in, short, until_interrupted
 from demo.waterfall import draw
 
@@ -109,44 +110,24 @@ class Span:
 
 
 class Receiver:
-    """Receives spans as OTLP over HTTP, and calls to the outside: the webhook."""
+    """Keeps the spans that are sent to it; it also is the webhook that is called outside."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.url = ""
         self._came = asyncio.Condition()
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Serve on a free port of the loopback."""
-        server = await asyncio.start_server(self._answer, "127.0.0.1", free_port())
-        host, port = server.sockets[0].getsockname()[:2]
-        self.url = f"http://{host}:{port}"
-        async with server:
-            yield
+    async def take(self, path: str, body: bytes) -> None:
+        """Keep the spans of a request."""
+        if path == TRACES:
+            async with self._came:
+                self.spans += _read(body)
+                self._came.notify_all()
 
     async def whole(self) -> list[Span]:
         """Wait until the last span of each branch has come; return all, the earliest first."""
         async with self._came, asyncio.timeout(WITHIN):
             await self._came.wait_for(lambda: _is_whole(self.spans))
         return sorted(self.spans, key=lambda one: one.begin)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                request, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-                headers = dict(line.lower().split(": ", 1) for line in lines if line)
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if request.split()[1] == "/v1/traces":
-                    async with self._came:
-                        self.spans += _read(body)
-                        self._came.notify_all()
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
 
 
 def _read(body: bytes) -> list[Span]:
@@ -188,18 +169,18 @@ async def trace_of_a_scan(folder: Path) -> list[Span]:
     receiver = Receiver()
     stack = Stack(first, folder / "stack")
     async with AsyncExitStack() as running:
-        await running.enter_async_context(receiver.serving())
+        url = await running.enter_async_context(receiving(receiver.take))
         running.push_async_callback(stack.remove, log)
         await stack.up(log)
-        own = {**SETTINGS, **stack.addresses, "PIPELINE_OTLP_ENDPOINT": receiver.url}
-        tracker = _service(first, own | {"DELAY_WEBHOOK": f"{receiver.url}/delays"})
+        own = {**SETTINGS, **stack.addresses, "PIPELINE_OTLP_ENDPOINT": url}
+        tracker = _service(first, own | {"DELAY_WEBHOOK": f"{url}/delays"})
         board = _service(second, own | {"PIPELINE_DATABASE_URL": await _another(stack)})
         for service in (tracker, board):
             await service.prepare(log)
             running.push_async_callback(service.stop)
             await service.start()
         await asyncio.gather(tracker.ready(), board.ready())
-        await _send(stack.kafka, receiver.url)
+        await _send(stack.kafka, url)
         return await receiver.whole()
 
 

@@ -1,6 +1,5 @@
 """Telemetry: spans and metrics sent to a receiver, beside none."""
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,9 +12,8 @@ from benchmarks.load import SAMPLED, Load
 from benchmarks.marks import Values
 from benchmarks.rig import OURS, Contestant
 from benchmarks.runs import Throughput
+from demo.otlp import METRICS, PATHS, receiving
 from demo.processes import ProcessFailed
-
-PATHS = ("/v1/traces", "/v1/metrics")
 
 
 async def telemetry(bench: Bench) -> None:
@@ -37,7 +35,7 @@ async def _on(bench: Bench, load_: Load) -> Values:
     return {
         **values,
         "received_bytes": sum(sink.bytes.values()),
-        "metrics_exports": sink.requests["/v1/metrics"],
+        "metrics_exports": sink.requests[METRICS],
     }
 
 
@@ -45,7 +43,7 @@ async def _on(bench: Bench, load_: Load) -> Values:
 async def traced() -> AsyncIterator[tuple[Contestant, "Sink"]]:
     """Lend ours with telemetry on, and what receives it. Raises `ProcessFailed` if it got none."""
     sink = Sink()
-    async with sink.serving() as url:
+    async with receiving(sink.take) as url:
         settings = {
             "PIPELINE_OTLP_ENDPOINT": url,
             "PIPELINE_TRACE_SAMPLE_RATIO": str(1 / SAMPLED),
@@ -58,7 +56,7 @@ async def traced() -> AsyncIterator[tuple[Contestant, "Sink"]]:
 
 
 class Sink:
-    """A receiver of OTLP over HTTP that takes everything and keeps nothing."""
+    """Takes everything and keeps nothing."""
 
     def __init__(self) -> None:
         self.bytes = Counter[str]()
@@ -66,31 +64,7 @@ class Sink:
         self.requests = Counter[str]()
         """How often something came, by path."""
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        """Serve; yields the base URL."""
-        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
-        async with server:
-            host, port = server.sockets[0].getsockname()[:2]
-            yield f"http://{host}:{port}"
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                request, *headers = head.splitlines()
-                length = next(
-                    int(line.partition(":")[2])
-                    for line in headers
-                    if line.startswith("content-length:")
-                )
-                await reader.readexactly(length)
-                path = request.split()[1]
-                self.bytes[path] += length
-                self.requests[path] += 1
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+    async def take(self, path: str, body: bytes) -> None:
+        """Count a request."""
+        self.bytes[path] += len(body)
+        self.requests[path] += 1

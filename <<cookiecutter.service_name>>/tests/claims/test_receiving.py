@@ -4,10 +4,11 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -45,6 +46,22 @@ def stored(objects: Objects, deposit: Deposit, size: int = 0) -> Deposit:
 def place(deposit: Deposit) -> str:
     """Return the name under which `stored` has stored it."""
     return f"elsewhere/{deposit.amount}"
+
+
+NewCounter = Callable[..., Awaitable[Counter]]
+
+
+@pytest.fixture
+def new_counter(new_desk: NewDesk, opened: Callable[..., Claims]) -> NewCounter:
+    """Open counters for deposits whose handler has the options that are given."""
+
+    async def open_one(**options: Any) -> Counter:
+        bank = Bank(deposits="deposits", balances="balances", name="desk", options=options)
+        desk = await new_desk(bank.handlers, topic=bank.deposits)
+        desk.consume.claims = opened()
+        return Counter(desk, opened())
+
+    return open_one
 
 
 @FOLDER_AND_S3
@@ -154,12 +171,10 @@ async def test_the_length_and_the_checksum_each_tell_that_it_is_something_else(
 
 
 async def test_data_that_has_changed_in_the_backlog_is_a_dead_letter_without_a_checksum_too(
-    new_desk: NewDesk, opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+    new_counter: NewCounter, objects: Objects, db: asyncpg.Connection
 ) -> None:
-    bank = Bank(deposits="deposits", balances="balances", name="desk", options={"mode": "deferred"})
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
-    desk.consume.claims = opened()
-    counter = Counter(desk, opened())
+    counter = await new_counter(mode="deferred")
+    desk = counter.desk
     uri = objects.put("a", payload(1))
     await counter.apply(referring(Deposit(1), uri), Deposit(2, account="bob"))
     objects.put("a", payload(7))
@@ -209,17 +224,9 @@ async def test_a_known_event_whose_data_has_gone_is_a_duplicate(
 
 
 async def test_a_key_that_holds_waits_for_its_data_and_keeps_its_order(
-    new_desk: NewDesk, opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+    new_counter: NewCounter, objects: Objects, db: asyncpg.Connection
 ) -> None:
-    bank = Bank(
-        deposits="deposits",
-        balances="balances",
-        name="desk",
-        options={"policy": Policy(after_death="hold")},
-    )
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
-    desk.consume.claims = opened()
-    counter = Counter(desk, opened())
+    counter = await new_counter(policy=Policy(after_death="hold"))
     first = stored(objects, Deposit(1))
     content = objects.get(place(first))
     objects.delete(place(first))
@@ -240,12 +247,10 @@ async def test_a_key_that_holds_waits_for_its_data_and_keeps_its_order(
 
 
 async def test_deferred_messages_are_stored_by_reference_and_fetched_in_their_turn(
-    new_desk: NewDesk, opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
+    new_counter: NewCounter, objects: Objects, db: asyncpg.Connection
 ) -> None:
-    bank = Bank(deposits="deposits", balances="balances", name="desk", options={"mode": "deferred"})
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
-    desk.consume.claims = opened()
-    counter = Counter(desk, opened())
+    counter = await new_counter(mode="deferred")
+    desk = counter.desk
     # More than there is memory for at once.
     await counter.apply(*(stored(objects, Deposit(n), size=4_000) for n in range(1, 8)))
     assert {row["value"] for row in await desk.backlog()} == {b""}
