@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from opentelemetry import baggage, trace
+from opentelemetry import context as otel
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -130,6 +131,16 @@ def test_a_message_that_is_not_recorded_makes_no_span_and_hands_its_context_on(
         assert not span.is_recording()
         assert telemetry.creation_context() == (UNSAMPLED, tracestate, baggage)
     assert spans.all() == ()
+
+
+def test_what_a_handler_adds_to_a_context_that_is_not_recorded_goes_on(spans: Spans) -> None:
+    with process(message(UNSAMPLED)):
+        token = otel.attach(baggage.set_baggage("tenant", "acme"))
+        assert telemetry.creation_context() == (UNSAMPLED, None, "tenant=acme")
+        otel.detach(token)
+        assert telemetry.creation_context() == (UNSAMPLED, None, None)
+        with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(int(TRACE, 16), 7, False))):
+            assert telemetry.creation_context() == (f"00-{TRACE}-{7:016x}-00", None, None)
 
 
 @pytest.mark.parametrize("traceparent", [SAMPLED, UNSAMPLED])
