@@ -18,7 +18,7 @@ from . import epoch, retention, topics
 from .failures import named
 from .service import Misconfigured, Service
 from .settings import CLOCK_MARGIN, Settings
-from .status import ahead_until
+from .status import AT_MOST, ahead_until
 from .topics import Topic
 
 Level = Literal["ok", "warning", "wrong"]
@@ -29,6 +29,8 @@ _LONG = timedelta(minutes=5)
 _SLOT_BYTES = 1_000_000_000
 _BLOATED = 10_000
 """Dead rows of a table that has a few dozen living ones."""
+_TOLD = 4
+"""So many of the largest tables are told."""
 _STANDS_STILL = timedelta(minutes=1)
 _CLOCKS_APART = 2.0
 _FOR_EVER = -1
@@ -81,6 +83,25 @@ _NEEDED = {
     "position": "SELECT INSERT UPDATE",
     "scheduled": "SELECT INSERT DELETE",
 }
+
+_SIZES = """
+SELECT root.relname AS name, sum(pg_total_relation_size(one.oid))::bigint AS bytes
+  FROM pg_class AS one
+  JOIN pg_class AS root ON root.oid = COALESCE(pg_partition_root(one.oid), one.oid)
+ WHERE one.relnamespace = 'pipeline'::regnamespace AND one.relkind IN ('r', 'p')
+ GROUP BY root.relname ORDER BY bytes DESC, name
+"""
+
+_DEAD = """
+SELECT (SELECT count(*) FROM (SELECT FROM pipeline.backlog
+                               WHERE died_at IS NOT NULL AND discarded_at IS NULL
+                               LIMIT $1) AS few) AS messages,
+       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+                               WHERE died_at IS NOT NULL AND discarded_at IS NULL
+                               LIMIT $1) AS few) AS events
+"""
+
+_PARTITIONS = "SELECT topic, partition FROM pipeline.position WHERE consumer_group = $1"
 
 _STANDING = """
 SELECT topic, partition, next_offset FROM pipeline.position
@@ -306,6 +327,23 @@ async def _bloat(patient: Patient) -> Findings:
         )
 
 
+async def _sizes(patient: Patient) -> Findings:
+    rows = await patient.connection.fetch(_SIZES)
+    large = [f"{row['name']} {row['bytes'] / 1_000_000:,.0f} MB" for row in rows[:_TOLD]]
+    yield Finding("", "ok", f"the largest with their indexes: {', '.join(large)}")
+
+
+async def _dead_letters(patient: Patient) -> Findings:
+    row = await patient.connection.fetchrow(_DEAD, AT_MOST + 1)
+    for what, command in (("messages", "dead list"), ("events", "dead events list")):
+        if count := row[what]:
+            many = f"more than {AT_MOST:,}" if count > AT_MOST else f"{count:,}"
+            yield _warning(
+                f"dead {what}, for a person to decide on: {many}",
+                f"see `service {command}`, mend the cause, and redrive or discard them",
+            )
+
+
 async def _topics(patient: Patient) -> Findings:
     if patient.topics is None:
         return
@@ -314,6 +352,19 @@ async def _topics(patient: Patient) -> Findings:
         yield _wrong(
             f"there is no topic {name}", "create it, in development by `service topics create`"
         )
+
+
+async def _partitions(patient: Patient) -> Findings:
+    rows = await patient.connection.fetch(_PARTITIONS, patient.service.name)
+    for topic in _read(patient):
+        known = {row["partition"] for row in rows if row["topic"] == topic.name}
+        if known and (others := topic.end.keys() - known):
+            numbers = ", ".join(map(str, sorted(others)))
+            yield _warning(
+                f"{topic.name} has partitions that were never read: {numbers}",
+                "start `service run`; if they were added, keys have moved there, and what is in"
+                " their old partitions may be handled after it",
+            )
 
 
 async def _topic_retention(patient: Patient) -> Findings:
@@ -388,9 +439,12 @@ CHECKS: tuple[Check, ...] = (
     _long_transactions,
     _replication_slots,
     _bloat,
+    _sizes,
+    _dead_letters,
     _topics,
+    _partitions,
     _topic_retention,
     _message_size,
     _lag,
 )
-_OF_KAFKA = {_topics, _topic_retention, _message_size, _lag}
+_OF_KAFKA = {_topics, _partitions, _topic_retention, _message_size, _lag}

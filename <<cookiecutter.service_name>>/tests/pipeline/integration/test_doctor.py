@@ -12,13 +12,14 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline import doctor, status_commands
+from pipeline import Reject, doctor, status_commands
 from pipeline.database import autocommitting, create_engine
 from pipeline.doctor import Finding
 from pipeline.settings import Settings
 
 from .bank import Bank, Deposit
 from .conftest import Command, eventually
+from .desk import NewDesk
 from .pooler import pooling
 from .processes import Process, starting
 from .test_commands import ALEMBIC
@@ -290,6 +291,57 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
     assert (found.level, "2 offsets before the end" in found.found) == ("warning", True)
     await db.execute("UPDATE pipeline.position SET moved_at = now()")
     assert await examine() == {}
+
+
+async def test_partitions_that_were_added_are_told_until_they_are_read(
+    examine: Examine,
+    new_topic: Callable[..., Awaitable[str]],
+    bank: Bank,
+    db: asyncpg.Connection,
+) -> None:
+    wide = await new_topic(partitions=3)
+    of_wide = Bank(deposits=wide, balances=bank.balances, name=bank.name)
+    assert await examine(of_wide) == {}, "nothing was read yet"
+    read = (
+        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)"
+        " VALUES ($1, $2, $3, 0)"
+    )
+    await db.execute(read, bank.name, wide, 1)
+    found = (await examine(of_wide))["partitions"]
+    assert found.level == "warning"
+    assert found.found == f"{wide} has partitions that were never read: 0, 2"
+    await db.executemany(read, [(bank.name, wide, partition) for partition in (0, 2)])
+    assert await examine(of_wide) == {}
+
+
+async def test_dead_letters_are_told_until_a_person_has_decided(
+    examine: Examine, new_desk: NewDesk, bank: Bank, db: asyncpg.Connection
+) -> None:
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.errors.update({1: Reject("no"), 2: Reject("no")})
+    await desk.apply(Deposit(1), Deposit(2, account="bob"))
+    await desk.work_off()
+    found = (await examine())["dead letters"]
+    assert found.level == "warning"
+    assert found.found == "dead messages, for a person to decide on: 2"
+    assert "service dead list" in found.advice
+    await db.execute("UPDATE pipeline.backlog SET discarded_at = now()")
+    assert await examine() == {}
+
+
+async def test_the_largest_tables_are_told(
+    command: Callable[..., Awaitable[Process]], db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        "INSERT INTO pipeline.outbox (topic, event_id, source, type, content_type, payload)"
+        " SELECT 'balances', n, '/bank', 'changed', 'text/plain',"
+        "        convert_to(repeat(md5(n::text), 40), 'UTF8')"
+        " FROM generate_series(1, 5000) AS n"
+    )
+    process = await command()
+    (line,) = [one for one in process.output.splitlines() if " sizes: " in one]
+    assert line.startswith("ok ")
+    assert float(line.partition("indexes: outbox ")[2].split()[0]) > 5, line
 
 
 async def test_a_slot_that_nobody_reads_is_dropped_by_the_advice(
