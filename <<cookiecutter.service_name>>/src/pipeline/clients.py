@@ -23,6 +23,9 @@ from .failures import named
 from .record_batches import AnyMemoryRecords
 from .settings import Settings
 
+_ANSWERS_WITHIN = 40.0
+"""Seconds; aiokafka's own default."""
+
 _BREAK_SECONDS = 1.0
 """For what runs in a client to notice that it is cut off from the brokers."""
 
@@ -136,6 +139,22 @@ async def asking(settings: Settings) -> AsyncIterator[AIOKafkaConsumer]:
         yield client
     finally:
         await client.stop()
+
+
+@asynccontextmanager
+async def managing(
+    settings: Settings, *, answer_within: float = _ANSWERS_WITHIN
+) -> AsyncIterator[AIOKafkaAdminClient]:
+    """Lend a client that asks for topics and groups, and makes topics.
+
+    `answer_within` is the limit of each request, in seconds. Raises `KafkaError`.
+    """
+    admin = AIOKafkaAdminClient(**way(settings), request_timeout_ms=round(answer_within * 1_000))
+    try:
+        await start(admin)
+        yield admin
+    finally:
+        await admin.close()
 
 
 async def start(one: AIOKafkaProducer | AIOKafkaConsumer | AIOKafkaAdminClient) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import asyncpg
 import typer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 from aiokafka.errors import for_code
 from alembic import command
 from alembic.config import Config
@@ -302,16 +302,12 @@ def _moved(one: Move, verb: str) -> str:
 async def _create_topics(
     settings: Settings, names: list[str], partitions: int, replicas: int
 ) -> None:
-    admin = AIOKafkaAdminClient(**clients.way(settings))
-    try:
-        with of_kafka(settings):
-            await clients.start(admin)
+    with of_kafka(settings):
+        async with clients.managing(settings) as admin:
             new = [NewTopic(name, partitions, replicas) for name in names]
             answer = await admin.create_topics(new)
-        # aiokafka does not raise for a topic that could not be made: look at the codes.
-        for name, code, *_ in answer.topic_errors:
-            if code not in (0, _TOPIC_EXISTS):
-                raise for_code(code)(f"topic {name} was not created")
-            typer.echo(f"{name}: {'exists' if code else f'created with {partitions} partitions'}")
-    finally:
-        await admin.close()
+    # aiokafka does not raise for a topic that could not be made: look at the codes.
+    for name, code, *_ in answer.topic_errors:
+        if code not in (0, _TOPIC_EXISTS):
+            raise for_code(code)(f"topic {name} was not created")
+        typer.echo(f"{name}: {'exists' if code else f'created with {partitions} partitions'}")

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError
 
@@ -57,16 +56,10 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
 
 async def _retention(settings: Settings, topics: list[str]) -> Mapping[str, float | None]:
     """Return for how many seconds topics keep records, None for ever; of those that exist."""
-    admin = AIOKafkaAdminClient(
-        **clients.way(settings), request_timeout_ms=round(_ANSWER_SECONDS * 1_000)
-    )
-    try:
-        await clients.start(admin)
+    async with clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin:
         answers = await admin.describe_configs(
             [ConfigResource(ConfigResourceType.TOPIC, topic) for topic in topics]
         )
-    finally:
-        await admin.close()
     found: dict[str, float | None] = {}
     for code, _, _, topic, entries in (one for answer in answers for one in answer.resources):
         configs = {entry[0]: entry[1] for entry in entries}

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import asyncpg
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
 from pydantic_core import from_json
 
 from . import clients, inbox
@@ -168,12 +167,8 @@ async def offsets_since(
 
 
 async def _partitions(settings: Settings, topic: str) -> list[int]:
-    admin = AIOKafkaAdminClient(**clients.way(settings))
-    try:
-        await clients.start(admin)
+    async with clients.managing(settings) as admin:
         (found,) = await admin.describe_topics([topic])
-    finally:
-        await admin.close()
     if not found["partitions"]:
         raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
     return sorted(one["partition"] for one in found["partitions"])

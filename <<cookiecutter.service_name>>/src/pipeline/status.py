@@ -89,6 +89,8 @@ class Reading:
     lag: int | None
     """Offsets from the position to the end of the topic."""
     moved_at: datetime | None
+    reader: str | None = None
+    """Who reads it: the host, and the end of the name in the group; None: nobody does."""
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Status:
     unknown: dict[str, str] = field(default_factory=dict)
     """What could not be told, and why."""
     readings: list[Reading] = field(default_factory=list)
+    are_readers_known: bool = False
     backlog: dict[str, Backlog] = field(default_factory=dict)
     is_waiting_cut_off: bool = False
     """Whether more wait than are counted, of whichever consumers."""
@@ -152,15 +155,12 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
         ("retention", ask.retention),
     ):
         await _unless_unknown(found, part, question)
-    try:
-        described = await topics.describe(settings, service.handlers.topics)
-    except (KafkaError, OSError, TimeoutError) as error:
-        found.unknown["topics"] = f"{settings.kafka}: {named(error)}"
-    else:
-        found.readings = _compared(found.readings, described)
-        if missing := service.handlers.topics.difference(described):
-            names = ", ".join(sorted(missing))
-            found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"
+    for part, question in (("topics", ask.topics), ("readers", ask.readers)):
+        try:
+            await question()
+        except (KafkaError, OSError, TimeoutError) as error:
+            found.unknown[part] = f"{settings.kafka}: {named(error)}"
+            break  # it would not answer the next one either
     return found
 
 
@@ -228,6 +228,21 @@ class _Ask:
         self.found.generations = row["current"] - row["oldest"] + 1
         self.found.ahead_until = await ahead_until(self.connection)
 
+    async def topics(self) -> None:
+        """Needs the positions."""
+        described = await topics.describe(self.settings, self.service.handlers.topics)
+        self.found.readings = _compared(self.found.readings, described)
+        if missing := self.service.handlers.topics.difference(described):
+            names = ", ".join(sorted(missing))
+            self.found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"
+
+    async def readers(self) -> None:
+        """Needs the topics."""
+        readers = await topics.readers(self.settings, self.service.name)
+        self.found.are_readers_known = True
+        for one in self.found.readings:
+            one.reader = readers.get((one.topic, one.partition))
+
     async def retention(self) -> None:
         async for one in retention.survey(self.connection, self.settings):
             if one.is_due and (why := one.needed_by or one.not_archived):
@@ -264,7 +279,7 @@ def told(status: Status) -> list[str]:
     by_topic: dict[str, list[Reading]] = {}
     for one in status.readings:
         by_topic.setdefault(one.topic, []).append(one)
-    lines += _some([_of_topic(topic, by_topic[topic], status.at) for topic in by_topic], 5)
+    lines += _some([_of_topic(status, topic, by_topic[topic]) for topic in by_topic], 5)
     lines += _some([_of_consumer(status, name) for name in status.backlog], 5)
     for name, part, text in (
         ("outbox", "outbox", _of_outbox(status)),
@@ -290,15 +305,25 @@ def _line(name: str, text: str) -> str:
     return f"{name:10} {text}"
 
 
-def _of_topic(topic: str, readings: list[Reading], at: datetime) -> str:
+def _of_topic(status: Status, topic: str, readings: list[Reading]) -> str:
     lags = [one.lag for one in readings if one.lag is not None]
     moved = max((one.moved_at for one in readings if one.moved_at), default=None)
-    ago = f"moved {_span((at - moved).total_seconds())} ago" if moved else "never read"
+    ago = f"moved {_span((status.at - moved).total_seconds())} ago" if moved else "never read"
     if not lags:
         return _line("reads", f"{topic}  {len(readings)} partitions, lag not known, {ago}")
     worst = max(readings, key=lambda one: one.lag or 0)
     where = f" (partition {worst.partition}: {worst.lag:,})" if worst.lag and len(lags) > 1 else ""
-    return _line("reads", f"{topic}  lag {sum(lags):,}{where}, {ago}")
+    by = f", {_readers(readings)}" if status.are_readers_known else ""
+    return _line("reads", f"{topic}  lag {sum(lags):,}{where}, {ago}{by}")
+
+
+def _readers(readings: list[Reading]) -> str:
+    readers = {one.reader for one in readings}
+    if readers == {None}:
+        return "no reader"
+    alone = sum(one.reader is None for one in readings)
+    count = len(readers - {None})
+    return f"{count} reader{'s' * (count > 1)}" + (f", {alone} without one" if alone else "")
 
 
 def _of_consumer(status: Status, name: str) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from aiokafka import TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
+from aiokafka.errors import for_code
 
 from . import clients
 from .settings import Settings
@@ -35,12 +36,30 @@ async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]
         return await _describe(settings, set(names))
 
 
+async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
+    """Return who of a consumer group reads each topic's partition: its host, and who there.
+
+    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds,
+    or don't tell.
+    """
+    async with (
+        asyncio.timeout(2 * _ANSWER_SECONDS),
+        clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin,
+    ):
+        (answer,) = await admin.describe_consumer_groups([group])
+    ((code, _, _, _, _, members, *_),) = answer.groups
+    if code:
+        raise for_code(code)(f"the brokers don't tell of the group {group}")
+    return {
+        (one.topic, one.partition): f"{host.removeprefix('/')} {member[-8:]}"
+        for member, *_, host, _, assignment in members
+        if assignment  # while the group is sharing out, members have none
+        for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
+    }
+
+
 async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
-    admin = AIOKafkaAdminClient(
-        **clients.way(settings), request_timeout_ms=round(_ANSWER_SECONDS * 1_000)
-    )
-    try:
-        await clients.start(admin)
+    async with clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin:
         # First: a broker may create a topic of which it is asked.
         there = sorted(names.intersection(await admin.list_topics()))
         if not there:
@@ -49,8 +68,6 @@ async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
         answers = await admin.describe_configs(
             [ConfigResource(ConfigResourceType.TOPIC, name) for name in there]
         )
-    finally:
-        await admin.close()
     partitions = [
         TopicPartition(one["topic"], part["partition"])
         for one in described

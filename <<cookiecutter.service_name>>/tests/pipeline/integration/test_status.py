@@ -1,7 +1,7 @@
 """`service status`: how far everything is, on one screen, also while servers are away."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
 import asyncpg
@@ -51,11 +51,15 @@ async def test_lag_is_what_the_topic_has_behind_the_position(
         await eventually(position_reaches(db, bank.deposits, 2))
         screen = await told(service)
         assert "lag 0, moved " in screen["reads"][0]
+        assert screen["reads"][0].endswith(", 1 reader")
+        (reading,) = json.loads((await service("status", "--json")).stdout)["readings"]
+        assert reading["reader"].startswith("127.0.0.1 ")
         assert screen["relays"] == ["1 with 64 shards"]
     await Deposit(3).send(producer, bank.deposits)
     found = json.loads((await service("status", "--json")).stdout)
     (reading,) = found["readings"]
     assert (reading["position"], reading["end"], reading["lag"]) == (2, 3, 1)
+    assert reading["reader"] is None
     assert found["unknown"] == {}
     assert "lag 1, moved " in (await told(service))["reads"][0]
     assert (await told(service))["relays"] == ["none: run `service relay`"]
@@ -65,7 +69,7 @@ async def test_what_was_never_read_is_all_lag(
     service: Command, bank: Bank, producer: AIOKafkaProducer
 ) -> None:
     await Deposit(1).send(producer, bank.deposits)
-    assert (await told(service))["reads"][0].endswith("lag 1, never read")
+    assert (await told(service))["reads"][0].endswith("lag 1, never read, no reader")
 
 
 async def test_what_waits_and_what_is_dead_is_told_by_consumer(
@@ -130,6 +134,31 @@ async def test_what_is_scheduled_refused_and_held_is_told(
     assert screen["ahead"][0] in {
         f"partitions until {day}" for day in (last, last - timedelta(days=1))
     }
+
+
+async def test_who_reads_which_partition_is_told(
+    running: Running,
+    bank: Bank,
+    new_topic: Callable[..., Awaitable[str]],
+    commands: Callable[[typer.Typer], Command],
+) -> None:
+    wide = Bank(deposits=await new_topic(partitions=3), balances=bank.balances, name=bank.name)
+    app = typer.Typer()
+    status_commands.add_to(app, wide.service)
+    service = commands(app)
+
+    async def readers() -> list[str | None]:
+        found = json.loads((await service("status", "--json")).stdout)
+        return [one["reader"] for one in found["readings"]]
+
+    async def two_share() -> bool:
+        return len(set(await readers()) - {None}) == 2
+
+    async with running(wide.service), running(wide.service):
+        await eventually(two_share)
+        assert None not in await readers()
+        assert (await told(service))["reads"][0].endswith(", 2 readers")
+    assert await readers() == [None, None, None]
 
 
 async def test_without_kafka_it_tells_what_postgresql_knows(
