@@ -128,7 +128,7 @@ class Consume:
         self._breaker = breaker
         self._filters = filters
         self._handlers = handlers
-        self.room = room
+        self._room = room
         self._staged = staged
         self._parked = parked
         self._called = called
@@ -233,13 +233,15 @@ class Consume:
         return {item.marker.key: replace(fate, trace=unclear.trace)}
 
     async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Results:
-        started = perf_counter()
         limit = self._settings.transaction_timeout
         new_session = AsyncSession(
             self._engine, sync_session_class=BatchSession, expire_on_commit=False
         )
         progress = _Progress()
         async with self._turns, new_session as session:
+            # Within the turn: else all who wait would go on at once.
+            await self._room()
+            started = perf_counter()
             try:
                 transaction = await session.begin()
                 # Outside the limit: waiting for a connection is not the batch's doing.

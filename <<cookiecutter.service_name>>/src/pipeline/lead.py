@@ -1,19 +1,19 @@
-"""How far batches may be ahead of the relay of their process."""
+"""How far the transactions of a process may be ahead of its relay."""
 
 import asyncio
 from contextlib import suppress
 
-PATIENCE = 5.0
-"""Seconds that a batch waits for the relay, at most. What keeps that may last: then there is a
-batch every so often."""
+PATIENCE = 1.0
+"""Seconds that a transaction waits for the relay, at most: alone with the event loop that sends
+many pages meanwhile. What keeps it longer, Kafka or what others have staged, may last."""
 
 
 class Lead:
-    """Events in the outbox that the relay has not sent; batches wait while they are many.
+    """About how many events the relay has not sent; transactions wait while they are many.
 
     Both share an event loop, where each of the relay's many short steps waits for a long one of a
     batch: else hardly anything would be published of a topic that is caught up with, before
-    all of it is consumed.
+    all of it is consumed. Counted by ids, so that what other processes stage counts as well.
     """
 
     def __init__(self, at_most: int) -> None:

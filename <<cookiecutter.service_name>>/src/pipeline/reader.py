@@ -201,7 +201,6 @@ class Reader:
             while (batch := await self._unless_stopped(following)) is not None:
                 # The next batch is fetched and decoded while this one takes effect.
                 following = asyncio.create_task(self._fetch(batch.end))
-                await self._consume.room()
                 await self._apply(FromPartition(self._slot, batch))
         finally:
             await end(following)

@@ -122,7 +122,8 @@ class Settings(BaseSettings):
     max_event_bytes: Count = 900_000
     """A larger event is refused when it is staged; stay below the topics' `max.message.bytes`."""
     relay_page: Count = 5_000
-    """Events that the relay reads and sends at a time, at most."""
+    """Events that the relay reads and sends at a time, at most. While about twice as many are not
+    sent, each transaction beside it waits for it, for a second at most."""
     relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0
     """The shards of a relay that died are taken over after this long."""
     relay_poll_min: Seconds = 0.01

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
@@ -16,6 +17,8 @@ from .kafka_wire import Wire
 MANY = 2_000
 SMALL = {"batch_size": 50, "relay_page": 50}
 AT_MOST = 2 * SMALL["relay_page"]
+AT_ONCE = 4
+"""Transactions, by default."""
 
 
 async def applied(db: asyncpg.Connection) -> int:
@@ -44,6 +47,63 @@ async def test_batches_wait_for_a_relay_that_is_behind_and_not_for_ever(
             gained = await applied(db) - before
             waits = (time.monotonic() - began) / PATIENCE
             assert 0 < gained <= AT_MOST + (waits + 2) * SMALL["batch_size"]
+            wire.go_on()
+            assert len(await records(bank.balances, MANY)) == MANY
+
+
+async def _held_back(db: asyncpg.Connection, seconds: float = 2.2 * PATIENCE) -> None:
+    """See to it that what is staged while nothing can be published stays within bounds."""
+    count = "SELECT count(*) FROM pipeline.outbox"
+    began, before = time.monotonic(), await db.fetchval(count)
+    await eventually(lambda: time.monotonic() > began + seconds)
+    gained = await db.fetchval(count) - before
+    waits = (time.monotonic() - began) / PATIENCE
+    assert 0 < gained <= AT_MOST + (waits + 2) * AT_ONCE * SMALL["batch_size"]
+
+
+async def test_the_lead_does_not_grow_with_the_partitions(
+    running: Running,
+    new_topic: Callable[..., Awaitable[str]],
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    records: Records,
+) -> None:
+    wide = Bank(deposits=await new_topic(partitions=32), balances=bank.balances, name=bank.name)
+    deposits = [Deposit(n, account=f"{n % 32}", partition=n % 32) for n in range(2 * MANY)]
+    await asyncio.gather(*(one.send(producer, wide.deposits) for one in deposits))
+    async with Wire(kafka).listening() as wire:
+        wire.hold()
+        async with running(wide.service, kafka_bootstrap_servers=wire.address, **SMALL):
+            await eventually(lambda: wire.held > 0)
+            await _held_back(db)
+            wire.go_on()
+            assert len(await records(wide.balances, 2 * MANY)) == 2 * MANY
+
+
+async def test_what_is_handled_later_waits_as_well(
+    running: Running,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    records: Records,
+) -> None:
+    later = Bank(
+        deposits=bank.deposits, balances=bank.balances, name=bank.name, options={"mode": "deferred"}
+    )
+    await asyncio.gather(
+        *(Deposit(n, account=f"{n % 400}").send(producer, bank.deposits) for n in range(MANY))
+    )
+    async with running(later.service, Part.CONSUME, backlog_workers=1, **SMALL):
+        stored = "SELECT count(*) > $1 FROM pipeline.backlog"
+        await eventually(lambda: db.fetchval(stored, MANY // 2))
+    async with Wire(kafka).listening() as wire:
+        wire.hold()
+        async with running(later.service, kafka_bootstrap_servers=wire.address, **SMALL):
+            await eventually(lambda: wire.held > 0)
+            await _held_back(db)
             wire.go_on()
             assert len(await records(bank.balances, MANY)) == MANY
 
