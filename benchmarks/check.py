@@ -1,7 +1,10 @@
 """The check that every contestant has to pass: the same work, whole, once and in order."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+
+from demo.evidence import Effect
 
 SHOWN = 5
 """Faults that are written out."""
@@ -18,24 +21,31 @@ class Check:
         self.events = 0
         """Records so far."""
         self._last: Counter[str] = Counter()
+        self._effects: defaultdict[str, list[Effect]] = defaultdict(list)
         self._faults: list[str] = []
 
-    def add(self, key: str, sequence: int) -> None:
-        """Take the next record of a partition."""
+    def add(self, key: str, sequence: int, effect: Effect | None = None) -> None:
+        """Take the next record of a partition; `effect` is what it tells, and of which scan."""
         self.events += 1
         last = self._last[key]
         if sequence == last + 1:
             self._last[key] = sequence
         else:
             self._faults.append(f"event {sequence} of {key} follows upon {last}")
+        if effect is not None:
+            self._effects[key].append(effect)
 
     def faults(
-        self, expected: Mapping[str, int], scans: Mapping[str, int], rows: Mapping[str, int]
+        self,
+        expected: Mapping[str, int],
+        scans: Mapping[str, int],
+        rows: Mapping[str, int],
+        effects: Mapping[str, Sequence[Effect]] | None = None,
     ) -> list[str]:
         """Say what is wrong, now that all is read; nothing if all is right.
 
         `expected` are the events of each key, `scans` those of each parcel, and `rows` what its row
-        counts.
+        counts. `effects` are what the events of each key tell, in the order of its scans.
         """
         faults = list(self._faults)
         if self.events != (total := sum(expected.values())):
@@ -48,7 +58,15 @@ class Check:
                 f"the rows count {sum(rows.values()):,} scans, it should be {sum(scans.values()):,}"
             )
         faults += _unequal("scans", scans, rows)
+        for key in effects or {}:
+            pairs = zip_longest(self._effects[key], (effects or {})[key])
+            if wrong := next((pair for pair in pairs if pair[0] != pair[1]), None):
+                faults.append(f"{key} has {_said(wrong[0])} where {_said(wrong[1])} should be")
         return faults
+
+
+def _said(effect: Effect | None) -> str:
+    return f"{effect.type} of {effect.scanner}'s scan {effect.number}" if effect else "nothing"
 
 
 def _unequal(what: str, expected: Mapping[str, int], found: Mapping[str, int]) -> Iterable[str]:

@@ -151,7 +151,7 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
 
 
 def _layers(book: Book) -> Iterable[Sequence[str]]:
-    who = ("bare", "ours-sql", "ours", "ours, telemetry on")
+    who = ("bare", "ours-sql", "ours", "ours, flights", "ours, telemetry on")
     sides = [book.rounds("layers", one) for one in who]
     for layer in sides[-1][0] if all(sides) else ():
         # Bare has fewer.

@@ -1,8 +1,8 @@
 """What the contestants are fed with: topics full of scans, with the keys of one kind or another."""
 
 import random
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -11,8 +11,8 @@ from itertools import islice
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 from aiokafka.partitioner import murmur2  # type: ignore[import-untyped]
 
-from demo import feed, flights
-from demo.evidence import LATE
+from demo import evidence, feed, flights
+from demo.evidence import LATE, Effect
 from demo.flights import Scan
 
 FLIGHTS = "flights"
@@ -49,6 +49,14 @@ class Load:
         """How many events are published of each parcel."""
         late = (one.parcel_id for one in self.scans if (one.minutes_late or 0) > LATE)
         return self.per_parcel + Counter(late)
+
+    @cached_property
+    def effects_per_parcel(self) -> Mapping[str, Sequence[Effect]]:
+        """What the events of each parcel tell, in the order of its scans."""
+        effects = defaultdict[str, list[Effect]](list)
+        for scan in self.scans:
+            effects[scan.parcel_id] += (effect for effect, _ in evidence.effects(scan))
+        return effects
 
     @cached_property
     def events(self) -> int:

@@ -36,9 +36,9 @@ def key_of(number: int) -> str:
     return f"parcel-{number % KEYS:06}"
 
 
-def told(record: Any) -> tuple[str, int]:
-    """Return key and sequence of a record."""
-    return record.key.decode(), int(record.value[:DIGITS])
+def told(record: Any) -> tuple[str, int, None]:
+    """Return key and sequence of a record, which tells nothing."""
+    return record.key.decode(), int(record.value[:DIGITS]), None
 
 
 def headers_of_events() -> list[Headers]:

@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic  # type: ignore[import-
 from benchmarks import load
 from benchmarks.check import Check, require
 from benchmarks.load import Load
+from demo.evidence import Effect
 from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class Sample:
 
 
 Count = Callable[[], Awaitable[int]]
-Told = Callable[[Any], tuple[str, int]]
+Told = Callable[[Any], tuple[str, int, Effect | None]]
 
 
 class Rig:
@@ -261,24 +262,39 @@ class Rig:
         finally:
             await consumer.stop()
 
-    async def watch(self, services: Sequence[Service], count: Count, expected: int) -> list[Sample]:
-        """Look until all is there. Raises `ProcessFailed` if it never is, or a process ends."""
-        return await guarded(self._watch(services, count, expected), services)
+    async def watch(
+        self,
+        services: Sequence[Service],
+        count: Count,
+        expected: int,
+        *,
+        begun: Count | None = None,
+    ) -> list[Sample]:
+        """Look until all is there, from the last look at which nothing was.
+
+        `begun` says whether the work has begun, where `count` does so later. Raises `ProcessFailed`
+        if there never is all, or a process ends.
+        """
+        return await guarded(self._watch(services, count, expected, begun), services)
 
     async def _watch(
-        self, services: Sequence[Service], count: Count, expected: int
+        self, services: Sequence[Service], count: Count, expected: int, begun: Count | None
     ) -> list[Sample]:
         samples: list[Sample] = []
-        progressed = time.monotonic()
+        progressed, is_begun = time.monotonic(), False
         while not samples or samples[-1].count < expected:
             done = await count()
-            if not samples or done > samples[-1].count:
+            is_begun = is_begun or done > 0 or (begun is not None and await begun() > 0)
+            if samples and done > samples[-1].count:
                 progressed = time.monotonic()
             elif time.monotonic() - progressed > PATIENCE:
                 raise ProcessFailed(f"it stands at {done:,} of {expected:,}: {services[0].log}")
             python = sum(process_seconds(service.pid or 0) for service in services)
             cpu = {"python": python, **self.servers_cpu()}
-            samples.append(Sample(time.monotonic(), done, cpu))
+            sample = Sample(time.monotonic(), done, cpu)
+            if not is_begun:
+                samples.clear()
+            samples.append(sample)
             await asyncio.sleep(_LOOK_SECONDS)
         return samples
 
@@ -287,7 +303,12 @@ class Rig:
         check = await self.read(site.output)
         events = sum((one.events_per_parcel for one in loads), Counter[str]())
         scans = sum((one.per_parcel for one in loads), Counter[str]())
-        require(check.faults(events, scans, await self.rows(site)), site.contestant.name)
+        effects = defaultdict[str, list[Effect]](list)
+        for one in loads:
+            for key, told in one.effects_per_parcel.items():
+                effects[key] += told
+        faults = check.faults(events, scans, await self.rows(site), effects)
+        require(faults, site.contestant.name)
 
     async def rows(self, site: Site) -> dict[str, int]:
         """Return how many scans each parcel's row counts."""
@@ -297,7 +318,7 @@ class Rig:
     async def read(self, topic: str, told: Told | None = None) -> Check:
         """Read a topic of events from its beginning to its end.
 
-        `told` returns key and sequence of a record; by default they are an event's.
+        `told` returns key and sequence of a record, and its effect; by default they are an event's.
         """
         check = Check()
         partitions = await self.partitions(topic)
@@ -321,10 +342,18 @@ class Rig:
         return check
 
 
-def _told(record: Any) -> tuple[str, int]:
-    """Return key and sequence of an event."""
+def place_of(record: Any) -> tuple[str, int, None]:
+    """Return key and sequence of an event, whatever it tells."""
     sequence = next((value for name, value in record.headers if name == "ce_sequence"), b"0")
-    return (record.key or b"").decode(), int(sequence)
+    return (record.key or b"").decode(), int(sequence), None
+
+
+def _told(record: Any) -> tuple[str, int, Effect]:
+    """Return key and sequence of an event, and what it tells."""
+    key, sequence, _ = place_of(record)
+    type_ = next((value for name, value in record.headers if name == "ce_type"), b"")
+    data = json.loads(record.value)
+    return key, sequence, Effect(type_.decode(), data["scanner"], data["number"])
 
 
 @asynccontextmanager
@@ -399,17 +428,3 @@ def peak_resident(pid: int) -> int:
     except OSError:
         return 0
     return next((int(one.split()[1]) * 1024 for one in lines if one.startswith("VmHWM:")), 0)
-
-
-def between(samples: Sequence[Sample], first: float, last: float) -> tuple[Sample, Sample]:
-    """Return the samples at which these shares of the work were done.
-
-    Where it was done too fast for that: the last sample before it began and the last of all.
-    """
-    whole = samples[-1].count
-    begin = next(one for one in samples if one.count >= first * whole)
-    end = next(one for one in samples if one.count >= last * whole)
-    if begin is end:
-        begin = next((one for one in reversed(samples) if one.count == 0), samples[0])
-        end = samples[-1]
-    return begin, end

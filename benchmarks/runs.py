@@ -3,11 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import asyncpg  # type: ignore[import-untyped]
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer  # type: ignore[import-untyped]
 
 from benchmarks.load import Load
@@ -20,7 +19,6 @@ from benchmarks.rig import (
     Rig,
     Sample,
     Site,
-    between,
     connected,
     guarded,
     running,
@@ -28,8 +26,6 @@ from benchmarks.rig import (
 from demo.evidence import MOVED
 from demo.processes import ProcessFailed, Service
 
-FIRST, LAST = 0.1, 0.95
-"""A rate is taken between these shares of the work: beginning and end have other reasons."""
 PER_SECOND = 100
 """Records a second, where latency is measured."""
 _POLL_SECONDS = 0.01
@@ -37,14 +33,44 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999, 
 
 
 def rate(samples: Sequence[Sample], messages: int) -> dict[str, float]:
-    """Return messages a second, and CPU seconds for 1,000 of them by who spent them."""
-    begin, end = between(samples, FIRST, LAST)
-    done = (end.count - begin.count) / samples[-1].count * messages
+    """Return messages a second, and CPU seconds for 1,000 of them by who spent them.
+
+    All from the beginning of the work to its end: who does one half of it first and then the other
+    is not measured by the second.
+    """
+    begin, end = samples[0], samples[-1]
     spent = {name: cpu - begin.cpu.get(name, 0.0) for name, cpu in end.cpu.items()}
     return {
-        "rate": done / (end.at - begin.at),
-        **{f"cpu_{name}": seconds / done * 1_000 for name, seconds in spent.items()},
+        "rate": messages / (end.at - begin.at),
+        **{f"cpu_{name}": seconds / messages * 1_000 for name, seconds in spent.items()},
     }
+
+
+@asynccontextmanager
+async def asking(site: Site, question: str, *arguments: object) -> AsyncIterator[Count]:
+    """Lend a way to ask the site's database for a number."""
+    async with connected(site.database) as connection:
+
+        async def count() -> int:
+            return await connection.fetchval(question, *arguments)  # type: ignore[no-any-return]
+
+        yield count
+
+
+def parcels(site: Site) -> AbstractAsyncContextManager[Count]:
+    """Lend a way to see whether a handler has taken effect: 0 or 1, for any contestant."""
+    return asking(site, "SELECT count(*) FROM (SELECT FROM parcel LIMIT 1) AS one")
+
+
+def positions(site: Site) -> AbstractAsyncContextManager[Count]:
+    """Lend a way to count what our service has consumed."""
+    # Offsets begin at 0 and have no gaps: the benchmark alone has written the topic.
+    return asking(
+        site,
+        "SELECT COALESCE(sum(next_offset), 0)::bigint FROM pipeline.position"
+        " WHERE consumer_group = $1",
+        site.group,
+    )
 
 
 @dataclass(frozen=True)
@@ -56,6 +82,8 @@ class Throughput:
     partitions: int = PARTITIONS
     processes: int = 1
     settings: Mapping[str, str] | None = None
+    begun: Callable[[Site], AbstractAsyncContextManager[Count]] = parcels
+    """Sees whether the first record has been consumed."""
 
     async def __call__(self, rig: Rig) -> Values:
         """Run it on fresh tables. Raises `CheckFailed`."""
@@ -66,58 +94,16 @@ class Throughput:
     async def at(self, rig: Rig, site: Site) -> Values:
         """Run it at a site whose topic for events is empty. Raises `CheckFailed`."""
         services = [rig.process(site, settings=self.settings) for _ in range(self.processes)]
-        async with running(*services), rig.counted(site.output) as count:
-            samples = await rig.watch(services, count, self.load.events)
+        async with (
+            running(*services),
+            rig.counted(site.output) as count,
+            self.begun(site) as begun,
+        ):
+            samples = await rig.watch(services, count, self.load.events, begun=begun)
             # One of several may still be starting, and could not end properly.
             await ready(site, services)
         await rig.check(site, self.load)
         return rate(samples, len(self.load.scans))
-
-
-async def whole_span(rig: Rig, contestant: Contestant, load_: Load) -> Values:
-    """Run a load from the first record consumed to the last event published.
-
-    Raises `CheckFailed`.
-    """
-    async with rig.site(contestant, await rig.input(load_)) as site:
-        service = rig.process(site)
-        async with running(service), rig.counted(site.output) as published:
-            async with Positions(site) as consumed:
-                await guarded(_first(consumed), [service])
-                began = time.monotonic()
-            samples = await rig.watch([service], published, load_.events)
-        await rig.check(site, load_)
-        return rate(samples, len(load_.scans)) | {
-            "rate": len(load_.scans) / (samples[-1].at - began)
-        }
-
-
-async def _first(count: Count) -> None:
-    while not await count():  # noqa: ASYNC110  # another process: nobody tells us
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-class Positions:
-    """Counts what our service has consumed, by its positions."""
-
-    def __init__(self, site: Site) -> None:
-        self._site = site
-
-    async def __aenter__(self) -> Count:
-        """Connect."""
-        self._connection = await asyncpg.connect(self._site.database)
-        return self._count
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._connection.close()
-
-    async def _count(self) -> int:
-        # Offsets begin at 0 and have no gaps: the benchmark alone has written the topic.
-        return await self._connection.fetchval(  # type: ignore[no-any-return]
-            "SELECT COALESCE(sum(next_offset), 0)::bigint FROM pipeline.position"
-            " WHERE consumer_group = $1",
-            self._site.group,
-        )
 
 
 _SIZES = """

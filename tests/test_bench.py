@@ -23,8 +23,10 @@ from benchmarks.measures.dropping import longest_pause
 from benchmarks.measures.growth import VARIED, name
 from benchmarks.measures.memory import growth_of
 from benchmarks.plots import Bar, bars, lines, steps
-from benchmarks.rig import Sample, between
+from benchmarks.rig import Sample
+from benchmarks.run import rig_in
 from benchmarks.runs import rate
+from demo.evidence import DELAYED, MOVED, Effect
 from demo.processes import ProcessFailed
 
 from tests.baked import ROOT
@@ -86,6 +88,32 @@ def test_events_that_are_not_as_they_should_be_fail_the_check(
 )
 def test_rows_that_are_not_as_they_should_be_fail_the_check(rows: dict[str, int]) -> None:
     assert faults(rows=rows)
+
+
+def moved(number: int) -> Effect:
+    return Effect(MOVED, "one", number)
+
+
+@pytest.mark.parametrize(
+    ("effects", "said"),
+    [
+        pytest.param([moved(1), moved(2)], None, id="as they should be"),
+        pytest.param([moved(2), moved(1)], "scan 2 where .* scan 1 should be", id="reordered"),
+        pytest.param([moved(1), moved(1)], "scan 1 where .* scan 2 should be", id="doubled"),
+        pytest.param([moved(1)], "nothing where .* scan 2 should be", id="lost"),
+        pytest.param([moved(1), Effect(DELAYED, "one", 2)], "parcel.delayed", id="another type"),
+        pytest.param([moved(1), Effect(MOVED, "two", 2)], "scan 2 where", id="another scanner"),
+        pytest.param([moved(1), moved(2), moved(3)], "scan 3 where nothing", id="one more"),
+    ],
+)
+def test_events_must_tell_of_the_scans_of_a_parcel_in_their_order(
+    effects: list[Effect], said: str | None
+) -> None:
+    check = Check()
+    for sequence, effect in enumerate(effects, 1):
+        check.add("a", sequence, effect)
+    found = "; ".join(check.faults({"a": len(effects)}, {}, {}, {"a": [moved(1), moved(2)]}))
+    assert found == "" if said is None else re.search(said, found)
 
 
 def test_a_check_that_finds_much_says_so_in_a_few_words() -> None:
@@ -161,18 +189,41 @@ def test_quantiles_are_values_that_were_measured() -> None:
     assert quantile([7.0], 0.5) == 7.0
 
 
-def test_a_rate_is_taken_from_the_middle_of_the_work() -> None:
-    # Slow at both ends, and 100 a second between.
-    counts = [0, 0, *range(200, 2_000, 100), 2_000, 2_000]
-    samples = [Sample(float(at), count, {"python": at / 10}) for at, count in enumerate(counts)]
-    found = rate(samples, 1_000)  # each message makes two events
-    assert found == {"rate": pytest.approx(50), "cpu_python": pytest.approx(2.0)}
+def test_a_rate_is_taken_from_the_first_record_consumed_to_the_last_event_published() -> None:
+    # Each message makes two events; who publishes late is not faster for it.
+    soon = [*range(0, 2_000, 200), 2_000]
+    late = [0] * 6 + [*range(400, 2_000, 400), 2_000]
+    for counts in (soon, late):
+        samples = [Sample(float(at), count, {"python": at / 10}) for at, count in enumerate(counts)]
+        assert rate(samples, 1_000) == {"rate": 100, "cpu_python": 1.0}
 
 
-def test_work_that_is_done_at_once_has_a_rate() -> None:
-    samples = [Sample(0.0, 0, {}), Sample(1.0, 0, {}), Sample(3.0, 10, {})]
-    assert between(samples, 0.1, 0.95) == (samples[1], samples[2])
-    assert rate(samples, 10) == {"rate": 5.0}
+class Told:
+    """Counts that come one after the other, the last of them for ever."""
+
+    def __init__(self, *counts: int) -> None:
+        self._counts = list(counts)
+
+    async def __call__(self) -> int:
+        return self._counts.pop(0) if len(self._counts) > 1 else self._counts[0]
+
+
+@pytest.mark.parametrize(
+    ("published", "begun", "seen"),
+    [
+        pytest.param([0, 0, 0, 2, 4], None, [0, 2, 4], id="published at once"),
+        pytest.param([0, 0, 0, 0, 4], [0, 0, 1], [0, 0, 0, 4], id="consumed before"),
+        pytest.param([4], None, [4], id="all is there"),
+    ],
+)
+async def test_work_is_watched_from_the_last_look_at_which_it_had_not_begun(
+    tmp_path: Path, published: list[int], begun: list[int] | None, seen: list[int]
+) -> None:
+    rig = rig_in(tmp_path)
+    asked = Told(*begun) if begun else None
+    rig.servers_cpu = dict  # type: ignore[method-assign]
+    samples = await rig.watch([], Told(*published), 4, begun=asked)
+    assert [one.count for one in samples] == seen
 
 
 def test_memory_grows_as_a_line_through_what_comes_after_the_first_third() -> None:
@@ -389,7 +440,7 @@ def test_a_comparison_tells_what_was_compared_with() -> None:
 
 def test_the_producer_says_what_it_has_sent() -> None:
     record = SimpleNamespace(key=b"parcel-000007", value=b"%020dxxx" % 3)
-    assert producer.told(record) == (producer.key_of(2_007), 3)
+    assert producer.told(record) == (producer.key_of(2_007), 3, None)
 
 
 def test_plots_are_not_kept_of_files_that_are_no_commit(

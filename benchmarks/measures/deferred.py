@@ -6,7 +6,7 @@ from functools import partial
 from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.rig import OURS
-from benchmarks.runs import whole_span
+from benchmarks.runs import Throughput, positions
 
 
 async def deferred(bench: Bench) -> None:
@@ -16,8 +16,8 @@ async def deferred(bench: Bench) -> None:
     await bench.rounds(
         "deferred",
         {
-            "inline": partial(whole_span, bench.rig, OURS, one),
-            "deferred": partial(whole_span, bench.rig, later, one),
+            "inline": partial(Throughput(OURS, one, begun=positions), bench.rig),
+            "deferred": partial(Throughput(later, one, begun=positions), bench.rig),
         },
     )
     bench.compare("deferred mode", "deferred", "inline")

@@ -19,7 +19,7 @@ from benchmarks.bench import Bench
 from benchmarks.marks import Values
 from benchmarks.measures.old_tables import MARKERS, OUTBOX, Past
 from benchmarks.rig import OURS, PATIENCE, Sample, Site, connected, guarded, running
-from benchmarks.runs import Positions
+from benchmarks.runs import positions
 from demo.processes import ProcessFailed
 
 _SHARE = 0.5
@@ -99,7 +99,7 @@ async def _run(bench: Bench, *, drops: bool) -> Values:
         service = rig.process(site)
         async with (
             running(service),
-            Positions(site) as consumed,
+            positions(site) as consumed,
             rig.counted(site.output) as published,
         ):
             consuming = asyncio.create_task(rig.watch([service], consumed, len(work.scans)))

@@ -7,7 +7,7 @@ from benchmarks.bench import Bench
 from benchmarks.load import Load
 from benchmarks.marks import Values
 from benchmarks.rig import OURS, Site, running
-from benchmarks.runs import Positions, rate
+from benchmarks.runs import positions, rate
 
 
 async def duplicates(bench: Bench) -> None:
@@ -33,7 +33,7 @@ async def _pass(bench: Bench, site: Site, load_: Load) -> Values:
     rig = bench.rig
     service = rig.process(site)
     async with running(service), rig.counted(site.output) as published:
-        async with Positions(site) as consumed:
+        async with positions(site) as consumed:
             samples = await rig.watch([service], consumed, len(load_.scans))
         await rig.watch([service], published, load_.events)
     await rig.check(site, load_)

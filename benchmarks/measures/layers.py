@@ -6,7 +6,7 @@ from functools import partial
 
 from benchmarks import load
 from benchmarks.bench import Bench
-from benchmarks.load import Load
+from benchmarks.load import FLIGHTS, Load
 from benchmarks.marks import Values
 from benchmarks.measures.telemetry import traced
 from benchmarks.rig import BARE, OURS, OURS_SQL, Contestant
@@ -18,12 +18,14 @@ async def layers(bench: Bench) -> None:
     """Note what each layer takes; nothing is compared."""
     count = bench.scaled(EVENTS)
     one, with_traces = load.make(1_000, count), load.make(1_000, count, traced=True)
+    of_flights = load.make(FLIGHTS, count)
     await bench.rounds(
         "layers",
         {
             "ours": partial(_layers, bench, OURS, one),
             "ours-sql": partial(_layers, bench, OURS_SQL, one),
             "bare": partial(_layers, bench, BARE, one),
+            "ours, flights": partial(_layers, bench, OURS, of_flights),
             "ours, telemetry on": partial(_traced, bench, with_traces),
         },
         warm_up=False,

@@ -7,7 +7,17 @@ from benchmarks.bench import Bench
 from benchmarks.check import require
 from benchmarks.marks import Values
 from benchmarks.producer import KEYS, PAYLOAD, key_of, told
-from benchmarks.rig import OURS, PRODUCER, PRODUCER_HEADERS, Contestant, Rig, Site, Told, running
+from benchmarks.rig import (
+    OURS,
+    PRODUCER,
+    PRODUCER_HEADERS,
+    Contestant,
+    Rig,
+    Site,
+    Told,
+    place_of,
+    running,
+)
 from benchmarks.runs import rate
 from demo.processes import Service
 
@@ -69,9 +79,9 @@ async def _producer(bench: Bench, who: Contestant, count: int) -> Values:
 
 
 async def _published(
-    rig: Rig, site: Site, service: Service, count: int, told: Told | None = None
+    rig: Rig, site: Site, service: Service, count: int, told: Told = place_of
 ) -> Values:
-    """Watch a process publish so many; `told` says what its records are, if they aren't events."""
+    """Watch a process publish so many; `told` says what its records are."""
     async with running(service), rig.counted(site.output) as published:
         samples = await rig.watch([service], published, count)
     expected = Counter(map(key_of, range(count)))
