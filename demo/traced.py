@@ -1,6 +1,6 @@
 """`python -m demo.traced`: one scan through two services, and its trace as a picture.
 
-Both are baked, run on a stack of their own, and send their spans to a receiver of OTLP here. The
+Both are baked, run on a stack of their own, and send their spans to an OpenTelemetry Collector. The
 first is the worked example. The second posts a notice about each parcel that has moved: its handler
 fails once, and schedules the notice for later.
 """
@@ -8,7 +8,7 @@ fails once, and schedules the notice for later.
 import argparse
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,16 @@ import asyncpg  # type: ignore[import-untyped]
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from rich.console import Console
 
+from demo.collector import Collector, collecting
 from demo.display import say
 from demo.flights import ROOT
-from demo.otlp import TRACES, receiving
+from demo.otlp import receiving
 from demo.processes import Service, Stack, bake
 from demo.running import add_into, only_one_in, short, until_interrupted
 from demo.waterfall import draw
@@ -36,6 +36,8 @@ FIRST, SECOND = "parcel-tracker", "notice-board"
 PICTURE = ROOT / "docs" / "trace.svg"
 WITHIN = 60.0
 """Seconds in which the scan has gone through both services."""
+STATUS_CODE_ERROR = 2
+"""As OTLP writes it in JSON: enumerations are numbers there."""
 
 SETTINGS = {
     # Only what its sender records is recorded: this one scan.
@@ -109,56 +111,45 @@ class Span:
     is_error: bool
 
 
-class Receiver:
-    """Keeps the spans that are sent to it; it also is the webhook that is called outside."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self._came = asyncio.Condition()
-
-    async def take(self, path: str, body: bytes) -> None:
-        """Keep the spans of a request."""
-        if path == TRACES:
-            async with self._came:
-                self.spans += _read(body)
-                self._came.notify_all()
-
-    async def whole(self) -> list[Span]:
-        """Wait until the last span of each branch has come; return all, the earliest first."""
-        async with self._came, asyncio.timeout(WITHIN):
-            await self._came.wait_for(lambda: _is_whole(self.spans))
-        return sorted(self.spans, key=lambda one: one.begin)
-
-
-def _read(body: bytes) -> list[Span]:
-    """Return the spans of a request."""
-    return [
-        Span(
-            _attributes(resource.resource)["service.name"],
-            one.name,
-            _attributes(one).get("pipeline.consumer", ""),
-            one.trace_id.hex(),
-            one.span_id.hex(),
-            one.parent_span_id.hex(),
-            tuple(link.span_id.hex() for link in one.links),
-            one.start_time_unix_nano,
-            one.end_time_unix_nano,
-            one.status.code == one.status.STATUS_CODE_ERROR,
-        )
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
-        for scope in resource.scope_spans
-        for one in scope.spans
-    ]
+def _read(request: dict[str, Any]) -> Iterator[Span]:
+    """Return the spans of a request, which is in the JSON encoding of OTLP."""
+    for resource in request["resourceSpans"]:
+        service = _attributes(resource["resource"])["service.name"]
+        for scope in resource["scopeSpans"]:
+            for one in scope["spans"]:
+                yield Span(
+                    service,
+                    one["name"],
+                    _attributes(one).get("pipeline.consumer", ""),
+                    one["traceId"],
+                    one["spanId"],
+                    one.get("parentSpanId", ""),
+                    tuple(link["spanId"] for link in one.get("links", ())),
+                    int(one["startTimeUnixNano"]),
+                    int(one["endTimeUnixNano"]),
+                    one["status"].get("code") == STATUS_CODE_ERROR,
+                )
 
 
-def _attributes(told: Any) -> dict[str, str]:
-    return {one.key: one.value.string_value for one in told.attributes}
+def _attributes(told: dict[str, Any]) -> dict[str, str]:
+    return {one["key"]: one["value"].get("stringValue", "") for one in told.get("attributes", ())}
+
+
+async def _whole(collector: Collector) -> list[Span]:
+    """Wait until the last span of each branch has come; return all, the earliest first."""
+    async with asyncio.timeout(WITHIN):
+        while True:
+            spans = [one for request in collector.requests() for one in _read(request)]
+            if _is_whole(spans):
+                return sorted(spans, key=lambda one: one.begin)
+            await asyncio.sleep(0.1)
 
 
 async def trace_of_a_scan(folder: Path) -> list[Span]:
     """Send a scan through both services; return its spans, the earliest first.
 
-    Raises `ProcessFailed` if a service fails, and `TimeoutError` if a span does not come.
+    Raises `ProcessFailed` if a service or the collector fails, `TimeoutError` if a span does not
+    come, and `NoGo` where the collector cannot be built.
     """
     log = folder / "setup.log"
     first = await bake(folder, log)
@@ -166,22 +157,27 @@ async def trace_of_a_scan(folder: Path) -> list[Span]:
     source = second / "src" / "notice_board"
     (source / "events.py").write_text(EVENTS, "utf-8")
     (source / "handlers.py").write_text(HANDLERS, "utf-8")
-    receiver = Receiver()
+    configuration = (first / "deploy" / "compose" / "collector.yaml").read_text("utf-8")
     stack = Stack(first, folder / "stack")
     async with AsyncExitStack() as running:
-        url = await running.enter_async_context(receiving(receiver.take))
+        webhook = await running.enter_async_context(receiving(_accept))
+        collector = await running.enter_async_context(collecting(configuration, folder))
         running.push_async_callback(stack.remove, log)
         await stack.up(log)
-        own = {**SETTINGS, **stack.addresses, "PIPELINE_OTLP_ENDPOINT": url}
-        tracker = _service(first, own | {"DELAY_WEBHOOK": f"{url}/delays"})
+        own = {**SETTINGS, **stack.addresses, "PIPELINE_OTLP_ENDPOINT": collector.url}
+        tracker = _service(first, own | {"DELAY_WEBHOOK": f"{webhook}/delays"})
         board = _service(second, own | {"PIPELINE_DATABASE_URL": await _another(stack)})
         for service in (tracker, board):
             await service.prepare(log)
             running.push_async_callback(service.stop)
             await service.start()
         await asyncio.gather(tracker.ready(), board.ready())
-        await _send(stack.kafka, url)
-        return await receiver.whole()
+        await _send(stack.kafka, collector.url)
+        return await _whole(collector)
+
+
+async def _accept(path: str, body: bytes) -> None:
+    """Be a webhook that takes everything."""
 
 
 def _service(project: Path, settings: Mapping[str, str]) -> Service:
@@ -223,7 +219,7 @@ async def _send(kafka: str, url: str) -> None:
                 key=b"N14228",
                 headers=[(name, value.encode()) for name, value in headers.items()],
             )
-    # It would wait here for who receives here.
+    # It waits until the span is exported.
     await asyncio.to_thread(provider.shutdown)
 
 

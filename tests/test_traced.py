@@ -1,17 +1,35 @@
 """One scan through two generated services: its trace, and the picture of it in the docs."""
 
 import asyncio
+import os
+import re
+import signal
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from demo.collector import SOURCE, NoGo, collecting, find
+from demo.processes import ProcessFailed
 from demo.traced import FIRST, PICTURE, SECOND, Span, trace_of_a_scan
 from demo.waterfall import draw
 
+from tests.baked import BakedProject
+
 
 @pytest.fixture(scope="module")
-def spans(tmp_path_factory: pytest.TempPathFactory) -> list[Span]:
+def collector() -> None:
+    """Skip where a person has nothing to build the collector with."""
+    try:
+        find()
+    except NoGo as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def spans(collector: None, tmp_path_factory: pytest.TempPathFactory) -> list[Span]:
     return asyncio.run(trace_of_a_scan(tmp_path_factory.mktemp("traced")))
 
 
@@ -64,3 +82,53 @@ def test_the_picture_in_the_docs_shows_the_spans_that_there_are(spans: list[Span
     drawn = draw("The trace of one scan", spans)
     assert len(shown(drawn)) == len(spans)
     assert shown(Path(PICTURE).read_text("utf-8")) == shown(drawn)
+
+
+def configuration(project: BakedProject) -> str:
+    return project.read("deploy/compose/collector.yaml")
+
+
+def test_the_collector_is_of_the_version_that_a_service_is_deployed_with(
+    default_project: BakedProject,
+) -> None:
+    deployed = re.findall(
+        r"image: otel/opentelemetry-collector:(\S+)",
+        default_project.read("deploy/compose.service.yaml"),
+    )
+    modules = (SOURCE / "go.mod").read_text("utf-8")
+    assert re.findall(r"collector/otelcol v(\S+)", modules) == deployed
+
+
+def test_a_collector_that_ends_is_missed_at_once(
+    collector: None, default_project: BakedProject, tmp_path: Path
+) -> None:
+    async def killed() -> None:
+        async with collecting(configuration(default_project), tmp_path) as running:
+            assert list(running.requests()) == []
+            os.kill(running.pid, signal.SIGKILL)
+            while True:
+                list(running.requests())
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(ProcessFailed, match="ended by itself, with exit code -9"):
+        asyncio.run(asyncio.wait_for(killed(), 60))
+
+
+def test_a_collector_says_what_is_wrong_with_its_configuration(
+    collector: None, tmp_path: Path
+) -> None:
+    async def wrong() -> None:
+        async with collecting("receivers: {otpl: {}}", tmp_path):
+            pass
+
+    with pytest.raises(ProcessFailed, match=r"'receivers' unknown type: \"otpl\""):
+        asyncio.run(wrong())
+
+
+def test_without_go_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoGo, match=r"no Go on PATH.*Install it"):
+        find()
