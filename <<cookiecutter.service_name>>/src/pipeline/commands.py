@@ -20,6 +20,7 @@ from . import (
     inbox,
     replay,
     retention_commands,
+    roles,
     scheduled_commands,
     status_commands,
 )
@@ -115,6 +116,19 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
             with of_postgresql(settings):
                 command.upgrade(Config(_ALEMBIC), "heads")
         run_to_end(_make_ahead(service, settings))
+
+    @app.command("grant")
+    def grant(
+        to_service: Annotated[str | None, typer.Option(help="role that consumes")] = None,
+        to_relay: Annotated[str | None, typer.Option(help="role that publishes")] = None,
+        to_operator: Annotated[str | None, typer.Option(help="role of a person")] = None,
+    ) -> None:
+        """Let roles of the database do their work and no more; after every `service migrate`."""
+        given = (to_service, to_relay, to_operator)
+        names = {one: name for one, name in zip(roles.ROLES, given, strict=True) if name}
+        if not names:
+            raise typer.BadParameter("name a role, as by --to-service")
+        run_to_end(_grant(service, read_settings(), names))
 
     @topics.command("create")
     def create(
@@ -218,6 +232,18 @@ async def _make_ahead(service: Service, settings: Settings) -> None:
     async with connected(service, settings) as connection:
         await make_ahead(connection, settings)
     typer.echo("The tables are at the newest schema, and partitions are made for the days ahead.")
+
+
+async def _grant(service: Service, settings: Settings, names: dict[str, str]) -> None:
+    async with connected(service, settings) as connection:
+        try:
+            await roles.grant(connection, names, service.metadata)
+        except asyncpg.UndefinedObjectError as error:
+            raise Refused(f"{error}: an administrator has to create it before") from None
+        except roles.TooMighty as error:
+            raise Refused(str(error)) from None
+    for one, name in names.items():
+        typer.echo(f"{name} may do what a {one} does, and no more.")
 
 
 async def _reset(service: Service, settings: Settings, *, keep_progress: bool, asks: bool) -> None:

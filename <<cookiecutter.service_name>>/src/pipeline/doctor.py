@@ -14,7 +14,7 @@ from aiokafka.errors import KafkaError
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-from . import epoch, retention, topics
+from . import epoch, retention, roles, topics
 from .failures import named
 from .service import Misconfigured, Service
 from .settings import CLOCK_MARGIN, Settings
@@ -63,26 +63,10 @@ SELECT relname, n_live_tup AS living, n_dead_tup AS dead FROM pg_stat_user_table
 """
 _HOT = ["backlog_lane", "outbox_cursor", "position"]
 
-_LACKS = """
-SELECT format('%s on pipeline.%s', privilege, name) AS lack
-  FROM unnest($1::text[], $2::text[]) AS needed (name, privilege)
- WHERE NOT CASE privilege
-           WHEN 'DELETE' THEN has_table_privilege('pipeline.' || name, privilege)
-           ELSE has_any_column_privilege('pipeline.' || name, privilege) END
- ORDER BY 1
+_USER = """
+SELECT current_user, pg_has_role(relowner, 'USAGE')
+  FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
 """
-_NEEDED = {
-    "backlog": "SELECT INSERT UPDATE DELETE",
-    "backlog_lane": "SELECT UPDATE",
-    "inbox": "SELECT INSERT UPDATE",
-    "inbox_generation": "SELECT",
-    "outbox": "SELECT INSERT",
-    "outbox_cursor": "SELECT UPDATE",
-    "outbox_relay": "SELECT INSERT UPDATE DELETE",
-    "outbox_unsent": "SELECT INSERT UPDATE DELETE",
-    "position": "SELECT INSERT UPDATE",
-    "scheduled": "SELECT INSERT DELETE",
-}
 
 _SIZES = """
 SELECT root.relname AS name, sum(pg_total_relation_size(one.oid))::bigint AS bytes
@@ -251,13 +235,19 @@ async def _held_partitions(patient: Patient) -> Findings:
 
 
 async def _permissions(patient: Patient) -> Findings:
-    needed = [(name, one) for name, many in _NEEDED.items() for one in many.split()]
-    rows = await patient.connection.fetch(
-        _LACKS, [name for name, _ in needed], [one for _, one in needed]
-    )
-    user = await patient.connection.fetchval("SELECT quote_ident(current_user)")
-    for row in rows:
-        yield _wrong(f"{user} lacks {row['lack']}", f"as its owner: GRANT {row['lack']} TO {user}")
+    user, is_owner = await patient.connection.fetchrow(_USER)
+    if is_owner:
+        return
+    lacking = await roles.lacks(patient.connection)
+    if not lacking:
+        yield _wrong(
+            f"{user} may do nothing here that a {', a '.join(roles.ROLES)} needs",
+            "as the tables' owner, for the one it is: service grant"
+            f" {' or '.join(f'--to-{role}' for role in roles.ROLES)} {user}",
+        )
+    to = " ".join(f"--to-{role} {user}" for role in lacking)
+    for need in sorted(set().union(*lacking.values())):
+        yield _wrong(f"{user} lacks {need}", f"as the tables' owner: service grant {to}")
 
 
 async def _pooler(patient: Patient) -> Findings:

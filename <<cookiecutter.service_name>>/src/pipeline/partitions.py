@@ -21,6 +21,18 @@ _DETACH_SECONDS = 30.0
 
 _BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
 
+# What is made belongs to whom its table belongs to, whoever of its members makes it.
+_AS_OWNER = """
+SELECT set_config('role', pg_get_userbyid(relowner), true)
+  FROM pg_class WHERE oid = ('pipeline.' || $1)::regclass
+"""
+
+_IS_OWNER = """
+SELECT current_user AS who, pg_get_userbyid(relowner) AS owner,
+       pg_has_role(relowner, 'USAGE') AS is_owner
+  FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
+"""
+
 _WAIT_SHORTLY = "SELECT set_config('lock_timeout', '2s', true)"
 
 # Not `to_regclass`: it answers from the session's cache, which behind a lock that was waited for
@@ -72,6 +84,20 @@ class Held(Exception):
     """The partition can't be dropped now; what is begun goes on the next time."""
 
 
+class NotOwner(PermissionError):
+    """The role may not make partitions, nor drop them. It can be tried again: another one may."""
+
+
+async def must_own(connection: asyncpg.Connection) -> None:
+    """Raise `NotOwner` unless the connection's role is the tables' owner, or a member of it."""
+    who, owner, is_owner = await connection.fetchrow(_IS_OWNER)
+    if not is_owner:
+        raise NotOwner(
+            f"role {who} can neither make nor drop partitions: run `service retention run` every"
+            f" hour as a member of their owner {owner}"
+        )
+
+
 async def exists(connection: asyncpg.Connection, table: str) -> bool:
     """Whether the schema has such a table."""
     return bool(await connection.fetchval(_EXISTS, table))
@@ -84,16 +110,21 @@ async def like(connection: asyncpg.Connection, pattern: str) -> list[Partition]:
 
 
 async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds: str) -> None:
-    """Make a partition, unless it is there. One that was detached is attached again."""
+    """Make a partition, unless it is there. One that was detached is attached again.
+
+    Raises `NotOwner` where it is not there, and another role has to make it.
+    """
     there = {one.name: one.state for one in await like(connection, name)}
     if there.get(name) is State.ATTACHED:
         return
+    await must_own(connection)
     if there.get(name) is State.PENDING:
         await _finalize(connection, parent, name)
     async with connection.transaction():
         await connection.execute(_BEGIN, HOUSEKEEPING_LOCK)
         if [*await like(connection, name)] == [Partition(name, State.ATTACHED)]:
             return
+        await connection.execute(_AS_OWNER, parent)
         await connection.execute(
             f"CREATE TABLE IF NOT EXISTS pipeline.{name}"
             f" (LIKE pipeline.{parent} INCLUDING ALL EXCLUDING IDENTITY)"

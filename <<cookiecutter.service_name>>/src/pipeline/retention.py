@@ -20,7 +20,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from . import filters, inbox, partitions, telemetry
 from .epoch import IS_OURS
 from .failures import named
-from .partitions import Held, Partition, State
+from .partitions import Held, NotOwner, Partition, State
 from .schema import SHARDS
 from .service import Archive
 from .settings import CLOCK_MARGIN, Settings
@@ -178,7 +178,8 @@ class Round:
 async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> None:
     """Make outbox partitions and inbox generations ahead, which nobody may find missing.
 
-    Harmless to repeat and to run in several processes at once. Raises `NotMigrated`.
+    Harmless to repeat and to run in several processes at once. Raises `NotMigrated`; and
+    `NotOwner` where one is missing that is needed now, and another role has to make it.
     """
     generation = None
     if await partitions.exists(connection, "inbox_generation"):
@@ -186,14 +187,21 @@ async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> None
     if generation is None:
         raise NotMigrated
     today = generation["now"].astimezone(UTC).date()
-    for ahead in range(settings.outbox_days_ahead + 1):
-        day = today + ahead * _DAY
-        bounds = f"FROM ('{day} 00:00+00') TO ('{day + _DAY} 00:00+00')"
-        await partitions.attach(connection, "outbox", f"outbox_p{day:%Y%m%d}", bounds)
     current = int(generation["current"])
-    for number in range(current, current + settings.inbox_generations_ahead + 1):
-        await partitions.attach(connection, "inbox", f"inbox_g{number}", f"IN ({number})")
-    last = today + settings.outbox_days_ahead * _DAY
+    last = today
+    try:
+        for number in range(current, current + settings.inbox_generations_ahead + 1):
+            await partitions.attach(connection, "inbox", f"inbox_g{number}", f"IN ({number})")
+        for ahead in range(settings.outbox_days_ahead + 1):
+            day = today + ahead * _DAY
+            bounds = f"FROM ('{day} 00:00+00') TO ('{day + _DAY} 00:00+00')"
+            await partitions.attach(connection, "outbox", f"outbox_p{day:%Y%m%d}", bounds)
+            last = day
+    except NotOwner as error:
+        needed = (f"inbox_g{current}", f"outbox_p{today:%Y%m%d}")
+        if not all([await partitions.exists(connection, one) for one in needed]):
+            raise
+        log.warning("partitions run out: %s", error)
     telemetry.observe_partitions(_end_of(last), generation["since"])
 
 
@@ -209,7 +217,9 @@ async def tidy(
     Close an inbox generation that is old enough, forget old ones, drop what is too old and what
     nobody needs, and build filters. Days of the outbox go into the archive before, which may take
     long: `say` is told how far it is. Can be cut off at any point, and two at once do no harm.
+    Raises `NotOwner` where another role has to do it.
     """
+    await partitions.must_own(connection)
     lease = _Lease(connection, min(_LEASE_SECONDS, settings.housekeeping_interval))
     try:
         await lease.take()

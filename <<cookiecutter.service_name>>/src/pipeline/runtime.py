@@ -22,6 +22,7 @@ from .failures import is_infrastructure, is_of_the_database, named, patiently
 from .filters import Filters
 from .health import Announcer, Health, HealthServer, Watchdog
 from .lanes import Lanes
+from .partitions import NotOwner
 from .references import Claims
 from .relay import Relay
 from .retention import make_ahead, tidy
@@ -248,6 +249,8 @@ async def _tidy(
             done = await tidy(connection, settings, archive=service.archive)
             if claims is not None and done.is_ours:
                 await claims.sweep(connection)
+    except NotOwner as error:
+        log.debug("left to others: %s", error)
     except Exception as error:
         telemetry.retention_failed()
         expected = is_infrastructure(error) or is_of_the_database(error)

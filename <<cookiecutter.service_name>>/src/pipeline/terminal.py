@@ -28,8 +28,9 @@ from .settings import Settings
 PREFIX = "PIPELINE_"
 """Of every variable that is a setting, of the engine or of a package beside it."""
 
-_NOT_LET_IN = ("28", "3D")
-"""PostgreSQL's error classes for a wrong user, password or name of the database."""
+_NOT_LET_IN = ("28", "3D", "42501")
+"""How PostgreSQL's errors begin for a wrong user, password or name of the database; and the one for
+what the user may not do."""
 
 
 class Away(Exception):

@@ -19,6 +19,7 @@ from pipeline.scheduled import Scheduled
 from .conftest import GONE, Objects, Outage
 from .press import Base
 from tests.pipeline.integration.conftest import Command, Running, complaint, eventually
+from tests.pipeline.integration.grantees import DIRECTLY, splitting
 from tests.pipeline.integration.outgoing import event, publish_all, stage
 
 OLD = {"age": -1.0}
@@ -225,6 +226,39 @@ async def test_a_running_service_sweeps_in_the_rounds_of_its_retention(
     async with running(service, Part.RELAY, housekeeping_interval=0.2):
         await opened().keep({"orphan": b"x"})
         await eventually(lambda: not objects.names())
+
+
+@DIRECTLY
+async def test_where_roles_are_split_retention_sweeps_and_the_others_leave_it(
+    commands: Callable[..., Command],
+    server_url: str,
+    direct_url: str,
+    running: Running,
+    opened: Callable[..., Claims],
+    objects: Objects,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    noted = await keep(opened(), db, "old")
+    await db.execute("UPDATE pipeline.claim SET published_at = now() - interval '31 days'")
+    desk = Service("desk", Handlers(), Base.metadata, claims=lambda name, _: opened(name))
+    caplog.set_level("DEBUG", "pipeline.runtime")
+    async with splitting(server_url, direct_url, db) as made:
+        async with running(desk, Part.RELAY, database_url=made.of("relay")):
+            await eventually(lambda: "left to others" in caplog.text)
+        assert "tidying up failed" not in caplog.text
+        service = commands(group(desk))
+        for role in ("service", "relay", "operator"):
+            monkeypatch.setenv("PIPELINE_DATABASE_URL", made.of(role))
+            done = await service("sweep")
+            assert done.exit_code == 1
+            assert "permission denied" in complaint(done)
+            assert objects.names() == {noted.name}
+        monkeypatch.setenv("PIPELINE_DATABASE_URL", made.of("retention"))
+        done = await service("sweep")
+        assert done.exit_code == 0, complaint(done)
+        assert objects.names() == set()
 
 
 async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(

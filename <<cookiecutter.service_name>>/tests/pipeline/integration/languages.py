@@ -26,7 +26,9 @@ from .wire import Answer, Request
 _STATEMENTS: Mapping[object, str] = {
     partitions._EXISTS: "housekeeping: look for a table",
     partitions._NAMED_LIKE: "housekeeping: list partitions",
+    partitions._IS_OWNER: "housekeeping: ask who owns the tables",
     partitions._BEGIN: "partition: lock",
+    partitions._AS_OWNER: "partition: become the owner",
     partitions._WAIT_SHORTLY: "partition: limit the wait",
     retention._GENERATION: "housekeeping: read the generation",
     retention._LEASE: "housekeeping: take the lease",

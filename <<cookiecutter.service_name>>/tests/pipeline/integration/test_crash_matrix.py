@@ -46,6 +46,7 @@ BY_COMMANDS = (
     "pipeline.epoch",
     "pipeline.operations",
     "pipeline.replay",
+    "pipeline.roles",
     "pipeline.status",
 )
 """Modules whose statements run when a person asks for it; a service never does."""

@@ -11,10 +11,12 @@ import asyncpg
 import pytest
 import typer
 from aiokafka import AIOKafkaProducer
+from sqlalchemy import MetaData
 
-from pipeline import Reject, doctor, status_commands
+from pipeline import Reject, doctor, roles, status_commands
 from pipeline.database import autocommitting, create_engine
 from pipeline.doctor import Finding
+from pipeline.outbox import COLUMNS
 from pipeline.settings import Settings
 
 from .bank import Bank, Deposit
@@ -163,8 +165,9 @@ async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
     await db.execute(
         f"CREATE ROLE {role}; GRANT USAGE ON SCHEMA pipeline TO {role};"
         f"GRANT ALL ON ALL TABLES IN SCHEMA pipeline TO {role};"
+        f"GRANT ALL ON ALL SEQUENCES IN SCHEMA pipeline TO {role};"
         f"REVOKE INSERT ON pipeline.outbox FROM {role};"
-        f"GRANT INSERT (topic, key, payload) ON pipeline.outbox TO {role};"
+        f"GRANT INSERT ({COLUMNS}) ON pipeline.outbox TO {role};"
         f"REVOKE DELETE ON pipeline.backlog FROM {role}"
     )
     try:
@@ -180,8 +183,14 @@ async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
                 "wrong",
                 f"{role} lacks DELETE on pipeline.backlog",
             )
-            await db.execute(found.advice.removeprefix("as its owner: "))
+            _, command = found.advice.split("service grant ")
+            assert command == " ".join(f"--to-{one} {role}" for one in roles.ROLES)
+            await roles.grant(db, dict.fromkeys(roles.ROLES, role), MetaData())
             assert await lacking() == []
+            for kind in ("TABLES", "SEQUENCES"):
+                await db.execute(f"REVOKE ALL ON ALL {kind} IN SCHEMA pipeline FROM {role}")
+            (found,) = await lacking()
+            assert "may do nothing here" in found.found
     finally:
         await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 

@@ -1,0 +1,197 @@
+"""What the database lets each part of a service do, where the parts have roles of their own.
+
+The owner of the tables migrates. Retention makes and drops partitions, which PostgreSQL lets
+nobody do but the owner: its role is a member of the owner's, and has no grants of its own.
+"""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import asyncpg
+from sqlalchemy import MetaData, Table
+
+from .outbox import COLUMNS
+from .schema import SCHEMA
+
+ROLES = ("service", "relay", "operator")
+"""Those that get grants: who consumes, who publishes, and a person at the command line."""
+
+# The server gives each event its `id` and `xid`; any other would break the order, or hide it.
+_PUT_EVENTS = f"INSERT ({COLUMNS})"
+_ALL = "SELECT, INSERT, UPDATE, DELETE"
+_JUDGE = "UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why, {more})"
+
+# To lock a row takes the right to update one of its columns; such are those of a single column.
+GRANTS: dict[str, dict[str, str]] = {
+    "position": {"service": "SELECT, INSERT, UPDATE", "operator": "SELECT"},
+    "inbox_generation": dict.fromkeys(ROLES, "SELECT"),
+    "inbox_closed": {"operator": "SELECT"},
+    "inbox": {"service": _ALL, "operator": "SELECT"},
+    "inbox_filter": {"service": "SELECT, DELETE", "relay": "SELECT, DELETE", "operator": "SELECT"},
+    "backlog": {
+        "service": _ALL,
+        "operator": f"SELECT, {_JUDGE.format(more='waited, due_at, holds')}",
+    },
+    "backlog_effect_seq": {"service": "USAGE"},
+    "backlog_lane": {
+        "service": "SELECT, UPDATE",
+        "operator": "SELECT, UPDATE (token, owner, lease_until, starts)",
+    },
+    "outbox": {
+        "service": _PUT_EVENTS,
+        "relay": f"SELECT, {_PUT_EVENTS}",  # those that were scheduled
+        "operator": "SELECT",
+    },
+    "scheduled": {
+        "service": _ALL,
+        "relay": "SELECT, DELETE, UPDATE (scheduled_at)",
+        "operator": "SELECT, DELETE",
+    },
+    "claim": {"service": "INSERT", "operator": "SELECT"},
+    "outbox_closed": {"operator": "SELECT"},
+    "outbox_unsent": {
+        "relay": _ALL,
+        "operator": f"SELECT, {_JUDGE.format(more='parked_at, error, queue')}",
+    },
+    "outbox_cursor": {"relay": "SELECT, UPDATE", "operator": "SELECT, UPDATE (owner)"},
+    "outbox_epoch": {"relay": "SELECT", "operator": "SELECT"},
+    "outbox_relay": {"relay": _ALL, "operator": "SELECT"},
+    "retention_lease": {"operator": "SELECT"},
+}
+"""What each role may do with each of the engine's tables, and sequences of their own."""
+
+
+class TooMighty(Exception):
+    """The role can't be held to anything: it owns the tables, or is everybody."""
+
+
+class Need(NamedTuple):
+    """A privilege that a role needs on a table of the engine, or on a sequence."""
+
+    table: str
+    privilege: str
+    columns: str
+    """Those that it is for, or nothing for all of them."""
+
+    def __str__(self) -> str:
+        which = f" ({self.columns})" if self.columns else ""
+        return f"{self.privilege}{which} on {SCHEMA}.{self.table}"
+
+
+# A superuser is a member of every role.
+_OWNER = """
+SELECT pg_get_userbyid(relowner) AS owner,
+       (SELECT array_agg(name::text) FROM unnest($1::name[]) AS name
+         WHERE CASE name WHEN 'public' THEN true
+                         ELSE pg_has_role(name, relowner, 'MEMBER') END) AS mighty
+  FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
+"""
+
+_HELD = """
+SELECT name, privilege, columns
+  FROM unnest($1::text[], $2::text[], $3::text[]) AS needed (name, privilege, columns)
+ WHERE CASE
+           WHEN privilege = 'USAGE' THEN has_sequence_privilege('pipeline.' || name, privilege)
+           WHEN columns = '' THEN has_table_privilege('pipeline.' || name, privilege)
+           ELSE (SELECT bool_and(has_column_privilege('pipeline.' || name, one, privilege))
+                   FROM unnest(string_to_array(columns, ', ')) AS one) END
+"""
+
+
+def needs(role: str) -> set[Need]:
+    """Return what a role of `ROLES` needs on the engine's tables."""
+    return {
+        Need(table, privilege, columns)
+        for table, granted in GRANTS.items()
+        for privilege, columns in re.findall(r"([A-Z]+)(?: \((.*?)\))?", granted.get(role, ""))
+    }
+
+
+async def lacks(connection: asyncpg.Connection) -> dict[str, set[Need]]:
+    """Return the roles that the connection's one stands for, and what it lacks for each.
+
+    It stands for those of which it has a privilege that no other role needs on that table, on
+    whichever columns; for none at all if it has no such. Its name says nothing of it.
+    """
+    every = {role: needs(role) for role in ROLES}
+    kinds = Counter(kind for needed in every.values() for kind in {one[:2] for one in needed})
+    asked = sorted(one for needed in every.values() for one in needed)
+    rows = await connection.fetch(_HELD, *map(list, zip(*asked, strict=True)))
+    held = {Need(*row) for row in rows}
+    return {
+        role: needed - held
+        for role, needed in every.items()
+        if any(kinds[one[:2]] == 1 for one in needed & held)
+    }
+
+
+def statements(owner: str, names: dict[str, str], tables: MetaData) -> list[str]:
+    """Return what gives the roles of these names all that they need, and takes what they don't.
+
+    `owner` owns the tables. `names` are the database's, by those of `ROLES`; one may stand for
+    several. `tables` are the service's own: its handlers use them, and the others don't.
+    """
+    granted = {one: _quoted(name) for one, name in names.items()}
+    everyone = ", ".join(sorted(set(granted.values())))
+    later = f"ALTER DEFAULT PRIVILEGES FOR ROLE {_quoted(owner)} IN SCHEMA {SCHEMA}"
+    made = [
+        f"REVOKE ALL ON SCHEMA {SCHEMA} FROM PUBLIC, {everyone}",
+        f"REVOKE ALL ON ALL TABLES IN SCHEMA {SCHEMA} FROM PUBLIC, {everyone}",
+        f"REVOKE ALL ON ALL SEQUENCES IN SCHEMA {SCHEMA} FROM PUBLIC, {everyone}",
+        f"{later} REVOKE ALL ON TABLES FROM {everyone}",
+        f"GRANT USAGE ON SCHEMA {SCHEMA} TO {everyone}",
+    ]
+    made += [
+        f"REVOKE ALL ON {_quoted(*_path(one))} FROM PUBLIC, {everyone}"
+        for one in tables.sorted_tables
+    ]
+    for name, privileges in GRANTS.items():
+        made += [
+            f"GRANT {many} ON {'SEQUENCE' if many == 'USAGE' else 'TABLE'} {SCHEMA}.{name}"
+            f" TO {granted[one]}"
+            for one, many in privileges.items()
+            if one in granted
+        ]
+    if "operator" in granted:
+        made += [
+            # Partitions as well, which `service retention status` looks into.
+            f"GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA} TO {granted['operator']}",
+            f"{later} GRANT SELECT ON TABLES TO {granted['operator']}",
+            f"GRANT SELECT ON alembic_version TO {granted['operator']}",
+        ]
+    if "service" in granted:
+        for schema in sorted({_path(one)[0] for one in tables.sorted_tables}):
+            named = _quoted(schema)
+            made.append(f"GRANT USAGE ON SCHEMA {named} TO {granted['service']}")
+            made.append(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA {named} TO {granted['service']}")
+        made += [
+            f"GRANT {_ALL} ON {_quoted(*_path(one))} TO {granted['service']}"
+            for one in tables.sorted_tables
+        ]
+    return made
+
+
+def _path(table: Table) -> tuple[str, str]:
+    return table.schema or "public", table.name
+
+
+def _quoted(*names: str) -> str:
+    return ".".join('"' + one.replace('"', '""') + '"' for one in names)
+
+
+async def grant(connection: asyncpg.Connection, names: dict[str, str], tables: MetaData) -> None:
+    """Let the roles do their work and no more: all of it or nothing. Harmless to repeat.
+
+    The connection's role owns the tables. Raises `asyncpg.UndefinedObjectError` for a role that
+    does not exist, and `TooMighty` for one that can't be held to it.
+    """
+    async with connection.transaction():
+        owner, mighty = await connection.fetchrow(_OWNER, list(names.values()))
+        if mighty:
+            raise TooMighty(
+                f"{', '.join(sorted(set(mighty)))}: no role for a single part. It is everybody, a"
+                f" superuser, or a member of {owner}, which owns the tables: make one of its own"
+            )
+        for statement in statements(owner, names, tables):
+            await connection.execute(statement)

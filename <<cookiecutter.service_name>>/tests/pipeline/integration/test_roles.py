@@ -1,0 +1,473 @@
+"""Every role of the database does its own work, and nothing else."""
+
+import re
+import shlex
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import ModuleType
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaProducer
+from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pipeline import (
+    backlog,
+    dead,
+    dead_events,
+    filters,
+    inbox,
+    operations,
+    outbox,
+    partitions,
+    relay,
+    replay,
+    roles,
+    scheduled,
+    status,
+    unsent,
+    window,
+)
+from pipeline.outbox import StagedEvent
+
+from .bank import Bank, Base, Deposit
+from .conftest import administer, drop_databases, eventually
+from .grantees import DIRECTLY, PASSWORD, Roles, splitting
+from .processes import ROOT, Start, starting
+
+pytestmark = DIRECTLY
+
+COLUMNS = "topic, event_id, source, type, content_type"
+VALUES = "'t', 'e', 's', 'y', 'c'"
+
+SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
+
+PUBLISHED = """
+SELECT bool_and(pg_visible_in_snapshot(xid, seen))
+  FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)
+"""
+
+PARTS: dict[str, tuple[ModuleType, ...]] = {
+    "service": (inbox, backlog, filters, outbox, replay),
+    "relay": (relay, window, unsent, scheduled, filters),
+    "operator": (status, dead, dead_events, operations),
+}
+"""Modules whose statements each role executes."""
+
+BY_OTHERS = {
+    *(inbox._CLOSE_GENERATION, inbox._FORGET),  # retention
+    *(filters._FORGET, filters._STORE, filters._NEXT_WITHOUT_FILTER, filters._COUNT),
+    *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),  # a person
+    scheduled._LIST,
+}
+"""Statements of these modules that another role executes."""
+
+BY_A_PERSON = (
+    *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),
+    *(outbox.CANCEL, scheduled._LIST),
+)
+
+GUIDE = (ROOT / "docs" / "security.md").read_text("utf-8")
+
+# Neither partitions nor sequences of a column, which come with their table.
+RELATIONS = """
+SELECT relname FROM pg_class AS c
+ WHERE relnamespace = 'pipeline'::regnamespace AND relkind IN ('r', 'p', 'S', 'v', 'm', 'f')
+   AND NOT relispartition
+   AND NOT (relkind = 'S'
+            AND EXISTS (SELECT FROM pg_depend WHERE objid = c.oid AND deptype IN ('i', 'a')))
+"""
+
+
+@pytest.fixture
+async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> AsyncIterator[Roles]:
+    """Roles that may do what they may."""
+    async with splitting(server_url, direct_url, db) as made:
+        yield made
+
+
+@pytest.fixture
+async def start(
+    bank: Bank, kafka: str, unused_tcp_port_factory: Callable[[], int]
+) -> AsyncIterator[Start]:
+    async with starting(
+        bank, unused_tcp_port_factory, kafka_bootstrap_servers=kafka, lock_timeout=2
+    ) as start:
+        yield start
+
+
+async def test_everything_that_can_be_granted_has_a_decision(db: asyncpg.Connection) -> None:
+    assert roles.GRANTS.keys() == {row["relname"] for row in await db.fetch(RELATIONS)}
+    for granted in roles.GRANTS.values():
+        assert granted
+        assert granted.keys() <= set(roles.ROLES)
+
+
+def test_nobody_may_number_events() -> None:
+    for privileges in roles.GRANTS["outbox"].values():
+        (columns,) = re.findall(r"INSERT \((.*?)\)", privileges) or [""]
+        assert not {"id", "xid"} & set(columns.split(", "))
+        assert not columns or tuple(columns.split(", ")) == StagedEvent._fields
+        assert not re.search(r"UPDATE|DELETE|INSERT(?! \()", privileges)
+
+
+async def test_each_process_does_its_work_under_its_own_role(
+    granted: Roles,
+    bank: Bank,
+    start: Start,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+) -> None:
+    consuming = await start("consume", database_url=granted.of("service"))
+    relaying = await start("relay", database_url=granted.of("relay"))
+    await eventually(consuming.is_ready)
+    await eventually(relaying.is_ready)
+    deposits = Deposit(5), Deposit(7), Deposit(9, failures=2), Deposit(11, "bob", failures=99)
+    for one in deposits:
+        await one.send(producer, bank.deposits)
+    # It cancels and schedules an event, and calls two effects; and a result to keep.
+    await Deposit(1, type="promised").send(producer, bank.deposits)
+    await Deposit(2, type="noted").send(producer, bank.deposits)
+    await db.execute(
+        f"INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS})"
+        f" VALUES ('n', now(), '{bank.balances}', 'e', 's', 'y', 'c')"
+    )
+    dead = "SELECT count(*) = 1 FROM pipeline.backlog WHERE died_at IS NOT NULL"
+    await eventually(lambda: db.fetchval(dead))
+    # Three balances, and what was scheduled, here and by the promise.
+    await eventually(lambda: db.fetchval("SELECT count(*) = 5 FROM pipeline.outbox"))
+    await eventually(lambda: db.fetchval("SELECT count(*) = 1 FROM pipeline.backlog"))
+    remembered = (
+        "SELECT array_agg(consumer ORDER BY consumer) FROM pipeline.inbox WHERE consumer <> $1"
+    )
+    assert await db.fetchval(remembered, "deposit") == ["note", "pay", "promise", "tell"]
+    await eventually(lambda: db.fetchval(PUBLISHED))
+    for process in (consuming, relaying):
+        assert "permission denied" not in process.output, process.output
+
+    operator = granted.of("operator")
+    looking = ("status",), ("retention", "status"), ("dead", "list"), ("scheduled", "list")
+    for command in looking:
+        process = await start(*command, database_url=operator)
+        assert await process.ended() == 0, (command, process.output)
+    process = await start("doctor", database_url=operator)
+    await process.ended()
+    for complaint in ("permission", "can't be made", "lacks"):
+        told = [one for one in process.output.splitlines() if complaint in one]
+        assert all("as it should be" in one for one in told), process.output
+    process = await start("dead", "redrive", "--all", "--yes", database_url=operator)
+    await process.says("is dead again")
+    await eventually(lambda: db.fetchval(dead))
+    process = await start(
+        "dead", "discard", "--all", "--yes", "--because", "a test", database_url=operator
+    )
+    assert await process.ended() == 0, process.output
+    assert await db.fetchval("SELECT discarded_why FROM pipeline.backlog") == "a test"
+
+
+def blocks(language: str) -> list[str]:
+    """Return the examples of the page's chapter on roles."""
+    _, chapter = GUIDE.split("## Roles of the database\n")
+    return re.findall(rf"^```{language}\n(.*?)^```$", chapter, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+async def set_up(server_url: str) -> AsyncIterator[Roles]:
+    """Do what docs/security.md has an administrator do first."""
+    parcels = f"parcels_{uuid4().hex[:8]}"
+    (page,) = blocks("sql")
+    page = page.replace("parcels", parcels).replace("…", PASSWORD)
+    try:
+        for statement in page.splitlines():
+            await administer(server_url, statement)
+        url = make_url(server_url).set(database=parcels)
+        every = ("migration", "retention", *roles.ROLES)
+        names = {one: f"{parcels}_{one}" for one in every}
+        yield Roles(names, url.render_as_string(hide_password=False))
+    finally:
+        await drop_databases(server_url, [parcels])
+        for name in re.findall("CREATE ROLE ([a-z0-9_]+)", page):
+            await administer(server_url, f"DROP ROLE IF EXISTS {name}")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Return a folder to migrate from; the bank has no revisions of its own."""
+    (tmp_path / "alembic.ini").write_text(
+        f"[alembic]\nscript_location = {Path(__file__).with_name('alembic')}\n"
+        "version_locations = pipeline:migrations/versions\npath_separator = newline\n"
+    )
+    return tmp_path
+
+
+async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_superuser(
+    set_up: Roles, home: Path, start: Start, bank: Bank, producer: AIOKafkaProducer
+) -> None:
+    releasing, hourly = blocks("sh")
+    for role in roles.ROLES:
+        releasing = releasing.replace(f"parcels_{role}", set_up.names[role])
+    engine = create_async_engine(set_up.of("migration"))
+
+    async def release() -> None:
+        for command in releasing.splitlines():
+            _, *arguments = shlex.split(command)
+            process = await start(*arguments, cwd=home, database_url=set_up.of("migration"))
+            assert await process.ended() == 0, process.output
+            async with engine.begin() as connection:
+                await connection.run_sync(Base.metadata.create_all)
+
+    await release()
+    consuming = await start("consume", database_url=set_up.of("service"))
+    relaying = await start("relay", database_url=set_up.of("relay"))
+    for process in (consuming, relaying):
+        await eventually(process.is_ready)
+    async with set_up.connected("migration") as db:
+        for amount in (5, 7):
+            await Deposit(amount).send(producer, bank.deposits)
+            await eventually(lambda: db.fetchval("SELECT count(*) > 0 FROM pipeline.outbox"))
+            await eventually(lambda: db.fetchval(PUBLISHED))
+            await release()
+        await eventually(lambda: db.fetchval("SELECT sum(balance) = 12 FROM account"))
+        await eventually(lambda: db.fetchval(PUBLISHED))
+    _, *arguments = shlex.split(hourly.splitlines()[0])
+    process = await start(*arguments, database_url=set_up.of("retention"))
+    assert await process.ended() == 0, process.output
+    for role in roles.ROLES:
+        process = await start("doctor", database_url=set_up.of(role))
+        await process.ended()
+        assert not re.search("Traceback|lacks|may do nothing", process.output), process.output
+    for process in (consuming, relaying):
+        assert process.is_running
+        assert "permission denied" not in process.output, process.output
+    await engine.dispose()
+
+
+async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -> None:
+    async with granted.connected("operator") as connection, connection.transaction():
+        await connection.execute(dead_events._HOLD_SHARD, 0)
+        await connection.execute(dead_events._REDRIVE, [])
+        await connection.execute(dead_events._DISCARD, [], "somebody", "a test")
+
+
+async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:
+    async with granted.connected("service") as connection, connection.transaction():
+        await connection.execute(outbox.CANCEL, ["none"])
+        await connection.execute(outbox._CLAIM, ["name"], ["id"])
+        await connection.execute(
+            f"INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS})"
+            f" VALUES ('n', now(), {VALUES}) ON CONFLICT (name) DO UPDATE SET due_at = now()"
+        )
+
+
+async def test_retention_makes_and_drops_partitions_that_belong_to_the_owner(
+    granted: Roles, start: Start, db: asyncpg.Connection
+) -> None:
+    (gone,) = await db.fetchrow(
+        "SELECT max(relname) FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$'"
+    )
+    await db.execute(f"DROP TABLE pipeline.{gone}")
+    await db.execute(
+        "CREATE TABLE pipeline.outbox_p20200101 PARTITION OF pipeline.outbox"
+        " FOR VALUES FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00');"
+        f"ALTER TABLE pipeline.outbox_p20200101 OWNER TO {granted.names['owner']};"
+        "UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()"
+    )
+    for _ in range(2):  # the first one notes that the day is over
+        process = await start("retention", "run", database_url=granted.of("retention"))
+        assert await process.ended() == 0, process.output
+        await db.execute("UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()")
+    assert await db.fetchval("SELECT to_regclass('pipeline.outbox_p20200101') IS NULL")
+    owner = await db.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = $1", gone)
+    assert owner == granted.names["owner"]
+
+
+async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_run_out(
+    granted: Roles, start: Start, db: asyncpg.Connection
+) -> None:
+    process = await start("retention", "run", database_url=granted.of("service"))
+    assert await process.ended() == 1
+    assert f"a member of their owner {granted.names['owner']}" in process.output
+    assert "Traceback" not in process.output
+
+    days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1"
+    today, *later = [row["relname"] for row in await db.fetch(days)]
+    await db.execute(f"DROP TABLE pipeline.{later[-1]}")
+    relaying = await start("relay", database_url=granted.of("relay"))
+    await eventually(relaying.is_ready)
+    assert "partitions run out" in relaying.output
+    await relaying.kill()
+
+    await db.execute(f"DROP TABLE pipeline.{today}")
+    relaying = await start("relay", database_url=granted.of("relay"))
+    await relaying.says("service retention run")
+    assert not await relaying.is_ready()
+    process = await start("retention", "run", database_url=granted.of("retention"))
+    assert await process.ended() == 0, process.output
+    await eventually(relaying.is_ready)
+
+
+def statements(role: str) -> list[str]:
+    """Return those that the role executes, of what the engine has written down."""
+    found = [value for module in PARTS[role] for value in vars(module).values()]
+    found += [one for value in found if isinstance(value, dict) for one in value.values()]
+    mine = [one for one in found if isinstance(one, str) and SQL.match(one)]
+    return [one for one in mine if one not in BY_OTHERS] + [
+        one for one in BY_A_PERSON if role == "operator"
+    ]
+
+
+@pytest.mark.parametrize("role", PARTS)
+async def test_a_role_may_do_every_statement_of_its_part(granted: Roles, role: str) -> None:
+    denied = []
+    asked = statements(role)
+    assert len(asked) > 10
+    async with granted.connected(role) as connection:
+        for one in asked:
+            try:
+                await connection.execute(f"EXPLAIN (GENERIC_PLAN) {one}")
+            except asyncpg.InsufficientPrivilegeError as error:
+                denied.append((one, str(error)))
+    assert denied == []
+
+
+FORBIDDEN = {
+    "service": [
+        f"INSERT INTO pipeline.outbox (id, {COLUMNS}) OVERRIDING SYSTEM VALUE VALUES (1, {VALUES})",
+        f"INSERT INTO pipeline.outbox (xid, {COLUMNS}) VALUES ('1', {VALUES})",
+        "SELECT FROM pipeline.outbox",
+        "DELETE FROM pipeline.outbox",
+        "UPDATE pipeline.outbox_cursor SET last_id = 0",
+        "DELETE FROM pipeline.outbox_unsent",
+        "DELETE FROM pipeline.position",
+        "UPDATE pipeline.inbox_generation SET oldest = 0",
+        "DELETE FROM pipeline.inbox_closed",
+        "DELETE FROM pipeline.claim",
+        "UPDATE pipeline.outbox_epoch SET system_identifier = NULL",
+        "UPDATE pipeline.retention_lease SET owner = NULL",
+        "TRUNCATE pipeline.backlog",
+        "DROP TABLE pipeline.backlog",
+        "CREATE TABLE pipeline.mine (a int)",
+        "ALTER TABLE account ADD b int",
+    ],
+    "relay": [
+        f"INSERT INTO pipeline.outbox (id, {COLUMNS}) OVERRIDING SYSTEM VALUE VALUES (1, {VALUES})",
+        f"INSERT INTO pipeline.outbox (xid, {COLUMNS}) VALUES ('1', {VALUES})",
+        "UPDATE pipeline.outbox SET type = 'x'",
+        "DELETE FROM pipeline.outbox",
+        "SELECT FROM pipeline.backlog",
+        "SELECT FROM pipeline.inbox",
+        "SELECT FROM pipeline.position",
+        "SELECT FROM account",
+        "DELETE FROM pipeline.outbox_cursor",
+        "UPDATE pipeline.scheduled SET topic = 'x'",
+        f"INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS}) VALUES ('n', now(), {VALUES})",
+        "UPDATE pipeline.outbox_epoch SET system_identifier = NULL",
+        "DROP TABLE pipeline.outbox",
+        "CREATE TABLE pipeline.mine (a int)",
+    ],
+    "operator": [
+        f"INSERT INTO pipeline.outbox ({COLUMNS}) VALUES ({VALUES})",
+        "UPDATE pipeline.position SET next_offset = 0",
+        "DELETE FROM pipeline.position",
+        "DELETE FROM pipeline.inbox",
+        "DELETE FROM pipeline.backlog",
+        "UPDATE pipeline.backlog SET value = ''",
+        "UPDATE pipeline.outbox_cursor SET last_id = 0",
+        "UPDATE pipeline.outbox_unsent SET payload = ''",
+        "DELETE FROM pipeline.outbox_unsent",
+        "UPDATE pipeline.retention_lease SET owner = NULL",
+        "SELECT FROM account",
+        "DROP TABLE pipeline.backlog",
+        "CREATE TABLE pipeline.mine (a int)",
+    ],
+    "retention": ["CREATE ROLE somebody", "CREATE DATABASE somewhere"],
+    "owner": ["CREATE ROLE somebody", "CREATE DATABASE somewhere"],
+}
+
+
+@pytest.mark.parametrize("role", FORBIDDEN)
+async def test_what_a_role_does_not_need_is_denied(granted: Roles, role: str) -> None:
+    allowed = []
+    async with granted.connected(role) as connection:
+        for statement in FORBIDDEN[role]:
+            try:
+                await connection.execute(statement)
+            except asyncpg.InsufficientPrivilegeError:
+                continue
+            allowed.append(statement)
+    assert allowed == []
+
+
+async def test_to_grant_takes_what_was_given_before(
+    granted: Roles, start: Start, db: asyncpg.Connection
+) -> None:
+    relay = granted.names["relay"]
+    await db.execute(f"GRANT SELECT (key), DELETE ON pipeline.backlog TO {relay}")
+    await db.execute("GRANT ALL ON pipeline.backlog TO PUBLIC")
+    process = await start("grant", "--to-relay", relay, database_url=granted.of("owner"))
+    assert await process.ended() == 0, process.output
+    async with granted.connected("relay") as connection:
+        for statement in ("SELECT key FROM pipeline.backlog", "DELETE FROM pipeline.backlog"):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await connection.execute(statement)
+        assert await connection.fetchval("SELECT count(*) FROM pipeline.outbox") == 0
+
+
+async def test_a_role_that_is_not_there_is_named(granted: Roles, start: Start) -> None:
+    process = await start("grant", "--to-relay", "nobody", database_url=granted.of("owner"))
+    assert await process.ended() == 1
+    assert 'role "nobody" does not exist: an administrator' in process.output
+
+
+@pytest.mark.parametrize("one", ["owner", "retention", "public", 'odd"; DROP TABLE account; --'])
+async def test_who_can_not_be_held_to_a_part_is_refused(
+    granted: Roles, start: Start, db: asyncpg.Connection, one: str
+) -> None:
+    name = granted.names.get(one, one)
+    process = await start("grant", "--to-relay", name, database_url=granted.of("owner"))
+    assert await process.ended() == 1
+    assert "make one of its own" in process.output or "does not exist" in process.output
+    assert "Traceback" not in process.output
+    assert await db.fetchval("SELECT to_regclass('account') IS NOT NULL")
+
+
+async def test_a_role_of_an_odd_name_is_let_in(
+    granted: Roles, server_url: str, db: asyncpg.Connection
+) -> None:
+    name = f'Odd "{uuid4().hex[:8]}"; --'
+    quoted = '"' + name.replace('"', '""') + '"'
+    await administer(server_url, f"CREATE ROLE {quoted}")
+    try:
+        async with granted.connected("owner") as connection:
+            await roles.grant(connection, {"relay": name}, Base.metadata)
+        assert await db.fetchval(
+            "SELECT has_table_privilege($1, 'pipeline.outbox', 'SELECT')", name
+        )
+    finally:
+        await db.execute(f"DROP OWNED BY {quoted}")
+        await administer(server_url, f"DROP ROLE {quoted}")
+
+
+@pytest.mark.parametrize("role", roles.ROLES)
+async def test_the_doctor_names_what_a_role_lacks(
+    granted: Roles, db: asyncpg.Connection, role: str
+) -> None:
+    async with granted.connected(role) as connection:
+        assert await roles.lacks(connection) == {role: set()}
+        mine = {one for one in roles.needs(role) if one.table == "inbox_generation"}
+        await db.execute(f"REVOKE SELECT ON pipeline.inbox_generation FROM {granted.names[role]}")
+        assert await roles.lacks(connection) == {role: mine}
+        assert mine
+
+
+async def test_an_operator_reads_partitions_made_later_and_the_others_do_not(
+    granted: Roles, db: asyncpg.Connection
+) -> None:
+    async with granted.connected("retention") as connection:
+        await partitions.attach(connection, "inbox", "inbox_g999", "IN (999)")
+    for role, may in (("operator", True), ("service", False), ("relay", False)):
+        assert may is await db.fetchval(
+            "SELECT has_table_privilege($1, 'pipeline.inbox_g999', 'SELECT')", granted.names[role]
+        )
