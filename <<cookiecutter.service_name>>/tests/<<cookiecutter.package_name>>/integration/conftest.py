@@ -54,10 +54,14 @@ def partitions(kafka: str) -> int:  # noqa: F811
         await admin.start()
         try:
             await admin.create_topics([NewTopic(topic, 1, 1) for topic in sorted(service.topics)])
-            described = await admin.describe_topics(sorted(service.handlers.topics))
+            partitions = [0]
+            async with asyncio.timeout(PATIENCE):
+                while not all(partitions):  # a topic that was just created has none at first
+                    described = await admin.describe_topics(sorted(service.handlers.topics))
+                    partitions = [len(topic["partitions"]) for topic in described]
         finally:
             await admin.close()
-        return sum(len(topic["partitions"]) for topic in described)
+        return sum(partitions)
 
     return asyncio.run(create())
 
