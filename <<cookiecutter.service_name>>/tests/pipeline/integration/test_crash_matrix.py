@@ -162,6 +162,7 @@ async def test_the_list_holds_every_boundary_that_is_met_and_no_other(servers: S
     wire, in_vain = Wire(), Wire()
     async with servers.world() as world:
         await live(world, wire)
+        assert {one.name for one in LASTING} <= set(wire.seen)
         await world.audit()
     async with servers.world() as world:
         await live_in_vain(world, in_vain)

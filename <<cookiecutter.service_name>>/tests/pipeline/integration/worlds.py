@@ -344,6 +344,8 @@ class World:
             await self._positions() == self._ends
             and not await self.db.fetchval(_SOMETHING_WAITS)
             and await self._staged() <= set(self.tail.ids)
+            and await all_is_written(self.db)
+            and not await self._waiting()
         )
 
     @property
@@ -374,9 +376,6 @@ class World:
         async def owns_all_shards() -> bool:
             return bool(await self.db.fetchval(_SHARDS_ARE_OF_ONE_ALIVE))
 
-        async def nothing_waits() -> bool:
-            return await all_is_written(self.db) and not await self._waiting()
-
         async def nothing_is_left_of_the_past() -> bool:
             return not await self.db.fetchval(_PAST)
 
@@ -385,7 +384,6 @@ class World:
             await self.send_a_promise()
             await self._allow(100_000)
             await eventually(self.is_settled, PATIENCE)
-            await eventually(nothing_waits, PATIENCE)
             await eventually(rotates, PATIENCE)
             await eventually(nothing_is_left_of_the_past, PATIENCE)
             await eventually(owns_all_shards, PATIENCE)
