@@ -29,8 +29,8 @@ OTHERWISE_IMPORTED = frozenset(
 """Import names of theirs that do not follow from the distributions' names."""
 
 FOLDERS = frozenset(
-    {"archive", "build", "demo", "deploy", "dev", "dist", "docs", "migrations", "pipeline", "src"}
-    | {"test", "tests"}
+    {"archive", "build", "demo", "deploy", "dev", "dist", "docs", "migrations", "page"}
+    | {"pipeline", "src", "test", "tests"}
 )
 """Names that mean something else beside the package of a generated service."""
 

@@ -238,21 +238,21 @@ def test_every_question_is_asked_in_words_and_can_be_left_at_its_default(
 ) -> None:
     prompts = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"]
 
-    done = template.cookiecutter(output, typed="\n" * 6)
+    done = template.cookiecutter(output, typed="\n" * 7)
 
     assert done.returncode == 0, done.stdout
     said = " ".join(done.stdout.split())
     for question in QUESTIONS:
         assert prompts[question] in said
         assert DEFAULTS[question] in said
-    for question in ("worked_example", "object_store"):
+    for question in ("worked_example", "object_store", "operations_page"):
         assert prompts[question]["__prompt__"] in said
     assert list(output.iterdir()) == [output / "parcel-tracker"]
 
 
 @pytest.mark.parametrize("answer", TEMPLATES)
 def test_what_is_typed_is_refused_as_well(answer: str, template: Template, output: Path) -> None:
-    done = template.cookiecutter(output, typed=f"\n\n{answer}\n\n\n\n")
+    done = template.cookiecutter(output, typed=f"\n\n{answer}\n\n\n\n\n")
 
     assert_refused(done, output, template, "description")
 

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from email.utils import getaddresses
+from itertools import combinations, product
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -23,13 +24,15 @@ import yaml
 from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
 
 COPIED = (
-    *("src/archive", "src/claims", "src/pipeline"),
-    *("tests/archive", "tests/claims", "tests/pipeline"),
+    *("src/archive", "src/claims", "src/page", "src/pipeline"),
+    *("tests/archive", "tests/claims", "tests/page", "tests/pipeline"),
     *("dev", "docs"),
 )
 """What is copied as it is, byte for byte."""
 
-ONCE = "--ignore=tests/pipeline/integration --ignore=tests/archive --ignore=tests/claims"
+ONCE = " ".join(
+    f"--ignore=tests/{name}" for name in ("pipeline/integration", "archive", "claims", "page")
+)
 """Long tests: run in the raw tree, which is the same source (see the test of that)."""
 
 UNUSUAL = {
@@ -67,6 +70,14 @@ def set_up(unusual: BakedProject) -> BakedProject:
     """A service that has installed all it needs from nothing, as on its owner's machine."""
     unusual.run("make", "setup")
     return unusual
+
+
+def test_any_two_features_meet_in_a_variant_in_all_ways() -> None:
+    baked = list(variants())
+
+    for one, other in combinations(features(), 2):
+        met = {(answers[one], answers[other]) for answers in baked}
+        assert met == set(product(("yes", "no"), repeat=2)), (one, other)
 
 
 def test_a_variant_passes_its_own_checks(variant: BakedProject) -> None:

@@ -60,12 +60,13 @@ def test_the_examples_for_authors_of_handlers_work(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("operations_page", ["yes", "no"])
 @pytest.mark.parametrize("object_store", ["yes", "no"])
 def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
-    template: Template, output: Path, object_store: str
+    template: Template, output: Path, object_store: str, operations_page: str
 ) -> None:
-    project = template.bake(output, object_store=object_store)
-    guides = {name for name in project.files() if name.startswith("docs/")}
+    project = template.bake(output, object_store=object_store, operations_page=operations_page)
+    guides = {name for name in project.files() if re.fullmatch(r"docs/.*\.md", name)}
     names = {
         "deploying",
         "handling-errors",
@@ -79,6 +80,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     }
     if object_store == "yes":
         names |= {"archive", "claims"}
+    if operations_page == "yes":
+        names |= {"operations-page"}
     assert guides == {f"docs/{name}.md" for name in names}
     named = re.compile(r"`(docs/[\w./-]+)`")
     assert set(named.findall(project.read("README.md"))) == guides

@@ -32,7 +32,8 @@ def ours() -> Iterator[tuple[str, str]]:
     )
     for name in listed.stdout.split("\0"):
         if (ROOT / name).is_file():
-            yield name, (ROOT / name).read_text("utf-8")
+            # Pictures too: a path would be seen in them.
+            yield name, (ROOT / name).read_text("utf-8", errors="replace")
 
 
 def pins(requirements: Path) -> dict[str, tuple[str, ...]]:

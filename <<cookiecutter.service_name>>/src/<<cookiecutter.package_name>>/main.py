@@ -5,27 +5,37 @@ from archive import Archive
 from archive.commands import group as archive_commands
 from claims import open_claims
 from claims.commands import group as claims_commands
+# <% endif %>
+# <% if cookiecutter.operations_page == "yes" %>
+from page.commands import group as page_commands
+# <% endif %>
 from pipeline import Service
 from pipeline.commands import command_line
-
-# <%- else %>
-from pipeline import Service
-from pipeline.commands import command_line
-
-# <%- endif +%>
 
 from .handlers import handlers
 from .tables import Base
 
-# <% if cookiecutter.object_store == "yes" %>
 NAME = "<<cookiecutter.service_name>>"
 
+# <% if cookiecutter.object_store == "yes" %>
 archive = Archive(NAME)
-service = Service(
-    NAME, handlers=handlers, metadata=Base.metadata, archive=archive, claims=open_claims
-)
-main = command_line(service, archive=archive_commands(archive), claims=claims_commands(service))
-# <% else %>
-service = Service("<<cookiecutter.service_name>>", handlers=handlers, metadata=Base.metadata)
-main = command_line(service)
 # <% endif %>
+service = Service(
+    NAME,
+    handlers=handlers,
+    metadata=Base.metadata,
+    # <% if cookiecutter.object_store == "yes" %>
+    archive=archive,
+    claims=open_claims,
+    # <% endif %>
+)
+main = command_line(
+    service,
+    # <% if cookiecutter.object_store == "yes" %>
+    archive=archive_commands(archive),
+    claims=claims_commands(service),
+    # <% endif %>
+    # <% if cookiecutter.operations_page == "yes" %>
+    page=page_commands(service),
+    # <% endif %>
+)

@@ -1,0 +1,92 @@
+"""The page: what answers at which address."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from pipeline import Service
+from pipeline.settings import Settings
+
+from .actions import Actions
+from .gate import Changes, Gate, Shows
+from .guard import Guard
+from .reading import Reading
+from .rendering import Templates
+from .sessions import Sessions
+from .settings import PageSettings
+from .watching import Watch
+
+
+class Page:
+    """The operations page of a service."""
+
+    def __init__(
+        self, service: Service, settings: Settings, page: PageSettings, engine: AsyncEngine
+    ) -> None:
+        templates = Templates(service.name, page)
+        sessions = Sessions(page, service.name)
+        self._page = page
+        self._gate = Gate(settings, page, templates, sessions)
+        self._watch = Watch(service, settings, page, engine, templates, sessions)
+        self._reading = Reading(settings, page, engine, templates, self._watch)
+        self._actions = Actions(service, settings, engine, templates)
+
+    def app(self) -> ASGIApp:
+        """Return what answers."""
+        reading, actions, gate = self._reading, self._actions, self._gate
+        shows: dict[str, Shows] = {
+            "/": reading.overview,
+            "/live": self._watch.stream,
+            "/dead": reading.letters,
+            "/dead/{id}": reading.letter,
+            "/events": reading.events,
+            "/events/{id}": reading.event,
+            "/backlog": reading.backlog,
+            "/scheduled": reading.scheduled,
+            "/retention": reading.retention,
+        }
+        changes: dict[str, Changes] = {
+            "/dead/{id}/redrive": actions.redrive,
+            "/dead/{id}/discard": actions.discard,
+            "/events/{id}/redrive": actions.redrive_event,
+            "/events/{id}/discard": actions.discard_event,
+            "/scheduled/cancel": actions.cancel,
+            "/logout": gate.log_out,
+        }
+        app = Starlette(
+            routes=[
+                Route("/login", gate.ask_login, methods=["GET"]),
+                Route("/login", gate.log_in, methods=["POST"]),
+                *(Route(path, gate.showing(does)) for path, does in shows.items()),
+                *(
+                    Route(path, gate.changing(does), methods=["POST"])
+                    for path, does in changes.items()
+                ),
+                Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
+            ],
+            exception_handlers={404: gate.missing},
+            lifespan=self._lifespan,
+        )
+        # A path has one spelling: nobody is sent on to an address that he has made up.
+        app.router.redirect_slashes = False
+        return Guard(app, self._page)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(self._watch.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Let streams end, for which a server that stops would wait."""
+        self._watch.stop()

@@ -1,0 +1,66 @@
+"""What a request asks for, which may be anything."""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from urllib.parse import parse_qs
+
+from starlette.requests import ClientDisconnect, Request
+
+from pipeline.dead import State
+from pipeline.operations import Refused
+
+STATES: tuple[State, ...] = ("dead", "waiting", "discarded")
+SEARCHED = ("reason", "consumer", "event", "type", "topic", "key")
+_LARGEST_FORM = 20_000
+_FORM_SECONDS = 10.0
+_LARGEST_ID = 2**63 - 1
+
+
+async def form(request: Request) -> Mapping[str, str] | None:
+    """Return a form's fields; None for none of ours: too large, too slow, cut off, or another's."""
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    if kind.strip().lower() != "application/x-www-form-urlencoded":
+        return None
+    body = b""
+    try:
+        async with asyncio.timeout(_FORM_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > _LARGEST_FORM:
+                    return None
+        fields = parse_qs(body.decode("ascii"), max_num_fields=20, errors="strict")
+    except (ClientDisconnect, TimeoutError, ValueError):
+        return None
+    found = {name: values[0] for name, values in fields.items()}
+    return None if any("\0" in value for value in found.values()) else found
+
+
+def why(given: Mapping[str, str]) -> str:
+    """Return the reason that somebody gives. Raises `Refused` if he gives none."""
+    text = given.get("why", "").strip()
+    if not text:
+        raise Refused("say why: it is kept, to be read later")
+    return text[:1_000]
+
+
+def number(request: Request) -> int:
+    """Return which event is asked for. Raises `Refused` if there can be none."""
+    id = request.path_params["id"]
+    if not re.fullmatch("[0-9]{1,19}", id) or int(id) > _LARGEST_ID:
+        raise Refused(f"{id[:40]!r} is not the number of an event")
+    return int(id)
+
+
+def state(request: Request) -> State:
+    """Return which state is asked for: dead, unless it is one of the others."""
+    given = request.query_params.get("state")
+    return next((one for one in STATES if one == given), "dead")
+
+
+def search(request: Request) -> Mapping[str, str]:
+    """Return what is searched for, empty where all will do. Raises `Refused`."""
+    found = {name: request.query_params.get(name, "").strip() for name in SEARCHED}
+    if any("\0" in text for text in found.values()):
+        raise Refused("no text that is kept holds a NUL character")
+    return found

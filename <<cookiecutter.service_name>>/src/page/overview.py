@@ -1,0 +1,144 @@
+"""What is shown beside `status`: the rate and plots of the last looks, keys that wait."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import asyncpg
+
+from pipeline.status import AT_MOST, Status
+
+_WAITING = """
+SELECT consumer, topic, record_key, count(*) AS count, min(due_at) AS due_at,
+       (array_agg(reason ORDER BY due_at NULLS LAST))[1] AS reason, max(attempts) AS attempts
+  FROM (SELECT * FROM pipeline.backlog
+         WHERE died_at IS NULL ORDER BY due_at NULLS LAST LIMIT $1) AS few
+ GROUP BY order_key, consumer, topic, record_key
+ ORDER BY min(due_at) NULLS LAST LIMIT $2
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Messages of one key that wait; counted are those among the first that are due."""
+
+    consumer: str
+    topic: str
+    record_key: bytes | None
+    count: int
+    due_at: datetime | None
+    reason: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a look at the service has found, in numbers for tiles; None for what nobody knows."""
+
+    status: Status
+    read: float | None
+    """Records a second since the look before, of all partitions together."""
+
+    def _known(self, part: str, count: int) -> int | None:
+        return None if part in self.status.unknown else count
+
+    @property
+    def lag(self) -> int | None:
+        """Records that wait in Kafka."""
+        lags = [one.lag for one in self.status.readings if one.lag is not None]
+        return self._known("positions", sum(lags)) if lags else None
+
+    @property
+    def waiting(self) -> int | None:
+        """Messages in the backlog that are not dead."""
+        return self._known("backlog", sum(one.waiting for one in self.status.backlog.values()))
+
+    @property
+    def waiting_for(self) -> float:
+        """Seconds since the oldest of them was received."""
+        return max((one.oldest for one in self.status.backlog.values()), default=0.0)
+
+    @property
+    def dead(self) -> int | None:
+        """Messages that a person has to decide on."""
+        return self._known("backlog", sum(one.dead for one in self.status.backlog.values()))
+
+    @property
+    def outbox(self) -> int | None:
+        """Events that are staged and not published."""
+        return self._known("outbox", self.status.outbox_events)
+
+    @property
+    def dead_events(self) -> int | None:
+        """Events that Kafka has refused for good."""
+        return self._known("unsent", self.status.unsent_dead)
+
+    @property
+    def scheduled(self) -> int | None:
+        """Events that are due later."""
+        return self._known("scheduled", self.status.scheduled)
+
+
+@dataclass
+class Course:
+    """The last looks, of which plots are made."""
+
+    looks: deque[Look] = field(default_factory=lambda: deque(maxlen=90))
+    failed: str = ""
+    """Why the last try to look has failed; empty if it has not."""
+
+    def add(self, status: Status) -> None:
+        """Remember a look."""
+        read = _rate(self.looks[-1].status, status) if self.looks else None
+        self.looks.append(Look(status, read))
+        self.failed = ""
+
+    def values(self, name: str) -> list[float]:
+        """Return how much there was at each look."""
+        return [float(getattr(one, name) or 0) for one in self.looks]
+
+
+def _rate(old: Status, new: Status) -> float | None:
+    seconds = (new.at - old.at).total_seconds()
+    if seconds <= 0 or "positions" in {*old.unknown, *new.unknown}:
+        return None
+    before, now = _positions(old), _positions(new)
+    # A partition that is new begins wherever it is to begin.
+    read = sum(now[one] - before[one] for one in before.keys() & now.keys())
+    return max(0.0, read / seconds)
+
+
+def _positions(status: Status) -> dict[tuple[str, int], int]:
+    return {
+        (one.topic, one.partition): one.position
+        for one in status.readings
+        if one.position is not None
+    }
+
+
+async def waiting(connection: asyncpg.Connection, limit: int) -> list[Key]:
+    """Return keys of the backlog, those that are due next first."""
+    return [Key(**row) for row in await connection.fetch(_WAITING, AT_MOST, limit)]
+
+
+def number(count: int | None) -> str:
+    """Return a count, and whether it was cut off."""
+    if count is None:
+        return "not known"
+    return f"{min(count, AT_MOST):,}+" if count > AT_MOST else f"{count:,}"
+
+
+WIDTH, HEIGHT = 120, 28
+
+
+def points(values: Sequence[float]) -> str:
+    """Return the points of a line through values, the newest on the right, for SVG."""
+    if len(values) < 2:
+        return ""
+    top = max(*values, 1e-9)
+    step = WIDTH / (len(values) - 1)
+    return " ".join(
+        f"{place * step:.1f},{HEIGHT - 1 - value / top * (HEIGHT - 2):.1f}"
+        for place, value in enumerate(values)
+    )

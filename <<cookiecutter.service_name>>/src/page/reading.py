@@ -1,0 +1,128 @@
+"""What is shown: each page, as it is asked for."""
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pipeline import dead, dead_events, retention, scheduled
+from pipeline.database import autocommitting
+from pipeline.dead import Which
+from pipeline.settings import Settings
+
+from . import asked, overview
+from .rendering import Templates
+from .sessions import Operator
+from .settings import PageSettings
+from .watching import Watch
+
+_LISTED = 100
+
+
+class Reading:
+    """The pages that change nothing."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        page: PageSettings,
+        engine: AsyncEngine,
+        templates: Templates,
+        watch: Watch,
+    ) -> None:
+        self._settings = settings
+        self._page = page
+        self._engine = engine
+        self._templates = templates
+        self._watch = watch
+
+    async def overview(self, request: Request, operator: Operator) -> Response:
+        """Show how the service stands."""
+        return self._templates.page("overview.html", operator, **await self._watch.now())
+
+    async def letters(self, request: Request, operator: Operator) -> Response:
+        """Show dead letters, those that are searched for."""
+        wanted = asked.search(request)
+        state = asked.state(request)
+        key = wanted["key"]
+        which = Which(
+            reasons=[wanted["reason"]] if wanted["reason"] else None,
+            consumers=[wanted["consumer"]] if wanted["consumer"] else None,
+            event_id=wanted["event"] or None,
+            type=wanted["type"] or None,
+            topic=wanted["topic"] or None,
+            record_key=key.encode() if key else None,
+        )
+        async with autocommitting(self._engine) as connection:
+            letters = [one async for one in dead.letters(connection, state, which, _LISTED + 1)]
+        return self._templates.page(
+            "letters.html",
+            operator,
+            letters=letters[:_LISTED],
+            are_more=len(letters) > _LISTED,
+            asked=wanted,
+            state=state,
+            states=asked.STATES,
+            reasons=list(dead.REASONS),
+        )
+
+    async def letter(self, request: Request, operator: Operator) -> Response:
+        """Show one of them, as it came and as it failed."""
+        async with autocommitting(self._engine) as connection:
+            detail = await dead.detail(connection, request.path_params["id"])
+        trace = self._trace(detail.traceparent)
+        return self._templates.page("letter.html", operator, one=detail, trace=trace)
+
+    def _trace(self, traceparent: str | None) -> str | None:
+        """Return where a trace is shown; what came from outside gets into it only as an id."""
+        id = (traceparent or "").split("-")[1:2]
+        if self._page.trace_url is None or not id or len(id[0]) != 32 or not id[0].isalnum():
+            return None
+        return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
+
+    async def events(self, request: Request, operator: Operator) -> Response:
+        """Show events that Kafka has refused."""
+        state = asked.state(request)
+        async with autocommitting(self._engine) as connection:
+            which = dead_events.Which()
+            found = dead_events.events(connection, state, which, _LISTED + 1)
+            events = [one async for one in found]
+        return self._templates.page(
+            "events.html",
+            operator,
+            events=events[:_LISTED],
+            are_more=len(events) > _LISTED,
+            state=state,
+            states=asked.STATES,
+        )
+
+    async def event(self, request: Request, operator: Operator) -> Response:
+        """Show one of them."""
+        async with autocommitting(self._engine) as connection:
+            detail = await dead_events.detail(connection, asked.number(request))
+        trace = self._trace(detail.traceparent)
+        return self._templates.page("event.html", operator, one=detail, trace=trace)
+
+    async def backlog(self, request: Request, operator: Operator) -> Response:
+        """Show keys that wait."""
+        async with autocommitting(self._engine) as connection:
+            found = await overview.waiting(connection, _LISTED + 1)
+        keys = [(one, dead.shown(one.record_key)) for one in found[:_LISTED]]
+        are_more = len(found) > _LISTED
+        return self._templates.page("backlog.html", operator, keys=keys, are_more=are_more)
+
+    async def scheduled(self, request: Request, operator: Operator) -> Response:
+        """Show events that are due later."""
+        async with autocommitting(self._engine) as connection:
+            found = [one async for one in scheduled.waiting(connection, _LISTED + 1)]
+        return self._templates.page(
+            "scheduled.html",
+            operator,
+            waiting=found[:_LISTED],
+            are_more=len(found) > _LISTED,
+        )
+
+    async def retention(self, request: Request, operator: Operator) -> Response:
+        """Show what stands before each partition."""
+        async with autocommitting(self._engine) as connection:
+            found = [one async for one in retention.survey(connection, self._settings)]
+        return self._templates.page("retention.html", operator, standings=found)

@@ -1,0 +1,49 @@
+"""Pages made of templates, which escape all that is put into them."""
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.responses import HTMLResponse, Response
+
+from . import overview, shown
+from .sessions import Operator
+from .settings import PageSettings
+
+
+class Templates:
+    """The templates of a service's page."""
+
+    def __init__(self, service: str, settings: PageSettings) -> None:
+        self._environment = Environment(
+            loader=PackageLoader("page"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.globals.update(
+            visible=shown.visible,
+            content=shown.content,
+            moment=shown.moment,
+            ago=shown.ago,
+            points=overview.points,
+            number=overview.number,
+            width=overview.WIDTH,
+            height=overview.HEIGHT,
+            service=service,
+            has_login=settings.token is not None,
+        )
+
+    def text(self, template: str, **values: object) -> str:
+        """Return a part of a page."""
+        return self._environment.get_template(template).render(**values)
+
+    def page(
+        self, template: str, operator: Operator | None, status: int = 200, **values: object
+    ) -> Response:
+        """Return a page as an answer."""
+        text = self.text(template, operator=operator, **values)
+        # Lone surrogates can come from JSON, and are no UTF-8.
+        return HTMLResponse(text.encode("utf-8", "replace"), status)
+
+    def note(self, operator: Operator | None, text: str, status: int = 200) -> Response:
+        """Return a page that says one thing."""
+        return self.page("said.html", operator, status, text=text)

@@ -1,0 +1,61 @@
+"""Settings of the operations page: `PIPELINE_PAGE_<FIELD>`, read when it starts."""
+
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Annotated, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from pipeline.settings import Seconds
+
+_ORIGIN = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?$"
+
+
+class PageSettings(BaseSettings):
+    """Where the page is served, and who may see it."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PIPELINE_PAGE_", frozen=True, hide_input_in_errors=True
+    )
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Another address than loopback lets other machines in: put TLS before it."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8_081
+    """0 picks a free port and logs it."""
+    token: Annotated[SecretStr, Field(min_length=16)] | None = None
+    """People log in by it, and by their name; at least 16 characters."""
+    proxy_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = None
+    """A proxy that has logged people in says in this header who they are; instead of the token."""
+    proxies: Annotated[frozenset[IPv4Address | IPv6Address], NoDecode] = frozenset()
+    """Addresses that this header is taken from, several separated by commas; from others it means
+    nothing."""
+    origin: Annotated[str, Field(pattern=_ORIGIN)] | None = None
+    """What browsers see, if a proxy stands before the page: `https://ops.example.org`. With https
+    cookies travel by that only."""
+    trace_url: Annotated[str, Field(pattern=r"^https?://.*\{trace_id\}")] | None = None
+    """Where a trace is shown: `https://traces.example.org/trace/{trace_id}`."""
+    session: Seconds = 28_800.0
+    """After this long people log in again: 8 hours."""
+    interval: Annotated[float, Field(ge=0.1)] = 5.0
+    """Pause between two looks of the overview at PostgreSQL and Kafka."""
+
+    @field_validator("proxies", mode="before")
+    @classmethod
+    def _each(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        return [ip_address(one.strip()) for one in given.split(",")]
+
+    @model_validator(mode="after")
+    def _somebody_may_see_it(self) -> Self:
+        if (self.token is None) == (self.proxy_header is None):
+            raise ValueError(
+                "set PIPELINE_PAGE_TOKEN to let people log in by it (`openssl rand -hex 24` makes"
+                " one), or PIPELINE_PAGE_PROXY_HEADER where a proxy has done that; not both"
+            )
+        if (self.proxy_header is None) != (not self.proxies):
+            raise ValueError(
+                "set PIPELINE_PAGE_PROXY_HEADER and PIPELINE_PAGE_PROXIES together: the header's"
+                " name, and the addresses of the proxies whose word it is"
+            )
+        return self

@@ -1,0 +1,21 @@
+"""What keeps PostgreSQL from answering the page, in words for who asks."""
+
+from pipeline.failures import is_infrastructure, named
+from pipeline.retention import NotMigrated
+from pipeline.settings import Settings
+
+_NO_TABLES = ("3F000", "42P01")
+_NOT_LET_IN = ("28", "3D", "42501")
+"""For a wrong user, password or name of the database; and for what the user may not do."""
+
+
+def told(error: Exception, settings: Settings) -> str | None:
+    """Return what is wrong and what to do; None for what is the page's own mistake."""
+    state = getattr(getattr(error, "orig", error), "sqlstate", None) or ""
+    if state in _NO_TABLES:
+        return str(NotMigrated())
+    if state.startswith(_NOT_LET_IN):
+        return f"{named(error)}. PIPELINE_DATABASE_URL has to be that of the operator's role."
+    if is_infrastructure(error):
+        return f"{settings.postgresql} does not answer in time; try again."
+    return None

@@ -1,0 +1,121 @@
+"""A page on the test's own database, and a browser's way of asking it."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import asyncpg
+import httpx
+import pytest
+
+from page.app import Page
+from page.settings import PageSettings
+from pipeline.database import create_engine
+from pipeline.settings import Settings
+
+from tests.pipeline.integration.bank import Bank, Deposit
+from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
+    bank,
+    collected,
+    connect,
+    database_url,
+    db,
+    direct_url,
+    kafka,
+    new_desk,
+    new_topic,
+    server_url,
+    settings,
+    template,
+    used_databases,
+    way_in,
+)
+from tests.pipeline.integration.desk import Desk, NewDesk
+from tests.pipeline.integration.test_dead import bury
+
+TOKEN = "a token of the tests"
+ORIGIN = "http://localhost:8081"
+PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+Opened = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture
+def opened(
+    bank: Bank,  # noqa: F811
+    settings: Callable[..., Settings],  # noqa: F811
+    database_url: str,  # noqa: F811
+) -> Opened:
+    """Open a page to somebody who is not logged in, and comes from an address."""
+
+    @asynccontextmanager
+    async def open_one(
+        address: str = "127.0.0.1", url: str = database_url, **chosen: object
+    ) -> AsyncIterator[httpx.AsyncClient]:
+        of_service = settings(database_url=url)
+        engine = create_engine(of_service, name="page")
+        how = PageSettings.model_validate(chosen or {"token": TOKEN})
+        page = Page(bank.service, of_service, how, engine)
+        transport = httpx.ASGITransport(page.app(), client=(address, 1))
+        try:
+            async with httpx.AsyncClient(
+                transport=transport, base_url=ORIGIN, headers={"origin": ORIGIN}
+            ) as client:
+                yield client
+        finally:
+            await engine.dispose()
+
+    return open_one
+
+
+async def log_in(client: httpx.AsyncClient) -> None:
+    """Log in as Ann."""
+    done = await client.post("/login", data={"name": "ann", "token": TOKEN})
+    assert done.status_code == 303
+
+
+@pytest.fixture
+async def ann(opened: Opened) -> AsyncIterator[httpx.AsyncClient]:
+    """Return the page as Ann sees it, who is logged in."""
+    async with opened() as client:
+        await log_in(client)
+        yield client
+
+
+async def csrf(client: httpx.AsyncClient, path: str = "/dead") -> str:
+    """Return what the forms of a page carry."""
+    found = re.search('name="csrf" value="([^"]+)"', (await client.get(path)).text)
+    assert found
+    return found[1]
+
+
+@pytest.fixture
+async def desk(bank: Bank, new_desk: NewDesk) -> Desk:  # noqa: F811
+    """Return the desk of the bank."""
+    return await new_desk(bank.handlers, topic=bank.deposits)
+
+
+async def buried(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> str:  # noqa: F811
+    """Store deposits as dead letters, and return the id of the first."""
+    await bury(desk, *deposits)
+    id: str = await db.fetchval(
+        "SELECT encode(key, 'hex') FROM pipeline.backlog ORDER BY \"offset\" LIMIT 1"
+    )
+    return id
+
+
+def assert_guarded(answer: httpx.Response) -> None:
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"] == "no-store"

@@ -1,0 +1,94 @@
+"""A page with something to see: `python -m tests.page.exhibit`, on an empty database.
+
+Run with the variables of `tests.page.app`; it makes tables, topics, rows and records, then runs the
+service beside its page until the latter ends.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import asyncpg
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from pipeline.database import create_engine
+from pipeline.filters import Filters
+from pipeline.inbox import Slot
+from pipeline.settings import Settings
+
+from tests.pipeline.integration.app import bank
+from tests.pipeline.integration.bank import Deposit
+from tests.pipeline.integration.conftest import build
+from tests.pipeline.integration.desk import Desk
+from tests.pipeline.integration.outgoing import event, stage
+from tests.pipeline.integration.test_dead import bury
+
+HOSTILE = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
+
+
+async def furnish(settings: Settings) -> None:
+    """Store dead letters, events to publish, one scheduled, one dead; send what is to be read."""
+    engine = create_engine(settings, name="exhibit")
+    nobody: Any = None
+    slot = Slot(bank.name, bank.deposits, 0)
+    desk = Desk(engine, nobody, nobody, nobody, nobody, bank.handlers, slot, Filters(mebibytes=1))
+    others = [Deposit(n, f"account {n % 7}") for n in range(2, 12)]
+    dead = [Deposit(1, HOSTILE, id=HOSTILE), *others]
+    await bury(desk, *dead)
+    await engine.dispose()
+    db = await asyncpg.connect(os.environ["PIPELINE_DATABASE_URL"].replace("+asyncpg", ""))
+    await stage(db, [event(bank.balances, n) for n in range(3)])
+    await db.execute(
+        "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
+        " VALUES ('reminder of ada', '2030-01-02 03:04+00', 'reminders', 'a', '/s', 'r', 'y')"
+    )
+    await db.execute(
+        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
+        " content_type, queue, attempts, died_at, reason)"
+        " VALUES (1, now(), 'balances', 'b', '/s', 'balance.changed', 'y', '', 1, now(),"
+        " 'too large')"
+    )
+    await db.close()
+    admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka_bootstrap_servers)
+    await admin.start()
+    await admin.create_topics([NewTopic(name, 1, 1) for name in (bank.deposits, bank.balances)])
+    await admin.close()
+    await send(settings, *dead)
+
+
+async def send(settings: Settings, *deposits: Deposit) -> None:
+    """Send deposits to the bank."""
+    async with AIOKafkaProducer(bootstrap_servers=settings.kafka_bootstrap_servers) as producer:
+        await asyncio.gather(*(one.send(producer, bank.deposits) for one in deposits))
+
+
+async def send_waves(settings: Settings) -> None:
+    """Send so that plots have a shape, for half a minute."""
+    for wave in range(20):
+        first, count = 1_000 * (wave + 1), 20 + wave * 37 % 90
+        await send(settings, *(Deposit(first + n, f"account {n % 7}") for n in range(count)))
+        await asyncio.sleep(1.5)
+
+
+def show(settings: Settings) -> None:
+    """Run the service and its page, until SIGTERM or until the page ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with ExitStack() as running:
+        for command in ("run", "page"):
+            process = subprocess.Popen([sys.executable, "-m", "tests.page.app", command])
+            running.callback(process.wait)
+            running.callback(process.terminate)
+        asyncio.run(send_waves(settings))
+        process.wait()
+
+
+if __name__ == "__main__":
+    build(os.environ["PIPELINE_DATABASE_URL"])
+    chosen = Settings()
+    asyncio.run(furnish(chosen))
+    show(chosen)

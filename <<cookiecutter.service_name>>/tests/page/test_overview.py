@@ -1,0 +1,36 @@
+"""What is made of looks at the service: a rate, and numbers that may not be known."""
+
+from datetime import UTC, datetime, timedelta
+
+from page.overview import Course
+from pipeline.status import Reading, Status
+
+
+def at(second: float, *positions: int | None, unknown: str = "nothing") -> Status:
+    """Return what a look has found, then."""
+    readings = [
+        Reading("topic", number, position, None, None, None)
+        for number, position in enumerate(positions)
+    ]
+    time = datetime(2030, 1, 2, tzinfo=UTC) + timedelta(seconds=second)
+    return Status("bank", time, {unknown: "locked"}, readings)
+
+
+def test_a_rate_is_of_partitions_that_had_begun_before() -> None:
+    course = Course()
+    for status in (at(0, 10, None), at(2, 14, 1_000_000), at(4, 4, 1_000_030), at(6, 4, 1)):
+        course.add(status)
+    assert [one.read for one in course.looks] == [None, 2, 10, 0]
+    assert course.values("read") == [0, 2, 10, 0]
+
+
+def test_what_is_not_known_is_no_number() -> None:
+    course = Course()
+    for unknown in ("nothing", "positions", "backlog", "outbox", "unsent", "scheduled"):
+        course.add(at(len(course.looks), 5, unknown=unknown))
+    names = ("read", "waiting", "dead", "outbox", "dead_events", "scheduled")
+    told = [[name for name in names if getattr(one, name) is None] for one in course.looks]
+    assert told == [
+        *(["read"], ["read"], ["read", "waiting", "dead"]),
+        *(["outbox"], ["dead_events"], ["scheduled"]),
+    ]

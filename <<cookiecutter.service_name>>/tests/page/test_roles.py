@@ -1,0 +1,92 @@
+"""What the page needs of the database, and what it says where that is not there."""
+
+import re
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+from sqlalchemy import make_url
+
+from .conftest import PAGES, Opened, buried, csrf, log_in
+from tests.pipeline.integration.bank import Deposit
+from tests.pipeline.integration.desk import Desk
+from tests.pipeline.integration.grantees import DIRECTLY, Roles, splitting
+
+
+@pytest.fixture
+async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> AsyncIterator[Roles]:
+    """Roles that may do what they may."""
+    async with splitting(server_url, direct_url, db) as made:
+        yield made
+
+
+@DIRECTLY
+async def test_the_operators_role_is_enough(
+    opened: Opened, granted: Roles, desk: Desk, db: asyncpg.Connection
+) -> None:
+    id = await buried(desk, db, Deposit(1), Deposit(2))
+    other = await db.fetchval(
+        "SELECT encode(key, 'hex') FROM pipeline.backlog ORDER BY \"offset\" DESC LIMIT 1"
+    )
+    await db.execute(
+        "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
+        " VALUES ('n', '2030-01-02 03:04+00', 't', 'a', '/s', 'x', 'y')"
+    )
+    await db.execute(
+        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
+        " content_type, queue, attempts, died_at, reason)"
+        " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1, now(), 'too large'"
+        " FROM generate_series(1, 2) AS n"
+    )
+    async with opened(url=granted.of("operator")) as client:
+        await log_in(client)
+        for path in (*PAGES, f"/dead/{id}", "/events/1"):
+            answer = await client.get(path)
+            assert answer.status_code == 200, answer.text
+            assert "Not known" not in answer.text
+        form = {"csrf": await csrf(client), "why": "no", "name": "n"}
+        for path, status in (
+            (f"/dead/{id}/redrive", 200),
+            (f"/dead/{other}/discard", 303),
+            ("/events/1/redrive", 200),
+            ("/events/2/discard", 303),
+            ("/scheduled/cancel", 303),
+        ):
+            answer = await client.post(path, data=form)
+            assert answer.status_code == status, answer.text
+
+
+@DIRECTLY
+async def test_another_role_is_told_what_it_may_not_see_and_which_may(
+    opened: Opened, granted: Roles
+) -> None:
+    async with opened(url=granted.of("relay")) as client:
+        await log_in(client)
+        answer = await client.get("/dead")
+        assert answer.status_code == 503
+        assert "permission denied for table backlog" in answer.text
+        assert "that of the operator" in answer.text
+        text = (await client.get("/")).text
+        assert "Not known: backlog" in text
+        assert re.search('>Backlog</a></h2>\\s*<p class="figure">not known<', text)
+
+
+@DIRECTLY
+async def test_a_wrong_password_is_told(opened: Opened, direct_url: str) -> None:
+    url = make_url(direct_url).set(username="nobody", password="nothing")
+    async with opened(url=url.render_as_string(hide_password=False)) as client:
+        await log_in(client)
+        for path in ("/", "/dead"):
+            answer = await client.get(path)
+            assert answer.status_code == 503
+            assert "PIPELINE_DATABASE_URL" in answer.text
+
+
+async def test_a_database_without_tables_is_told(opened: Opened, db: asyncpg.Connection) -> None:
+    await db.execute("DROP SCHEMA pipeline CASCADE")
+    async with opened() as client:
+        await log_in(client)
+        for path in ("/", "/dead"):
+            answer = await client.get(path)
+            assert answer.status_code == 503
+            assert "service migrate" in answer.text

@@ -1,0 +1,138 @@
+"""The page as a process: it is live, bounded, and ends when it is told to."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from page import watching
+
+from .conftest import TOKEN, assert_guarded, csrf, log_in
+from tests.pipeline.integration import processes
+from tests.pipeline.integration.bank import Bank, Deposit
+from tests.pipeline.integration.desk import Desk
+from tests.pipeline.integration.processes import Process, Start
+from tests.pipeline.integration.test_dead import bury
+
+
+@pytest.fixture
+async def start(
+    bank: Bank,
+    database_url: str,
+    kafka: str,
+    unused_tcp_port_factory: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Start]:
+    """Start processes that have the command `page`."""
+    monkeypatch.setattr(processes, "APP", "tests.page.app")
+    async with processes.starting(
+        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+def port(unused_tcp_port_factory: Callable[[], int]) -> int:
+    """Return where the page is served."""
+    return unused_tcp_port_factory()
+
+
+@pytest.fixture
+async def served(start: Start, port: int) -> Process:
+    """Return a page that serves."""
+    page = await start("page", page_token=TOKEN, page_port=port, page_interval=0.1)
+    await page.says(f"the page is at http://127.0.0.1:{port}/")
+    return page
+
+
+@pytest.fixture
+async def browser(port: int) -> AsyncIterator[httpx.AsyncClient]:
+    """Return what asks it."""
+    url = f"http://127.0.0.1:{port}"
+    async with (
+        httpx.AsyncClient(base_url=url, headers={"origin": url}, timeout=60) as client,
+        asyncio.timeout(120),
+    ):
+        yield client
+
+
+async def test_it_is_live_and_ends_by_sigterm_while_somebody_looks(
+    served: Process, browser: httpx.AsyncClient, desk: Desk
+) -> None:
+    await log_in(browser)
+    async with browser.stream("GET", "/live") as stream:
+        assert_guarded(stream)
+        assert stream.headers["x-accel-buffering"] == "no"
+        lines = stream.aiter_lines()
+        async for line in lines:
+            if "data: <div class" in line:
+                break
+        await bury(desk, Deposit(1))
+        async for line in lines:
+            if "for a person to decide on" in line:
+                break
+        served.send(signal.SIGTERM)
+        assert [line async for line in lines][-1:] in ([], [""])
+    assert await served.ended() == 0
+    assert "Traceback" not in served.output
+    assert "ERROR" not in served.output
+
+
+async def test_so_many_may_watch_and_none_after_he_has_logged_out(
+    served: Process, browser: httpx.AsyncClient
+) -> None:
+    await log_in(browser)
+    async with AsyncExitStack() as watched:
+        streams = [
+            await watched.enter_async_context(browser.stream("GET", "/live"))
+            for _ in range(watching._STREAMS)
+        ]
+        told = [stream.aiter_lines() for stream in streams]
+        for lines in told:
+            assert (await anext(lines)).startswith("data: ")
+        assert (await browser.get("/live")).status_code == 503
+        await browser.post("/logout", data={"csrf": await csrf(browser)})
+        for lines in told:
+            assert [line async for line in lines][-1:] in ([], [""])
+        await log_in(browser)
+        async with browser.stream("GET", "/live") as stream:
+            assert stream.status_code == 200
+            assert (await anext(stream.aiter_lines())).startswith("data: ")
+
+
+async def test_a_form_whose_sender_goes_away_is_nobodys_mistake(
+    served: Process, port: int, browser: httpx.AsyncClient
+) -> None:
+    _, cut_off = await asyncio.open_connection("127.0.0.1", port)
+    cut_off.write(
+        f"POST /login HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\norigin: http://127.0.0.1:{port}\r\n"
+        "content-type: application/x-www-form-urlencoded\r\ncontent-length: 100\r\n\r\n"
+        "token=".encode()
+    )
+    await cut_off.drain()
+    assert (await browser.get("/login")).status_code == 200
+    cut_off.close()
+    await cut_off.wait_closed()
+    assert (await browser.get("/login")).status_code == 200
+    served.send(signal.SIGTERM)
+    assert await served.ended() == 0
+    assert "Traceback" not in served.output
+
+
+async def test_headers_without_bounds_are_refused(
+    served: Process, browser: httpx.AsyncClient
+) -> None:
+    await log_in(browser)
+    headers = {"x-large": "x" * 200_000}
+    assert (await browser.get("/dead", headers=headers)).status_code == 400
+    assert (await browser.get("/dead")).status_code == 200
+    assert "Traceback" not in served.output
+
+
+async def test_a_page_that_nobody_could_log_in_to_is_not_served(start: Start) -> None:
+    refused = await start("page")
+    assert await refused.ended() == 2
+    assert "PIPELINE_PAGE_TOKEN" in refused.output

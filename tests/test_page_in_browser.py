@@ -1,0 +1,200 @@
+"""The operations page in a real browser: Chromium without a screen, on servers that run."""
+
+import asyncio
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+from uuid import uuid4
+
+import asyncpg  # type: ignore[import-untyped]
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.baked import RAW
+
+TOKEN = "a token of the tests"
+PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention"]
+SHOTS = os.environ.get("PAGE_SHOTS")
+"""A folder for screenshots, for who wants to look."""
+
+
+def execute(url: str, statement: str) -> None:
+    """Execute a statement on the server."""
+
+    async def run() -> None:
+        connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+        await connection.execute(statement)
+        await connection.close()
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    """Find the browser; a person may do without, whoever trusts a change may not."""
+    path = shutil.which("chromium")
+    if path is not None:
+        return path
+    text = "there is no Chromium on the PATH: apt-get install chromium"
+    if os.environ.get("CI"):
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+@pytest.fixture(scope="module")
+def address(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve a page with something to see."""
+    server, name = os.environ["PIPELINE_DATABASE_URL"], f"page_{uuid4().hex[:12]}"
+    execute(server, f"CREATE DATABASE {name}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("page") / "page.log"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{RAW / 'src'}{os.pathsep}{RAW}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "BANK_NAME": "bank",
+        "BANK_DEPOSITS": f"{name}-in",
+        "BANK_BALANCES": f"{name}-out",
+        "PIPELINE_DATABASE_URL": f"{server.rpartition('/')[0]}/{name}",
+        "PIPELINE_PAGE_TOKEN": TOKEN,
+        "PIPELINE_PAGE_PORT": str(port),
+        "PIPELINE_PAGE_INTERVAL": "1",
+        "PIPELINE_HEALTH_PORT": "0",
+    }
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.page.exhibit"],
+            cwd=RAW,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/login", timeout=5):
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(log.read_text())
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.terminate()
+        process.wait(30)
+        execute(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str, address: str) -> Iterator[Browser]:
+    """Start Chromium, after the page: beside its loop there is room for no other."""
+    with sync_playwright() as driver:
+        one = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield one
+        one.close()
+
+
+@pytest.fixture
+def page(browser: Browser, address: str) -> Iterator[Page]:
+    """Log in, by the keyboard."""
+    context = browser.new_context(base_url=address)
+    context.set_default_timeout(60_000)
+    one = context.new_page()
+    mistakes: list[str] = []
+    one.on("console", lambda said: mistakes.append(said.text) if said.type == "error" else None)
+    one.on("pageerror", lambda error: mistakes.append(str(error)))
+    one.goto("/")
+    one.keyboard.type("ann")
+    one.keyboard.press("Tab")
+    one.keyboard.type(TOKEN)
+    one.keyboard.press("Enter")
+    one.get_by_role("heading", name="Overview").wait_for()
+    yield one
+    context.close()
+    assert mistakes == []
+
+
+def test_a_person_sees_how_the_service_stands(page: Page) -> None:
+    tile = page.locator("section", has=page.get_by_role("heading", name="Dead letters"))
+    assert tile.locator(".figure").inner_text() in ("10", "11")
+    for name, figure in (("Kafka lag", "0"), ("Outbox", "0"), ("Backlog", "0")):
+        tile = page.locator("section", has=page.get_by_role("heading", name=name))
+        tile.locator(".figure").filter(has_text=re.compile(f"^{figure}$")).wait_for()
+    page.get_by_role("cell", name=re.compile(r"^127\.0\.0\.1 ")).first.wait_for()
+    page.locator("#live .bad").first.wait_for(state="detached")
+    before = page.locator("#live .note").last.inner_text()
+    page.wait_for_function(
+        "before => [...document.querySelectorAll('#live .note')].pop().innerText !== before",
+        arg=before,
+    )
+
+
+def test_a_hostile_payload_is_read_and_does_nothing(page: Page) -> None:
+    page.get_by_role("link", name="Dead letters", exact=True).first.click()
+    page.get_by_label("Event id").fill(
+        "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
+    )
+    page.keyboard.press("Enter")
+    page.get_by_role("status").filter(has_text="1 dead").wait_for()
+    page.locator("tbody a").click()
+    assert "<script>" in page.locator("pre").first.inner_text()
+    assert page.locator("img").count() == 0
+    assert page.title() == "Dead letter · bank"
+
+
+def test_a_dead_letter_is_redriven_by_the_keyboard(page: Page) -> None:
+    page.goto("/dead?key=account+3")
+    page.locator("tbody a").first.focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Redrive").wait_for()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.innerText") == "Redrive":
+            break
+    page.keyboard.press("Enter")
+    page.get_by_role("status").filter(has_text="was redriven").wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1_200])
+def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None:
+    page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+    page.set_viewport_size({"width": width, "height": 660})
+    page.goto("/dead")
+    letter = page.locator("tbody a").last.get_attribute("href") or ""
+    back = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+    for path in [*PAGES, letter, "/events/1"]:
+        page.goto(path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+        assert (page.evaluate(back) < 100) == (scheme == "dark")
+        if SHOTS:
+            name = path.strip("/").replace("/", "-")[:12] or "overview"
+            page.screenshot(path=Path(SHOTS) / f"{name}-{width}-{scheme}.png")
+
+
+def test_nothing_comes_from_elsewhere(page: Page, address: str) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for path in PAGES:
+        page.goto(path)
+    assert len(asked) >= 2 * len(PAGES)
+    assert all(url.startswith(f"{address}/") for url in asked)
+
+
+def test_who_is_not_logged_in_hears_nothing(address: str) -> None:
+    try:
+        with urlopen(f"{address}/live", timeout=5) as answer:
+            assert answer.url == f"{address}/login"
+    except HTTPError as error:
+        pytest.fail(str(error))
