@@ -496,7 +496,8 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
     record = stored_record(row, stored_for=row["stored_for"])
     consumer = row["consumer"]
-    found = items_of(handlers, record, validates=False)
+    hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
+    found = items_of(handlers, record, validates=False, hash=hash)
     if isinstance(found, Quarantined):
         fate = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
         return Row(row["key"], consumer, record, fate)

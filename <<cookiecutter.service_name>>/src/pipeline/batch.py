@@ -166,17 +166,20 @@ async def read(
     return Batch(start, end, records, items, skipped, quarantined)
 
 
-def items_of(handlers: Handlers, record: Record, *, validates: bool) -> list[Item] | Quarantined:
+def items_of(
+    handlers: Handlers, record: Record, *, validates: bool, hash: bytes | None = None
+) -> list[Item] | Quarantined:
     """Return what the record is to each of its handlers.
 
     To validate its payload runs the service's code. Until that is done an item can't be handled.
+    The payload's hash is computed unless it is given.
     """
     topic = record.topic
     if record.value is None and not handlers.takes_tombstones(topic) and not refers(record):
         return []
     plain = handlers.plain_of(topic) or (_BARE_TOMBSTONE if record.value is None else None)
     try:
-        message = decode(record, plain)
+        message = decode(record, plain, hash=hash)
     except Undecodable as error:
         return Quarantined(record, error.reason, error)
     found = _items(handlers, record, message, validates=validates)

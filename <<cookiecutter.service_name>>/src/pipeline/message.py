@@ -180,11 +180,12 @@ class Message(NamedTuple):
         return f"<{self.type} {self.id!r} of {self.source!r}, {place}>"
 
 
-def decode(record: Record, plain: Plain | None = None) -> Message:
+def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = None) -> Message:
     """Read a record as an event: CloudEvents in binary or structured mode, or as `plain` says.
 
     Header names count in any case, the last of several with one name wins, an empty value is none,
-    and malformed trace context is dropped. Raises `Undecodable`, and nothing else.
+    and malformed trace context is dropped. `hash` is the payload's, where it has been computed
+    before. Raises `Undecodable`, and nothing else.
     """
     try:
         headers = {name.lower(): value.decode() for name, value in record.headers if value}
@@ -237,7 +238,7 @@ def decode(record: Record, plain: Plain | None = None) -> Message:
         traceparent,
         tracestate,
         headers.get("baggage"),
-        b"" if reference else payload_hash(type, content_type, data),
+        b"" if reference else hash or payload_hash(type, content_type, data),
         reference,
     )
 

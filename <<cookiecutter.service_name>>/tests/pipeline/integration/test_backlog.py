@@ -86,6 +86,24 @@ async def test_what_comes_again_while_it_waits_is_a_duplicate(
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 2
 
 
+async def test_a_payload_that_a_person_has_mended_is_still_the_message_that_came(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {10}
+    await desk.apply(Deposit(10))
+    await db.execute(
+        "UPDATE pipeline.backlog"
+        " SET value = convert_to(replace(convert_from(value, 'UTF8'), '10', '12'), 'UTF8')"
+    )
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [12]}
+    (outcome,) = await desk.apply(Deposit(10))
+    assert not outcome.is_new
+    assert await desk.backlog() == [], "the original is a duplicate, no impostor"
+
+
 async def test_another_payload_under_the_id_of_what_waits_is_a_dead_letter_with_both_hashes(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
