@@ -85,6 +85,14 @@ SELECT (SELECT count(*) FROM (SELECT FROM pipeline.backlog
                                LIMIT $1) AS few) AS events
 """
 
+_NOBODYS = """
+SELECT consumer, count(*) AS messages
+  FROM (SELECT consumer FROM pipeline.backlog
+         WHERE consumer <> '' AND consumer <> ALL ($1) AND died_at IS NULL
+         LIMIT $2) AS few
+ GROUP BY consumer ORDER BY consumer
+"""
+
 _PARTITIONS = "SELECT topic, partition FROM pipeline.position WHERE consumer_group = $1"
 
 _STANDING = """
@@ -334,6 +342,17 @@ async def _dead_letters(patient: Patient) -> Findings:
             )
 
 
+async def _consumers(patient: Patient) -> Findings:
+    known = list(patient.service.handlers.consumers)
+    for row in await patient.connection.fetch(_NOBODYS, known, AT_MOST + 1):
+        count = row["messages"]
+        many = f"more than {AT_MOST:,}" if count > AT_MOST else f"{count:,}"
+        yield _warning(
+            f"no handler here is consumer {row['consumer']}, for whom messages wait: {many}",
+            "deploy it again; to give them up, as one that ignores them",
+        )
+
+
 async def _topics(patient: Patient) -> Findings:
     if patient.topics is None:
         return
@@ -431,6 +450,7 @@ CHECKS: tuple[Check, ...] = (
     _bloat,
     _sizes,
     _dead_letters,
+    _consumers,
     _topics,
     _partitions,
     _topic_retention,

@@ -13,7 +13,7 @@ import typer
 from aiokafka import AIOKafkaProducer
 from sqlalchemy import MetaData
 
-from pipeline import Reject, doctor, roles, status_commands
+from pipeline import Reject, Retry, doctor, roles, status_commands
 from pipeline.database import autocommitting, create_engine
 from pipeline.doctor import Finding
 from pipeline.outbox import COLUMNS
@@ -336,6 +336,20 @@ async def test_dead_letters_are_told_until_a_person_has_decided(
     assert "service dead list" in found.advice
     await db.execute("UPDATE pipeline.backlog SET discarded_at = now()")
     assert await examine() == {}
+
+
+async def test_messages_of_a_consumer_that_is_gone_are_told(
+    examine: Examine, new_desk: NewDesk, bank: Bank, db: asyncpg.Connection
+) -> None:
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.errors[1] = Retry()
+    await desk.apply(Deposit(1))
+    assert await examine() == {}
+    await db.execute("UPDATE pipeline.backlog SET consumer = 'gone'")
+    found = (await examine())["consumers"]
+    assert found.level == "warning"
+    assert found.found == "no handler here is consumer gone, for whom messages wait: 1"
+    assert "deploy it again" in found.advice
 
 
 async def test_the_largest_tables_are_told(
