@@ -1,5 +1,6 @@
 """What must hold for the files of this repository, whatever they do."""
 
+import fnmatch
 import json
 import os
 import re
@@ -130,3 +131,15 @@ def test_every_command_of_make_says_what_it_does(folder: Path) -> None:
     commands = set(re.findall(r"^([a-z]+):", text, re.MULTILINE))
 
     assert commands == set(re.findall(r"^([a-z]+):.*## \w", text, re.MULTILINE))
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *RAW.glob("docs/*.md")]
+    files = [*ROOT.glob("tests/**/test_*.py"), *RAW.glob("tests/**/test_*.py")]
+    known = {file.stem for file in files}
+    for file in files:
+        known |= set(re.findall(r"def (test_\w+)\(", file.read_text("utf-8")))
+    for page in pages:
+        named = re.findall(r"`(?:[\w/]+/)?(test_[\w*]+)(?:\.py)?`", page.read_text("utf-8"))
+        for name in named:
+            assert fnmatch.filter(known, name), f"{page.name}: {name}"
