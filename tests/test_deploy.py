@@ -1,5 +1,6 @@
 """How a generated service is deployed: the image's own steps, and the manifests against schemas."""
 
+import asyncio
 import json
 import os
 import re
@@ -200,6 +201,16 @@ def test_the_image_holds_the_service_and_no_more(
     assert "Usage: service" in image.run("service", "--help")
 
 
+def test_the_command_completes_what_is_typed(image: Image) -> None:
+    asked = {
+        "_SERVICE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "service dead re",
+        "COMP_CWORD": "2",
+    }
+
+    assert image.run("service", **asked).split() == ["redrive"]
+
+
 def test_the_image_migrates_serves_is_found_healthy_and_stops_in_order(
     image: Image, settings: dict[str, str]
 ) -> None:
@@ -265,12 +276,29 @@ def production(default_project: BakedProject) -> list[dict[str, Any]]:
     return built(default_project, "deploy/kubernetes/production")
 
 
+@pytest.fixture(scope="module")
+def with_components(
+    default_project: BakedProject, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """The objects of that overlay with all that waits in it as a comment."""
+    copy = tmp_path_factory.mktemp("manifests") / "kubernetes"
+    shutil.copytree(default_project.path / "deploy" / "kubernetes", copy)
+    overlay = copy / "production" / "kustomization.yaml"
+    said = overlay.read_text("utf-8")
+    overlay.write_text(re.sub(r"^# (components:|  - )", r"\1", said, flags=re.MULTILINE), "utf-8")
+    return built(default_project, str(copy / "production"))
+
+
 def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the pod templates of deployments and jobs, by their names."""
-    return {
-        each["metadata"]["name"]: each["spec"]["template"]
+    specs = {
+        each["metadata"]["name"]: each["spec"]
         for each in objects
-        if each["kind"] in ("Deployment", "Job")
+        if each["kind"] in ("CronJob", "Deployment", "Job")
+    }
+    return {
+        name: spec.get("jobTemplate", {}).get("spec", spec)["template"]
+        for name, spec in specs.items()
     }
 
 
@@ -300,10 +328,10 @@ def test_processes_have_longer_to_end_than_the_setting_gives_them(
 
 
 def test_every_container_goes_without_root_and_without_a_writable_file(
-    production: list[dict[str, Any]], image: Image
+    with_components: list[dict[str, Any]], image: Image
 ) -> None:
     user, group = map(int, image.last.words["USER"].split(":"))
-    for pod in workloads(production).values():
+    for pod in workloads(with_components).values():
         assert pod["spec"]["securityContext"] == {
             "runAsNonRoot": True,
             "runAsUser": user,
@@ -320,21 +348,93 @@ def test_every_container_goes_without_root_and_without_a_writable_file(
         assert container["resources"]["limits"]["memory"]
 
 
-def test_secrets_are_named_and_never_written(production: list[dict[str, Any]]) -> None:
-    assert not [each for each in production if each["kind"] == "Secret"]
-    keys = {
+def secrets(objects: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return by workload which variables come from which key of a secret."""
+    assert not [each for each in objects if each["kind"] == "Secret"]
+    return {
         name: {
             e["name"]: e["valueFrom"]["secretKeyRef"]["key"]
             for e in pod["spec"]["containers"][0]["env"]
         }
-        for name, pod in workloads(production).items()
+        for name, pod in workloads(objects).items()
     }
 
-    assert keys == {
+
+def test_secrets_are_named_and_never_written(production: list[dict[str, Any]]) -> None:
+    assert secrets(production) == {
         "consumer": {URL: "url"},
         "relay": {URL: "url"},
         "migration": {URL: "migration-url"},
     }
+
+
+def test_the_components_fit_the_schemas_and_reach_every_workload(
+    with_components: list[dict[str, Any]],
+) -> None:
+    for each in with_components:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        assert each["metadata"]["namespace"] == "parcel-tracker"
+    [policy] = [each["spec"] for each in with_components if each["kind"] == "NetworkPolicy"]
+    [settings] = [each for each in with_components if each["kind"] == "ConfigMap"]
+    images = set()
+    for pod in workloads(with_components).values():
+        assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        [container] = pod["spec"]["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
+        [mount] = container["volumeMounts"]
+        [volume] = pod["spec"]["volumes"]
+        assert mount["name"] == volume["name"]
+        for name, value in settings["data"].items():
+            assert name.endswith("_FILE") == value.startswith(f"{mount['mountPath']}/")
+        images.add(container["image"])
+    assert len(images) == 1
+
+
+def test_with_components_each_process_has_the_role_that_is_its_own(
+    with_components: list[dict[str, Any]],
+) -> None:
+    password = {"PIPELINE_KAFKA_USER": "user", "PIPELINE_KAFKA_PASSWORD": "password"}
+    assert secrets(with_components) == {
+        "consumer": password | {URL: "url"},
+        "relay": password | {URL: "relay-url"},
+        "migration": password | {URL: "migration-url"},
+        "retention": password | {URL: "retention-url"},
+    }
+
+
+def test_what_the_jobs_of_components_say_works_in_the_image(
+    with_components: list[dict[str, Any]], image: Image, settings: dict[str, str]
+) -> None:
+    server = settings[URL].rpartition("/")[0]
+    roles = [f"{part}_{uuid.uuid4().hex[:8]}" for part in ("service", "relay", "operator")]
+    for role in roles:
+        execute(f"{server}/postgres", f"CREATE ROLE {role}")
+    jobs = workloads(with_components)
+    [migration] = jobs["migration"]["spec"]["containers"]
+    [retention] = jobs["retention"]["spec"]["containers"]
+    words = migration["args"][0]
+    for role in roles:
+        part = role.partition("_")[0]
+        assert f"--to-{part} {part}" in words
+        words = words.replace(f"--to-{part} {part}", f"--to-{part} {role}")
+    try:
+        image.run(*migration["command"], words, **settings)
+        image.run(*retention["command"], *retention["args"], **settings)
+    finally:
+        for role in roles:
+            execute(settings[URL], f"DROP OWNED BY {role}")
+            execute(settings[URL], f"DROP ROLE {role}")
+
+
+def execute(url: str, statement: str) -> None:
+    """Execute a statement on the server."""
+
+    async def run() -> None:
+        connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+        await connection.execute(statement)
+        await connection.close()
+
+    asyncio.run(run())
 
 
 def test_every_pod_is_selected_by_its_own_workload_alone(
@@ -382,9 +482,9 @@ def test_probes_ask_what_the_service_answers_on_the_port_of_the_image(
         }
 
 
-def test_settings_in_the_manifests_exist(production: list[dict[str, Any]]) -> None:
+def test_settings_in_the_manifests_exist(with_components: list[dict[str, Any]]) -> None:
     known = (RAW / "src/pipeline/settings.py").read_text("utf-8")
-    [settings] = [each["data"] for each in production if each["kind"] == "ConfigMap"]
+    [settings] = [each["data"] for each in with_components if each["kind"] == "ConfigMap"]
     for name in settings:
         assert f"    {name.removeprefix('PIPELINE_').lower()}: " in known, name
 
