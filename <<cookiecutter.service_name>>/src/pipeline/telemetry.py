@@ -35,6 +35,8 @@ _KAFKA = names.MessagingSystemValues.KAFKA.value
 _PROCESS = names.MessagingOperationTypeValues.PROCESS.value
 _SEND = names.MessagingOperationTypeValues.SEND.value
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_RECORDED = frozenset("13579bdf")
+"""Last digits of a `traceparent` whose trace is recorded."""
 _FLAGS = [trace.TraceFlags(flags) for flags in range(256)]
 _TRACE_CONTEXT = TraceContextTextMapPropagator()
 _BAGGAGE = W3CBaggagePropagator()
@@ -154,7 +156,7 @@ class ProcessSpans:
                 parent = trace.set_span_in_context(sender, parent)
         if parent is _NO_PARENT and self._is_off:
             return Current(parent, sender)
-        if sender is not trace.INVALID_SPAN and not sender.get_span_context().trace_flags.sampled:
+        if sender is not trace.INVALID_SPAN and not _is_recorded(sender):
             return Current(parent, sender)
         name, attributes = _process(message.topic, message.partition, consumer, self._group)
         span = _tracer.start_span(name, parent, trace.SpanKind.CONSUMER, attributes, links)
@@ -204,7 +206,7 @@ def send_spans(
 
     `traceparents` are the events' creation contexts; where none is recorded there is no span.
     """
-    recorded = dict.fromkeys(each for each in traceparents if each and each[-1] in "13579bdf")
+    recorded = dict.fromkeys(each for each in traceparents if each and each[-1] in _RECORDED)
     contexts = filter(None, map(_parse, islice(recorded, _MAX_LINKS)))
     links = [trace.Link(context) for context in contexts]
     if not links:
@@ -271,22 +273,38 @@ class Current:
 
 
 class _Sender(trace.NonRecordingSpan):
-    """A sender's span, with the header that names it: to write it anew costs 2 µs."""
+    """A sender's span by its header: handed on as it came, and read when somebody asks for it.
 
-    def __init__(self, context: trace.SpanContext, traceparent: str) -> None:
-        super().__init__(context)
+    To read and write it anew for each message took 4 µs.
+    """
+
+    def __init__(self, traceparent: str) -> None:
         self.traceparent = traceparent
+
+    def get_span_context(self) -> trace.SpanContext:
+        """Read the header."""
+        return _parse(self.traceparent) or trace.INVALID_SPAN_CONTEXT
+
+    def __repr__(self) -> str:
+        """Return the header."""
+        return f"{type(self).__name__}({self.traceparent!r})"
+
+
+def _is_recorded(sender: trace.Span) -> bool:
+    if isinstance(sender, _Sender):
+        return sender.traceparent[-1] in _RECORDED
+    return sender.get_span_context().trace_flags.sampled
 
 
 def _sender(message: Message) -> tuple[trace.Span, otel.Context]:
     """Return the sender's span and context; what W3C's rules do not let us read is absent."""
     if not message.traceparent and not message.baggage:
         return trace.INVALID_SPAN, _NO_PARENT
-    if message.traceparent and not message.tracestate and not message.baggage:
-        context = _parse(message.traceparent)
-        if context is not None:  # the usual case, at less than half of the propagators' cost
-            span = _Sender(context, message.traceparent)
-            return span, trace.set_span_in_context(span, _NO_PARENT)
+    # The usual case, at a fourth of the propagators' cost.
+    alone = None if message.tracestate or message.baggage else message.traceparent
+    if alone and _TRACEPARENT.fullmatch(alone):
+        span = _Sender(alone)
+        return span, trace.set_span_in_context(span, _NO_PARENT)
     headers = ("traceparent", "tracestate", "baggage")
     carrier = {name: value for name in headers if (value := getattr(message, name))}
     parent = _BAGGAGE.extract(carrier, _TRACE_CONTEXT.extract(carrier, _NO_PARENT))
