@@ -390,6 +390,24 @@ def test_the_components_fit_the_schemas_and_reach_every_workload(
     assert len(images) == 1
 
 
+@pytest.mark.parametrize("component", ["network", "roles", "tls"])
+def test_each_component_fits_without_the_others(
+    component: str, default_project: BakedProject, tmp_path: Path
+) -> None:
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(default_project.path / "deploy" / "kubernetes", copy)
+    overlay = copy / "production" / "kustomization.yaml"
+    with overlay.open("a", encoding="utf-8") as file:
+        file.write(f"components:\n  - ../components/{component}\n")
+    objects = built(default_project, str(copy / "production"))
+
+    for each in objects:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    images = {pod["spec"]["containers"][0]["image"] for pod in workloads(objects).values()}
+    assert len(images) == 1
+    assert images != {"parcel-tracker"}
+
+
 def test_with_components_each_process_has_the_role_that_is_its_own(
     with_components: list[dict[str, Any]],
 ) -> None:
