@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.baked import RAW, ROOT, Template
+from tests.baked import RAW, ROOT, BakedProject, Template
 
 HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
@@ -151,3 +151,46 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     assert "unsent_age: Seconds = 86_400.0" in settings
     assert "relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0" in settings
     assert "hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0" in settings
+
+
+PARSE = """
+import contextlib, io, shlex, sys
+from parcel_tracker.main import main
+for line in sys.stdin:
+    # With a question for help nothing is done, but options and commands must exist.
+    sys.argv = ["service", *shlex.split(line, comments=True), "--help"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    if code:
+        print(line, said.getvalue())
+"""
+
+
+def test_every_command_that_a_page_shows_exists_with_its_options(
+    default_project: BakedProject,
+) -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
+    blocks = [
+        b for p in pages for b in re.findall(r"```sh\n(.*?)```", p.read_text("utf-8"), re.DOTALL)
+    ]
+    shown = sorted(
+        {c for b in blocks for c in re.findall(r"^(?:\S*/)?service (.*)", b, re.MULTILINE)}
+    )
+    made_up = "dead list --reasons failed"
+    source = str(default_project.path / "src")
+
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", PARSE],
+        input="\n".join([*shown, made_up]),
+        env={"PYTHONPATH": source, "PATH": "", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert len(shown) > 40
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(made_up), done.stdout
