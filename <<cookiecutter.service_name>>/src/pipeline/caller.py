@@ -363,7 +363,9 @@ def _beforehand(item: Item, *, is_risky: bool) -> Fate | None:
     if item.fault is not None:
         return None
     error = ProcessDied(f"a process began the call (attempt {attempts + 1}) and died")
-    return assumed(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
+    fate = assumed(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
+    # Who has lost the lane over it may still be calling: until then there is no answer to ask for.
+    return replace(fate, due_in=max(fate.due_in or 0.0, item.handler.timeout))
 
 
 def _in_vain(called: _Called) -> Fate | None:

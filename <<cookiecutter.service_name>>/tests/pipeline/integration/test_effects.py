@@ -478,6 +478,25 @@ async def test_a_call_that_must_not_be_repeated_is_a_dead_letter_after_a_death(
     assert "a process began the call (attempt 1) and died" in row["error"]
 
 
+async def test_nobody_is_asked_while_the_call_may_still_be_under_way(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    async def ask(event: Received, call: Call) -> bool:
+        return False
+
+    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, timeout=300)
+    release = asyncio.Event()
+    outside.waits = {1: release.wait}
+    await desk.apply(Deposit(1))
+    calling = asyncio.create_task(desk.call())
+    await eventually(lambda: outside.calls == [1])
+    due_in = "SELECT extract(epoch FROM due_at - clock_timestamp()) FROM pipeline.backlog"
+    assert await db.fetchval(due_in) > 200
+    release.set()
+    await calling
+    assert await desk.backlog() == []
+
+
 @pytest.mark.parametrize("happened", [True, False])
 async def test_somebody_who_can_ask_is_asked_instead(
     new_desk: NewDesk, db: asyncpg.Connection, happened: bool
