@@ -7,6 +7,7 @@ that takes away what no process knows any more.
 """
 
 import asyncio
+import shutil
 from pathlib import Path
 
 from chaos.edit import Edit
@@ -51,7 +52,8 @@ class Releases:
 
     def __init__(self, system: System, project: Path) -> None:
         self._system = system
-        self._versions = project / "migrations" / "versions"
+        self._project = project
+        self._next = project.with_name(f"{project.name}-next")
         self._source = project / "src" / PACKAGE
         self._first = (self._source / "tables.py").read_text("utf-8")
         self._head = "service_0001"
@@ -73,14 +75,27 @@ class Releases:
     async def _migrate(self, what: str, change: str) -> None:
         revision = f"release_{self._number}_{what}"
         text = MIGRATION.format(what=what, revision=revision, head=self._head, change=change)
-        (self._versions / f"{revision}.py").write_text(text, "utf-8")
         self._head = revision
+        # Of a folder of its own, as a release's image is: where the processes work it would be
+        # missing in the database meanwhile, and who starts then would refuse to.
+        shutil.rmtree(self._next, ignore_errors=True)
+        copied: Path = shutil.copytree(
+            self._project / "migrations",
+            self._next / "migrations",
+            ignore=shutil.ignore_patterns("__pycache__"),  # processes write there meanwhile
+        )
+        shutil.copy(self._project / "alembic.ini", self._next)
+        written = copied / "versions" / f"{revision}.py"
+        written.write_text(text, "utf-8")
         service = next(iter(self._system.members.values())).service
         while True:
             try:
-                return await service.command("migrate", log=self._system.setup_log)
+                await service.command("migrate", log=self._system.setup_log, folder=self._next)
             except ProcessFailed:
                 await asyncio.sleep(AGAIN_AFTER)
+            else:
+                break
+        shutil.copy(written, self._project / "migrations" / "versions")
 
     def _write(self) -> None:
         """Put the release's code in the place of that before; who starts from now on is of it."""

@@ -171,10 +171,10 @@ class Service:
         await self.command("migrate", log=log)
         await self.command("topics", "create", log=log)
 
-    async def command(self, *words: str, log: Path) -> None:
-        """Run another command of it to its end."""
+    async def command(self, *words: str, log: Path, folder: Path | None = None) -> None:
+        """Run another command of it to its end, in the project if in no other folder."""
         command = [*self._module, *words]
-        await run(command, log=log, cwd=self._project, env=self._environment)
+        await run(command, log=log, cwd=folder or self._project, env=self._environment)
 
     async def ask(self, *words: str) -> str:
         """Run another command of it to its end; return what it prints."""

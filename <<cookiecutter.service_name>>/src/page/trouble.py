@@ -1,7 +1,7 @@
 """What keeps PostgreSQL from answering the page, in words for who asks."""
 
 from pipeline.failures import is_infrastructure, named
-from pipeline.retention import NotMigrated
+from pipeline.revisions import NotMigrated
 from pipeline.settings import Settings
 
 _NO_TABLES = ("3F000", "42P01")

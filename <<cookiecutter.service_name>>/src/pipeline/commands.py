@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated
 
 import asyncpg
@@ -20,6 +19,7 @@ from . import (
     inbox,
     replay,
     retention_commands,
+    revisions,
     roles,
     scheduled_commands,
     status_commands,
@@ -39,7 +39,6 @@ from .terminal import (
 )
 
 PLACE = "earliest|latest|OFFSET|TIME"
-_ALEMBIC = Path("alembic.ini")
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
 
@@ -111,10 +110,12 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         """Bring the database to the newest schema, the engine's and yours."""
         settings = read_settings()
         with in_a_sentence():
-            if not _ALEMBIC.exists():
-                raise FileNotFoundError(f"no {_ALEMBIC} here: run this in the service's folder")
+            if not revisions.ALEMBIC.exists():
+                raise FileNotFoundError(
+                    f"no {revisions.ALEMBIC} here: run this in the service's folder"
+                )
             with of_postgresql(settings):
-                command.upgrade(Config(_ALEMBIC), "heads")
+                command.upgrade(Config(revisions.ALEMBIC), "heads")
         run_to_end(_make_ahead(service, settings))
 
     @app.command("grant")

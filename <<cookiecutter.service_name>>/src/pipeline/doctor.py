@@ -6,15 +6,12 @@ A check that can't be made says so and keeps none of the others from being made.
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Literal
 
 import asyncpg
 from aiokafka.errors import KafkaError
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 
-from . import epoch, retention, roles, topics
+from . import epoch, retention, revisions, roles, topics
 from .failures import named
 from .service import Misconfigured, Service
 from .settings import CLOCK_MARGIN, Settings
@@ -23,7 +20,6 @@ from .topics import Topic
 
 Level = Literal["ok", "warning", "wrong"]
 
-_ALEMBIC = Path("alembic.ini")
 _OLDEST_POSTGRESQL = 14
 _LONG = timedelta(minutes=5)
 _SLOT_BYTES = 1_000_000_000
@@ -195,26 +191,15 @@ async def _server(patient: Patient) -> Findings:
 
 
 async def _schema(patient: Patient) -> Findings:
-    heads = _heads()
-    if heads is None:
+    migrations = revisions.here()
+    if migrations is None:
         yield _warning(
             "no alembic.ini here, so that it is not known which schema is the newest",
             "run `service doctor` in the service's folder",
         )
         return
-    try:
-        rows = await patient.connection.fetch("SELECT version_num FROM alembic_version")
-    except asyncpg.UndefinedTableError:
-        rows = []
-    if missing := heads.difference(row["version_num"] for row in rows):
+    if missing := await revisions.missing(patient.connection, migrations):
         yield _wrong(f"not migrated to {', '.join(sorted(missing))}", "run `service migrate`")
-
-
-def _heads() -> set[str] | None:
-    """Return the newest revisions that this folder's migrations have; None where it has none."""
-    if not _ALEMBIC.exists():
-        return None
-    return set(ScriptDirectory.from_config(Config(_ALEMBIC)).get_heads())
 
 
 async def _outbox_epoch(patient: Patient) -> Findings:

@@ -21,6 +21,7 @@ from . import filters, inbox, partitions, telemetry
 from .epoch import IS_OURS
 from .failures import named
 from .partitions import Held, NotOwner, Partition, State
+from .revisions import NotMigrated
 from .schema import SHARDS
 from .service import Archive
 from .settings import CLOCK_MARGIN, Settings
@@ -120,13 +121,6 @@ WITH old AS (
      WHERE discarded_at < $1 ORDER BY discarded_at LIMIT $2 FOR UPDATE SKIP LOCKED)
 DELETE FROM pipeline.{table} WHERE ctid = ANY (ARRAY(SELECT ctid FROM old))
 """
-
-
-class NotMigrated(Exception):
-    """The engine's tables are not there."""
-
-    def __init__(self) -> None:
-        super().__init__("the database has no pipeline tables yet: run `service migrate` first")
 
 
 class TakenOver(Exception):

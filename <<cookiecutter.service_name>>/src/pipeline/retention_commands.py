@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from pydantic_core import to_json
 
-from . import retention
+from . import retention, revisions
 from .retention import Standing
 from .service import Service
 from .settings import Settings
@@ -34,6 +34,7 @@ def group(service: Service) -> typer.Typer:
 
 async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
+        await revisions.check(connection, revisions.here())
         done = await retention.keep_house(
             connection, settings, archive=service.archive, say=partial(typer.echo, err=as_json)
         )

@@ -141,6 +141,7 @@ def statements(owner: str, names: dict[str, str], tables: MetaData) -> list[str]
         f"REVOKE ALL ON ALL SEQUENCES IN SCHEMA {SCHEMA} FROM PUBLIC, {everyone}",
         f"{later} REVOKE ALL ON TABLES FROM {everyone}",
         f"GRANT USAGE ON SCHEMA {SCHEMA} TO {everyone}",
+        f"GRANT SELECT ON alembic_version TO {everyone}",  # what a process looks at when it starts
     ]
     made += [
         f"REVOKE ALL ON {_quoted(*_path(one))} FROM PUBLIC, {everyone}"
@@ -158,7 +159,6 @@ def statements(owner: str, names: dict[str, str], tables: MetaData) -> list[str]
             # Partitions as well, which `service retention status` looks into.
             f"GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA} TO {granted['operator']}",
             f"{later} GRANT SELECT ON TABLES TO {granted['operator']}",
-            f"GRANT SELECT ON alembic_version TO {granted['operator']}",
         ]
     if "service" in granted:
         for schema in sorted({_path(one)[0] for one in tables.sorted_tables}):

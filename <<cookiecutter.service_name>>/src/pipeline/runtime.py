@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import Flag, auto
 
 import asyncpg
+from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from . import exporters, horizon, logs, telemetry
+from . import exporters, horizon, logs, revisions, telemetry
 from .breaker import Breaker
 from .caller import Caller
 from .consume import Consume
@@ -53,6 +54,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     failed with that nobody expected.
     """
     service.check(settings.dead_letter_topic)
+    migrations = revisions.here()
     _collect_seldom(settings.gc_threshold)
     logs.configure(level=settings.log_level, json=settings.log_json)
     health = Health(stall_after=_STALL_AFTER)
@@ -66,7 +68,14 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     log.info("%s starts; health and metrics on port %s", service.name, port)
     try:
         async with in_background(_beat(health, settings.hang_timeout)):
-            await serve(service, settings, parts, health=health, stopping=_stopping_on_signals())
+            await serve(
+                service,
+                settings,
+                parts,
+                health=health,
+                stopping=_stopping_on_signals(),
+                migrations=migrations,
+            )
     finally:
         server.stop()
         await asyncio.to_thread(sending.shutdown)
@@ -74,12 +83,21 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
 
 
 async def serve(
-    service: Service, settings: Settings, parts: Part, *, health: Health, stopping: asyncio.Event
+    service: Service,
+    settings: Settings,
+    parts: Part,
+    *,
+    health: Health,
+    stopping: asyncio.Event,
+    migrations: ScriptDirectory | None = None,
 ) -> None:
-    """Run the parts until `stopping` is set, then stop them in order."""
+    """Run the parts until `stopping` is set, then stop them in order.
+
+    `migrations` are those that the code needs; None: it is not known.
+    """
     engine = create_engine(settings, name=service.name)
     try:
-        await _serve(service, settings, parts, engine, health, stopping)
+        await _serve(service, settings, parts, engine, health, stopping, migrations)
     finally:
         await engine.dispose()
 
@@ -102,10 +120,15 @@ async def _serve(
     engine: AsyncEngine,
     health: Health,
     stopping: asyncio.Event,
+    migrations: ScriptDirectory | None,
 ) -> None:
-    # Nothing may meet a missing partition: the first round comes before everything else.
-    health.not_ready("housekeeping", "partitions are not checked yet")
-    await _patiently(make_ahead, engine, settings, health, stopping)
+    async def begin(connection: asyncpg.Connection, settings: Settings) -> None:
+        await revisions.check(connection, migrations)
+        await make_ahead(connection, settings)
+
+    # Nothing may meet a missing column or partition: this comes before everything else.
+    health.not_ready("housekeeping", "schema and partitions are not checked yet")
+    await _patiently(begin, engine, settings, health, stopping)
     if stopping.is_set():
         return
     if Part.CONSUME in parts and service.handlers.topics:

@@ -21,7 +21,7 @@ from .failures import is_infrastructure, named
 from .health import CannotListen
 from .horizon import RemembersTooLittle
 from .operations import Refused
-from .retention import NotMigrated
+from .revisions import NotMigrated
 from .service import Misconfigured, Service
 from .settings import Settings
 

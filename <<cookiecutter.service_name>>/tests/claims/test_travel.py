@@ -21,6 +21,7 @@ from pipeline.runtime import Part
 from .conftest import FOLDER_AND_S3, GONE, LIMIT, SETTINGS, Objects, Outage
 from .press import Press, letters_for
 from tests.pipeline.integration.conftest import (
+    HOME,
     Command,
     Records,
     Running,
@@ -180,7 +181,7 @@ async def run(
         "-m",
         f"{__package__}.app",
         *command,
-        cwd=ROOT,
+        cwd=HOME,
         env={
             **inherited,
             "PIPELINE_DATABASE_URL": database_url,

@@ -38,6 +38,7 @@ class Point(NamedTuple):
 BOUNDARIES = (
     Boundary("connection: open"),
     Boundary("connection: set up"),
+    Boundary("schema: look at its revisions"),
     Boundary("housekeeping: look for a table"),
     Boundary("housekeeping: read the generation"),
     Boundary("housekeeping: ask who owns the tables"),

@@ -39,6 +39,8 @@ from .bank import Bank, Base
 from .desk import Desk, NewDesk
 from .pooler import POOLED, pooling
 
+HOME = Path(__file__).with_name("alembic")
+"""Where processes work: its `alembic.ini` names what the tests' databases are migrated to."""
 PATIENCE = 120.0
 """Seconds that a test waits for what must happen."""
 
@@ -116,7 +118,7 @@ def build(url: str) -> None:
 def upgrade() -> None:
     """Migrate the engine's tables, in the database that the environment names."""
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("alembic")))
+    config.set_main_option("script_location", str(HOME))
     config.set_main_option("version_locations", "pipeline:migrations/versions")
     config.set_main_option("path_separator", "newline")
     command.upgrade(config, "heads")
@@ -313,6 +315,7 @@ def commands(
     monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", kafka)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(HOME)
 
     def of(group: typer.Typer) -> Command:
         async def command(*arguments: str, input: str | None = None) -> Result:

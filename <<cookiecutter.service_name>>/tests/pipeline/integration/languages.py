@@ -16,6 +16,7 @@ from pipeline import (
     partitions,
     relay,
     retention,
+    revisions,
     scheduled,
     unsent,
     window,
@@ -24,6 +25,7 @@ from pipeline import (
 from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
+    revisions._HAD: "schema: look at its revisions",
     partitions._EXISTS: "housekeeping: look for a table",
     partitions._NAMED_LIKE: "housekeeping: list partitions",
     partitions._IS_OWNER: "housekeeping: ask who owns the tables",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .bank import Bank
-from .conftest import PATIENCE, eventually
+from .conftest import HOME, PATIENCE, eventually
 from .pooler import POOLED
 
 ROOT = Path(__file__).parents[3]
@@ -119,7 +119,7 @@ async def starting(
     """Start processes of the bank; what still runs at the end of the block is killed."""
     started: list[Process] = []
 
-    async def start(*command: str, cwd: Path = ROOT, **settings: object) -> Process:
+    async def start(*command: str, cwd: Path = HOME, **settings: object) -> Process:
         port = free_port()
         chosen = {"health_port": port, "log_json": False, **common, **settings}
         process = await asyncio.create_subprocess_exec(

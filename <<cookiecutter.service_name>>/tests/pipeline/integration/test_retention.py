@@ -11,7 +11,8 @@ import pytest
 from pipeline import inbox, retention
 from pipeline.health import Health
 from pipeline.partitions import HOUSEKEEPING_LOCK
-from pipeline.retention import NotMigrated, keep_house
+from pipeline.retention import keep_house
+from pipeline.revisions import NotMigrated
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from .conftest import PATIENCE
-from .processes import APP, ROOT
+from .conftest import HOME, PATIENCE
+from .processes import APP
 
 _LAST_LINES = 20
 _NEEDED = ("pipeline.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
@@ -88,7 +88,7 @@ async def zygote(environment: dict[str, str]) -> AsyncIterator[Zygote]:
         sys.executable,
         "-m",
         f"{__package__}.zygote",
-        cwd=ROOT,
+        cwd=HOME,
         env=environment,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

@@ -1,0 +1,186 @@
+"""A process refuses a database that is older than its code, and takes one that is newer."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from pipeline import revisions
+
+from .bank import Bank
+from .conftest import HOME, eventually
+from .processes import Start, starting
+
+SERVICE = (("service_0001", None), ("service_0002", "service_0001"))
+ENGINE = ("pipeline_0002", "pipeline_0001")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in the folder of a service that has a branch of its own, and return it."""
+    folder = tmp_path / "service"
+    (folder / "versions").mkdir(parents=True)
+    (folder / "alembic.ini").write_text(
+        f"[alembic]\nscript_location = {HOME}\npath_separator = newline\n"
+        f"version_locations =\n    pipeline:migrations/versions\n    {folder / 'versions'}\n",
+        "utf-8",
+    )
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def add(folder: Path, revision: str, below: str | None, depends_on: str | None = None) -> None:
+    """Write a migration that changes nothing."""
+    branch = None if below else (revision.partition("_")[0],)
+    (folder / "versions" / f"{revision}.py").write_text(
+        f"revision, down_revision = {revision!r}, {below!r}\n"
+        f"branch_labels, depends_on = {branch!r}, {depends_on!r}\n\n\n"
+        "def upgrade() -> None:\n    pass\n",
+        "utf-8",
+    )
+
+
+async def bring_to(db: asyncpg.Connection, *names: str) -> None:
+    """Say that the database has these revisions."""
+    await db.execute("DELETE FROM alembic_version")
+    await db.executemany("INSERT INTO alembic_version VALUES ($1)", [(one,) for one in names])
+
+
+@pytest.mark.parametrize(
+    ("had", "missing"),
+    [
+        (["pipeline_0002", "service_0002"], set()),
+        (["pipeline_0001", "service_0002"], {"pipeline_0002"}),
+        (["pipeline_0002", "service_0001"], {"service_0002"}),
+        (["pipeline_0002"], {"service_0002"}),
+        (["service_0002"], {"pipeline_0002"}),
+        ([], {"pipeline_0002", "service_0002"}),
+        (["pipeline_9999", "service_0002"], set()),
+        (["pipeline_0002", "service_9999"], set()),
+        (["pipeline_9999", "service_9999"], set()),
+        (["pipeline_9999", "service_0001"], {"service_0002"}),
+        (["pipeline_0001", "service_9999"], {"pipeline_0002"}),
+        (["merged_9999"], set()),
+    ],
+)
+async def test_an_older_branch_is_missing_and_a_newer_one_is_not(
+    folder: Path, db: asyncpg.Connection, had: list[str], missing: set[str]
+) -> None:
+    for revision, below in (ENGINE, *SERVICE):
+        add(folder, revision, below)
+    migrations = revisions.here()
+    assert migrations is not None
+    await bring_to(db, *had)
+    assert await revisions.missing(db, migrations) == missing
+
+
+@pytest.mark.parametrize(
+    ("had", "missing"),
+    [
+        (["service_0002"], set()),  # Alembic tells it of the engine's no more: it depends on them
+        (["pipeline_0001", "service_0001"], {"pipeline_0002", "service_0002"}),
+        (["pipeline_0002", "service_0001"], {"service_0002"}),
+        (["pipeline_0001", "service_9999"], {"pipeline_0002"}),
+        (["service_9999"], set()),
+    ],
+)
+async def test_what_others_depend_on_is_there_with_them(
+    folder: Path, db: asyncpg.Connection, had: list[str], missing: set[str]
+) -> None:
+    add(folder, *ENGINE)
+    add(folder, *SERVICE[0])
+    add(folder, *SERVICE[1], depends_on="pipeline_0002")
+    migrations = revisions.here()
+    assert migrations is not None
+    await bring_to(db, *had)
+    assert await revisions.missing(db, migrations) == missing
+
+
+@pytest.fixture
+async def start(
+    bank: Bank,
+    direct_url: str,
+    kafka: str,
+    folder: Path,
+    unused_tcp_port_factory: Callable[[], int],
+) -> AsyncIterator[Start]:
+    """Start processes of the bank; its database has the engine's first revision."""
+    async with starting(
+        bank,
+        unused_tcp_port_factory,
+        database_url=direct_url,
+        database_pooler=False,
+        kafka_bootstrap_servers=kafka,
+    ) as one:
+        yield one
+
+
+SERVING = [("run",), ("consume",), ("relay",), ("retention", "run")]
+
+
+@pytest.mark.parametrize("command", SERVING, ids=" ".join)
+async def test_a_process_refuses_an_older_schema_and_says_what_to_do(
+    start: Start, folder: Path, db: asyncpg.Connection, command: tuple[str, ...]
+) -> None:
+    add(folder, *ENGINE)
+    add(folder, *SERVICE[0])
+    before = await db.fetchval("SELECT count(*) FROM pg_class")
+    process = await start(*command, cwd=folder)
+    assert await process.ended() == 1, process.output
+    (line,) = (one for one in process.output.splitlines() if "NotMigrated" in one)
+    assert line == (
+        "NotMigrated: the database lacks pipeline_0002, service_0001: run `service migrate` first"
+    )
+    assert "Traceback" not in process.output
+    assert await db.fetchval("SELECT count(*) FROM pg_class") == before
+
+
+async def test_a_process_starts_as_soon_as_its_database_is_migrated(
+    start: Start, folder: Path
+) -> None:
+    add(folder, *SERVICE[0])
+    refused = await start("relay", cwd=folder)
+    assert await refused.ended() == 1, refused.output
+    migrate = await start("migrate", cwd=folder)
+    assert await migrate.ended() == 0, migrate.output
+    await eventually((await start("relay", cwd=folder)).is_ready)
+
+
+async def test_a_process_of_the_release_before_works_on_a_newer_schema(
+    start: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    add(folder, *SERVICE[0])
+    await bring_to(db, "pipeline_9999", "service_9999")
+    await eventually((await start("run", cwd=folder)).is_ready)
+    house = await start("retention", "run", cwd=folder)
+    assert await house.ended() == 0, house.output
+
+
+async def test_a_database_without_any_revision_is_refused_where_tables_are_too(
+    start: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    await db.execute("DROP TABLE alembic_version")
+    process = await start("relay", cwd=folder)
+    assert await process.ended() == 1, process.output
+    assert "NotMigrated: the database lacks pipeline_0001" in process.output
+
+
+async def test_nothing_is_refused_where_it_is_not_known_which_schema_the_code_needs(
+    start: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    (folder / "alembic.ini").unlink()
+    await bring_to(db)
+    await eventually((await start("relay", cwd=folder)).is_ready)
+    await db.execute("DROP SCHEMA pipeline CASCADE")
+    process = await start("relay", cwd=folder)
+    assert await process.ended() == 1, process.output
+    assert "NotMigrated: the database has no pipeline tables yet" in process.output
+
+
+async def test_migrations_that_cannot_be_read_are_a_sentence(start: Start, folder: Path) -> None:
+    (folder / "alembic.ini").write_text("[alembic]\n", "utf-8")
+    process = await start("relay", cwd=folder)
+    assert await process.ended() == 1, process.output
+    assert "CommandError: No 'script_location'" in process.output
+    assert "Traceback" not in process.output
