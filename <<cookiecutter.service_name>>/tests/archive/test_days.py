@@ -28,7 +28,7 @@ from pipeline.service import Tell
 
 from . import app
 from .conftest import DAY, OLD, House, make_day
-from tests.pipeline.integration.conftest import PATIENCE, Command, eventually
+from tests.pipeline.integration.conftest import HOME, PATIENCE, Command, eventually
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import event
 
@@ -250,7 +250,7 @@ async def start(
     environment["PYTHONPATH"] = f"{root / 'src'}{os.pathsep}{root}"
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.archive.app", *command),
-        cwd=root,
+        cwd=HOME,
         env=environment,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

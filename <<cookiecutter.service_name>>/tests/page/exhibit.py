@@ -23,7 +23,7 @@ from pipeline.settings import Settings
 
 from tests.pipeline.integration.app import bank
 from tests.pipeline.integration.bank import Deposit
-from tests.pipeline.integration.conftest import build
+from tests.pipeline.integration.conftest import HOME, build
 from tests.pipeline.integration.desk import Desk
 from tests.pipeline.integration.outgoing import event, stage
 from tests.pipeline.integration.test_dead import bury
@@ -80,7 +80,7 @@ def show(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with ExitStack() as running:
         for command in ("run", "page"):
-            process = subprocess.Popen([sys.executable, "-m", "tests.page.app", command])
+            process = subprocess.Popen([sys.executable, "-m", "tests.page.app", command], cwd=HOME)
             running.callback(process.wait)
             running.callback(process.terminate)
         asyncio.run(send_waves(settings))
