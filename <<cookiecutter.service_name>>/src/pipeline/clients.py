@@ -29,7 +29,7 @@ _ANSWERS_WITHIN = 40.0
 _BREAK_SECONDS = 1.0
 """For what runs in a client to notice that it is cut off from the brokers."""
 
-_MAX_WAIT_MS, _IDLE_MAX_WAIT_MS = 100, 500
+_MAX_WAIT_MS, _IDLE_MAX_WAIT_MS = 100, 1000
 """How long a broker waits for records before it answers that there are none. A partition whose
 records were just taken waits for the fetch that is under way."""
 _BUSY_SECONDS = 2.0
