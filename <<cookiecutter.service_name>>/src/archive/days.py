@@ -74,6 +74,11 @@ class Archive:
         """Raise `Misconfigured` for a URL that is none of an object store."""
         self.open()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether an archive was asked for."""
+        return bool(Settings().url)
+
     def open(self) -> Store | None:
         """Return the store; None where no archive was asked for. Raises `Misconfigured`."""
         url = Settings().url
@@ -86,15 +91,16 @@ class Archive:
     async def keep(self, connection: asyncpg.Connection, table: str, day: date, tell: Tell) -> None:
         """Write a day, or go on with one. Returns when all of it was read back from the store.
 
-        Raises `NotTheSame` and `StoreFailed`; what is finished is not written again.
+        Raises `NotTheSame` and `StoreFailed`; what is finished is not written again. Somewhere must
+        be an archive to write it to.
         """
         # In a thread: to look for a folder on a mount that hangs would stop everything.
         try:
             store = await asyncio.wait_for(asyncio.to_thread(self.open), LOOK_SECONDS)
         except TimeoutError:
             raise StoreFailed(_gives_no_answer(Settings().url, LOOK_SECONDS)) from None
-        if store is not None:
-            await _Day(store, self, connection, table, day, tell).keep()
+        assert store is not None
+        await _Day(store, self, connection, table, day, tell).keep()
 
 
 class _Ids(NamedTuple):

@@ -6,6 +6,8 @@ tried again, put off, dead or done like any other.
 """
 
 import asyncio
+import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,6 +35,8 @@ from .tasks import end, in_background
 from .telemetry import ProcessSpans
 from .transaction import Transaction
 from .work import FromLane
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -181,6 +185,7 @@ class Caller(Lanes):
             if taken.hopeless or hides or taken.keys != list(of_keys):
                 left = Taken([], {}, taken.hopeless, taken.keys)
                 await self._apply(self._consume, self._work_of(lane, left))
+            begun = asyncio.get_running_loop().time()
             may_begin = await self._note_beginnings(lane, chosen) if chosen else {}
         except BaseException:
             for item in chosen:
@@ -191,7 +196,7 @@ class Caller(Lanes):
             if not may_begin.get(key, True):
                 del self._under_way[key]
                 continue
-            call = self._call(lane, item, is_noted=key in may_begin)
+            call = self._call(lane, item, noted_at=begun if key in may_begin else None)
             task = calls[item.order_key] = asyncio.create_task(call)
             task.add_done_callback(partial(self._leave, key))
         return bool(chosen)
@@ -204,7 +209,7 @@ class Caller(Lanes):
         fates = {
             item.marker.key: fate
             for item in chosen
-            if not self._is_risky(lane, item) and (fate := _beforehand(item, is_risky=False))
+            if not self._is_risky(lane, item) and (fate := self._beforehand(item, is_risky=False))
         }
         if not fates:
             # Who was stopped for long may not hold the lane any more. To note something tells too.
@@ -226,20 +231,25 @@ class Caller(Lanes):
         self._under_way[item.marker.key] = consumer
         return True
 
-    async def _call(self, lane: Lane, item: Item, *, is_noted: bool) -> _Called | None:
+    async def _call(self, lane: Lane, item: Item, *, noted_at: float | None) -> _Called | None:
         """Make the call; returns what has come out of it, None if it must not be made."""
         is_risky = self._is_risky(lane, item)
         # One that may kill the process goes when no other such does.
         async with self._alone if is_risky else nullcontext():
-            if is_risky and (fate := _beforehand(item, is_risky=True)):
-                key = item.marker.key
+            if is_risky and (fate := self._beforehand(item, is_risky=True)):
+                key, noted_at = item.marker.key, asyncio.get_running_loop().time()
                 if key not in await self._note(lane, [item], {key: fate}) or fate.is_dead:
                     return None
-                is_noted = True
+            if noted_at is not None and self._is_late(noted_at):
+                # Held up for longer than the lane was surely ours. Who still has it has made no
+                # call, and nobody else has; the others are told here that they have lost it.
+                log.warning("effects: %s was held up, and begins anew", item.handler.consumer)
+                await self._note(lane, [item], {item.marker.key: _before(item)})
+                return None
             # Only now: to validate it may be what kills.
             if item.event is None and item.fault is None:
                 item = validated(item)
-            return replace(await self._called(item), is_noted=is_noted)
+            return replace(await self._called(item), is_noted=noted_at is not None)
 
     async def _called(self, item: Item) -> _Called:
         handler = item.handler
@@ -248,7 +258,8 @@ class Caller(Lanes):
         task = asyncio.current_task()
         assert task is not None
         call = Call(item.marker.message, item.attempts + 1)
-        self._calling[task] = item, asyncio.get_running_loop().time() + handler.timeout
+        now = asyncio.get_running_loop().time
+        self._calling[task] = item, now() + handler.timeout
         limit = asyncio.timeout(handler.timeout)
         current = ProcessSpans(self._group).of(item.marker.message, handler.consumer, item.trace)
         called = _Called(item, context=current.context)
@@ -256,8 +267,11 @@ class Caller(Lanes):
         try:
             with current:
                 async with limit:
-                    if _may_have_happened(item) and await _has_happened(item, call):
-                        return called
+                    if _may_have_happened(item):
+                        if await _has_happened(item, call):
+                            return called
+                        if now() >= (limit.when() or math.inf):  # stopped, and not cancelled yet
+                            raise TimeoutError
                     result = await handler.function(item.event, call)
             pydantic_core.to_json(result, inf_nan_mode="strings")  # as it is kept
             return replace(called, result=result)
@@ -274,6 +288,32 @@ class Caller(Lanes):
             key = handler.consumer, handler.event.event_type
             telemetry.handled({key: perf_counter() - begun})
             del self._calling[task]
+
+    def _is_late(self, noted_at: float) -> bool:
+        return asyncio.get_running_loop().time() - noted_at > self._settings.backlog_lease
+
+    def _beforehand(self, item: Item, *, is_risky: bool) -> Fate | None:
+        """Return what is stored of a row before its call; None: nothing need be.
+
+        That is what becomes of it if the process dies over the call; or its death, if there must be
+        none.
+        """
+        effect, policy = _effect_of(item), item.handler.policy
+        attempts, waited = item.attempts, item.waited
+        if effect.is_repeatable:
+            return died(item) if is_risky else None
+        is_stored = _may_have_happened(item)
+        if is_stored and (effect.ask is None or item.fault or attempts >= policy.attempts):
+            why = item.fault or OutcomeUnknown(item.last_error)
+            return unknown(policy, why, attempts=attempts - 1, waited=waited, can_ask=False)
+        if item.fault is not None:
+            return None
+        error = ProcessDied(f"a process began the call (attempt {attempts + 1}) and died")
+        fate = assumed(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
+        # Who has lost the lane over it begins no call that is late, but may be in the middle of
+        # one: until that is over there is no answer to ask for.
+        longest = self._settings.backlog_lease + item.handler.timeout
+        return replace(fate, due_in=max(fate.due_in or 0.0, longest))
 
     async def _settle(self, lane: Lane, called: Sequence[_Called]) -> None:
         """Store what has come out of calls: of those that may fail again one by one."""
@@ -344,28 +384,10 @@ async def _has_happened(item: Item, call: Call) -> bool:
         raise OutcomeUnknown(f"it can't be asked: {named(error)}") from error
 
 
-def _beforehand(item: Item, *, is_risky: bool) -> Fate | None:
-    """Return what is stored of a row before its call; None: nothing need be.
-
-    That is what becomes of it if the process dies over the call; or its death, if there must be
-    none.
-    """
-    effect, policy = _effect_of(item), item.handler.policy
-    attempts, waited = item.attempts, item.waited
-    if effect.is_repeatable:
-        return died(item) if is_risky else None
-    is_stored = _may_have_happened(item)
-    if is_stored and (effect.ask is None or item.fault or attempts >= policy.attempts):
-        why = item.fault or OutcomeUnknown(item.last_error)
-        return unknown(policy, why, attempts=attempts - 1, waited=waited, can_ask=False)
-    if is_stored and not is_risky:
-        return None
-    if item.fault is not None:
-        return None
-    error = ProcessDied(f"a process began the call (attempt {attempts + 1}) and died")
-    fate = assumed(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
-    # Who has lost the lane over it may still be calling: until then there is no answer to ask for.
-    return replace(fate, due_in=max(fate.due_in or 0.0, item.handler.timeout))
+def _before(item: Item) -> Fate:
+    """Return what a row was before it was noted that its call begins."""
+    before = untouched(item)
+    return replace(before, reason=UNKNOWN) if _may_have_happened(item) else before
 
 
 def _in_vain(called: _Called) -> Fate | None:
@@ -378,6 +400,8 @@ def _in_vain(called: _Called) -> Fate | None:
         return untouched(item)
     if error is None:  # it took place, and what comes after that has failed
         return None
+    if _may_have_happened(item):
+        return _before(item)
     return judged(item, error, UNKNOWN)
 
 

@@ -210,8 +210,9 @@ async def _replay(
         if found.forgotten and not too_old:
             raise Refused(
                 f"{found.forgotten:,} of {found.records:,} offsets are from before {found.since},"
-                " and the inbox does not remember what it handled then: they would be dead letters"
-                f" as too old. Begin with --from {found.since:%Y-%m-%dT%H:%M:%SZ}, or add --too-old"
+                " and the inbox does not remember what it handled then, or not for much longer:"
+                " they would be dead letters as too old. Begin with"
+                f" --from {found.since:%Y-%m-%dT%H:%M:%SZ}, or add --too-old"
             )
         for one in found.moves:
             await inbox.rewind(connection, one.slot, one.new)
@@ -227,6 +228,11 @@ async def _replay(
             f"{await replay.applied(connection, found):,} messages took effect that had not;"
             " the others were known, were dead letters, or are nobody's"
         )
+        if buried := await replay.buried(connection, found):
+            typer.echo(
+                f"{buried:,} messages were too old, and are dead letters now:"
+                ' `service dead list --reason "too old"`'
+            )
 
 
 async def _make_ahead(service: Service, settings: Settings) -> None:

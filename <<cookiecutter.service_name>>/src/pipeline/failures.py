@@ -47,11 +47,11 @@ def is_infrastructure(error: BaseException) -> bool:
     """Whether the servers or the way to them failed, and not a record or a handler."""
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
         return True
-    error = _as_raised(error)
+    error = as_raised(error)
     if isinstance(error, asyncpg.InvalidCachedStatementError):
         return True  # a migration has changed a table beside us; the cache is empty now
     if isinstance(error, asyncpg.PostgresError):
-        return (error.sqlstate or "").startswith(_INFRASTRUCTURE)
+        return (error.sqlstate or "").startswith(_INFRASTRUCTURE) or _lacks_a_partition(error)
     if isinstance(error, asyncpg.InterfaceError):
         return not isinstance(error, ValueError)  # those are arguments that asyncpg can't encode
     return isinstance(
@@ -59,7 +59,13 @@ def is_infrastructure(error: BaseException) -> bool:
     )
 
 
-def _as_raised(error: BaseException) -> BaseException:
+def _lacks_a_partition(error: asyncpg.PostgresError) -> bool:
+    """Whether a table of the engine has no partition for a row, which retention makes ahead."""
+    is_a_check = isinstance(error, asyncpg.CheckViolationError)
+    return is_a_check and error.schema_name == "pipeline" and error.constraint_name is None
+
+
+def as_raised(error: BaseException) -> BaseException:
     """Return what asyncpg has raised, if this is what SQLAlchemy has made of it."""
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig and error.orig.__cause__:
         return error.orig.__cause__
@@ -71,7 +77,7 @@ _CONTENTION = ("40001", "40P01", "55P03", "57014")
 
 def is_contention(error: BaseException) -> bool:
     """Whether others' locks were in the way: an outage if it passes, and else the batch's doing."""
-    error = _as_raised(error)
+    error = as_raised(error)
     return isinstance(error, asyncpg.PostgresError) and error.sqlstate in _CONTENTION
 
 
@@ -109,7 +115,7 @@ def _text(error: BaseException) -> str:
 
 def named(error: BaseException) -> str:
     """Return the error's type and what `told` says of it."""
-    error = _as_raised(error)
+    error = as_raised(error)
     kind, text = type(error).__name__, told(error)
     # aiokafka's texts begin with the type.
     return f"{kind}: {text}" if text and not text.startswith(kind) else text or kind

@@ -226,7 +226,7 @@ UPDATE pipeline.position
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset > $4
 """
 
-_LOCK_GENERATION = "SELECT set_config('lock_timeout', '100ms', true), pg_advisory_xact_lock($1)"
+_LOCK_GENERATION = "SELECT set_config('lock_timeout', $2, true), pg_advisory_xact_lock($1)"
 
 _CLOSE_GENERATION = """
 WITH opened AS (
@@ -432,19 +432,19 @@ async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int) -> Non
     await connection.execute(_REWIND, slot.group, slot.topic, slot.partition, offset)
 
 
-async def rotate(connection: asyncpg.Connection, *, current: int) -> bool:
+async def rotate(connection: asyncpg.Connection, *, current: int, wait: float = 0.1) -> bool:
     """Close the current generation; returns False if it is not `current` or has no successor.
 
-    Waits for the consume transactions that run, and lets none begin meanwhile: so for 100 ms at
-    most, then `asyncpg.LockNotAvailableError` says that it should be tried again.
+    Waits for the consume transactions that run, and lets none begin meanwhile: so for `wait`
+    seconds at most, then `asyncpg.LockNotAvailableError` says that it should be tried again.
     """
     async with connection.transaction():
-        await connection.execute(_LOCK_GENERATION, GENERATION_LOCK)
+        await _lock_generation(connection, wait)
         return await connection.fetchval(_CLOSE_GENERATION, current) is not None
 
 
 async def forget(
-    connection: asyncpg.Connection, *, before: datetime, margin: timedelta
+    connection: asyncpg.Connection, *, before: datetime, margin: timedelta, wait: float = 0.1
 ) -> int | None:
     """Let no transaction look any more into generations that were closed before a time.
 
@@ -452,6 +452,10 @@ async def forget(
     ahead. Waits as `rotate` does: a transaction that runs may be looking into them.
     """
     async with connection.transaction():
-        await connection.execute(_LOCK_GENERATION, GENERATION_LOCK)
+        await _lock_generation(connection, wait)
         forgotten: int | None = await connection.fetchval(_FORGET, before, margin)
         return forgotten
+
+
+async def _lock_generation(connection: asyncpg.Connection, wait: float) -> None:
+    await connection.execute(_LOCK_GENERATION, GENERATION_LOCK, f"{round(wait * 1_000)}ms")

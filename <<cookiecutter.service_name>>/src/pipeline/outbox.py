@@ -26,6 +26,7 @@ _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
 _REFERENCE_AT_MOST = 1_500
 """Bytes that the headers take which say where a payload is."""
+_LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
 
@@ -81,6 +82,8 @@ class Due(NamedTuple):
             raise TypeError("publish(…) takes at= or after= for an event that is due later")
         if at is not None and at.tzinfo is None:
             raise TypeError(f"publish(…, at=…) needs a time with its zone, not {at!r}")
+        if after is not None and after > _LONGEST:
+            raise Unpublishable(f"publish(…, after=…) takes 100 years at most, not {after!r}")
         if name is not None and ("\x00" in name or not 0 < len(name.encode()) <= _NAME_AT_MOST):
             raise Unpublishable(
                 f"the name of a scheduled event has 1 to {_NAME_AT_MOST} bytes, no NUL: {name!r}"

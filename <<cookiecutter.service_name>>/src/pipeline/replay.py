@@ -7,7 +7,7 @@ dead letter for its age, so somebody who reads again from before that is told.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from time import monotonic
 
 import asyncpg
@@ -16,14 +16,23 @@ from aiokafka import TopicPartition
 from . import clients, inbox
 from .operations import Move, Refused, To, moves, offsets_since
 from .service import Service
-from .settings import Settings
+from .settings import CLOCK_MARGIN, Settings
 
 _LOOK_SECONDS = 1.0
 _STANDS_SECONDS = 30.0
 _COUNT_SECONDS = 600.0
 """The markers of a day have no index by time."""
 
-_MEMORY = "SELECT since, clock_timestamp() AS now FROM pipeline.inbox_generation"
+_LEAD = 1 / 8
+"""Of the time for which the inbox remembers: for a replay that takes long, what is forgotten so
+soon counts as forgotten."""
+
+_MEMORY = """
+SELECT GREATEST(since, (SELECT max(closed_at) + $2::interval FROM pipeline.inbox_closed
+                         WHERE closed_at < clock_timestamp() - $1::interval)) AS since,
+       clock_timestamp() AS now
+  FROM pipeline.inbox_generation
+"""
 
 _APPLIED = """
 SELECT count(*)
@@ -34,6 +43,15 @@ SELECT count(*)
    AND topic = $4 AND "offset" >= first AND "offset" < beyond AND created_at >= $5
 """
 
+_BURIED = """
+SELECT count(*)
+  FROM pipeline.backlog
+  JOIN unnest($1::integer[], $2::bigint[], $3::bigint[]) AS again (partition, first, beyond)
+ USING (partition)
+ WHERE topic = $4 AND "offset" >= first AND "offset" < beyond AND died_at >= $5
+   AND reason = 'too old'
+"""
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -41,7 +59,8 @@ class Replay:
 
     moves: Sequence[Move]
     since: datetime | None
-    """What is older may have been forgotten; None: nothing was."""
+    """What is older may have been forgotten, or will be within an eighth of the time for which the
+    inbox remembers; None: nothing was."""
     forgotten: int
     """Offsets that are older than that."""
     begun_at: datetime
@@ -78,7 +97,8 @@ async def plan(
         raise Refused(
             f"nothing of {topic} was read after {to}: to go forward, `service topics seek`"
         )
-    since, now = await connection.fetchrow(_MEMORY)
+    soon = timedelta(seconds=settings.inbox_age * (1 - _LEAD))
+    since, now = await connection.fetchrow(_MEMORY, soon, CLOCK_MARGIN)
     forgotten = 0
     if since is not None:
         places = {TopicPartition(topic, one.slot.partition): one for one in back}
@@ -112,10 +132,19 @@ async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterato
 
 async def applied(connection: asyncpg.Connection, replay: Replay) -> int:
     """Return how many of its messages have taken effect only now."""
+    return await _count(connection, _APPLIED, replay)
+
+
+async def buried(connection: asyncpg.Connection, replay: Replay) -> int:
+    """Return how many of its messages have become dead letters, as too old."""
+    return await _count(connection, _BURIED, replay)
+
+
+async def _count(connection: asyncpg.Connection, query: str, replay: Replay) -> int:
     found = replay.moves
     return int(
         await connection.fetchval(
-            _APPLIED,
+            query,
             [one.slot.partition for one in found],
             [one.new for one in found],
             [one.old for one in found],

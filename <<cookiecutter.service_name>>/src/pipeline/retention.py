@@ -5,7 +5,7 @@ What is old enough goes as a whole. What somebody still needs stays, and is told
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, time, timedelta
@@ -15,7 +15,13 @@ from typing import Literal
 from uuid import uuid4
 
 import asyncpg
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random
+from tenacity import (
+    AsyncRetrying,
+    AttemptManager,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random,
+)
 
 from . import filters, inbox, partitions, telemetry
 from .epoch import IS_OURS
@@ -35,18 +41,30 @@ _TOLD_SECONDS = 10.0
 """How often it is told how far the archive is."""
 _FAREWELL_SECONDS = 2.0
 _GIVEN_WAY_ATTEMPTS = 20
+_HOLD_UP_SECONDS, _HOLD_UP_LONGER_SECONDS, _LONGER_ATTEMPTS = 0.1, 2.0, 5
+"""For how long an attempt lets every message wait; where transactions are longer, the last ones."""
 _DISCARDED_AT_ONCE = 1_000
 _TAKEN = (
     "somebody has detached it, and relays went past what they did not see: move it away, or attach"
     " it again and run `service relay reset`"
 )
 _REMEMBERED = "it is not forgotten yet, which waits for a moment without messages"
+_BUSY = "it could not be closed: there is no moment without a transaction of messages"
+_AHEAD_OF_TIME = (
+    "it is not closed before {until}: the database's clock was ahead when it was opened"
+)
+_NEGLECTED = "it is not closed: nobody has finished a round of retention since {at}"
+_NO_ARCHIVE = (
+    "it is not archived: process {who} knows of no archive. Run retention with the settings of the"
+    " others; or, to let the day go unarchived, `service retention forgo {day}`"
+)
 
 _OUTBOX = "outbox_p[0-9]{8}"
 _INBOX = "inbox_g[0-9]+"
 
 _GENERATION = """
-SELECT current, oldest, opened_at, since, clock_timestamp() AS now FROM pipeline.inbox_generation
+SELECT current, oldest, opened_at, since, clock_timestamp() AS now, finished_at, held
+  FROM pipeline.inbox_generation, pipeline.retention_lease
 """
 
 # A lease that would last for longer was taken before the clock was set back.
@@ -59,6 +77,12 @@ RETURNING owner
 """
 
 _OWNER = "SELECT COALESCE(owner, 'none') FROM pipeline.retention_lease"
+
+_FINISHED = """
+UPDATE pipeline.retention_lease
+   SET finished_at = clock_timestamp(), held = $2 WHERE owner = $1
+RETURNING finished_at
+"""
 
 _END_LEASE = "UPDATE pipeline.retention_lease SET owner = NULL WHERE owner = $1"
 
@@ -78,6 +102,22 @@ _REOPEN_DAYS = "DELETE FROM pipeline.outbox_closed WHERE day <> ALL ($1)"
 _PUBLISHED = "UPDATE pipeline.outbox_closed SET is_published = true WHERE day = $1"
 
 _NOT_ARCHIVED = "UPDATE pipeline.outbox_closed SET not_archived = $2 WHERE day = $1"
+
+# So that a process that knows of no archive drops nothing that is to be in it.
+_ARCHIVES = "UPDATE pipeline.retention_lease SET archives = true WHERE NOT archives"
+
+_IS_ARCHIVED = """
+SELECT archives AND NOT (SELECT goes_unarchived FROM pipeline.outbox_closed WHERE day = $1)
+  FROM pipeline.retention_lease
+"""
+
+_FORGO = """
+UPDATE pipeline.outbox_closed SET goes_unarchived = true
+ WHERE $1::date[] IS NULL OR day = ANY ($1)
+RETURNING day
+"""
+
+_ARCHIVES_NO_LONGER = "UPDATE pipeline.retention_lease SET archives = false"
 
 # Waits for a reset, and a reset for us: it takes the relays' progress back.
 _HOLD_PROGRESS = """
@@ -169,7 +209,13 @@ class Round:
     """Dead letters deleted, which a person had discarded long ago."""
 
 
-async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> None:
+AHEAD_SECONDS = 60.0
+"""How often it is seen to, at least, that partitions are there: messages would wait for one."""
+
+
+async def make_ahead(
+    connection: asyncpg.Connection, settings: Settings, *, warns: bool = True
+) -> None:
     """Make outbox partitions and inbox generations ahead, which nobody may find missing.
 
     Harmless to repeat and to run in several processes at once. Raises `NotMigrated`; and
@@ -195,8 +241,9 @@ async def make_ahead(connection: asyncpg.Connection, settings: Settings) -> None
         needed = (f"inbox_g{current}", f"outbox_p{today:%Y%m%d}")
         if not all([await partitions.exists(connection, one) for one in needed]):
             raise
-        log.warning("partitions run out: %s", error)
+        log.log(logging.WARNING if warns else logging.DEBUG, "partitions run out: %s", error)
     telemetry.observe_partitions(_end_of(last), generation["since"])
+    telemetry.observe_retention(generation["held"], generation["finished_at"])
 
 
 async def tidy(
@@ -218,21 +265,23 @@ async def tidy(
     try:
         await lease.take()
     except TakenOver:
-        telemetry.observe_retention(0)  # the other one tells
         return Round(await connection.fetchval(_OWNER), is_ours=False)
     done = Round(lease.owner)
     try:
-        await _rotate(connection, settings)
-        await _forget(connection, settings)
+        await _rotate(connection, settings, lease)
+        await _forget(connection, settings, lease)
         await _close_days(connection)
         keeper = None
-        if archive is not None:
+        if archive is not None and archive.is_on:
+            await connection.execute(_ARCHIVES)
             keeper = _Keeper(connection, settings, archive, lease, say)
         async for one in survey(connection, settings):
             if one.is_due:
                 await lease.take()
                 await _drop(connection, one, done, keeper)
         await _delete_discarded(connection, settings, done)
+        finished_at = await lease.finish(len(done.held))
+        telemetry.observe_retention(len(done.held), finished_at)
         await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
     except TakenOver as error:
         log.warning("%s; it goes on with it", error)
@@ -241,7 +290,6 @@ async def tidy(
             await lease.end()
     for held in done.held:
         log.warning("partition %s is due since %s: %s", held.name, held.due_at, held.needed_by)
-    telemetry.observe_retention(len(done.held))
     return done
 
 
@@ -255,6 +303,16 @@ async def keep_house(
     """Make partitions ahead and tidy up."""
     await make_ahead(connection, settings)
     return await tidy(connection, settings, archive=archive, say=say)
+
+
+async def forgo(connection: asyncpg.Connection, days: Sequence[date] | None) -> list[date]:
+    """Let days go without being archived, whoever drops them; returns which.
+
+    None: all that are over, and those to come too, unless a process still has an archive.
+    """
+    if days is None:
+        await connection.execute(_ARCHIVES_NO_LONGER)
+    return sorted([row["day"] for row in await connection.fetch(_FORGO, days)])
 
 
 async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIterator[Standing]:
@@ -275,6 +333,8 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
             due_at = closed_at[number] + age if number in closed_at else None
             is_due = due_at is not None and due_at < now
             needed_by = _REMEMBERED if is_due else None
+            if number == generation["current"] and (why := _kept_open(generation, settings)):
+                is_due, due_at, needed_by = True, generation["opened_at"], why
             is_ahead = number > generation["current"]
             yield Standing("inbox", one, is_due, due_at, needed_by, is_ahead=is_ahead)
     closed = {row["day"]: row for row in await connection.fetch(_CLOSED_DAYS)}
@@ -288,7 +348,22 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
         yield Standing("outbox", one, due_at < now, due_at, why, failed)
 
 
-async def _rotate(connection: asyncpg.Connection, settings: Settings) -> None:
+def _kept_open(generation: asyncpg.Record, settings: Settings) -> str | None:
+    """Say why the current generation is not closed, if it should be."""
+    now, opened_at = generation["now"], generation["opened_at"]
+    age = timedelta(seconds=settings.inbox_generation_age)
+    interval = timedelta(seconds=settings.housekeeping_interval)
+    if opened_at > now + CLOCK_MARGIN:
+        # Not at once: what says that the clock was wrong then, and is not now?
+        return _AHEAD_OF_TIME.format(until=f"{opened_at + age:%Y-%m-%d %H:%M}Z")
+    if now - opened_at <= 2 * age + interval:
+        return None
+    if now - generation["finished_at"] > 2 * interval:
+        return _NEGLECTED.format(at=f"{generation['finished_at']:%Y-%m-%d %H:%M}Z")
+    return _BUSY
+
+
+async def _rotate(connection: asyncpg.Connection, settings: Settings, lease: "_Lease") -> None:
     """Close the generation that takes new markers, if it is old enough."""
     generation = await connection.fetchrow(_GENERATION)
     current = generation["current"]
@@ -297,13 +372,14 @@ async def _rotate(connection: asyncpg.Connection, settings: Settings) -> None:
         return
     async for attempt in _giving_way():
         with attempt:
-            if await inbox.rotate(connection, current=current):
+            await lease.hold()
+            if await inbox.rotate(connection, current=current, wait=_held_up(attempt)):
                 log.info("inbox generation %s is closed", current)
             return
     log.warning("inbox generation %s is busy; it will be closed in the next round", current)
 
 
-async def _forget(connection: asyncpg.Connection, settings: Settings) -> None:
+async def _forget(connection: asyncpg.Connection, settings: Settings, lease: "_Lease") -> None:
     """Forget the generations that were closed long ago."""
     generation = await connection.fetchrow(_GENERATION)
     before = generation["now"] - timedelta(seconds=settings.inbox_age)
@@ -312,7 +388,9 @@ async def _forget(connection: asyncpg.Connection, settings: Settings) -> None:
         return  # the lock would hold up every message
     async for attempt in _giving_way():
         with attempt:
-            last = await inbox.forget(connection, before=before, margin=CLOCK_MARGIN)
+            await lease.hold()
+            wait = _held_up(attempt)
+            last = await inbox.forget(connection, before=before, margin=CLOCK_MARGIN, wait=wait)
             if last is not None:
                 log.info("inbox generations up to %s are forgotten", last)
             return
@@ -327,6 +405,12 @@ def _giving_way() -> AsyncRetrying:
         stop=stop_after_attempt(_GIVEN_WAY_ATTEMPTS),
         retry_error_callback=lambda _: None,
     )
+
+
+def _held_up(attempt: AttemptManager) -> float:
+    """Return for how many seconds an attempt may let every message wait."""
+    is_last = attempt.retry_state.attempt_number > _GIVEN_WAY_ATTEMPTS - _LONGER_ATTEMPTS
+    return _HOLD_UP_LONGER_SECONDS if is_last else _HOLD_UP_SECONDS
 
 
 async def _close_days(connection: asyncpg.Connection) -> None:
@@ -389,6 +473,13 @@ class _Lease:
         if monotonic() >= self._renew_at:
             await self.take()
 
+    async def finish(self, held: int) -> datetime:
+        """Note that all is done, for whoever tells of it; returns when. Raises `TakenOver`."""
+        at: datetime | None = await self._connection.fetchval(_FINISHED, self.owner, held)
+        if at is None:
+            raise TakenOver
+        return at
+
     async def end(self) -> None:
         """Give it to whoever comes next."""
         await self._connection.execute(_END_LEASE, self.owner, timeout=_FAREWELL_SECONDS)
@@ -407,7 +498,8 @@ class _Keeper:
     ) -> None:
         self._connection = connection
         self._settings = settings
-        self._make_at = monotonic() + settings.housekeeping_interval
+        self._ahead_seconds = min(settings.housekeeping_interval, AHEAD_SECONDS)
+        self._make_at = monotonic() + self._ahead_seconds
         self._archive = archive
         self._lease = lease
         self._say = say
@@ -423,8 +515,8 @@ class _Keeper:
             await self._lease.hold()
             if monotonic() >= self._make_at:
                 # It may take longer than those that stand ready last.
-                await make_ahead(self._connection, self._settings)
-                self._make_at = monotonic() + self._settings.housekeeping_interval
+                await make_ahead(self._connection, self._settings, warns=False)
+                self._make_at = monotonic() + self._ahead_seconds
             if monotonic() >= say_at:
                 self._say(f"archiving {one.name}: {progress}")
                 say_at = monotonic() + _TOLD_SECONDS
@@ -446,12 +538,12 @@ async def _drop(
 ) -> None:
     """Drop what is due and nobody needs."""
     first = None
-    if keeper is not None and one.table == "outbox":
-        first = partial(keeper.keep, one.partition)
     try:
         if one.needed_by is None and one.table == "outbox":
             one = replace(one, needed_by=await _mark_published(connection, one.partition))
         if one.needed_by is None:
+            if one.table == "outbox":
+                first = await _archiving(connection, one.partition, done, keeper)
             await partitions.drop(connection, one.table, one.partition, first=first)
     except asyncpg.UndefinedTableError:
         return  # another process has dropped it
@@ -461,6 +553,20 @@ async def _drop(
         done.dropped.append(one.name)
     else:
         done.held.append(one)
+
+
+async def _archiving(
+    connection: asyncpg.Connection, one: Partition, done: Round, keeper: _Keeper | None
+) -> Callable[[], Awaitable[None]] | None:
+    """Return what archives a day, if that is wanted. Raises `Held` where nobody here can."""
+    day = _day_of(one)
+    if not await connection.fetchval(_IS_ARCHIVED, day):
+        return None
+    if keeper is None:
+        why = _NO_ARCHIVE.format(who=done.owner, day=day)
+        await connection.execute(_NOT_ARCHIVED, day, why)
+        raise Held(why)
+    return partial(keeper.keep, one)
 
 
 async def _mark_published(connection: asyncpg.Connection, one: Partition) -> str | None:

@@ -1,5 +1,6 @@
 """The commands `service retention …`: what is kept and until when, and what holds it back."""
 
+from datetime import date, datetime
 from functools import partial
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 from pydantic_core import to_json
 
 from . import retention, revisions
+from .operations import Refused
 from .retention import Standing
 from .service import Service
 from .settings import Settings
@@ -28,6 +30,23 @@ def group(service: Service) -> typer.Typer:
     def status(as_json: Json = False) -> None:
         """List days of the outbox and generations of the inbox; changes nothing."""
         run_to_end(_status(service, read_settings(), as_json=as_json))
+
+    @app.command()
+    def forgo(
+        days: Annotated[
+            list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
+        ] = None,
+        everything: Annotated[
+            bool, typer.Option("--all", help="every day that is over, and those to come")
+        ] = False,
+    ) -> None:
+        """Let days of the outbox be dropped that could not be archived.
+
+        --all is for an archive that was given up: take it out of the settings before.
+        """
+        if bool(days) == everything:
+            raise typer.BadParameter("name the days, or say --all")
+        run_to_end(_forgo(service, read_settings(), [day.date() for day in days or ()]))
 
     return app
 
@@ -52,6 +71,15 @@ async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
         typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
     if not (done.dropped or done.held or done.discarded):
         typer.echo("Nothing is old enough to be dropped.")
+
+
+async def _forgo(service: Service, settings: Settings, days: list[date]) -> None:
+    async with connected(service, settings) as connection:
+        let_go = await retention.forgo(connection, days or None)
+    for day in let_go:
+        typer.echo(f"{day} goes unarchived")
+    if missing := [day for day in days if day not in let_go]:
+        raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
 
 
 async def _status(service: Service, settings: Settings, *, as_json: bool) -> None:

@@ -26,7 +26,7 @@ _JUDGE = "UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discard
 GRANTS: dict[str, dict[str, str]] = {
     "position": {"service": "SELECT, INSERT, UPDATE", "operator": "SELECT"},
     "inbox_generation": dict.fromkeys(ROLES, "SELECT"),
-    "inbox_closed": {"operator": "SELECT"},
+    "inbox_closed": {"service": "SELECT", "operator": "SELECT"},
     "inbox": {"service": _ALL, "operator": "SELECT"},
     "inbox_filter": {"service": "SELECT, DELETE", "relay": "SELECT, DELETE", "operator": "SELECT"},
     "backlog": {
@@ -57,7 +57,7 @@ GRANTS: dict[str, dict[str, str]] = {
     "outbox_cursor": {"relay": "SELECT, UPDATE", "operator": "SELECT, UPDATE (owner)"},
     "outbox_epoch": {"relay": "SELECT", "operator": "SELECT"},
     "outbox_relay": {"relay": _ALL, "operator": "SELECT"},
-    "retention_lease": {"operator": "SELECT"},
+    "retention_lease": dict.fromkeys(ROLES, "SELECT"),
 }
 """What each role may do with each of the engine's tables, and sequences of their own."""
 

@@ -8,6 +8,8 @@ import signal
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Flag, auto
+from functools import partial
+from time import monotonic
 
 import asyncpg
 from alembic.script import ScriptDirectory
@@ -26,7 +28,7 @@ from .lanes import Lanes
 from .partitions import NotOwner
 from .references import Claims
 from .relay import Relay
-from .retention import make_ahead, tidy
+from .retention import AHEAD_SECONDS, make_ahead, tidy
 from .service import Service
 from .settings import Settings
 from .tasks import in_background
@@ -257,10 +259,14 @@ async def _keep_house(
     health: Health,
     stopping: asyncio.Event,
 ) -> None:
+    tidy_at = 0.0
     while True:
-        await _patiently(make_ahead, engine, settings, health, stopping)
-        await _tidy(engine, service, claims, settings)
-        await asyncio.sleep(settings.housekeeping_interval)
+        is_time = monotonic() >= tidy_at
+        await _patiently(partial(make_ahead, warns=is_time), engine, settings, health, stopping)
+        if is_time:
+            tidy_at = monotonic() + settings.housekeeping_interval
+            await _tidy(engine, service, claims, settings)
+        await asyncio.sleep(min(settings.housekeeping_interval, AHEAD_SECONDS))
 
 
 async def _tidy(

@@ -321,6 +321,13 @@ outbox_closed = sa.Table(
         comment="found before it was detached; after that nobody could tell",
     ),
     sa.Column("not_archived", sa.Text, comment="why that failed the last time"),
+    sa.Column(
+        "goes_unarchived",
+        sa.Boolean,
+        nullable=False,
+        server_default="false",
+        comment="a person has decided that",
+    ),
     comment="Days of the outbox to which nobody adds an event any more.",
 )
 
@@ -403,5 +410,26 @@ retention_lease = sa.Table(
     sa.Column("singleton", sa.Boolean, sa.CheckConstraint("singleton"), primary_key=True),
     sa.Column("owner", sa.Text),
     sa.Column("lease_until", sa.DateTime(timezone=True)),
+    sa.Column(
+        "finished_at",
+        sa.DateTime(timezone=True),
+        nullable=False,
+        server_default=sa.text("clock_timestamp()"),
+        comment="when that was done the last time, to its end",
+    ),
+    sa.Column(
+        "held",
+        sa.Integer,
+        nullable=False,
+        server_default="0",
+        comment="partitions that were due then, and needed by somebody",
+    ),
+    sa.Column(
+        "archives",
+        sa.Boolean,
+        nullable=False,
+        server_default="false",
+        comment="days are archived, by whoever knows where; nobody else drops them",
+    ),
     comment="One row: the process that does what one does for all, as to drop what is too old.",
 )

@@ -28,6 +28,10 @@ class Archive(Protocol):
     def check(self) -> None:
         """Raise `Misconfigured` for settings that can't have been meant."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether this process has been told where days are kept."""
+
     async def keep(self, connection: asyncpg.Connection, table: str, day: date, tell: Tell) -> None:
         """Keep all rows of a table of the schema `pipeline`; return when that is certain to last.
 

@@ -116,6 +116,18 @@ _meter.create_observable_gauge(
     "s",
     "How far back all is remembered, once some is not.",
 )
+_tidied_at: list[datetime] = []
+"""When a round of retention was finished, by whomever; empty until housekeeping has looked."""
+
+
+def _untidy(_: CallbackOptions) -> Iterable[Observation]:
+    for at in _tidied_at:
+        yield Observation((datetime.now(UTC) - at).total_seconds())
+
+
+_meter.create_observable_gauge(
+    "pipeline.retention.age", [_untidy], "s", "Since a round of tidying up was finished."
+)
 _held = _meter.create_gauge(
     "pipeline.retention.held", "{partition}", "Due to be dropped, and still needed by somebody."
 )
@@ -399,9 +411,10 @@ def observe_partitions(until: datetime, since: datetime | None) -> None:
     _remembered_since[:] = [since] if since else []
 
 
-def observe_retention(held: int) -> None:
-    """Tell how many partitions should have been dropped, and are still needed."""
+def observe_retention(held: int, finished_at: datetime) -> None:
+    """Tell how many partitions should have been dropped and are still needed, and as of when."""
     _held.set(held)
+    _tidied_at[:] = [finished_at]
 
 
 def retention_failed() -> None:

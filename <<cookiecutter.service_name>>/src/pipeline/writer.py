@@ -23,6 +23,7 @@ from tenacity import (
 from . import aggregate, telemetry
 from .database import driver_of
 from .events import Event
+from .failures import as_raised
 from .outbox import Outbox
 from .references import Claims
 
@@ -157,5 +158,5 @@ class _Written:
 
 
 def _is_conflict(error: BaseException) -> bool:
-    cause = getattr(error, "orig", None)
-    return isinstance(error, StaleDataError) or getattr(cause, "sqlstate", None) in _RETRYABLE
+    error = as_raised(error)
+    return isinstance(error, StaleDataError) or getattr(error, "sqlstate", None) in _RETRYABLE

@@ -123,6 +123,51 @@ async def test_without_a_place_for_it_nothing_is_archived(house: House, service:
     assert "PIPELINE_ARCHIVE_URL is not set" in done.stderr
 
 
+async def test_who_knows_of_no_archive_drops_no_day_that_others_archive(
+    house: House, folder: str, retention: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await house.fill(3)
+    later = DAY + timedelta(days=1)
+    await house.keep(outbox_age=10 * 365 * 86_400)  # archives nothing yet
+    monkeypatch.delenv("PIPELINE_ARCHIVE_URL")
+    await make_day(house.db, later)  # nobody has closed it who has an archive
+    await house.publish()
+
+    told = {one.partition.name: one.needed_by or "" for one in (await house.keep()).held}
+    assert list(told) == [OLD, f"outbox_p{later:%Y%m%d}"]
+    assert f"`service retention forgo {DAY}`" in told[OLD]
+    assert await house.rows() == 3
+    status = (await retention("status")).stdout
+    assert status.count("knows of no archive") == 2
+
+    assert (await retention("forgo", "2020-01-09")).exit_code != 0
+    done = await retention("forgo", str(DAY))
+    assert (done.exit_code, done.stdout) == (0, f"{DAY} goes unarchived\n")
+    assert (await house.keep()).dropped == [OLD]
+    assert (await retention("forgo", "--all")).exit_code == 0
+    assert (await house.keep()).dropped == [f"outbox_p{later:%Y%m%d}"]
+
+
+async def test_a_day_that_was_given_up_is_not_archived_by_anybody(
+    house: House, folder: str, service: Command, retention: Command
+) -> None:
+    await house.fill(3)
+    await house.keep(outbox_age=10 * 365 * 86_400)
+    assert (await retention("forgo", str(DAY))).exit_code == 0
+    assert (await house.keep()).dropped == [OLD]
+    assert "nothing is archived yet" in (await service("list")).stdout
+
+
+async def test_who_knows_the_archive_archives_what_others_have_closed(
+    house: House, folder: str, service: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("PIPELINE_ARCHIVE_URL")
+        await house.fill(3)
+    assert (await house.keep()).dropped == [OLD]
+    assert "3 events" in (await service("list")).stdout
+
+
 async def test_a_page_of_large_events_is_short(house: House) -> None:
     await house.stage(*(event("t", id, payload=b"x" * 3_000_000) for id in range(5)))
     page = days._PAGE.format(table=OLD, columns="payload")
@@ -424,6 +469,8 @@ async def test_partitions_are_made_ahead_while_a_day_is_archived_for_long(house:
     ahead = f"outbox_p{datetime.now(UTC) + timedelta(days=7):%Y%m%d}"
 
     class Long:
+        is_on = True
+
         def check(self) -> None: ...
 
         async def keep(

@@ -34,6 +34,8 @@ _STATEMENTS: Mapping[object, str] = {
     partitions._WAIT_SHORTLY: "partition: limit the wait",
     retention._GENERATION: "housekeeping: read the generation",
     retention._LEASE: "housekeeping: take the lease",
+    retention._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
+    retention._FINISHED: "housekeeping: finish the round",
     retention._END_LEASE: "housekeeping: end the lease",
     retention._CLOSED_GENERATIONS: "housekeeping: list closed generations",
     retention._CLOSE_DAYS: "housekeeping: close days",

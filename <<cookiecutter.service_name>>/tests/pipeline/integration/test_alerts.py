@@ -172,7 +172,7 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_and_dashboard
     for amount in range(10, 16):
         await Deposit(amount, account=f"{amount}", failures=99).send(producer, bank.deposits)
     await tells(process, "pipeline_breaker_open", positive)
-    await db.execute("ALTER TABLE pipeline.retention_lease RENAME TO elsewhere")
+    await db.execute("ALTER TABLE pipeline.inbox_closed RENAME TO elsewhere")
     await tells(process, "pipeline_retention_failures_total", positive)
     await tells(process, "pipeline_backlog_dead", positive)  # it is counted now and then only
 
@@ -262,13 +262,19 @@ async def test_rounds_of_retention_that_fail_alert(
 ) -> None:
     process = await start("run")
     before = await tells(process, "pipeline_retention_held", zero)
-    await db.execute("ALTER TABLE pipeline.retention_lease RENAME TO elsewhere")
+    await db.execute("ALTER TABLE pipeline.inbox_closed RENAME TO elsewhere")
     fires = await tells(process, "pipeline_retention_failures_total", positive)
-    check(tmp_path, [before, fires], firing=["RetentionFailing"])
+    check(tmp_path, [before, fires], firing=["RetentionFailing"], minutes=100)
+    age = "UPDATE pipeline.retention_lease SET finished_at = finished_at - interval '7 hours'"
+    await db.execute(age)
+    old = await tells(process, "pipeline_retention_age_seconds", lambda age: age > 6 * 3_600)
+    check(tmp_path, [old, old], firing=["RetentionFailing"], minutes=100)
     assert (await command("retention", "run")).exit_code != 0
-    await db.execute("ALTER TABLE pipeline.elsewhere RENAME TO retention_lease")
+    await db.execute("ALTER TABLE pipeline.elsewhere RENAME TO inbox_closed")
     done = await command("retention", "run")
     assert done.exit_code == 0, done.output
+    over = await tells(process, "pipeline_retention_age_seconds", lambda age: age < 60)
+    check(tmp_path, [old, over], quiet=ALERTS, minutes=400)
 
 
 async def test_a_consumer_that_fails_for_whatever_comes_alerts_until_it_succeeds(

@@ -60,10 +60,18 @@ BY_COMMANDS_TOO = (
         backlog._REDRIVE,
         backlog._DISCARD,
     ),
+    retention._FORGO,
+    retention._ARCHIVES_NO_LONGER,
     scheduled._LIST,
 )
 
-UNMET = (filters._DISCARD, partitions._WHO_USES, retention._OWNER, retention._NOT_ARCHIVED)
+UNMET = (
+    filters._DISCARD,
+    partitions._WHO_USES,
+    retention._OWNER,
+    retention._NOT_ARCHIVED,
+    retention._ARCHIVES,
+)
 """Statements that only damage, or somebody else, leads to."""
 
 SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")

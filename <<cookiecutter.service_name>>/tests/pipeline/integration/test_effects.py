@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from time import sleep
 from typing import Any
 
 import asyncpg
@@ -399,6 +400,28 @@ async def test_an_outage_of_the_outside_ends_for_calls_that_must_not_be_repeated
     assert len(dead) < 70, "those that were under way when it opened"
 
 
+async def test_to_ask_in_vain_spends_no_attempt_while_the_breaker_is_open(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    async def ask(event: Received, call: Call) -> bool:
+        raise OSError("down")
+
+    outside = Outside({"policy": Policy(), "repeatable": False, "ask": ask})
+    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
+    outside.errors = {number: OSError("down") for number in range(100)}
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
+    await desk.call()
+    assert desk.caller._breaker.open == {"tell"}
+    # Those that may have happened are left: each probe asks for one of them.
+    await db.execute("DELETE FROM pipeline.backlog WHERE reason <> $1", UNKNOWN)
+    for _ in range(20):
+        await desk.make_due()
+        desk.let_probe("tell")
+        await desk.call()
+    rows = await desk.backlog()
+    assert {(row["attempts"], row["died_at"]) for row in rows} == {(1, None)}
+
+
 async def test_what_comes_after_a_call_is_done_in_a_transaction(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
@@ -491,9 +514,84 @@ async def test_nobody_is_asked_while_the_call_may_still_be_under_way(
     calling = asyncio.create_task(desk.call())
     await eventually(lambda: outside.calls == [1])
     due_in = "SELECT extract(epoch FROM due_at - clock_timestamp()) FROM pipeline.backlog"
-    assert await db.fetchval(due_in) > 200
+    assert await db.fetchval(due_in) > 300
     release.set()
     await calling
+    assert await desk.backlog() == []
+
+
+async def test_a_call_that_was_asked_for_is_noted_like_the_first(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    async def ask(event: Received, call: Call) -> bool:
+        return False
+
+    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, timeout=300)
+    await desk.apply(Deposit(1))
+    await begin_and_die(desk, outside, db)
+    # In the lane of a worker that has died each is noted anyway.
+    await db.execute(
+        "UPDATE pipeline.backlog_lane SET starts = 0, owner = NULL, lease_until = NULL"
+    )
+    release = asyncio.Event()
+    outside.waits = {1: release.wait}
+    calling = asyncio.create_task(desk.call())
+    await eventually(lambda: outside.calls == [1, 1])
+    due_in = "SELECT extract(epoch FROM due_at - clock_timestamp()) FROM pipeline.backlog"
+    assert await db.fetchval(due_in) > 300, "nobody asks while the second one is under way"
+    release.set()
+    await calling
+    assert await desk.backlog() == []
+
+
+async def stopped_after_the_note(desk: Desk, then: Callable[[], Awaitable[object]]) -> None:
+    """Work a lane off, in a process that is stopped for longer than a lease before a call."""
+    note, stops = desk.caller._note, [desk.caller._settings.backlog_lease + 0.1]
+
+    async def note_and_be_stopped(*given: Any) -> set[bytes]:
+        noted = await note(*given)
+        if stops:
+            sleep(stops.pop())  # noqa: ASYNC251 (as the whole process is, by SIGSTOP)
+            await then()
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(desk.caller, "_note", note_and_be_stopped)
+        await desk.caller.work_off()
+
+
+SHORT = {"backlog_lease": 3.0, "transaction_timeout": 2.5}
+
+
+async def test_who_was_stopped_between_the_note_and_the_call_does_not_make_it(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    async def ask(event: Received, call: Call) -> bool:
+        return False
+
+    outside = Outside({"repeatable": False, "ask": ask})
+    desk = await new_desk(outside.handlers, topic=TOPIC, **SHORT)
+    await desk.apply(Deposit(1))
+    lost = "UPDATE pipeline.backlog_lane SET token = token + 1"
+    await stopped_after_the_note(desk, lambda: db.execute(lost))
+    assert outside.calls == []
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == (UNKNOWN, 1), "as a process that died"
+    await db.execute("UPDATE pipeline.backlog_lane SET owner = NULL, lease_until = NULL")
+    await desk.make_due()
+    await desk.call()
+    assert outside.calls == [1], "who comes after it asks, and makes it"
+    assert await desk.backlog() == []
+
+
+async def test_who_was_stopped_and_still_has_the_lane_begins_the_call_anew(
+    new_desk: NewDesk,
+) -> None:
+    outside = Outside({"repeatable": False})
+    desk = await new_desk(outside.handlers, topic=TOPIC, **SHORT)
+    await desk.apply(Deposit(1))
+    await stopped_after_the_note(desk, lambda: asyncio.sleep(0))
+    assert [attempt for _, attempt in outside.ids] == [1], "it spends no attempt"
     assert await desk.backlog() == []
 
 

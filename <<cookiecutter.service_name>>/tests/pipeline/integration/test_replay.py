@@ -125,6 +125,32 @@ async def test_what_may_have_been_forgotten_is_read_again_only_if_that_is_asked_
     assert await position_of(db, bank.deposits) == 0
 
 
+async def test_what_is_forgotten_before_a_long_replay_ends_counts_as_forgotten(
+    bank: Bank,
+    command: Command,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+) -> None:
+    now = time.time()
+    for amount in range(4):
+        one = Deposit(amount, timestamp=round((now - 86_400 * (9 - amount)) * 1_000))
+        await one.send(producer, bank.deposits)
+    await store_position(db, bank, 4)
+    # Forgotten in an hour: eight days are remembered.
+    closed_at = datetime.fromtimestamp(now - 8 * 86_400 + 3_600, UTC)
+    await db.execute("INSERT INTO pipeline.inbox_closed VALUES (0, $1)", closed_at)
+    refused = await command("replay", bank.deposits, "--from", "earliest", "--no-wait")
+    assert refused.exit_code == 1
+    assert "2 of 4 offsets are from before" in refused.output
+
+    await db.execute("UPDATE pipeline.inbox_generation SET since = $1", closed_at)
+    async with running(bank.service, Part.CONSUME):
+        done = await command("replay", bank.deposits, "--from", "earliest", "--too-old")
+    assert "2 messages took effect that had not" in done.stdout
+    assert "2 messages were too old, and are dead letters now" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("place", "told"),
     [

@@ -16,8 +16,9 @@ from pipeline.revisions import NotMigrated
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
-from .bank import Bank
-from .conftest import PATIENCE, Running, eventually
+from .bank import Bank, Deposit
+from .conftest import PATIENCE, Running, eventually, histories
+from .desk import Desk
 from .outgoing import empty_database, event, stage
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -200,6 +201,37 @@ async def test_nobody_can_choose_ids_and_shards_of_their_own(db: asyncpg.Connect
             )
 
 
+async def test_a_message_for_which_there_is_no_partition_waits_and_nobody_is_blamed(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1))
+    for name in await made(db, "outbox"):
+        await db.execute(f"DROP TABLE pipeline.{name}")
+    applying = asyncio.create_task(desk.apply(Deposit(2)))
+    await eventually(lambda: len(desk.outages) > 3)
+    assert "no partition of relation" in desk.outages[0]
+    await keep_house(db, settings())
+    await applying
+    assert await histories(db) == {"ada": [1, 2]}
+    assert await desk.backlog() == []
+
+
+async def test_a_service_misses_a_partition_before_the_next_round(
+    bank: Bank, db: asyncpg.Connection, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.runtime.AHEAD_SECONDS", 0.1)
+    async with running(bank.service, Part.RELAY, housekeeping_interval=3_600) as health:
+        await eventually(lambda: "housekeeping" not in health.reasons)
+        today = days(0)[0]
+        await db.execute(f"DROP TABLE pipeline.{today}")
+
+        async def is_there() -> bool:
+            return today in await made(db, "outbox")
+
+        await eventually(is_there)
+
+
 async def test_a_generation_is_closed_when_it_is_old_enough_and_not_before(
     db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
@@ -223,6 +255,50 @@ async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
         assert await _generations(db) == (1, 1)
     await keep_house(db, settings(inbox_generation_age=0.001))
     assert await _generations(db) == (2, 1)
+
+
+async def test_a_generation_is_closed_also_where_transactions_are_long_and_overlap(
+    db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    """There is no tenth of a second in which none of them runs."""
+    done = asyncio.Event()
+
+    async def consume(one: asyncpg.Connection, delay: float) -> None:
+        await asyncio.sleep(delay)
+        while not done.is_set():
+            async with one.transaction():
+                await one.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
+                await asyncio.sleep(0.6)
+
+    async with asyncio.TaskGroup() as tasks:
+        for n in range(3):
+            tasks.create_task(consume(await connect(), n * 0.2))
+        await asyncio.sleep(0.5)
+        await keep_house(db, settings(inbox_generation_age=0.001))
+        done.set()
+    assert await _generations(db) == (2, 1)
+
+
+async def test_a_generation_that_cannot_be_closed_is_told_of(
+    db: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    async def held() -> list[tuple[str, str | None]]:
+        rows = [one async for one in retention.survey(db, settings())]
+        return [(one.name, one.needed_by) for one in rows if one.is_due]
+
+    await keep_house(db, settings())
+    assert await held() == []
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '3 days'")
+    assert await held() == [("inbox_g1", retention._BUSY)]
+    await db.execute("UPDATE pipeline.retention_lease SET finished_at = now() - interval '2 days'")
+    ((_, why),) = await held()
+    assert "nobody has finished a round of retention since" in (why or "")
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() + interval '3 days'")
+    ((name, why),) = await held()
+    assert name == "inbox_g1"
+    assert "the database's clock was ahead" in (why or "")
+    assert [one.name for one in (await keep_house(db, settings())).held] == ["inbox_g1"]
+    assert await _generations(db) == (1, 1)
 
 
 async def test_two_processes_close_a_generation_once(
@@ -266,7 +342,7 @@ async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_se
     original = retention.make_ahead
     calls: list[None] = []
 
-    async def fail(connection: asyncpg.Connection, settings: Settings) -> None:
+    async def fail(connection: asyncpg.Connection, settings: Settings, **_: object) -> None:
         calls.append(None)
         if len(calls) > 1:
             raise RuntimeError("no partition for you")

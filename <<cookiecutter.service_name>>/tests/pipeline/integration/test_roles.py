@@ -36,6 +36,7 @@ from .bank import Bank, Base, Deposit
 from .conftest import administer, drop_databases, eventually
 from .grantees import DIRECTLY, PASSWORD, Roles, splitting
 from .processes import ROOT, Start, starting
+from .prometheus import series
 
 pytestmark = DIRECTLY
 
@@ -294,9 +295,16 @@ async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_r
     days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1"
     today, *later = [row["relname"] for row in await db.fetch(days)]
     await db.execute(f"DROP TABLE pipeline.{later[-1]}")
+    await db.execute(
+        "UPDATE pipeline.retention_lease SET held = 2, finished_at = now() - interval '7 hours'"
+    )
     relaying = await start("relay", database_url=granted.of("relay"))
     await eventually(relaying.is_ready)
     assert "partitions run out" in relaying.output
+    told = series((await relaying.get("/metrics"))[1])
+    values = {name: value for (name, _), value in told.items()}
+    assert values["pipeline_retention_held"] == 2
+    assert values["pipeline_retention_age_seconds"] > 25_000
     await relaying.kill()
 
     await db.execute(f"DROP TABLE pipeline.{today}")

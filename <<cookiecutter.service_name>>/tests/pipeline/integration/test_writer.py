@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Conflict, Event, Versioned, Writer, Writing
-from pipeline.database import create_engine
+from pipeline.database import create_engine, driver_of
 from pipeline.settings import Settings
 
 from .bank import Base
@@ -150,3 +150,27 @@ async def test_an_event_may_be_of_no_row(writer: Writer, db: asyncpg.Connection)
 
     await writer.write(say)
     assert await told(db) == [(None, '{"wanted_by":7}', "2B")]
+
+
+async def test_a_deadlock_is_tried_again_also_where_the_driver_tells_of_it(writer: Writer) -> None:
+    """As it does of the COPY that writes the events."""
+    both_have_one = asyncio.Barrier(2)
+    attempts = 0
+
+    async def lock(first: int, second: int) -> None:
+        is_first = True
+
+        async def work(writing: Writing) -> None:
+            nonlocal attempts, is_first
+            attempts += 1
+            driver = await driver_of(await writing.session.connection())
+            await driver.execute("SELECT pg_advisory_xact_lock($1)", first)
+            if is_first:
+                is_first = False
+                await both_have_one.wait()
+            await driver.execute("SELECT pg_advisory_xact_lock($1)", second)
+
+        await writer.write(work)
+
+    await asyncio.gather(lock(1, 2), lock(2, 1))
+    assert attempts == 3

@@ -95,6 +95,16 @@ def test_sqlalchemys_wrapping_changes_nothing(error: Exception) -> None:
     assert is_of_the_database(error)
 
 
+def test_a_row_without_a_partition_is_the_engines_fault_and_no_other_tables() -> None:
+    error = asyncpg.CheckViolationError('no partition of relation "outbox" found for row')
+    error.schema_name, error.constraint_name = "pipeline", None
+    assert is_infrastructure(error)
+    error.constraint_name = "backlog_is_whole"
+    assert not is_infrastructure(error)
+    error.schema_name, error.constraint_name = "public", None
+    assert not is_infrastructure(error), "no region of that name: another attempt changes nothing"
+
+
 def test_what_sqlalchemy_raises_may_belong_to_an_earlier_record() -> None:
     assert is_of_the_database(sqlalchemy.exc.PendingRollbackError())
     assert not is_infrastructure(sqlalchemy.exc.PendingRollbackError())

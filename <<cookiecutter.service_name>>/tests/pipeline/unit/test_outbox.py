@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 import pipeline
 from pipeline import Event, telemetry
 from pipeline.message import event_headers
-from pipeline.outbox import Outbox, StagedEvent, Unpublishable, event_id
+from pipeline.outbox import Due, Outbox, StagedEvent, Unpublishable, event_id
 
 LIMIT = 10_000
 
@@ -221,3 +221,9 @@ def test_the_engine_neither_notifies_nor_listens() -> None:
     assert len(sources) > 20
     for source in sources:
         assert not re.search(r"\b(NOTIFY|LISTEN|pg_notify|add_listener)\b", source.read_text())
+
+
+def test_an_event_that_is_due_in_a_thousand_years_is_refused_where_it_is_published() -> None:
+    assert Due.check(None, timedelta(days=36_525), None).name is None
+    with pytest.raises(Unpublishable, match="100 years at most"):
+        Due.check(None, timedelta(days=365_250), None)

@@ -513,7 +513,7 @@ now = datetime.now(UTC)
 telemetry.observe_partitions(now + timedelta(hours=1), None)
 print(generate_latest().decode() + "===")
 telemetry.observe_partitions(now - timedelta(hours=1), now - timedelta(days=8))
-telemetry.observe_retention(3)
+telemetry.observe_retention(3, now - timedelta(hours=7))
 telemetry.conflicted()
 print(generate_latest().decode())
 configured.shutdown()
@@ -527,4 +527,5 @@ def test_how_long_partitions_last_and_how_far_the_memory_goes_back_is_told() -> 
     assert -3_700 < later["pipeline_outbox_ahead_seconds"] < -3_600
     assert 8 * 86_400 < later["pipeline_inbox_horizon_seconds"] < 8 * 86_400 + 100
     assert later["pipeline_retention_held"] == 3
+    assert 7 * 3_600 <= later["pipeline_retention_age_seconds"] < 7 * 3_600 + 100
     assert later["pipeline_conflicts_total"] == 1

@@ -305,8 +305,12 @@ def upgrade() -> None:
             day date PRIMARY KEY,
             xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
             is_published boolean NOT NULL DEFAULT false,
-            not_archived text
+            not_archived text,
+            goes_unarchived boolean NOT NULL DEFAULT false
         )""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_closed.goes_unarchived IS
+        'a person has decided that'""")
     op.execute("""
         COMMENT ON COLUMN pipeline.outbox_closed.not_archived IS
         'why that failed the last time'""")
@@ -443,11 +447,23 @@ def upgrade() -> None:
         CREATE TABLE pipeline.retention_lease (
             singleton   boolean PRIMARY KEY CHECK (singleton),
             owner       text,
-            lease_until timestamptz
+            lease_until timestamptz,
+            finished_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+            held        integer NOT NULL DEFAULT 0,
+            archives    boolean NOT NULL DEFAULT false
         )""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.retention_lease.archives IS
+        'days are archived, by whoever knows where; nobody else drops them'""")
     op.execute("""
         COMMENT ON TABLE pipeline.retention_lease IS
         'One row: the process that does what one does for all, as to drop what is too old.'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.retention_lease.finished_at IS
+        'when that was done the last time, to its end'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.retention_lease.held IS
+        'partitions that were due then, and needed by somebody'""")
     op.execute("INSERT INTO pipeline.retention_lease VALUES (true)")
 
 
