@@ -11,7 +11,7 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from . import clients
+from . import clients, telemetry
 from .clients import KafkaConsumer
 from .consume import Consume
 from .failures import patiently
@@ -144,6 +144,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         for partition in sorted(assigned):
             reader = self._readers[partition] = self._new_reader(self._client, partition)
             reader.start()
+        telemetry.assigned(len(self._readers))
         self._has_joined = True
         self._health.ready("consumer")
 
@@ -158,6 +159,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         if self._committing is not None:
             await asyncio.wait({self._committing}, timeout=_ANSWER_SECONDS)
         self._readers.clear()
+        telemetry.assigned(0)
         self._committed.clear()
 
     def _commit_offsets(self) -> None:

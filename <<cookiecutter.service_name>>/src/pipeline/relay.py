@@ -485,6 +485,7 @@ class Relay:
         self._dirty.clear()
         self._ahead = None
         self._renew_at = 0.0
+        telemetry.relay_progress(0)  # nobody publishes them while this fails
 
 
 def _grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:

@@ -320,6 +320,7 @@ async def _beat(health: Health, hang_timeout: float) -> None:
             health.beat()
             watchdog.put_off()
             announcer.announce()
+            telemetry.observe_ready(health.is_ready)
             await asyncio.sleep(_BEAT)
     finally:
         watchdog.stop()

@@ -60,6 +60,10 @@ _duration = _meter.create_histogram(
     metric_names.MESSAGING_PROCESS_DURATION, "s", explicit_bucket_boundaries_advisory=_SECONDS
 )
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
+_ready = _meter.create_gauge("pipeline.ready", "{process}", "1 while every part can do its work.")
+_assigned = _meter.create_gauge(
+    "pipeline.partitions.assigned", "{partition}", "Partitions that this process reads."
+)
 _stuck = _meter.create_gauge("pipeline.partitions.stuck", "{partition}", "1 while it stands still.")
 _conflicts = _meter.create_counter(
     "pipeline.conflicts", "{conflict}", "Writers that found a row changed by another one."
@@ -360,6 +364,16 @@ def handled(longest: Mapping[tuple[str, str], float]) -> None:
 def published(topic: str, count: int) -> None:
     """Count events that the broker has acknowledged."""
     _sent.add(count, _operation(_SEND, topic))
+
+
+def observe_ready(is_ready: bool) -> None:
+    """Tell whether every part of the process can do its work."""
+    _ready.set(int(is_ready))
+
+
+def assigned(partitions: int) -> None:
+    """Tell how many partitions this process reads."""
+    _assigned.set(partitions)
 
 
 def set_stuck(topic: str, partition: int, *, is_stuck: bool) -> None:

@@ -81,7 +81,9 @@ async def tells(process: Process, name: str, value: Callable[[float], bool], **l
             for (each, having), number in series(found[0]).items()
             if each == name and labels.items() <= dict(having).items()
         ]
-        return bool(values) and all(map(value, values))
+        is_ready = re.search(r"^pipeline_ready\S* 1\.0$", found[0], re.MULTILINE)
+        # What is over is over when all of it goes on again.
+        return bool(values) and all(map(value, values)) and (value is not zero or bool(is_ready))
 
     await eventually(seen)
     return found[0]
@@ -147,7 +149,7 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_and_dashboard
     start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, missing: str
 ) -> None:
     asked = queries()
-    named = set(re.findall(r"(\w+)\{", asked))
+    named = set(re.findall(r"(\w+)\{", asked)) - {"up"}  # Prometheus' own
     labels = {
         (metric, label)
         for metric, chosen in re.findall(r"(\w+)\{([^}]*)\}", asked)
@@ -194,6 +196,7 @@ async def test_dead_letters_alert_until_they_are_redriven(
 ) -> None:
     process = await start("run")
     await Deposit(1, failures=4).send(producer, bank.deposits)
+    await tells(process, "pipeline_ready", positive)
     fires = await tells(process, "pipeline_backlog_dead", positive)
     check(tmp_path, [fires], firing=["DeadLetters"], quiet=set(ALERTS) - {"DeadLetters"})
     assert "attempts used up" in (await command("dead", "list")).stdout
@@ -231,10 +234,14 @@ async def test_shards_without_a_relay_alert_until_one_runs(start: Start, tmp_pat
     nobody = await scraped(consumer)
     check(tmp_path, [nobody], firing=["NoRelayOwner"])
     relay = await start("relay")
+    await tells(relay, "pipeline_ready", positive)
     owned = await tells(relay, "pipeline_relay_shards", lambda shards: shards == SHARDS)
-    check(tmp_path, [nobody, owned], quiet=ALERTS)
+    check(tmp_path, [nobody, owned], firing=["NoConsumer"], quiet=set(ALERTS) - {"NoConsumer"})
     await relay.kill()
-    check(tmp_path, [owned, await scraped(consumer)], firing=["NoRelayOwner"])
+    consuming = await scraped(consumer)
+    check(tmp_path, [owned, consuming], firing=["NoRelayOwner"], quiet=["NoConsumer"])
+    await consumer.kill()
+    check(tmp_path, [consuming, ""], firing=["ServiceDown", "NoConsumer", "NoRelayOwner"])
 
 
 async def test_events_that_kafka_refuses_alert_until_their_topic_is_there(
@@ -350,7 +357,7 @@ async def test_events_that_kafka_does_not_take_alert_and_keep_their_day_until_it
         process = await start("run", kafka_bootstrap_servers=wire.address)
         await tells(process, "pipeline_outbox_lag_duration_seconds", positive)
         fires = await tells(process, "pipeline_retention_held", positive)
-        check(tmp_path, [fires], firing=["OutboxLag"], quiet=["RetentionHeld"])
+        check(tmp_path, [fires], firing=["OutboxLag", "NotReady"], quiet=["RetentionHeld"])
         check(tmp_path, [fires], firing=["OutboxLag", "RetentionHeld"], minutes=25 * 60)
         held = (await command("retention", "status")).stdout
         assert "relay has not published" in " ".join(held.split())
@@ -371,6 +378,7 @@ async def test_what_was_handled_before_alerts_while_it_comes_again(
     tmp_path: Path,
 ) -> None:
     process = await start("run")
+    await tells(process, "pipeline_ready", positive)
 
     async def again(times: int) -> str:
         for amount in range(1, 6):
@@ -431,5 +439,6 @@ async def test_too_few_days_ahead_and_too_short_a_memory_alert(
     await remember(8)
     process = await start("run")
     await tells(process, "pipeline_relay_shards", lambda shards: shards == SHARDS)
+    await tells(process, "pipeline_ready", positive)
     over = await tells(process, "pipeline_inbox_horizon_seconds", positive)
     check(tmp_path, [over], quiet=ALERTS)
