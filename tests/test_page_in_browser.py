@@ -133,11 +133,14 @@ def test_a_person_sees_how_the_service_stands(page: Page) -> None:
         tile.locator(".figure").filter(has_text=re.compile(f"^{figure}$")).wait_for()
     page.get_by_role("cell", name=re.compile(r"^127\.0\.0\.1 ")).first.wait_for()
     page.locator("#live .bad").first.wait_for(state="detached")
+    page.locator("#live h2 a").first.focus()
+    held = page.evaluate("document.activeElement.href")
     before = page.locator("#live .note").last.inner_text()
     page.wait_for_function(
         "before => [...document.querySelectorAll('#live .note')].pop().innerText !== before",
         arg=before,
     )
+    assert page.evaluate("document.activeElement.href") == held, "who is there stays there"
 
 
 def test_a_hostile_payload_is_read_and_does_nothing(page: Page) -> None:

@@ -117,8 +117,8 @@ class Actions:
         self, request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
         """Cancel an event that is scheduled."""
-        name = form.get("name", "")
-        _record("cancel", operator, name[:1_000])
+        name, why = form.get("name", ""), asked.why(form)
+        _record("cancel", operator, name[:1_000], why=why)
         async with autocommitting(self._engine) as connection:
             if not await scheduled.cancel(connection, [name]):
                 raise Refused("not scheduled, or published already")
@@ -133,6 +133,10 @@ async def _one(connection: asyncpg.Connection, request: Request) -> tuple[str, W
     return letter.id, Which(keys=[bytes.fromhex(letter.id)])
 
 
-def _record(what: str, operator: Operator, id: str) -> None:
-    """Tell who does what: before it is done, so that nothing is done without."""
-    log.info("asked for on the page: %s", what, extra={"operator": operator.name, "id": id})
+def _record(what: str, operator: Operator, id: str, **more: str) -> None:
+    """Tell who does what: before it is done, so that nothing is done without.
+
+    As a warning, which the settings don't leave out: there is no other record of most.
+    """
+    fields = {"operator": operator.name, "id": id, **more}
+    log.warning("asked for on the page: %s", what, extra=fields)

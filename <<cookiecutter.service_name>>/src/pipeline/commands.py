@@ -39,6 +39,8 @@ from .terminal import (
 )
 
 PLACE = "earliest|latest|OFFSET|TIME"
+_REPLICAS = 3
+"""Where there are as many brokers: one may be away, and what was acknowledged is kept."""
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
 
@@ -134,9 +136,17 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
     @topics.command("create")
     def create(
         partitions: Annotated[int, typer.Option(min=1, help="partitions of a new topic")] = 8,
-        replicas: Annotated[int, typer.Option(min=1, help="replicas of each partition")] = 1,
+        replicas: Annotated[
+            int | None,
+            typer.Option(
+                min=1, help="of each partition; else three, or as many as there are brokers"
+            ),
+        ] = None,
     ) -> None:
-        """Create the topics that are missing, for development; those that exist are left alone."""
+        """Create the topics that are missing; those that exist are left alone.
+
+        In production say how many partitions: to change that later breaks the order of keys.
+        """
         settings = read_settings()
         names = service.topics | (
             {settings.dead_letter_topic} if settings.dead_letter_topic else set()
@@ -333,14 +343,17 @@ def _moved(one: Move, verb: str) -> str:
 
 
 async def _create_topics(
-    settings: Settings, names: list[str], partitions: int, replicas: int
+    settings: Settings, names: list[str], partitions: int, replicas: int | None
 ) -> None:
     with of_kafka(settings):
         async with clients.managing(settings) as admin:
+            if replicas is None:
+                replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
             new = [NewTopic(name, partitions, replicas) for name in names]
             answer = await admin.create_topics(new)
+    made = f"created with {partitions} partitions, replicas: {replicas}"
     # aiokafka does not raise for a topic that could not be made: look at the codes.
     for name, code, *_ in answer.topic_errors:
         if code not in (0, _TOPIC_EXISTS):
             raise for_code(code)(f"topic {name} was not created")
-        typer.echo(f"{name}: {'exists' if code else f'created with {partitions} partitions'}")
+        typer.echo(f"{name}: {'exists' if code else made}")

@@ -15,7 +15,7 @@ from . import epoch, retention, revisions, roles, topics
 from .failures import named
 from .service import Misconfigured, Service
 from .settings import CLOCK_MARGIN, Settings
-from .status import AT_MOST, ahead_until
+from .status import AT_MOST, OUTBOX, RELAYS, ahead_until
 from .topics import Topic
 
 Level = Literal["ok", "warning", "wrong"]
@@ -41,6 +41,8 @@ SELECT format('process %s of %s, since %s', pid,
    AND xact_start < clock_timestamp() - $1::interval
  ORDER BY xact_start LIMIT 5
 """
+
+_SEES_OTHERS = "SELECT pg_has_role('pg_read_all_stats', 'USAGE') AS sees, current_user AS who"
 
 _PREPARED = """
 SELECT gid FROM pg_prepared_xacts WHERE prepared < clock_timestamp() - $1::interval LIMIT 5
@@ -279,7 +281,26 @@ async def _clock(patient: Patient) -> Findings:
         yield make(told, "synchronize both by NTP (`timedatectl status`)")
 
 
+async def _outbox(patient: Patient) -> Findings:
+    unsent = await patient.connection.fetchrow(OUTBOX, AT_MOST + 1)
+    if unsent["oldest"] <= _STANDS_STILL.total_seconds():
+        return
+    waiting = f"{unsent['count']:,} events at least wait, one for {unsent['oldest']:,.0f} seconds"
+    owners = {row["owner"]: row["shards"] for row in await patient.connection.fetch(RELAYS)}
+    if None in owners:
+        told = f"{waiting}, and {owners[None]} shards have no relay"
+        yield _wrong(told, "start `service relay`, or `service run`")
+    else:
+        yield _warning(waiting, "see `/health/ready` of the relay; else start more relays")
+
+
 async def _long_transactions(patient: Patient) -> Findings:
+    sees, who = await patient.connection.fetchrow(_SEES_OTHERS)
+    if not sees:
+        yield _warning(
+            f"whether others hold transactions open is not known to role {who}",
+            f"GRANT pg_read_all_stats TO {who}",
+        )
     for row in await patient.connection.fetch(_LONG_TRANSACTIONS, _LONG):
         yield _warning(
             f"a transaction is open: {row['who']}; nothing is vacuumed meanwhile",
@@ -405,7 +426,8 @@ async def _lag(patient: Patient) -> Findings:
         if row["next_offset"] < topic.first.get(row["partition"], 0) or behind < 0:
             yield _wrong(
                 f"{place} stands at offset {row['next_offset']}, which the brokers don't have",
-                f"see what was lost, then `service topics seek {row['topic']} --to earliest`",
+                f"see what was lost, then `service topics seek {row['topic']} --partition"
+                f" {row['partition']} --to earliest`, first with --dry-run",
             )
         elif behind > 0:
             yield _warning(
@@ -424,6 +446,7 @@ CHECKS: tuple[Check, ...] = (
     _server,
     _schema,
     _outbox_epoch,
+    _outbox,
     _partitions_ahead,
     _held_partitions,
     _permissions,

@@ -10,11 +10,15 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from traceback import TracebackException
 from typing import Any
 
 from opentelemetry import trace
+from pydantic import ValidationError
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
+
+from .failures import is_of_the_database, told
 
 _HANDLER = "pipeline"
 _RESERVED = {*RESERVED_ATTRS, "taskName"}  # of a LogRecord; the last since Python 3.12
@@ -90,7 +94,7 @@ class _Json(JsonFormatter):
     """One JSON object a line."""
 
     def formatException(self, ei: Any) -> str:
-        return _without_rows(str(super().formatException(ei)))
+        return _traceback(ei[1])
 
     def add_fields(
         self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
@@ -109,7 +113,7 @@ class _Readable(logging.Formatter):
     """One line for people, and below it the traceback if there is one."""
 
     def formatException(self, ei: Any) -> str:
-        return _without_rows(super().formatException(ei))
+        return _traceback(ei[1])
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_timestamp(record)} {record.levelname:<7} {record.name}"
@@ -122,9 +126,27 @@ class _Readable(logging.Formatter):
         return "\n".join(lines)
 
 
-def _without_rows(traceback: str) -> str:
-    """Leave out the lines in which PostgreSQL quotes rows: `DETAIL: Failing row contains (…)`."""
-    return _DETAIL.sub("", traceback)
+def _traceback(error: BaseException | None) -> str:
+    """Return it without the values of rows and payloads that errors quote in their texts."""
+    if error is None:
+        return ""
+    found = TracebackException.from_exception(error)
+    _leave_out_values(found, error)
+    # And what somebody has made the text of an error of another class.
+    return _DETAIL.sub("", "".join(found.format())).rstrip("\n")
+
+
+def _leave_out_values(found: TracebackException, error: BaseException) -> None:
+    if is_of_the_database(error) or isinstance(error, ValidationError):
+        found._str = told(error)  # type: ignore[attr-defined]  # nothing public sets it
+    pairs = [
+        (found.__cause__, error.__cause__),
+        (found.__context__, error.__context__),
+        *zip(found.exceptions or (), getattr(error, "exceptions", ()), strict=False),
+    ]
+    for inner, cause in pairs:
+        if inner is not None and cause is not None:
+            _leave_out_values(inner, cause)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

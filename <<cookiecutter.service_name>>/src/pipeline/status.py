@@ -42,7 +42,7 @@ SELECT consumer, count(*) AS count
 """
 
 # What a relay has sent since it last wrote its cursor still counts: a quarter of a second's worth.
-_OUTBOX = """
+OUTBOX = """
 SELECT count(*) AS count,
        COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
   FROM (SELECT created_at
@@ -54,7 +54,7 @@ SELECT count(*) AS count,
          ORDER BY xid LIMIT $1) AS unsent
 """
 
-_RELAYS = """
+RELAYS = """
 SELECT owner, count(*) AS shards
   FROM (SELECT CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
           FROM pipeline.outbox_cursor) AS cursor
@@ -205,11 +205,11 @@ class _Ask:
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await epoch.is_ours(self.connection)
-        row = await self.connection.fetchrow(_OUTBOX, AT_MOST + 1, timeout=_SECONDS)
+        row = await self.connection.fetchrow(OUTBOX, AT_MOST + 1, timeout=_SECONDS)
         self.found.outbox_events, self.found.outbox_seconds = row["count"], row["oldest"]
 
     async def relays(self) -> None:
-        rows = await self.connection.fetch(_RELAYS, timeout=_SECONDS)
+        rows = await self.connection.fetch(RELAYS, timeout=_SECONDS)
         shards = {row["owner"]: row["shards"] for row in rows}
         self.found.shards_without_relay = shards.pop(None, 0)
         self.found.relays = shards
@@ -330,7 +330,8 @@ def _of_consumer(status: Status, name: str) -> str:
     one = status.backlog[name]
     waiting = _number(one.waiting, is_cut_off=status.is_waiting_cut_off)
     dead = _number(one.dead, is_cut_off=status.is_dead_cut_off)
-    age = f", oldest {_span(one.oldest)}" if one.waiting else ""
+    least = "at least " if status.is_waiting_cut_off else ""  # it is of some of them
+    age = f", oldest {least}{_span(one.oldest)}" if one.waiting else ""
     return _line("backlog", f"{name or 'nobody'}  {waiting} waiting, {dead} dead{age}")
 
 

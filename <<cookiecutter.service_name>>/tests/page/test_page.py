@@ -119,7 +119,7 @@ async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     id = await buried(desk, db, Deposit(1))
-    caplog.set_level(logging.INFO, "page")
+    caplog.set_level(logging.WARNING, "page")
     answer = await ann.post(
         f"/dead/{id}/discard",
         content=f"csrf={await csrf(ann)}&why=no+more",
@@ -164,17 +164,23 @@ async def test_an_identity_mismatch_is_shown_with_both_hashes(
 
 
 async def test_a_scheduled_event_is_cancelled(
-    ann: httpx.AsyncClient, db: asyncpg.Connection
+    ann: httpx.AsyncClient, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     await db.execute(
         "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
         " VALUES ($1, '2030-01-02 03:04+00', 't', 'a', '/s', 'x', 'y')",
         HOSTILE,
     )
-    token = await csrf(ann, "/scheduled")
+    caplog.set_level(logging.WARNING, "page")
+    form = {"csrf": await csrf(ann, "/scheduled"), "name": HOSTILE}
+    assert (await ann.post("/scheduled/cancel", data=form)).status_code == 409, "why?"
+    assert await db.fetchval("SELECT count(*) FROM pipeline.scheduled") == 1
     for status in (303, 409):
-        answer = await ann.post("/scheduled/cancel", data={"csrf": token, "name": HOSTILE})
+        answer = await ann.post("/scheduled/cancel", data={**form, "why": "paid twice"})
         assert answer.status_code == status
+    line = next(one for one in caplog.records if one.message == "asked for on the page: cancel")
+    told = {name: line.__dict__[name] for name in ("operator", "id", "why")}
+    assert told == {"operator": "ann", "id": HOSTILE, "why": "paid twice"}
     assert await db.fetchval("SELECT count(*) FROM pipeline.scheduled") == 0
 
 

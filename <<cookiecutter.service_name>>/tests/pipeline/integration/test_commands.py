@@ -138,7 +138,7 @@ def test_what_the_command_line_does_not_know_is_refused(
 async def test_topics_are_created_once_and_then_left_alone(
     start: Start, unborn: Bank, kafka: str
 ) -> None:
-    for partitions_asked, said in ((3, "created with 3 partitions"), (5, "exists")):
+    for partitions_asked, said in ((3, "created with 3 partitions, replicas: 1"), (5, "exists")):
         process = await start("topics", "create", "--partitions", str(partitions_asked))
         assert await process.ended() == 0, process.output
         for topic in (unborn.deposits, unborn.balances):

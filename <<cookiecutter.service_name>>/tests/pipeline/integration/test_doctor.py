@@ -22,6 +22,7 @@ from pipeline.settings import Settings
 from .bank import Bank, Deposit
 from .conftest import Command, eventually
 from .desk import NewDesk
+from .outgoing import event, stage
 from .pooler import pooling
 from .processes import Process, starting
 from .test_commands import ALEMBIC
@@ -255,6 +256,23 @@ async def test_who_holds_a_transaction_open_is_named_and_ended_by_the_advice(
     await eventually(other.is_closed)
 
 
+async def test_events_that_nobody_publishes_are_told(
+    examine: Examine, db: asyncpg.Connection, bank: Bank
+) -> None:
+    await stage(db, [event(bank.balances, 1)])
+    assert "outbox" not in await examine(), "they have just come"
+    await db.execute("UPDATE pipeline.outbox SET created_at = now() - interval '5 minutes'")
+    found = (await examine())["outbox"]
+    assert found.level == "wrong"
+    assert "1 events at least wait, one for 30" in found.found
+    assert "64 shards have no relay" in found.found
+    await db.execute(
+        "UPDATE pipeline.outbox_cursor SET owner = 'a', lease_until = now() + interval '1 hour'"
+    )
+    found = (await examine())["outbox"]
+    assert (found.level, "shards" in found.found) == ("warning", False)
+
+
 async def test_a_topic_that_is_missing_is_told(examine: Examine, unborn: Bank) -> None:
     found = await examine(unborn)
     assert found["topics"].level == "wrong"
@@ -289,7 +307,10 @@ async def test_a_position_that_stands_still_or_that_the_brokers_do_not_have_is_t
     )
     found = (await examine())["lag"]
     assert found.level == "wrong"
-    assert f"service topics seek {bank.deposits} --to earliest" in found.advice
+    seek = (
+        f"`service topics seek {bank.deposits} --partition 0 --to earliest`, first with --dry-run"
+    )
+    assert seek in found.advice, "and no other partition"
 
 
 async def test_a_position_that_stands_still_before_the_end_is_told(

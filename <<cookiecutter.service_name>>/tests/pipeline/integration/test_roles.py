@@ -155,6 +155,7 @@ async def test_each_process_does_its_work_under_its_own_role(
         assert await process.ended() == 0, (command, process.output)
     process = await start("doctor", database_url=operator)
     await process.ended()
+    assert "GRANT pg_read_all_stats TO" in process.output, "it can't see who holds what open"
     for complaint in ("permission", "can't be made", "lacks"):
         told = [one for one in process.output.splitlines() if complaint in one]
         assert all("as it should be" in one for one in told), process.output
@@ -239,6 +240,7 @@ async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_super
         process = await start("doctor", database_url=set_up.of(role))
         await process.ended()
         assert not re.search("Traceback|lacks|may do nothing", process.output), process.output
+        assert ("pg_read_all_stats" in process.output) == (role != "operator"), process.output
     for process in (consuming, relaying):
         assert process.is_running
         assert "permission denied" not in process.output, process.output

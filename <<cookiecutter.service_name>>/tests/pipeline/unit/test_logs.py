@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import asyncpg
 import pytest
+import sqlalchemy.exc
 from opentelemetry import propagate, trace
+from pydantic import BaseModel
 
 from pipeline import logs
 
@@ -126,6 +129,52 @@ def test_the_rows_that_postgresql_quotes_are_left_out(stderr: io.StringIO, json:
         log.exception("stands still")
     assert "null value in column" in stderr.getvalue()
     assert secret not in stderr.getvalue()
+
+
+class Transfer(BaseModel):
+    """A payload."""
+
+    amount: int
+
+
+def fail(kind: str, secret: str) -> None:
+    """Raise an error that quotes a secret of the payload."""
+    if kind == "validation":
+        Transfer.model_validate({"amount": secret})
+    row = asyncpg.NotNullViolationError("null value in column")
+    row.detail = f"Failing row contains (7, first\n{secret})."
+    if kind == "row":
+        raise row
+    statement = sqlalchemy.exc.IntegrityError("INSERT …", (secret,), row)
+    statement.__cause__ = row
+    raise statement
+
+
+@pytest.mark.parametrize("json", [True, False])
+@pytest.mark.parametrize("kind", ["validation", "row", "statement"])
+@pytest.mark.parametrize("way", ["itself", "cause", "context", "group"])
+def test_no_error_of_a_chain_quotes_a_payload(
+    stderr: io.StringIO, json: bool, kind: str, way: str
+) -> None:
+    logs.configure(level="INFO", json=json)
+    secret = "-".join(["secret", "iban"])
+    try:
+        try:
+            fail(kind, secret)
+        except Exception as error:
+            if way == "itself":
+                raise
+            if way == "cause":
+                raise RuntimeError("the handler") from error
+            if way == "context":
+                raise RuntimeError("the handler")  # noqa: B904 (that is what is tried)
+            raise ExceptionGroup("the handler", [ValueError("another"), error]) from None
+    except Exception:
+        log.exception("stands still")
+    text = stderr.getvalue()
+    assert secret not in text
+    assert ("amount: Input should be" if kind == "validation" else "null value in column") in text
+    assert "in fail\n" in text or "in fail\\n" in text, "the way there is told"
 
 
 @pytest.mark.parametrize("json", [True, False])
