@@ -74,8 +74,8 @@ WRONG = ("lost", "doubled", "reordered", "misjudged")
 OUTBOX_AGE = timedelta(hours=26)
 """From the beginning of a day until it is old enough to be dropped."""
 STOPPING = {"pause": 2, "retention": 10}
-"""Faults after which calls may be made late, and how many may: who makes them was stopped on the way
-to the outside, or the time that nobody was to ask in went by in a moment."""
+"""Faults after which calls may be made late, and how many may: who makes them was stopped on the
+way to the outside, or the time in which nobody was to ask went by in a moment."""
 LOOK_EVERY = 0.5
 FINDINGS = 50
 """So many are told; all of them are counted."""

@@ -550,11 +550,10 @@ reason, attempts, waited,
         [
             Edit(
                 "caller.py",
-                "            call = self._call(lane, item, noted_at=begun if key in may_begin else None)\n",
+                "            call = self._call(lane, item, noted_at=",
                 """\
             await self._settle_together(lane, [_Called(item)])
-            call = self._call(lane, item, noted_at=begun if key in may_begin else None)
-""",
+            call = self._call(lane, item, noted_at=""",
             )
         ],
     ),
