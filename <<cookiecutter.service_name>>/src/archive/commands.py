@@ -30,12 +30,12 @@ def group(archive: Archive) -> typer.Typer:
         """List the days that are archived."""
         run_to_end(_list(archive))
 
-    @app.command()
+    @app.command(epilog="For example: service archive verify 2026-11-20")
     def verify(days: Days = None) -> None:
         """Read all of it; exit code 1 if anything is missing or changed."""
         run_to_end(_verify(archive, _dates(days)))
 
-    @app.command()
+    @app.command(epilog="For example: service archive find 7d0f2c5e 2026-11-20")
     def find(
         id: Annotated[str, typer.Argument(help="the event's id")],
         days: Days = None,

@@ -85,7 +85,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         if context.invoked_subcommand is None:
             run_to_end(run(service, read_settings(), Part.RELAY))
 
-    @relays.command()
+    @relays.command(epilog="For example: service relay reset")
     def reset(
         keep_progress: Annotated[
             bool,
@@ -98,7 +98,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         """Publish everything in the outbox again, after a dump was restored."""
         run_to_end(_reset(service, read_settings(), keep_progress=keep_progress, asks=not yes))
 
-    @memory.command()
+    @memory.command(epilog="For example: service inbox show 7d0f2c5e --source /scanners/7")
     def show(
         id: Annotated[str, typer.Argument(help="the event's id")],
         source: Annotated[str | None, typer.Option(help="its source, to find it at once")] = None,
@@ -120,7 +120,10 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
                 command.upgrade(Config(revisions.ALEMBIC), "heads")
         run_to_end(_make_ahead(service, settings))
 
-    @app.command("grant")
+    @app.command(
+        "grant",
+        epilog="For example: service grant --to-service parcels_service --to-relay parcels_relay",
+    )
     def grant(
         to_service: Annotated[str | None, typer.Option(help="role that consumes")] = None,
         to_relay: Annotated[str | None, typer.Option(help="role that publishes")] = None,
@@ -133,7 +136,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
             raise typer.BadParameter("name a role, as by --to-service")
         run_to_end(_grant(service, read_settings(), names))
 
-    @topics.command("create")
+    @topics.command("create", epilog="For example: service topics create --partitions 16")
     def create(
         partitions: Annotated[int, typer.Option(min=1, help="partitions of a new topic")] = 8,
         replicas: Annotated[
@@ -153,7 +156,9 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         )
         run_to_end(_create_topics(settings, sorted(names), partitions, replicas))
 
-    @topics.command()
+    @topics.command(
+        epilog="For example: service topics seek scans --partition 3 --to earliest --dry-run"
+    )
     def seek(
         topic: Annotated[str, typer.Argument(help="a topic that the service reads")],
         to: Annotated[str, typer.Option(metavar=PLACE, help="where to go on")],
@@ -164,7 +169,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         place = _place_of(to)
         run_to_end(_seek(service, read_settings(), topic, partition, place, dry_run=dry_run))
 
-    @app.command()
+    @app.command(epilog="For example: service replay scans --from 2026-11-01T08:00+00:00")
     def replay(
         topic: Annotated[str, typer.Argument(help="a topic that the service reads")],
         since: Annotated[str, typer.Option("--from", metavar=PLACE, help="where to begin")],

@@ -101,7 +101,7 @@ def group(service: Service) -> typer.Typer:
     events = dead_event_commands.group(service)
     app.add_typer(events, name="events")
 
-    @app.command("list")
+    @app.command("list", epilog="For example: service dead list --summary")
     def list_letters(
         reason: _Reasons = None,
         consumer: _Consumer = None,
@@ -123,14 +123,14 @@ def group(service: Service) -> typer.Typer:
         work = _summary if summary else _list
         run_to_end(work(service, read_settings(), state, asked, limit, as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service dead show 7d0f2c5e")
     def show(
         id: Annotated[str, typer.Argument(help="as `list` shows it")], as_json: Json = False
     ) -> None:
         """Tell all that is stored of one, and what to do about it; also of one that waits."""
         run_to_end(_show(service, read_settings(), id, as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service dead redrive --consumer post-notice")
     def redrive(
         ids: _Ids = None,
         reason: _Reasons = None,
@@ -157,7 +157,7 @@ def group(service: Service) -> typer.Typer:
         )
         run_to_end(_redrive(service, read_settings(), asked, wait, how))
 
-    @app.command()
+    @app.command(epilog="For example: service dead discard 7d0f2c5e --because 'sent again as 3'")
     def discard(
         because: Because,
         ids: _Ids = None,

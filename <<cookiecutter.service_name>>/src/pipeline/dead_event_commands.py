@@ -97,7 +97,7 @@ def group(service: Service) -> typer.Typer:
     """Return the commands for a service."""
     app = typer.Typer(help="Events that Kafka refuses for good.", no_args_is_help=True)
 
-    @app.command("list")
+    @app.command("list", epilog="For example: service dead events list --waiting --summary")
     def list_events(
         reason: _Reasons = None,
         event_id: _EventId = None,
@@ -118,12 +118,12 @@ def group(service: Service) -> typer.Typer:
         work = _summary if summary else _list
         run_to_end(work(service, read_settings(), state, asked, limit, as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service dead events show 17")
     def show(id: _Id, as_json: Json = False) -> None:
         """Tell all that is stored of one, and what to do about it; also of one that waits."""
         run_to_end(_show(service, read_settings(), id, as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service dead events redrive --reason 'topic missing'")
     def redrive(
         ids: _Ids = None,
         reason: _Reasons = None,
@@ -149,7 +149,7 @@ def group(service: Service) -> typer.Typer:
         )
         run_to_end(_redrive(service, read_settings(), asked, wait, how))
 
-    @app.command()
+    @app.command(epilog="For example: service dead events discard 17 --because 'paid twice'")
     def discard(
         because: Because,
         ids: _Ids = None,

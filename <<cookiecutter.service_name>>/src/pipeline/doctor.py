@@ -42,7 +42,9 @@ SELECT format('process %s of %s, since %s', pid,
  ORDER BY xact_start LIMIT 5
 """
 
-_SEES_OTHERS = "SELECT pg_has_role('pg_read_all_stats', 'USAGE') AS sees, current_user AS who"
+_SEES_OTHERS = (
+    "SELECT pg_has_role('pg_read_all_stats', 'USAGE') AS sees, quote_ident(current_user) AS who"
+)
 
 _PREPARED = """
 SELECT gid FROM pg_prepared_xacts WHERE prepared < clock_timestamp() - $1::interval LIMIT 5
@@ -285,13 +287,14 @@ async def _outbox(patient: Patient) -> Findings:
     unsent = await patient.connection.fetchrow(OUTBOX, AT_MOST + 1)
     if unsent["oldest"] <= _STANDS_STILL.total_seconds():
         return
-    waiting = f"{unsent['count']:,} events at least wait, one for {unsent['oldest']:,.0f} seconds"
+    least = "at least " if unsent["count"] > AT_MOST else ""
+    waiting = f"{least}{unsent['count']:,} events wait, one for {unsent['oldest']:,.0f} seconds"
     owners = {row["owner"]: row["shards"] for row in await patient.connection.fetch(RELAYS)}
     if None in owners:
         told = f"{waiting}, and {owners[None]} shards have no relay"
-        yield _wrong(told, "start `service relay`, or `service run`")
+        yield _wrong(told, "start `service relay`, or `service run` (NoRelayOwner in the runbook)")
     else:
-        yield _warning(waiting, "see `/health/ready` of the relay; else start more relays")
+        yield _warning(waiting, "see `/health/ready` of the relay (OutboxLag in the runbook)")
 
 
 async def _long_transactions(patient: Patient) -> Findings:

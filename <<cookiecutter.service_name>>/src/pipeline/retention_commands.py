@@ -31,7 +31,7 @@ def group(service: Service) -> typer.Typer:
         """List days of the outbox and generations of the inbox; changes nothing."""
         run_to_end(_status(service, read_settings(), as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service retention forgo 2026-11-20")
     def forgo(
         days: Annotated[
             list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")

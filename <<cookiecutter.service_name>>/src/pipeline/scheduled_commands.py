@@ -17,7 +17,7 @@ def group(service: Service) -> typer.Typer:
     """Return the commands for a service."""
     app = typer.Typer(help="Events that are to be published later.", no_args_is_help=True)
 
-    @app.command("list")
+    @app.command("list", epilog="For example: service scheduled list --limit 10")
     def list_waiting(
         limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
         as_json: Annotated[bool, typer.Option("--json", help="for programs: a line each")] = False,
@@ -25,7 +25,7 @@ def group(service: Service) -> typer.Typer:
         """List what waits, the next to be due first."""
         run_to_end(_list(service, read_settings(), limit, as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service scheduled cancel remind-ada")
     def cancel(
         names: Annotated[list[str], typer.Argument(help="names of scheduled events")],
     ) -> None:

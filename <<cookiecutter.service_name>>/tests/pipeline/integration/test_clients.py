@@ -165,10 +165,10 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
 
         await eventually(asks)
 
-    await asks_after(500)
+    await asks_after(clients._IDLE_MAX_WAIT_MS)
     async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         await producer.send_and_wait(topic, b"1")
     assert await one.getmany(timeout_ms=10_000)
-    await asks_after(100)
-    await asks_after(500)
+    await asks_after(clients._MAX_WAIT_MS)
+    await asks_after(clients._IDLE_MAX_WAIT_MS)
     await clients.stop(one, seconds=5)

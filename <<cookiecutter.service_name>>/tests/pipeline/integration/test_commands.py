@@ -1,13 +1,17 @@
 """The command line `service`."""
 
 import json
+import shlex
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
+import typer
 from aiokafka.admin import AIOKafkaAdminClient
+from typer.testing import CliRunner
 
 from pipeline.commands import command_line
 
@@ -81,6 +85,28 @@ def test_without_a_command_it_lists_what_there_is(
     said = "".join(capsys.readouterr())
     for name in ("run", "consume", "relay", "migrate", "topics"):
         assert name in said
+
+
+def with_parameters(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the commands that take more than --json, and what they are called."""
+    for name, one in getattr(command, "commands", {}).items():
+        if getattr(one, "commands", None):
+            yield from with_parameters(one, *path, name)
+        elif {parameter.name for parameter in one.params} - {"as_json"}:
+            yield " ".join([*path, name]), one
+
+
+def test_the_help_of_every_command_has_an_example_that_is_one(unborn: Bank) -> None:
+    app = command_line(unborn.service)
+    assert isinstance(app, typer.Typer)
+    commands = dict(with_parameters(typer.main.get_command(app)))
+    assert len(commands) > 15
+    for name, command in commands.items():
+        example = (command.epilog or "").removeprefix("For example: service ")
+        assert example.startswith(name), name
+        # Read to its end before the help is shown, and nothing is done.
+        done = CliRunner().invoke(app, [*shlex.split(example), "--help"])
+        assert done.exit_code == 0, done.output
 
 
 def test_help_needs_no_settings(
