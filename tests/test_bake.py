@@ -1,6 +1,7 @@
 """Generated services: every variant is complete, passes its own checks and tests, and runs."""
 
 import ast
+import asyncio
 import json
 import os
 import re
@@ -18,8 +19,10 @@ from itertools import combinations, product
 from pathlib import Path
 from urllib.request import urlopen
 
+import asyncpg  # type: ignore[import-untyped]
 import pytest
 import yaml
+from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 
 from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
 
@@ -307,12 +310,12 @@ def own_servers() -> dict[str, str]:
 
 
 @contextmanager
-def running(project: BakedProject) -> Iterator[str]:
+def running(project: BakedProject, **settings: str) -> Iterator[str]:
     """Keep `make run` running, and press Ctrl-C at the end; give the address of its health."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = own_servers() | {"PIPELINE_HEALTH_PORT": str(port)}
+    environment = own_servers() | {"PIPELINE_HEALTH_PORT": str(port)} | settings
     with (project.path / "run.log").open("w") as log:
         process = subprocess.Popen(
             ["make", "run"],
@@ -343,3 +346,164 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
                 return
         time.sleep(0.2)
     pytest.fail("`make run` did not become ready; see run.log")
+
+
+def bash(
+    project: BakedProject, text: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Paste text into a shell in the service's folder, and agree to whatever it asks."""
+    return subprocess.run(
+        ["bash", "-euc", text],
+        cwd=project.path,
+        env={**own_servers(), **environment},
+        input="y\n" * 5,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) -> None:
+    """Changes the service: nothing below compares it with what was baked."""
+    steps = set_up.read("README.md").partition("## A new handler")[2].partition("\n## ")[0]
+    for name, code in re.findall(r"in `(src/\S+\.py)`.*?```python\n(.*?)```", steps, re.DOTALL):
+        file = set_up.path / name
+        file.write_text(f"{file.read_text('utf-8')}\n\n{code}", "utf-8")
+        if name.endswith("handlers.py"):
+            needed = "from .events import LockerOpened, LockerWorn\nfrom .tables import Locker\n"
+            text = file.read_text("utf-8")
+            file.write_text(text.replace("\nfrom .", f"\n{needed}from .", 1), "utf-8")
+    migrating, sending = re.findall(r"```sh\n(.*?)```", steps, re.DOTALL)
+
+    set_up.run("make", "format", "check")
+    migrated = bash(set_up, migrating)
+    assert migrated.returncode == 0, migrated.stdout
+    with running(set_up):
+        sent = bash(set_up, sending)
+        assert sent.returncode == 0, sent.stdout
+        [id] = re.findall(r"sent locker.opened.v1 '(\S+)'", sent.stdout)
+        show = f'eval "$(.venv/bin/python dev/stack.py env)"; .venv/bin/service inbox show {id}'
+        shown = bash(set_up, f"for _ in $(seq 20); do {show} && exit; sleep 1; done; exit 1")
+
+    assert shown.returncode == 0, shown.stdout
+    assert re.search(r"^consumer  count-openings$", shown.stdout, re.MULTILINE)
+
+
+ELSEWHERE = {
+    "make run": "is what `test_make_run_serves_until_ctrl_c` does",
+    "dev/send.py scans": "there, too",
+    "alembic revision": "is what the test of a new handler does",
+    "dev/send.py lockers": "there, too",
+    "PIPELINE_KAFKA_SECURITY_PROTOCOL=": "settings, which tests/pipeline/integration has",
+    "PIPELINE_DATABASE_TLS=": "likewise",
+    "zcat": "wants jq",
+    "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
+    "kubectl": "wants a cluster; tests/test_deploy.py has the manifests",
+}
+"""What the pages show and the test below does not run, and why."""
+
+
+SCAN = {"scanner": "JFK", "parcel_id": "N1", "place": "JFK", "scanned_at": "2026-01-01T12:00:00Z"}
+DAY = """
+CREATE TABLE pipeline.outbox_p20200102 (LIKE pipeline.outbox INCLUDING ALL EXCLUDING IDENTITY);
+ALTER TABLE pipeline.outbox ATTACH PARTITION pipeline.outbox_p20200102
+   FOR VALUES FROM ('2020-01-02 00:00Z') TO ('2020-01-03 00:00Z')
+"""
+"""A day of the outbox that is long over."""
+FOR_A_WHILE = "timeout --preserve-status -s INT 8"
+
+
+async def furnish(url: str, kafka: str) -> None:
+    """Give the service what the pages speak of."""
+    event = "topic, event_id, source, type, content_type"
+    db = await asyncpg.connect(url)
+    await db.execute(
+        "CREATE ROLE parcels_service; CREATE ROLE parcels_relay; CREATE ROLE parcels_operator;"
+        f"INSERT INTO pipeline.scheduled (name, due_at, {event}) VALUES"
+        " ('payment-due-4711', 'tomorrow', 'parcel-events', 'a', '/s', 't', 'y');"
+        "INSERT INTO pipeline.outbox_unsent"
+        f" (id, attempts, reason, {event}, created_at, died_at, queue)"
+        " SELECT id, 1, reason, 'parcel-events', id, '/s', 't', 'y', now(), now(), ''"
+        "   FROM (VALUES (117, 'too large'), (118, 'not valid')) AS dead (id, reason);"
+        f"{DAY};"
+        f"INSERT INTO pipeline.outbox ({event}, created_at) VALUES"
+        " ('parcel-events', '7d0f2c5e', '/s', 't', 'y', '2020-01-02 12:00Z')"
+    )
+    await db.close()
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+        for number in range(4_000, 5_300):
+            scan = json.dumps(SCAN | {"number": number}) if number % 100 else "no scan"
+            headers = {"specversion": "1.0", "id": f"{number}", "source": "/scanners/3"}
+            headers["type"] = "scan.recorded.v1"
+            await producer.send(
+                "scans",
+                scan.encode(),
+                partition=3,
+                headers=[(f"ce_{name}", text.encode()) for name, text in headers.items()],
+            )
+        await producer.flush()
+
+
+def until(project: BakedProject, command: str, needle: str, **settings: str) -> str:
+    """Repeat a command until it says something."""
+    deadline = time.monotonic() + 120
+    while needle not in (said := bash(project, command, **settings).stdout):
+        if time.monotonic() > deadline:
+            pytest.fail(f"{command} never said {needle!r}:\n{said}", pytrace=False)
+        time.sleep(0.5)
+    return said
+
+
+def shown(project: BakedProject) -> Iterator[tuple[str, str]]:
+    """Yield what the pages show for a shell, and where."""
+    for page in sorted(
+        ["README.md", *(f"docs/{one.name}" for one in project.path.glob("docs/*.md"))]
+    ):
+        for text in re.findall(r"^```sh\n(.*?)^```", project.read(page), re.DOTALL | re.MULTILINE):
+            if not any(part in text for part in ELSEWHERE):
+                yield page, text
+
+
+def as_here(text: str, letters: Iterator[str]) -> str:
+    """Put in what there is, and let what never ends be ended, as by Ctrl-C."""
+    text = re.sub(
+        r"^service (relay|page)\b(?! reset)", rf"{FOR_A_WHILE} \g<0>", text, flags=re.MULTILINE
+    )
+    text = text.replace("2026-11-20", "2020-01-02")
+    return text.replace("4599daee", next(letters)) if "4599daee" in text else text
+
+
+def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path: Path) -> None:
+    settings = {}
+    for name in ("archive", "claim"):
+        (tmp_path / name).mkdir()
+        settings[f"PIPELINE_{name.upper()}_URL"] = (tmp_path / name).as_uri()
+    wrong = []
+    with running(set_up, **settings):
+        told = bash(set_up, ".venv/bin/python dev/stack.py env").stdout
+        settings |= dict(re.findall(r"^export (\w+)='?(.*?)'?$", told, re.MULTILINE))
+        settings["PATH"] = f"{set_up.path / '.venv/bin'}:{os.environ['PATH']}"
+        settings["PIPELINE_HEALTH_PORT"] = "0"
+        database = settings["PIPELINE_DATABASE_URL"].replace("+asyncpg", "")
+        asyncio.run(furnish(database, settings["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"]))
+        until(set_up, "service dead list", "13 dead", **settings)
+        until(set_up, "service retention run; service archive list", "1 events", **settings)
+        listed = bash(set_up, "service dead list --json", **settings).stdout
+        letters = (json.loads(line)["id"] for line in listed.splitlines())
+        for page, text in shown(set_up):
+            if "forgo" in text:
+                asyncio.run(execute(database, DAY))
+            done = bash(set_up, as_here(text, letters), **settings)
+            # What is wrong with this service, `doctor` says by its code.
+            is_ill = text == "service doctor\n" and re.search(r"^wrong ", done.stdout, re.MULTILINE)
+            if done.returncode != (1 if is_ill else 0):
+                wrong.append(f"{page}:\n{text}{done.stdout}")
+
+    assert not wrong, "\n".join(wrong)
+
+
+async def execute(database: str, statement: str) -> None:
+    db = await asyncpg.connect(database)
+    await db.execute(statement)
+    await db.close()

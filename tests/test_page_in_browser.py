@@ -131,6 +131,8 @@ def test_a_person_sees_how_the_service_stands(page: Page) -> None:
     for name, figure in (("Kafka lag", "0"), ("Outbox", "0"), ("Backlog", "0")):
         tile = page.locator("section", has=page.get_by_role("heading", name=name))
         tile.locator(".figure").filter(has_text=re.compile(f"^{figure}$")).wait_for()
+    again = page.locator("section", has=page.get_by_role("heading", name="Duplicates"))
+    again.locator(".note").filter(has_text=re.compile(r"^(\d{2,}|\d,\d{3}) since")).wait_for()
     page.get_by_role("cell", name=re.compile(r"^127\.0\.0\.1 ")).first.wait_for()
     page.locator("#live .bad").first.wait_for(state="detached")
     page.locator("#live h2 a").first.focus()

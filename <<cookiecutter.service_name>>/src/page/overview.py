@@ -1,13 +1,13 @@
 """What is shown beside `status`: the rate and plots of the last looks, keys that wait."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
 import asyncpg
 
-from pipeline.status import AT_MOST, Status
+from pipeline.status import AT_MOST, Reading, Status
 
 _WAITING = """
 SELECT consumer, topic, record_key, count(*) AS count, min(due_at) AS due_at,
@@ -39,6 +39,8 @@ class Look:
     status: Status
     read: float | None
     """Records a second since the look before, of all partitions together."""
+    duplicates: float | None
+    """Messages a second that came again, likewise."""
 
     def _known(self, part: str, count: int) -> int | None:
         return None if part in self.status.unknown else count
@@ -90,8 +92,9 @@ class Course:
 
     def add(self, status: Status) -> None:
         """Remember a look."""
-        read = _rate(self.looks[-1].status, status) if self.looks else None
-        self.looks.append(Look(status, read))
+        before = self.looks[-1].status if self.looks else status
+        read = _rate(before, status, lambda one: one.position)
+        self.looks.append(Look(status, read, _rate(before, status, lambda one: one.duplicates)))
         self.failed = ""
 
     def values(self, name: str) -> list[float]:
@@ -99,22 +102,19 @@ class Course:
         return [float(getattr(one, name) or 0) for one in self.looks]
 
 
-def _rate(old: Status, new: Status) -> float | None:
+def _rate(old: Status, new: Status, count: Callable[[Reading], int | None]) -> float | None:
     seconds = (new.at - old.at).total_seconds()
     if seconds <= 0 or "positions" in {*old.unknown, *new.unknown}:
         return None
-    before, now = _positions(old), _positions(new)
+    before, now = _counts(old, count), _counts(new, count)
     # A partition that is new begins wherever it is to begin.
-    read = sum(now[one] - before[one] for one in before.keys() & now.keys())
-    return max(0.0, read / seconds)
+    more = sum(now[one] - before[one] for one in before.keys() & now.keys())
+    return max(0.0, more / seconds)
 
 
-def _positions(status: Status) -> dict[tuple[str, int], int]:
-    return {
-        (one.topic, one.partition): one.position
-        for one in status.readings
-        if one.position is not None
-    }
+def _counts(status: Status, count: Callable[[Reading], int | None]) -> dict[tuple[str, int], int]:
+    found = {(one.topic, one.partition): count(one) for one in status.readings}
+    return {place: number for place, number in found.items() if number is not None}
 
 
 async def waiting(connection: asyncpg.Connection, limit: int) -> list[Key]:

@@ -13,14 +13,13 @@ from pydantic_core import to_json
 
 from .dead import Became, OutcomeT, Shown, State
 from .operations import Refused
+from .tables import harmless, one_line
 
 PROGRESS = 10_000
 """After so many there is a line on standard error."""
 _DEAD_AGAIN = 3
 """Exit code."""
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey, and a payload may hold; tab and end of line are harmless."""
 
 
 def span(text: str) -> timedelta:
@@ -129,13 +128,15 @@ def total(groups: Iterable[Counted]) -> int:
 
 
 def is_agreed(
-    verb: str, groups: Sequence[CountedT], line: Callable[[CountedT], str], how: How
+    verb: str,
+    groups: Sequence[CountedT],
+    tell: Callable[[Sequence[CountedT]], None],
+    how: How,
 ) -> bool:
     """Tell how many they are, and ask whether to go on. Raises `typer.Abort` if not."""
     number = total(groups)
     if not how.as_json:
-        for one in groups:
-            typer.echo(line(one))
+        tell(groups)
         typer.echo(f"{number:,} dead")
     if not number or how.is_dry:
         return False
@@ -207,7 +208,7 @@ def tell_total(number: int, total: int, state: State) -> None:
 def tell_all(lines: Mapping[str, object], *rest: str) -> None:
     """Write what is known of one: lines with names, and then texts of several lines."""
     told = [one_line(f"{name:<22} {text}") for name, text in lines.items() if text is not None]
-    typer.echo("\n".join([*told, *(f"\n{_harmless(text)}" for text in rest)]))
+    typer.echo("\n".join([*told, *(f"\n{harmless(text)}" for text in rest)]))
 
 
 def refuse_unless_dead(state: State, name: str, show: str) -> None:
@@ -235,13 +236,3 @@ def text_of(data: Shown) -> str:
     if data is None:
         return "-"
     return data["text"] if "text" in data else f"0x{data['hex']}"
-
-
-def one_line(text: str) -> str:
-    """Return text as a line that a terminal only shows."""
-    return _harmless(text.replace("\n", "\\n"))
-
-
-def _harmless(text: str) -> str:
-    """Return text that a terminal only shows."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

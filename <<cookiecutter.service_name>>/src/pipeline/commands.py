@@ -29,6 +29,7 @@ from .retention import make_ahead
 from .runtime import Part, run
 from .service import Service
 from .settings import Settings
+from .tables import one_line
 from .terminal import (
     connected,
     in_a_sentence,
@@ -240,8 +241,9 @@ async def _replay(
                 + (": does the service run?" if progress.stands else "")
             )
         typer.echo(
-            f"{await replay.applied(connection, found):,} messages took effect that had not;"
-            " the others were known, were dead letters, or are nobody's"
+            f"{await replay.applied(connection, found):,} messages took effect that had not,"
+            f" {await replay.known(connection, found):,} were known;"
+            " others were dead letters, or are nobody's"
         )
         if buried := await replay.buried(connection, found):
             typer.echo(
@@ -310,10 +312,12 @@ def _told(one: Remembered) -> str:
         "payload": f"hash {one.payload_hash}",
         "result": None if one.result is None else to_json(one.result).decode(),
     }
-    told = [f"{name:9} {text}" for name, text in lines.items() if text is not None]
+    told = [one_line(f"{name:9} {text}") for name, text in lines.items() if text is not None]
     told += [
-        f"{'published':9} {event['type']} {event['event_id']} to {event['topic']}"
-        + (f", key {event['key']}" if event["key"] else "")
+        one_line(
+            f"{'published':9} {event['type']} {event['event_id']} to {event['topic']}"
+            + (f", key {event['key']}" if event["key"] else "")
+        )
         for event in one.events
     ]
     return "\n".join(told)

@@ -30,7 +30,6 @@ from .asking import (
     given_up,
     how_to_go_about,
     is_agreed,
-    one_line,
     one_of,
     refuse_unless_dead,
     signed,
@@ -44,10 +43,13 @@ from .asking import (
 from .dead import Detail, Group, Letter, Redriven, State, Which
 from .service import Service
 from .settings import Settings
+from .tables import one_line, tell_table
 from .terminal import connected, read_settings, run_to_end
 
 _SHORT = 16
 """Characters of an id that are shown."""
+_NAMES = ("id", "since", "attempts", "reason", "consumer", "type", "from", "key")
+"""Of what is listed of each."""
 
 _Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
 _Reasons = Annotated[
@@ -189,15 +191,18 @@ def group(service: Service) -> typer.Typer:
 async def _list(
     service: Service, settings: Settings, state: State, asked: _Asked, limit: int, *, as_json: bool
 ) -> None:
-    number = 0
+    rows = []
     async with connected(service, settings) as connection:
         which = await asked.which(connection)
         async for letter in dead.letters(connection, state, which, limit):
-            number += 1
-            typer.echo(to_json(letter).decode() if as_json else _line(letter))
+            if as_json:
+                typer.echo(to_json(letter))
+            else:
+                rows.append(_row(letter))
         if as_json:
             return
-        tell_total(number, total(await dead.count(connection, state, which)), state)
+        tell_table(_NAMES, rows, right=("attempts",))
+        tell_total(len(rows), total(await dead.count(connection, state, which)), state)
         await _tell_of_events(connection, state)
 
 
@@ -206,11 +211,13 @@ async def _summary(
 ) -> None:
     async with connected(service, settings) as connection:
         groups = await dead.count(connection, state, await asked.which(connection))
-        for one in groups[:limit]:
-            typer.echo(to_json(one).decode() if as_json else _counted(one))
-        if not as_json:
-            typer.echo(f"{total(groups):,} {state}")
-            await _tell_of_events(connection, state)
+        if as_json:
+            for one in groups[:limit]:
+                typer.echo(to_json(one))
+            return
+        _tell_groups(groups[:limit])
+        typer.echo(f"{total(groups):,} {state}")
+        await _tell_of_events(connection, state)
 
 
 async def _tell_of_events(connection: asyncpg.Connection, state: State) -> None:
@@ -238,7 +245,7 @@ async def _redrive(
         which = dead.redrivable(everything, service.handlers)
         groups = _without_what_stays(await dead.count(connection, "dead", everything), which)
         progress = Progress("redriven", total(groups))
-        if is_agreed("redrive", groups, _counted, how):
+        if is_agreed("redrive", groups, _tell_groups, how):
             redriven: list[Redriven] = []
             with progress.told():
                 async for some in dead.redrive(
@@ -266,7 +273,7 @@ async def _discard(
         which = await _of_the_dead(connection, asked)
         groups = await dead.count(connection, "dead", which)
         progress = Progress("discarded", total(groups))
-        if is_agreed("discard", groups, _counted, how):
+        if is_agreed("discard", groups, _tell_groups, how):
             with progress.told():
                 async for number in dead.discard(
                     connection,
@@ -299,27 +306,33 @@ def _without_what_stays(groups: Sequence[Group], which: Which) -> list[Group]:
         else:
             redriven.append(one)
             continue
-        typer.echo(f"left out: {_counted(one)}; {why}", err=True)
+        typer.echo(f"left out: {'  '.join(_cells(one)[:-2])}; {why}", err=True)
     return redriven
 
 
-def _counted(one: Group) -> str:
-    newest = f"{at(one.oldest)} to {at(one.newest)}"
-    consumer, type = one.consumer or "(nobody)", one.type or "-"
-    return one_line(
-        f"{one.count:>8,}  {one.reason:<21}  {consumer:<20}  {type:<24}  {one.topic:<20}  {newest}"
-    )
+def _tell_groups(groups: Sequence[Group]) -> None:
+    names = ("count", "reason", "consumer", "type", "topic", "oldest", "newest")
+    tell_table(names, map(_cells, groups), right=("count",))
 
 
-def _line(letter: Letter) -> str:
+def _cells(one: Group) -> list[str]:
+    named = (one.reason, one.consumer or "(nobody)", one.type or "-", one.topic)
+    return [f"{one.count:,}", *map(one_line, named), at(one.oldest), at(one.newest)]
+
+
+def _row(letter: Letter) -> list[str]:
     """Return the letter in a line."""
     when = letter.discarded_at or letter.died_at or letter.due_at
-    return one_line(
-        f"{letter.id[:_SHORT]}  {at(when) if when else 'behind another':<20}"
-        f"  {letter.attempts:>3}  {letter.reason:<21}  {letter.consumer or '(nobody)':<20}"
-        f"  {letter.type or '-':<24}  {letter.topic}/{letter.partition}@{letter.offset}"
-        f"  {text_of(letter.key)}"
-    )
+    return [
+        letter.id[:_SHORT],
+        at(when) if when else "behind another",
+        str(letter.attempts),
+        letter.reason,
+        letter.consumer or "(nobody)",
+        one_line(letter.type or "-"),
+        f"{letter.topic}/{letter.partition}@{letter.offset}",
+        one_line(text_of(letter.key)),
+    ]
 
 
 def _tell(detail: Detail) -> None:

@@ -30,7 +30,6 @@ from .asking import (
     given_up,
     how_to_go_about,
     is_agreed,
-    one_line,
     one_of,
     refuse_unless_dead,
     signed,
@@ -45,9 +44,12 @@ from .dead import State, ago
 from .dead_events import EventDetail, EventGroup, UnsentEvent, Which
 from .service import Service
 from .settings import Settings
+from .tables import one_line, tell_table
 from .terminal import connected, read_settings, run_to_end
 
 _LAST = 2**63 - 1
+_NAMES = ("id", "since", "attempts", "reason", "type", "event", "topic", "key")
+"""Of what is listed of each."""
 
 _Id = Annotated[int, typer.Argument(min=1, max=_LAST, help="number in the outbox, as in `list`")]
 _Ids = Annotated[
@@ -180,15 +182,18 @@ def group(service: Service) -> typer.Typer:
 async def _list(
     service: Service, settings: Settings, state: State, asked: _Asked, limit: int, *, as_json: bool
 ) -> None:
-    number = 0
+    rows = []
     async with connected(service, settings) as connection:
         which = await asked.which(connection)
         async for event in dead_events.events(connection, state, which, limit):
-            number += 1
-            typer.echo(to_json(event).decode() if as_json else _line(event))
+            if as_json:
+                typer.echo(to_json(event))
+            else:
+                rows.append(_row(event))
         if not as_json:
+            tell_table(_NAMES, rows, right=("id", "attempts"))
             groups = await dead_events.count(connection, state, which)
-            tell_total(number, total(groups), state)
+            tell_total(len(rows), total(groups), state)
 
 
 async def _summary(
@@ -196,9 +201,11 @@ async def _summary(
 ) -> None:
     async with connected(service, settings) as connection:
         groups = await dead_events.count(connection, state, await asked.which(connection))
-    for one in groups[:limit]:
-        typer.echo(to_json(one).decode() if as_json else _counted(one))
-    if not as_json:
+    if as_json:
+        for one in groups[:limit]:
+            typer.echo(to_json(one))
+    else:
+        _tell_groups(groups[:limit])
         typer.echo(f"{total(groups):,} {state}")
 
 
@@ -219,7 +226,7 @@ async def _redrive(
     async with connected(service, settings) as connection:
         which, groups = await _of_the_dead(connection, asked)
         progress = Progress("redriven", total(groups))
-        if is_agreed("redrive", groups, _counted, how):
+        if is_agreed("redrive", groups, _tell_groups, how):
             redriven: list[int] = []
             with progress.told():
                 async for ids in dead_events.redrive(
@@ -241,7 +248,7 @@ async def _discard(
     async with connected(service, settings) as connection:
         which, groups = await _of_the_dead(connection, asked)
         progress = Progress("discarded", total(groups))
-        if is_agreed("discard", groups, _counted, how):
+        if is_agreed("discard", groups, _tell_groups, how):
             with progress.told():
                 async for ids in dead_events.discard(
                     connection,
@@ -271,17 +278,34 @@ async def _of_the_dead(
     return which, await dead_events.count(connection, "dead", which)
 
 
-def _counted(one: EventGroup) -> str:
-    newest = f"{at(one.oldest)} to {at(one.newest)}"
-    return one_line(f"{one.count:>8,}  {one.reason:<18}  {one.type:<24}  {one.topic:<20}  {newest}")
-
-
-def _line(event: UnsentEvent) -> str:
-    when = event.discarded_at or event.died_at or event.parked_at
-    return one_line(
-        f"{event.id:>10}  {at(when)}  {event.attempts:>3}  {event.reason:<18}"
-        f"  {event.type:<24}  {event.event_id}  {event.topic}  {text_of(event.key)}"
+def _tell_groups(groups: Sequence[EventGroup]) -> None:
+    rows = (
+        (
+            f"{one.count:,}",
+            one.reason,
+            one_line(one.type),
+            one.topic,
+            at(one.oldest),
+            at(one.newest),
+        )
+        for one in groups
     )
+    names = ("count", "reason", "type", "topic", "oldest", "newest")
+    tell_table(names, rows, right=("count",))
+
+
+def _row(event: UnsentEvent) -> list[str]:
+    """Return the event in a line."""
+    return [
+        str(event.id),
+        at(event.discarded_at or event.died_at or event.parked_at),
+        str(event.attempts),
+        event.reason,
+        one_line(event.type),
+        one_line(event.event_id),
+        event.topic,
+        one_line(text_of(event.key)),
+    ]
 
 
 def _tell(detail: EventDetail) -> None:

@@ -152,6 +152,11 @@ SELECT current, oldest, since, opening, EXISTS (SELECT FROM moved) AS ours
   FROM pipeline.inbox_generation
 """
 
+_COUNT_DUPLICATES = """
+UPDATE pipeline.position SET duplicates = duplicates + $4
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3
+"""
+
 # In all of them what no filter rules out, and everything in those without a filter.
 _FIND_IN_CLOSED_GENERATIONS = """
 SELECT key, hash, hash_version, result::text AS result
@@ -300,6 +305,11 @@ async def move_position(
     if row is None or not row["ours"]:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
     return Generations(row["current"], row["oldest"], row["since"], row["opening"])
+
+
+async def count_duplicates(connection: asyncpg.Connection, slot: Slot, number: int) -> None:
+    """Remember how many messages came to the partition again, for people who ask."""
+    await connection.execute(_COUNT_DUPLICATES, slot.group, slot.topic, slot.partition, number)
 
 
 async def mark(

@@ -43,6 +43,12 @@ SELECT count(*)
    AND topic = $4 AND "offset" >= first AND "offset" < beyond AND created_at >= $5
 """
 
+_DUPLICATES = """
+SELECT sum(duplicates)::bigint
+  FROM pipeline.position
+ WHERE consumer_group = $1 AND topic = $2 AND partition = ANY ($3)
+"""
+
 _BURIED = """
 SELECT count(*)
   FROM pipeline.backlog
@@ -65,6 +71,8 @@ class Replay:
     """Offsets that are older than that."""
     begun_at: datetime
     """By the database's clock."""
+    duplicates: int
+    """Messages that had come to these partitions again before."""
 
     @property
     def records(self) -> int:
@@ -108,7 +116,7 @@ async def plan(
         forgotten = sum(
             max(0, min(remembered[place], one.old or 0) - one.new) for place, one in places.items()
         )
-    return Replay(back, since, forgotten, now)
+    return Replay(back, since, forgotten, now, await _duplicates(connection, back))
 
 
 async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[Progress]:
@@ -133,6 +141,17 @@ async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterato
 async def applied(connection: asyncpg.Connection, replay: Replay) -> int:
     """Return how many of its messages have taken effect only now."""
     return await _count(connection, _APPLIED, replay)
+
+
+async def known(connection: asyncpg.Connection, replay: Replay) -> int:
+    """Return how many have come to its partitions since that had come before."""
+    return await _duplicates(connection, replay.moves) - replay.duplicates
+
+
+async def _duplicates(connection: asyncpg.Connection, found: Sequence[Move]) -> int:
+    slot = found[0].slot
+    places = [one.slot.partition for one in found]
+    return int(await connection.fetchval(_DUPLICATES, slot.group, slot.topic, places))
 
 
 async def buried(connection: asyncpg.Connection, replay: Replay) -> int:

@@ -12,6 +12,9 @@ from .policy import GAP, PARKED, Fate, dead
 
 log = logging.getLogger(__name__)
 
+_LONGEST_KEY = 100
+"""Bytes of a key that the log shows."""
+
 
 @dataclass
 class Results:
@@ -93,18 +96,24 @@ def _log_fate(item: Item, fate: Fate) -> None:
     else:
         attempt = f"attempt {fate.attempts} of {policy.attempts}"
         level, then = logging.WARNING, f"{fate.reason} ({attempt}), again in {fate.due_in:.0f} s"
-    log.log(
-        level,
-        "%s %s: %s",
-        what,
-        then,
-        fate.error,
-        extra=_place(item.record)
-        | {"consumer": item.marker.consumer, "reason": fate.reason}
-        | {"message_id": message.id, "message_type": message.type}
-        | ({"letter": letter} if letter else {}),
-    )
+    with telemetry.within(fate.trace or item.trace or message.traceparent):
+        log.log(
+            level,
+            "%s %s: %s",
+            what,
+            then,
+            fate.error,
+            extra=_place(item.record)
+            | {"consumer": item.marker.consumer, "reason": fate.reason}
+            | {"message_id": message.id, "message_type": message.type}
+            | ({"letter": letter} if letter else {}),
+        )
 
 
 def _place(record: Record) -> dict[str, object]:
-    return {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+    place: dict[str, object] = {
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+    }
+    return place | ({"key": record.key[:_LONGEST_KEY]} if record.key else {})

@@ -12,6 +12,7 @@ from .operations import Refused
 from .retention import Standing
 from .service import Service
 from .settings import Settings
+from .tables import tell_table
 from .terminal import connected, read_settings, run_to_end
 
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
@@ -66,7 +67,7 @@ async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
     for name in done.dropped:
         typer.echo(f"dropped  {name}")
     for one in done.held:
-        typer.echo(f"held     {_told(one)}")
+        typer.echo(f"held     {one.name}  {_told(one)}")
     if done.discarded:
         typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
     if not (done.dropped or done.held or done.discarded):
@@ -88,15 +89,14 @@ async def _status(service: Service, settings: Settings, *, as_json: bool) -> Non
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
         return
-    for one in found:
-        typer.echo(_told(one))
+    tell_table(("name", "kept"), ((one.name, _told(one)) for one in found))
 
 
 def _told(one: Standing) -> str:
     if one.due_at is None:
-        return f"{one.name:18}  {'made ahead' if one.is_ahead else 'takes new markers'}"
+        return "made ahead" if one.is_ahead else "takes new markers"
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
     if not one.is_due:
-        return f"{one.name:18}  until {since}"
+        return f"until {since}"
     why = one.needed_by or one.not_archived or "goes in the next round"
-    return f"{one.name:18}  due since {since}: {why}"
+    return f"due since {since}: {why}"

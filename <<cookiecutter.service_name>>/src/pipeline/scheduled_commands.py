@@ -7,9 +7,11 @@ import typer
 from pydantic_core import to_json
 
 from . import scheduled
+from .asking import at
 from .operations import Refused
 from .service import Service
 from .settings import Settings
+from .tables import one_line, tell_table
 from .terminal import connected, read_settings, run_to_end
 
 
@@ -38,15 +40,16 @@ def group(service: Service) -> typer.Typer:
 async def _list(service: Service, settings: Settings, limit: int, *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
         found = [one async for one in scheduled.waiting(connection, limit)]
-    for one in found:
-        if as_json:
-            typer.echo(to_json(asdict(one)).decode())
-        else:
-            key = f", key {one.key}" if one.key is not None else ""
-            typer.echo(
-                f"{one.due_at:%Y-%m-%d %H:%M:%S}Z  {one.name}  {one.type} to {one.topic}{key}"
-            )
-    if not found and not as_json:
+    if as_json:
+        for one in found:
+            typer.echo(to_json(asdict(one)))
+        return
+    rows = (
+        (at(one.due_at), one_line(one.name), one.type, one.topic, one_line(one.key or "-"))
+        for one in found
+    )
+    tell_table(("due", "name", "type", "topic", "key"), rows)
+    if not found:
         typer.echo("No event is scheduled.")
 
 

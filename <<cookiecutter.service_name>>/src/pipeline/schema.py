@@ -92,6 +92,13 @@ position = sa.Table(
         comment="processes that began here and have neither moved it nor ended in order",
     ),
     sa.Column("moved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
+    sa.Column(
+        "duplicates",
+        sa.BigInteger,
+        nullable=False,
+        server_default="0",
+        comment="messages that came here and had come before",
+    ),
     comment="The offset that each partition goes on from; moved by the consume transaction itself.",
 )
 

@@ -23,7 +23,7 @@ AT_MOST = 10_000
 _SECONDS = 5.0
 
 _POSITIONS = """
-SELECT topic, partition, next_offset, moved_at FROM pipeline.position
+SELECT topic, partition, next_offset, moved_at, duplicates FROM pipeline.position
  WHERE consumer_group = $1 ORDER BY topic, partition
 """
 
@@ -89,6 +89,8 @@ class Reading:
     lag: int | None
     """Offsets from the position to the end of the topic."""
     moved_at: datetime | None
+    duplicates: int = 0
+    """Messages that came here and had come before, ever since."""
     reader: str | None = None
     """Who reads it: the host, and the end of the name in the group; None: nobody does."""
 
@@ -185,7 +187,15 @@ class _Ask:
     async def positions(self) -> None:
         rows = await self.connection.fetch(_POSITIONS, self.service.name, timeout=_SECONDS)
         self.found.readings = [
-            Reading(row["topic"], row["partition"], row["next_offset"], None, None, row["moved_at"])
+            Reading(
+                topic=row["topic"],
+                partition=row["partition"],
+                position=row["next_offset"],
+                end=None,
+                lag=None,
+                moved_at=row["moved_at"],
+                duplicates=row["duplicates"],
+            )
             for row in rows
             if row["topic"] in self.service.handlers.topics
         ]

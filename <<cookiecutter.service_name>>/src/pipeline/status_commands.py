@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from . import doctor, status
 from .service import Service
 from .settings import Settings
+from .tables import tell_table
 from .terminal import connected, read_settings, run_to_end
 
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
@@ -66,13 +67,15 @@ async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
     else:
-        for one in found:
-            typer.echo(f"{one.level:8} {one.check}: {one.found}")
-            if one.advice:
-                typer.echo(f"{'':8} -> {one.advice}")
+        rows = ((one.level, one.check, _told(one)) for one in found)
+        tell_table(("level", "check", "found"), rows)
     levels = {one.level for one in found}
     if "wrong" in levels or (is_strict and "warning" in levels):
         raise typer.Exit(1)
+
+
+def _told(finding: doctor.Finding) -> str:
+    return f"{finding.found}\n-> {finding.advice}" if finding.advice else finding.found
 
 
 async def _findings(

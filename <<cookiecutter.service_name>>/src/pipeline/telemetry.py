@@ -327,6 +327,12 @@ def _sender(message: Message) -> tuple[trace.Span, otel.Context]:
     return trace.get_current_span(parent), parent
 
 
+def within(traceparent: str | None) -> AbstractContextManager[object]:
+    """Let what is logged meanwhile be of a span that has ended, or is somebody else's."""
+    context = _parse(traceparent) if traceparent else None
+    return trace.use_span(trace.NonRecordingSpan(context)) if context else nullcontext()
+
+
 def _parse(traceparent: str) -> trace.SpanContext | None:
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None:

@@ -150,6 +150,8 @@ class FromPartition:
 
     async def settle(self, connection: asyncpg.Connection, results: Results) -> Sequence[Row]:
         """Store what was not applied; returns what has died."""
+        if results.duplicates:
+            await inbox.count_duplicates(connection, self.slot, len(results.duplicates))
         rows = [_row(item, fate) for item, fate in results.fates]
         rows += [backlog.impostor(item, error) for item, error in results.impostors]
         unread = [backlog.quarantined(one) for one in self.batch.quarantined]

@@ -195,7 +195,7 @@ async def test_a_table_goes_only_when_all_of_it_is_in_the_archive(
     assert await house.rows() == 10
     assert await partitions.like(house.db, OLD) == [Partition(OLD, State.DETACHED)]
     status = await retention("status")
-    assert f"{OLD}    due since 2020-01-04 00:00Z: it is not archived" in status.stdout
+    assert f"{OLD}  due since 2020-01-04 00:00Z: it is not archived" in status.stdout
     await asyncio.to_thread(shutil.rmtree, obstacle)
     assert (await house.keep()).dropped == [OLD]
 

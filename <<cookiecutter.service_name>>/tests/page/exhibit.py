@@ -71,7 +71,9 @@ async def send_waves(settings: Settings) -> None:
     """Send so that plots have a shape, for half a minute."""
     for wave in range(20):
         first, count = 1_000 * (wave + 1), 20 + wave * 37 % 90
-        await send(settings, *(Deposit(first + n, f"account {n % 7}") for n in range(count)))
+        deposits = [Deposit(first + n, f"account {n % 7}") for n in range(count)]
+        again = deposits[:: 1 + wave % 5] if wave % 3 else []
+        await send(settings, *deposits, *again)
         await asyncio.sleep(1.5)
 
 

@@ -9,7 +9,7 @@ from pipeline.status import Reading, Status
 def at(second: float, *positions: int | None, unknown: str = "nothing") -> Status:
     """Return what a look has found, then."""
     readings = [
-        Reading("topic", number, position, None, None, None)
+        Reading("topic", number, position, None, None, None, duplicates=(position or 0) // 2)
         for number, position in enumerate(positions)
     ]
     time = datetime(2030, 1, 2, tzinfo=UTC) + timedelta(seconds=second)
@@ -22,15 +22,17 @@ def test_a_rate_is_of_partitions_that_had_begun_before() -> None:
         course.add(status)
     assert [one.read for one in course.looks] == [None, 2, 10, 0]
     assert course.values("read") == [0, 2, 10, 0]
+    assert [one.duplicates for one in course.looks] == [None, 250_001, 5, 0]
 
 
 def test_what_is_not_known_is_no_number() -> None:
     course = Course()
     for unknown in ("nothing", "positions", "backlog", "outbox", "unsent", "scheduled"):
         course.add(at(len(course.looks), 5, unknown=unknown))
-    names = ("read", "waiting", "dead", "outbox", "dead_events", "scheduled")
+    names = ("read", "duplicates", "waiting", "dead", "outbox", "dead_events", "scheduled")
     told = [[name for name in names if getattr(one, name) is None] for one in course.looks]
     assert told == [
-        *(["read"], ["read"], ["read", "waiting", "dead"]),
+        *(["read", "duplicates"],) * 2,
+        ["read", "duplicates", "waiting", "dead"],
         *(["outbox"], ["dead_events"], ["scheduled"]),
     ]

@@ -185,8 +185,9 @@ async def test_a_scheduled_event_is_cancelled(
 
 
 async def test_dead_events_are_shown_discarded_and_redriven(
-    ann: httpx.AsyncClient, db: asyncpg.Connection
+    ann: httpx.AsyncClient, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "page")
     await db.execute(
         "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
         " content_type, queue, attempts, died_at, reason)"
@@ -203,3 +204,8 @@ async def test_dead_events_are_shown_discarded_and_redriven(
         "SELECT died_at IS NULL, discarded_by FROM pipeline.outbox_unsent ORDER BY id"
     )
     assert [tuple(row) for row in rows] == [(False, "ann"), (True, None)]
+    told = [(one.message, vars(one)["operator"], vars(one)["id"]) for one in caplog.records]
+    assert told == [
+        ("asked for on the page: discard event", "ann", "1"),
+        ("asked for on the page: redrive event", "ann", "2"),
+    ]

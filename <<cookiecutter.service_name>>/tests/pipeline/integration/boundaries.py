@@ -103,6 +103,7 @@ BOUNDARIES = (
     Boundary("consume: lock accounts", 2),
     Boundary("consume: insert accounts"),
     Boundary("consume: update accounts"),
+    Boundary("consume: count duplicates"),
     Boundary("consume: keep results"),
     Boundary("consume: unmark"),
     Boundary("consume: add to the backlog"),

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from .programs import program
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
 
@@ -78,7 +78,6 @@ def _files(folder: Path, name: str) -> Certificate:
 
 
 def _openssl(*arguments: str) -> None:
-    if shutil.which("openssl") is None:
-        pytest.exit("install openssl (Debian: apt-get install openssl)", returncode=2)
-    done = subprocess.run(["openssl", *arguments], capture_output=True, text=True)
+    openssl = program("openssl", "openssl")
+    done = subprocess.run([openssl, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -66,6 +66,7 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._BEGIN: "consume: limit and lock",
     inbox._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
     inbox._MOVE_POSITION: "consume: move the position",
+    inbox._COUNT_DUPLICATES: "consume: count duplicates",
     inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
     inbox._MARK: "consume: mark",
     inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",

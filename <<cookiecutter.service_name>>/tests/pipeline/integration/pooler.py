@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import make_url
+
+from .programs import program
 
 POOLED = os.environ.get("TEST_POOLER") == "1"
 """Whether the tests reach their databases through PgBouncer."""
@@ -65,9 +66,7 @@ class Pooler:
 @contextmanager
 def pooling(server_url: str, settings: str = "") -> Iterator[Pooler]:
     """Run PgBouncer before the server; of what the settings repeat, theirs is what counts."""
-    program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-    if program is None:
-        pytest.exit("install PgBouncer (Debian: apt-get install pgbouncer)", returncode=2)
+    pgbouncer = program("pgbouncer", "pgbouncer")
     server = make_url(server_url)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -83,7 +82,7 @@ def pooling(server_url: str, settings: str = "") -> Iterator[Pooler]:
         user = ["-u", "nobody"] if os.geteuid() == 0 else []
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [program, *user, str(config)],
+                [pgbouncer, *user, str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -1,17 +1,16 @@
 """What Prometheus makes of the service's metrics: its own tool judges, by the service's rules."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from .processes import ROOT
+from .programs import lacking
 
 RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 TEXT = RULES.read_text("utf-8")
@@ -27,8 +26,8 @@ def promtool() -> Path:
     done = subprocess.run(
         [sys.executable, ROOT / "dev" / "promtool.py"], stdout=subprocess.PIPE, text=True
     )
-    if done.returncode == _NO_GO and not os.environ.get("CI"):
-        pytest.skip("neither promtool nor Go, which builds it, is on PATH")
+    if done.returncode == _NO_GO:
+        lacking("neither promtool (Debian: apt-get install prometheus) nor Go is on PATH")
     assert done.returncode == 0
     return Path(done.stdout.strip())
 

@@ -556,7 +556,8 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
     await desk.apply(Deposit(1), Deposit(3, value=b"\xff\x00"))
     newest, oldest = await letters(desk)
     listed = (await service("list")).stdout.splitlines()
-    assert [line.split()[0] for line in listed] == [newest.id[:16], oldest.id[:16], "2"]
+    first_words = ["id", newest.id[:16], oldest.id[:16], "2"]
+    assert [line.split()[0] for line in listed] == first_words
     assert "1 dead, the newest of 2" in (await service("list", "--limit", "1")).stdout
     (line,) = (await service("list", "--limit", "1", "--json")).stdout.splitlines()
     assert json.loads(line) | {"received_at": None, "died_at": None, "error": None} == {

@@ -90,7 +90,7 @@ async def test_closed_generations_cost_a_batch_none_while_their_filters_are_load
     assert await round_trips(wire, desk, deposits(1_500, 500)) == NEW
     # Old ones of two generations among new ones: in one statement.
     assert await round_trips(wire, desk, deposits(400, 2_000)) == NEW + asked + Counter(
-        ["consume: look into the current generation"]
+        ["consume: look into the current generation", "consume: count duplicates"]
     )
 
 
@@ -105,6 +105,7 @@ async def test_a_batch_of_duplicates_takes_fewer(wired: tuple[Bank, Desk, Wire])
             "consume: move the position",
             "consume: mark",
             "consume: look into the current generation",
+            "consume: count duplicates",
             "consume: commit",
         ]
     )

@@ -55,10 +55,14 @@ async def test_lag_is_what_the_topic_has_behind_the_position(
         (reading,) = json.loads((await service("status", "--json")).stdout)["readings"]
         assert reading["reader"].startswith("127.0.0.1 ")
         assert screen["relays"] == ["1 with 64 shards"]
+        for amount in (1, 2, 1):
+            await Deposit(amount).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 5))
     await Deposit(3).send(producer, bank.deposits)
     found = json.loads((await service("status", "--json")).stdout)
     (reading,) = found["readings"]
-    assert (reading["position"], reading["end"], reading["lag"]) == (2, 3, 1)
+    assert (reading["position"], reading["end"], reading["lag"]) == (5, 6, 1)
+    assert reading["duplicates"] == 3
     assert reading["reader"] is None
     assert found["unknown"] == {}
     assert "lag 1, moved " in (await told(service))["reads"][0]

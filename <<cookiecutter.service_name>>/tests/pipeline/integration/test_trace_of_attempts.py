@@ -1,5 +1,7 @@
 """The trace of what does not go through at once: retries, redrives, effects, scheduled events."""
 
+import json
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -10,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction, telemetry
+from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction, logs, telemetry
 
 from .bank import Account, Bank, Deposit, Deposited
 from .desk import Desk, NewDesk
@@ -65,6 +67,30 @@ def check_attempts(spans: list[ReadableSpan], *, parent: str | None) -> None:
         assert linked(one) == [span_id(first)]
         # Without a sender's it is the first attempt that holds the trace together.
         assert parent_id(one) == (parent or span_id(first))
+
+
+async def test_the_lines_about_a_message_are_of_its_attempt(
+    ledger: tuple[Bank, Desk], finished: Finished, caplog: pytest.LogCaptureFixture
+) -> None:
+    bank, desk = ledger
+    bank.errors = {1: Reject("no"), 2: ValueError("not yet")}
+    caplog.handler.setFormatter(logs._Json())
+    caplog.set_level(logging.WARNING, "pipeline.results")
+    await desk.apply(
+        Deposit(1, headers=IN_A_TRACE),
+        Deposit(2, "bob"),
+        Deposit(3, "carol", value=b"{}", headers=IN_A_TRACE),
+    )
+    await desk.work_off()
+    told = {line["message_id"]: line for line in map(json.loads, caplog.text.splitlines())}
+    assert {id: line["key"] for id, line in told.items()} == {"1": "ada", "2": "bob", "3": "carol"}
+    spans = {(one.attributes or {})["messaging.message.id"]: one for one in finished()}
+    for id in ("1", "2"):
+        assert told[id]["trace_id"] == trace_id(spans[id])
+        assert told[id]["span_id"] == span_id(spans[id])
+    assert told["1"]["trace_id"] == TRACE
+    # No handler has seen it: what is known is where it comes from.
+    assert (told["3"]["trace_id"], told["3"]["span_id"]) == (TRACE, SENDER)
 
 
 @pytest.mark.parametrize(("headers", "parent"), [(IN_A_TRACE, SENDER), (IN_NONE, None)])

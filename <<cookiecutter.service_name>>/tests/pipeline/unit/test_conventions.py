@@ -169,6 +169,19 @@ def test_a_name_without_a_constant_is_listed_only_as_long_as_there_is_none() -> 
     assert [name for name in NOT_IN_THE_PACKAGE if name in CONVENTIONS] == []
 
 
+BOUNDED = {
+    "cloudevents.event_type",
+    "messaging.consumer.group.name",
+    "messaging.destination.name",
+    "messaging.destination.partition.id",
+    "messaging.operation.name",
+    "messaging.system",
+    "pipeline.consumer",
+    "pipeline.outcome",
+}
+"""Of metrics: named by configuration or by code; no ids, no keys, no offsets."""
+
+
 def test_the_attributes_of_spans_are_the_conventions(recorded: Spans) -> None:
     unknown = {name for name in span_attributes(recorded) if not is_known(name, is_metric=False)}
     assert unknown == set()
@@ -195,6 +208,12 @@ def test_a_span_is_named_by_its_operation_and_destination(recorded: Spans) -> No
 def test_the_attributes_of_metrics_are_the_conventions(metrics: list[dict[str, Any]]) -> None:
     attributes = {name for metric in metrics for name in metric["attributes"]}
     assert {name for name in attributes if not is_known(name, is_metric=False)} == set()
+
+
+def test_metrics_have_few_attributes_and_none_that_grows_without_bounds(
+    metrics: list[dict[str, Any]],
+) -> None:
+    assert {name for metric in metrics for name in metric["attributes"]} == BOUNDED
 
 
 def test_the_names_of_metrics_are_the_conventions(metrics: list[dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ def upgrade() -> None:
             anchor_hash    bytea,
             starts         integer NOT NULL DEFAULT 0,
             moved_at       timestamptz NOT NULL DEFAULT now(),
+            duplicates     bigint NOT NULL DEFAULT 0,
             CONSTRAINT position_pkey PRIMARY KEY (consumer_group, topic, partition)
         )""")
     op.execute("""
@@ -38,6 +39,9 @@ def upgrade() -> None:
     op.execute("""
         COMMENT ON COLUMN pipeline.position.starts IS
         'processes that began here and have neither moved it nor ended in order'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.position.duplicates IS
+        'messages that came here and had come before'""")
     op.execute("""
         COMMENT ON TABLE pipeline.position IS
         'The offset that each partition goes on from; moved by the consume transaction itself.'""")
