@@ -519,6 +519,32 @@ def together(default_project: BakedProject) -> dict[str, dict[str, Any]]:
     return merged
 
 
+SCHEMAS = {
+    "deploy/compose.yaml": ["vendor.compose-spec"],
+    "deploy/compose.service.yaml": ["vendor.compose-spec"],
+    ".github/workflows/ci.yaml": ["vendor.github-workflows"],
+    ".github/dependabot.yml": ["vendor.dependabot"],
+    ".gitlab-ci.yml": ["vendor.gitlab-ci", "--data-transform", "gitlab-ci"],
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_file_for_compose_or_ci_has_what_its_schema_allows(
+    default_project: BakedProject, tmp_path: Path, name: str
+) -> None:
+    check = [BIN / "check-jsonschema", "--builtin-schema", *SCHEMAS[name]]
+    default_project.run(*check, name)
+
+    key = re.search(
+        r"^ +(image|runs-on|interval|script):", default_project.read(name), re.MULTILINE
+    )
+    assert key
+    misspelt = tmp_path / Path(name).name
+    misspelt.write_text(default_project.read(name).replace(f"{key[1]}:", f"{key[1]}e:"), "utf-8")
+    done = subprocess.run([*check, misspelt], capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+
+
 def test_compose_brings_up_all_of_it(together: dict[str, dict[str, Any]]) -> None:
     assert set(together) == {
         *("postgres", "kafka", "migration", "topics", "consumer", "relay"),

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -170,27 +171,66 @@ for line in sys.stdin:
 """
 
 
+EXAMPLES = """
+import typer
+from parcel_tracker.main import main
+
+def examples(command, *path):
+    for name, one in getattr(command, "commands", {}).items():
+        if getattr(one, "commands", None):
+            examples(one, *path, name)
+        elif one.params:
+            print(" ".join([*path, name]), one.epilog, sep="|")
+
+examples(typer.main.get_command(main))
+"""
+
+
+def told(code: str, lines: Iterable[str], project: BakedProject) -> str:
+    """Return what Python says to these lines, beside the service's source."""
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code],
+        input="\n".join(lines),
+        env={"PYTHONPATH": str(project.path / "src"), "PATH": "", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_command_of_a_service_has_an_example_that_is_one(
+    default_project: BakedProject,
+) -> None:
+    listed = [line.split("|") for line in told(EXAMPLES, [], default_project).splitlines()]
+    assert {"claims sweep", "archive find", "dead events list"} < {name for name, _ in listed}
+    for name, epilog in listed:
+        assert epilog.startswith(f"For example: service {name}"), name
+    examples = [epilog.removeprefix("For example: service ") for _, epilog in listed]
+    assert told(PARSE, examples, default_project) == ""
+
+
 def test_every_command_that_a_page_shows_exists_with_its_options(
     default_project: BakedProject,
 ) -> None:
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
-    blocks = [
-        b for p in pages for b in re.findall(r"```sh\n(.*?)```", p.read_text("utf-8"), re.DOTALL)
-    ]
-    shown = sorted(
-        {c for b in blocks for c in re.findall(r"^(?:\S*/)?service (.*)", b, re.MULTILINE)}
-    )
+    shown = {
+        command
+        for page in pages
+        for command in re.findall(
+            r"^(?:\$ )?(?:\S*/)?service (.*)",
+            blocks_of_shells(page.read_text("utf-8")),
+            re.MULTILINE,
+        )
+    }
     made_up = "dead list --reasons failed"
-    source = str(default_project.path / "src")
 
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", PARSE],
-        input="\n".join([*shown, made_up]),
-        env={"PYTHONPATH": source, "PATH": "", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-    )
+    said = told(PARSE, [*sorted(shown), made_up], default_project)
 
     assert len(shown) > 40
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(made_up), done.stdout
+    assert said.startswith(made_up), said
+
+
+def blocks_of_shells(text: str) -> str:
+    """Return what a page shows for a shell, and of shells."""
+    return "\n".join(re.findall(r"^```(?:sh|text)\n(.*?)^```", text, re.DOTALL | re.MULTILINE))

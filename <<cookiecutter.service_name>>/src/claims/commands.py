@@ -21,7 +21,7 @@ def group(service: Service) -> typer.Typer:
     def _() -> None:
         """Be a group, of one command too."""
 
-    @app.command()
+    @app.command(epilog="For example: service claims sweep --dry-run")
     def sweep(
         dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell")] = False,
     ) -> None:

@@ -22,12 +22,12 @@ def group(service: Service) -> typer.Typer:
     """Return the commands for a service."""
     app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
 
-    @app.command()
+    @app.command(epilog="For example: service retention run --json")
     def run(as_json: Json = False) -> None:
         """Do what a running service does every hour: make partitions, drop what is too old."""
         run_to_end(_run(service, read_settings(), as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service retention status --json")
     def status(as_json: Json = False) -> None:
         """List days of the outbox and generations of the inbox; changes nothing."""
         run_to_end(_status(service, read_settings(), as_json=as_json))

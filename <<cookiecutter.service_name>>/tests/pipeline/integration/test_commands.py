@@ -88,11 +88,11 @@ def test_without_a_command_it_lists_what_there_is(
 
 
 def with_parameters(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the commands that take more than --json, and what they are called."""
+    """Yield the commands that take anything, and what they are called."""
     for name, one in getattr(command, "commands", {}).items():
         if getattr(one, "commands", None):
             yield from with_parameters(one, *path, name)
-        elif {parameter.name for parameter in one.params} - {"as_json"}:
+        elif one.params:
             yield " ".join([*path, name]), one
 
 
