@@ -532,7 +532,7 @@ SCHEMAS = {
 def test_a_file_for_compose_or_ci_has_what_its_schema_allows(
     default_project: BakedProject, tmp_path: Path, name: str
 ) -> None:
-    check = [BIN / "check-jsonschema", "--builtin-schema", *SCHEMAS[name]]
+    check = [str(BIN / "check-jsonschema"), "--builtin-schema", *SCHEMAS[name]]
     default_project.run(*check, name)
 
     key = re.search(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import asyncpg
 import typer
@@ -33,34 +33,44 @@ _NOT_LET_IN = ("28", "3D", "42501")
 what the user may not do."""
 
 
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+
 class Away(Exception):
     """A server can't be used; the text names it, and the variable that says where it is."""
 
 
 def read_settings() -> Settings:
     """Read the settings, or say everything that is wrong with them."""
-    unknown = list(_unknown_variables())
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        mistakes = list(_mistakes(error))
-    else:
-        if not unknown:
-            return settings
-        mistakes = []
-    typer.echo("The settings are wrong:", err=True)
-    for text in (*mistakes, *unknown):
-        typer.echo(f"  {text}", err=True)
-    raise typer.Exit(2)
+    return read_settings_and(Settings)[0]
 
 
-def _mistakes(error: ValidationError) -> Iterator[str]:
+def read_settings_and(others: type[SettingsT]) -> tuple[Settings, SettingsT]:
+    """Read the settings and others, or say everything that is wrong with all of them."""
+    kinds: list[type[BaseSettings]] = [Settings, others]
+    found: dict[type[BaseSettings], BaseSettings] = {}
+    mistakes: list[str] = []
+    for kind in dict.fromkeys(kinds):
+        try:
+            found[kind] = kind()
+        except ValidationError as error:
+            mistakes += _mistakes(error, kind.model_config.get("env_prefix", ""))
+    mistakes += _unknown_variables()
+    if mistakes:
+        typer.echo("The settings are wrong:", err=True)
+        for text in mistakes:
+            typer.echo(f"  {text}", err=True)
+        raise typer.Exit(2)
+    return cast(Settings, found[Settings]), cast(SettingsT, found[others])
+
+
+def _mistakes(error: ValidationError, prefix: str) -> Iterator[str]:
     for mistake in error.errors(include_url=False, include_input=False):
         name = "_".join(str(part) for part in mistake["loc"]).upper()
         text = mistake["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
         if mistake["type"] == "missing":
             text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
-        yield f"{f'{PREFIX}{name}: ' if name else ''}{text}"
+        yield f"{f'{prefix}{name}: ' if name else ''}{text}"
 
 
 def _unknown_variables() -> Iterator[str]:

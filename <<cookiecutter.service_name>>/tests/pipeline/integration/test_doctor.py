@@ -295,6 +295,18 @@ async def test_topics_that_do_not_fit_are_told(
         Bank(deposits=kept, balances=bank.balances, name=bank.name), inbox_must_cover_topics=True
     )
     assert strict["topic retention"].level == "wrong"
+    compacted = await new_topic(**{"cleanup.policy": "compact,delete"})
+    lossy = await examine(Bank(deposits=compacted, balances=bank.balances, name=bank.name))
+    assert f"{compacted} is compacted" in lossy["topic retention"].found
+
+
+async def test_a_server_that_is_too_old_is_told(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_OLDEST_POSTGRESQL", 99)
+    found = (await examine())["server"]
+    assert found.level == "wrong"
+    assert "is older than 99" in found.found
 
 
 async def test_a_position_that_stands_still_or_that_the_brokers_do_not_have_is_told(

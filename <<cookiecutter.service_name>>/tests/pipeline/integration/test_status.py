@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import asyncpg
 import pytest
@@ -10,6 +10,7 @@ import typer
 from aiokafka import AIOKafkaProducer
 
 from pipeline import status, status_commands
+from pipeline.status import Backlog, Reading, Status
 
 from .bank import Bank, Deposit
 from .conftest import Command, Running, eventually, position_reaches
@@ -210,6 +211,24 @@ async def test_watch_looks_again_until_it_is_stopped(
         await eventually(lambda: "0 to publish" in process.output)
         await stage(db, [event(bank.balances, 1)])
         await eventually(lambda: "1 to publish" in process.output)
+
+
+def test_a_screen_holds_the_worst_that_can_be() -> None:
+    long = "x" * 90
+    at = datetime(2030, 1, 2, tzinfo=UTC)
+    worst = Status(
+        long,
+        at,
+        unknown={f"{part}{long}": long for part in range(9)},
+        readings=[Reading(f"{topic}{long}", 0, 1, 10**12, 10**12, at) for topic in range(9)],
+        backlog={f"{consumer}{long}": Backlog(10**6, 10**6, 1e9) for consumer in range(9)},
+        relays={long: 64},
+        held={f"{name}{long}": long for name in range(9)},
+    )
+    lines = status.told(worst)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert sum("more: see --json" in line for line in lines) == 4
 
 
 async def test_a_screen_is_not_exceeded_by_many_topics_and_consumers(
