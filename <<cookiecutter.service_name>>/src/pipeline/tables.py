@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -37,7 +38,10 @@ def tell_table(
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = _UNBOUNDED
-        console.print(table)
+        with console.capture() as told:
+            console.print(table)
+        for line in told.get().splitlines():
+            typer.echo(line.rstrip(), color=console.is_terminal)
 
 
 def one_line(text: str) -> str:

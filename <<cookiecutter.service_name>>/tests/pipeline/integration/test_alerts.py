@@ -219,7 +219,7 @@ async def test_an_id_with_another_payload_alerts(
     check(tmp_path, ["", fires], firing=["HashMismatch"])
     found = (await command("dead", "list", "--reason", "identity mismatch")).stdout
     assert "identity mismatch" in found
-    letter = found.split()[0]
+    letter = found.splitlines()[1].split()[0]
     assert "mismatch" in (await command("dead", "show", letter)).stdout
     assert "1" in (await command("inbox", "show", "1")).stdout
     done = await command("dead", "discard", letter, "--because", "sent again as 3", "--yes")
