@@ -67,6 +67,8 @@ class _Called:
     """The call's, with its span."""
     is_noted: bool = False
     """Whether it was stored beforehand that the call begins."""
+    is_made: bool = False
+    """Whether the outside was called, and not only asked, or not even that."""
 
     @property
     def is_done(self) -> bool:
@@ -249,6 +251,10 @@ class Caller(Lanes):
             # Only now: to validate it may be what kills.
             if item.event is None and item.fault is None:
                 item = validated(item)
+                # It can't be asked any more what came out of an earlier call.
+                if item.fault and (fate := self._beforehand(item, is_risky=False)):
+                    await self._note(lane, [item], {item.marker.key: fate})
+                    return None
             return replace(await self._called(item), is_noted=noted_at is not None)
 
     async def _called(self, item: Item) -> _Called:
@@ -272,6 +278,7 @@ class Caller(Lanes):
                             return called
                         if now() >= (limit.when() or math.inf):  # stopped, and not cancelled yet
                             raise TimeoutError
+                    called = replace(called, is_made=True)
                     result = await handler.function(item.event, call)
             pydantic_core.to_json(result, inf_nan_mode="strings")  # as it is kept
             return replace(called, result=result)
@@ -400,7 +407,7 @@ def _in_vain(called: _Called) -> Fate | None:
         return untouched(item)
     if error is None:  # it took place, and what comes after that has failed
         return None
-    if _may_have_happened(item):
+    if _may_have_happened(item) and not called.is_made:
         return _before(item)
     return judged(item, error, UNKNOWN)
 

@@ -240,14 +240,15 @@ async def _replay(
                 f"{progress.done:,} of {found.records:,} offsets are read again"
                 + (": does the service run?" if progress.stands else "")
             )
+        became = await replay.outcome(connection, found)
+        waiting = f", {became.waiting:,} wait in the backlog" if became.waiting else ""
         typer.echo(
-            f"{await replay.applied(connection, found):,} messages took effect that had not,"
-            f" {await replay.known(connection, found):,} were known;"
-            " others were dead letters, or are nobody's"
+            f"{became.applied:,} messages took effect that had not, {became.known:,} were known"
+            f"{waiting}; others were dead letters, or are nobody's"
         )
-        if buried := await replay.buried(connection, found):
+        if became.buried:
             typer.echo(
-                f"{buried:,} messages were too old, and are dead letters now:"
+                f"{became.buried:,} messages were too old, and are dead letters now:"
                 ' `service dead list --reason "too old"`'
             )
 

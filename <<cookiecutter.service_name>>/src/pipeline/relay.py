@@ -119,6 +119,8 @@ class Relay:
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=self._owner)
         self._unsent = Unsent(settings)
         self._scheduled = Scheduled()
+        self._scheduled_wait: str | None = None
+        """Why they do, if they do."""
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, int] = {}
         self._server: datetime | None = None
@@ -210,7 +212,7 @@ class Relay:
             self._staged.clear()
             # Asked before the step: what is committed before `stop` must be in its window.
             stopping = self._stopping.is_set()
-            has_moved = not stopping and await self._scheduled.move(driver)
+            has_moved = not stopping and await self._move_scheduled(driver)
             found, is_more = await self._step(driver, is_poll=is_poll and not has_moved)
             if self._dirty and monotonic() >= self._write_at:
                 await self._write(driver, self._progress_of(self._dirty))
@@ -223,6 +225,26 @@ class Relay:
                 pause = settings.relay_poll_min
             is_poll = not (is_more or await self._pause(min(pause, self._unsent.seconds_to_next())))
             pause = min(2 * pause, settings.relay_poll_max) if is_poll else settings.relay_poll_min
+
+    async def _move_scheduled(self, driver: asyncpg.Connection) -> bool:
+        """Move what is due, if it is time. What keeps that from being done holds up no others."""
+        if not self._scheduled.is_time:
+            return False
+        has_moved, reason = False, None
+        try:
+            has_moved = await self._scheduled.move(driver)
+        except asyncpg.PostgresError as error:
+            if driver.is_closed():
+                raise
+            reason = f"they wait: {named(error)}"
+        if reason is None:
+            self._health.ready("scheduled events")
+        else:
+            self._health.not_ready("scheduled events", reason)
+        if reason and reason != self._scheduled_wait:
+            log.warning("relay: scheduled events: %s", reason)
+        self._scheduled_wait = reason
+        return has_moved
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep, or wake up for `wake` and `stop`; says whether it was woken."""

@@ -30,7 +30,7 @@ soon counts as forgotten."""
 _MEMORY = """
 SELECT GREATEST(since, (SELECT max(closed_at) + $2::interval FROM pipeline.inbox_closed
                          WHERE closed_at < clock_timestamp() - $1::interval)) AS since,
-       clock_timestamp() AS now
+       clock_timestamp() AS now, current
   FROM pipeline.inbox_generation
 """
 
@@ -39,8 +39,8 @@ SELECT count(*)
   FROM pipeline.inbox
   JOIN unnest($1::integer[], $2::bigint[], $3::bigint[]) AS again (partition, first, beyond)
  USING (partition)
- WHERE generation >= (SELECT current - 1 FROM pipeline.inbox_generation)
-   AND topic = $4 AND "offset" >= first AND "offset" < beyond AND created_at >= $5
+ WHERE generation >= $6 AND topic = $4 AND "offset" >= first AND "offset" < beyond
+   AND created_at >= $5
 """
 
 _DUPLICATES = """
@@ -49,13 +49,13 @@ SELECT sum(duplicates)::bigint
  WHERE consumer_group = $1 AND topic = $2 AND partition = ANY ($3)
 """
 
-_BURIED = """
-SELECT count(*)
+_PUT_OFF = """
+SELECT count(*) FILTER (WHERE died_at IS NULL) AS waiting,
+       count(*) FILTER (WHERE died_at >= $5 AND reason = 'too old') AS buried
   FROM pipeline.backlog
   JOIN unnest($1::integer[], $2::bigint[], $3::bigint[]) AS again (partition, first, beyond)
  USING (partition)
- WHERE topic = $4 AND "offset" >= first AND "offset" < beyond AND died_at >= $5
-   AND reason = 'too old'
+ WHERE topic = $4 AND "offset" >= first AND "offset" < beyond
 """
 
 
@@ -71,6 +71,8 @@ class Replay:
     """Offsets that are older than that."""
     begun_at: datetime
     """By the database's clock."""
+    generation: int
+    """The one that took new markers then."""
     duplicates: int
     """Messages that had come to these partitions again before."""
 
@@ -106,9 +108,11 @@ async def plan(
             f"nothing of {topic} was read after {to}: to go forward, `service topics seek`"
         )
     soon = timedelta(seconds=settings.inbox_age * (1 - _LEAD))
-    since, now = await connection.fetchrow(_MEMORY, soon, CLOCK_MARGIN)
+    since, now, generation = await connection.fetchrow(_MEMORY, soon, CLOCK_MARGIN)
     forgotten = 0
     if since is not None:
+        # People are told a whole second, and to begin with it has to be enough.
+        since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
         places = {TopicPartition(topic, one.slot.partition): one for one in back}
         async with clients.asking(settings) as client:
             ends = {place: one.end for place, one in places.items()}
@@ -116,7 +120,7 @@ async def plan(
         forgotten = sum(
             max(0, min(remembered[place], one.old or 0) - one.new) for place, one in places.items()
         )
-    return Replay(back, since, forgotten, now, await _duplicates(connection, back))
+    return Replay(back, since, forgotten, now, generation, await _duplicates(connection, back))
 
 
 async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[Progress]:
@@ -138,37 +142,39 @@ async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterato
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def applied(connection: asyncpg.Connection, replay: Replay) -> int:
-    """Return how many of its messages have taken effect only now."""
-    return await _count(connection, _APPLIED, replay)
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of the messages that were read again."""
+
+    applied: int
+    """Have taken effect only now."""
+    known: int
+    """Had come before."""
+    waiting: int
+    """Are in the backlog, and take effect later."""
+    buried: int
+    """Are dead letters now, as too old."""
 
 
-async def known(connection: asyncpg.Connection, replay: Replay) -> int:
-    """Return how many have come to its partitions since that had come before."""
-    return await _duplicates(connection, replay.moves) - replay.duplicates
+async def outcome(connection: asyncpg.Connection, replay: Replay) -> Outcome:
+    """Count what has become of what was read again."""
+    found = replay.moves
+    places = [
+        [one.slot.partition for one in found],
+        [one.new for one in found],
+        [one.old for one in found],
+        found[0].slot.topic,
+        replay.begun_at,
+    ]
+    applied = await connection.fetchval(
+        _APPLIED, *places, replay.generation, timeout=_COUNT_SECONDS
+    )
+    put_off = await connection.fetchrow(_PUT_OFF, *places, timeout=_COUNT_SECONDS)
+    known = await _duplicates(connection, found) - replay.duplicates
+    return Outcome(applied, known, put_off["waiting"], put_off["buried"])
 
 
 async def _duplicates(connection: asyncpg.Connection, found: Sequence[Move]) -> int:
     slot = found[0].slot
     places = [one.slot.partition for one in found]
     return int(await connection.fetchval(_DUPLICATES, slot.group, slot.topic, places))
-
-
-async def buried(connection: asyncpg.Connection, replay: Replay) -> int:
-    """Return how many of its messages have become dead letters, as too old."""
-    return await _count(connection, _BURIED, replay)
-
-
-async def _count(connection: asyncpg.Connection, query: str, replay: Replay) -> int:
-    found = replay.moves
-    return int(
-        await connection.fetchval(
-            query,
-            [one.slot.partition for one in found],
-            [one.new for one in found],
-            [one.old for one in found],
-            found[0].slot.topic,
-            replay.begun_at,
-            timeout=_COUNT_SECONDS,
-        )
-    )

@@ -107,12 +107,13 @@ _NOT_ARCHIVED = "UPDATE pipeline.outbox_closed SET not_archived = $2 WHERE day =
 _ARCHIVES = "UPDATE pipeline.retention_lease SET archives = true WHERE NOT archives"
 
 _IS_ARCHIVED = """
-SELECT archives AND NOT (SELECT goes_unarchived FROM pipeline.outbox_closed WHERE day = $1)
+SELECT archives AND NOT COALESCE(
+           (SELECT goes_unarchived FROM pipeline.outbox_closed WHERE day = $1), false)
   FROM pipeline.retention_lease
 """
 
 _FORGO = """
-UPDATE pipeline.outbox_closed SET goes_unarchived = true
+UPDATE pipeline.outbox_closed SET goes_unarchived = true, not_archived = NULL
  WHERE $1::date[] IS NULL OR day = ANY ($1)
 RETURNING day
 """
@@ -200,7 +201,7 @@ class Round:
     owner: str
     """The process that is at it."""
     is_ours: bool = True
-    """Whether that is this one; otherwise nothing was done."""
+    """Whether that is this one, to the end; otherwise nothing more was done."""
     dropped: list[str] = field(default_factory=list)
     """Partitions that are gone."""
     held: list[Standing] = field(default_factory=list)
@@ -260,6 +261,9 @@ async def tidy(
     long: `say` is told how far it is. Can be cut off at any point, and two at once do no harm.
     Raises `NotOwner` where another role has to do it.
     """
+    archives = archive is not None and archive.is_on
+    if archives:  # noted also by those who may not drop, for those who do and know of none
+        await connection.execute(_ARCHIVES)
     await partitions.must_own(connection)
     lease = _Lease(connection, min(_LEASE_SECONDS, settings.housekeeping_interval))
     try:
@@ -272,8 +276,7 @@ async def tidy(
         await _forget(connection, settings, lease)
         await _close_days(connection)
         keeper = None
-        if archive is not None and archive.is_on:
-            await connection.execute(_ARCHIVES)
+        if archive is not None and archives:
             keeper = _Keeper(connection, settings, archive, lease, say)
         async for one in survey(connection, settings):
             if one.is_due:
@@ -285,6 +288,7 @@ async def tidy(
         await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
     except TakenOver as error:
         log.warning("%s; it goes on with it", error)
+        done.owner, done.is_ours = await connection.fetchval(_OWNER), False
     finally:
         with suppress(Exception):  # else it ends by itself
             await lease.end()

@@ -61,16 +61,15 @@ async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
     if as_json:
         typer.echo(to_json(done, indent=2).decode())
         return
-    if not done.is_ours:
-        typer.echo(f"Process {done.owner} is at it, or has died over it less than a minute ago.")
-        return
     for name in done.dropped:
         typer.echo(f"dropped  {name}")
     for one in done.held:
         typer.echo(f"held     {one.name}  {_told(one)}")
     if done.discarded:
         typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
-    if not (done.dropped or done.held or done.discarded):
+    if not done.is_ours:
+        typer.echo(f"Process {done.owner} is at it, or has died over it less than a minute ago.")
+    elif not (done.dropped or done.held or done.discarded):
         typer.echo("Nothing is old enough to be dropped.")
 
 

@@ -57,7 +57,11 @@ GRANTS: dict[str, dict[str, str]] = {
     "outbox_cursor": {"relay": "SELECT, UPDATE", "operator": "SELECT, UPDATE (owner)"},
     "outbox_epoch": {"relay": "SELECT", "operator": "SELECT"},
     "outbox_relay": {"relay": _ALL, "operator": "SELECT"},
-    "retention_lease": dict.fromkeys(ROLES, "SELECT"),
+    "retention_lease": {
+        "service": "SELECT, UPDATE (archives)",
+        "relay": "SELECT, UPDATE (archives)",
+        "operator": "SELECT",
+    },
 }
 """What each role may do with each of the engine's tables, and sequences of their own."""
 

@@ -59,18 +59,22 @@ class Scheduled:
     def __init__(self) -> None:
         self._look_at = 0.0
 
+    @property
+    def is_time(self) -> bool:
+        """Whether to look again."""
+        return monotonic() >= self._look_at
+
     async def move(self, connection: asyncpg.Connection) -> bool:
-        """Move some of what is due, if it is time to look; says whether there was any."""
-        if monotonic() < self._look_at:
-            return False
+        """Move some of what is due; says whether there was any."""
+        self._look_at = monotonic() + _LOOK_SECONDS
         moved = 0
         if await connection.fetchval(_IS_DUE):
             # Apart from the lock, so that it sees what the last one to hold it has moved.
             async with connection.transaction():
                 if await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED):
                     moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])
-        if moved < _AT_ONCE:
-            self._look_at = monotonic() + _LOOK_SECONDS
+        if moved == _AT_ONCE:
+            self._look_at = 0.0
         return moved > 0
 
 

@@ -143,6 +143,7 @@ async def test_who_knows_of_no_archive_drops_no_day_that_others_archive(
     assert (await retention("forgo", "2020-01-09")).exit_code != 0
     done = await retention("forgo", str(DAY))
     assert (done.exit_code, done.stdout) == (0, f"{DAY} goes unarchived\n")
+    assert (await retention("status")).stdout.count("knows of no archive") == 1
     assert (await house.keep()).dropped == [OLD]
     assert (await retention("forgo", "--all")).exit_code == 0
     assert (await house.keep()).dropped == [f"outbox_p{later:%Y%m%d}"]

@@ -422,6 +422,32 @@ async def test_to_ask_in_vain_spends_no_attempt_while_the_breaker_is_open(
     assert {(row["attempts"], row["died_at"]) for row in rows} == {(1, None)}
 
 
+async def test_who_has_called_in_vain_again_waits_as_long_as_after_the_first_time(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    async def ask(event: Received, call: Call) -> bool:
+        return False
+
+    outside = Outside({"policy": Policy(), "repeatable": False, "ask": ask})
+    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
+    outside.errors = {number: OSError("down") for number in range(100)}
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
+    await desk.call()
+    assert desk.caller._breaker.open == {"tell"}
+    await db.execute(
+        "DELETE FROM pipeline.backlog"
+        " WHERE key <> (SELECT key FROM pipeline.backlog WHERE reason = $1 LIMIT 1)",
+        UNKNOWN,
+    )
+    outside.errors = {number: OSError("down again") for number in range(100)}
+    await desk.make_due()
+    desk.let_probe("tell")
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"], row["error"]) == (UNKNOWN, 2, "OSError: down again")
+    assert await db.fetchval("SELECT min(due_at) - now() > '20 s' FROM pipeline.backlog")
+
+
 async def test_what_comes_after_a_call_is_done_in_a_transaction(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
@@ -593,6 +619,25 @@ async def test_who_was_stopped_and_still_has_the_lane_begins_the_call_anew(
     await stopped_after_the_note(desk, lambda: asyncio.sleep(0))
     assert [attempt for _, attempt in outside.ids] == [1], "it spends no attempt"
     assert await desk.backlog() == []
+
+
+@pytest.mark.parametrize("starts", [0, 1])
+async def test_an_unknown_outcome_stays_one_when_nobody_can_read_it_any_more(
+    new_desk: NewDesk, db: asyncpg.Connection, starts: int
+) -> None:
+    async def ask(event: Received, call: Call) -> bool:
+        raise AssertionError("there is no event to ask about")
+
+    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, policy=Policy())
+    await desk.apply(Deposit(1))
+    await begin_and_die(desk, outside, db)
+    await db.execute("UPDATE pipeline.backlog SET value = '{}'")
+    await db.execute("UPDATE pipeline.backlog_lane SET starts = least(starts, $1)", starts)
+    await desk.call()
+    assert outside.calls == [1]
+    (row,) = await desk.backlog()
+    assert row["died_at"] is not None
+    assert row["reason"] == UNKNOWN, "and none of those that are redriven with all others"
 
 
 @pytest.mark.parametrize("happened", [True, False])

@@ -1,8 +1,8 @@
 """A topic is read again from an earlier place: nothing takes effect twice, and nothing is lost."""
 
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncpg
@@ -10,13 +10,15 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline import replay
+from pipeline import Park, replay
 from pipeline.commands import command_line
-from pipeline.replay import Replay
+from pipeline.replay import Progress, Replay
 from pipeline.runtime import Part
+from pipeline.settings import Settings
 
 from .bank import Bank, Deposit
 from .conftest import Command, Running, eventually, histories, position_of, position_reaches
+from .test_inbox import close_generation
 
 Commands = Callable[[typer.Typer], Command]
 
@@ -48,6 +50,38 @@ async def test_what_took_effect_is_skipped_and_what_did_not_is_applied(
     assert "10 of 10 offsets are read again" in done.stdout
     assert "1 messages took effect that had not, 9 were known" in done.stdout
     assert (await histories(db))["ada"] == [*range(1, 11), 7]
+
+
+async def test_what_is_put_off_is_told_and_so_is_what_an_older_generation_remembers(
+    bank: Bank,
+    command: Command,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    settings: Callable[..., Settings],
+    direct_url: str,
+) -> None:
+    bank.errors = {2: Park("not yet", after=600)}
+    for amount in range(3):
+        await Deposit(amount, f"of {amount}").send(producer, bank.deposits)
+    await store_position(db, bank, 3)
+    async with running(bank.service, Part.CONSUME):
+
+        async def closes_generations(*given: Any) -> AsyncIterator[Progress]:
+            async for one in followed(*given):
+                yield one
+            own = await asyncpg.connect(
+                direct_url.replace("+asyncpg", "")
+            )  # the command has a loop of its own
+            for _ in range(3):
+                await close_generation(own, settings)
+            await own.close()
+
+        followed = replay.follow
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replay, "follow", closes_generations)
+            done = await command("replay", bank.deposits, "--from", "earliest")
+    assert "2 messages took effect that had not, 0 were known, 1 wait in the backlog" in done.stdout
 
 
 async def test_two_at_once_read_all_that_either_wants(
@@ -106,18 +140,18 @@ async def store_position(db: asyncpg.Connection, bank: Bank, offset: int) -> Non
 async def test_what_may_have_been_forgotten_is_read_again_only_if_that_is_asked_for(
     bank: Bank, command: Command, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
-    now = time.time()
-    for amount in range(4):
-        one = Deposit(amount, timestamp=round((now - 600 + 60 * amount) * 1_000))
+    second = int(time.time()) - 600
+    for amount, after in enumerate((-90, 0.3, 1.5, 60)):
+        one = Deposit(amount, timestamp=round((second + after) * 1_000))
         await one.send(producer, bank.deposits)
     await store_position(db, bank, 4)
-    since = datetime.fromtimestamp(round(now - 600 + 90), UTC)
+    since = datetime.fromtimestamp(second + 0.7, UTC)
     await db.execute("UPDATE pipeline.inbox_generation SET since = $1", since)
     refused = await command("replay", bank.deposits, "--from", "earliest", "--no-wait")
     assert refused.exit_code == 1
     assert "2 of 4 offsets are from before" in refused.output
     assert await position_of(db, bank.deposits) == 4
-    hint = f"{since:%Y-%m-%dT%H:%M:%SZ}"
+    hint = f"{since + timedelta(seconds=1):%Y-%m-%dT%H:%M:%SZ}"
     assert f"--from {hint}" in refused.output
     assert (await command("replay", bank.deposits, "--from", hint, "--no-wait")).exit_code == 0
     assert await position_of(db, bank.deposits) == 2

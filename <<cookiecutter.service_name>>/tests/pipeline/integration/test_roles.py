@@ -4,7 +4,8 @@ import re
 import shlex
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import cast
 from uuid import uuid4
 
 import asyncpg
@@ -31,6 +32,10 @@ from pipeline import (
     window,
 )
 from pipeline.outbox import StagedEvent
+from pipeline.partitions import NotOwner
+from pipeline.retention import tidy
+from pipeline.service import Archive
+from pipeline.settings import Settings
 
 from .bank import Bank, Base, Deposit
 from .conftest import administer, drop_databases, eventually
@@ -245,6 +250,17 @@ async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_super
         assert process.is_running
         assert "permission denied" not in process.output, process.output
     await engine.dispose()
+
+
+@pytest.mark.parametrize("role", ["service", "relay"])
+async def test_who_knows_an_archive_and_may_drop_nothing_tells_those_who_drop(
+    granted: Roles, db: asyncpg.Connection, settings: Callable[..., Settings], role: str
+) -> None:
+    archive = cast(Archive, SimpleNamespace(is_on=True))
+    async with granted.connected(role) as connection:
+        with pytest.raises(NotOwner):
+            await tidy(connection, settings(), archive=archive)
+    assert await db.fetchval("SELECT archives FROM pipeline.retention_lease")
 
 
 async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -> None:

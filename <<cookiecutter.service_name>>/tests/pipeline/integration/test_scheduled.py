@@ -103,6 +103,31 @@ async def test_a_relay_publishes_it(
         assert tail.records[0].timestamp >= 0
 
 
+async def test_what_keeps_due_events_back_holds_up_no_others(
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    settings: Callable[..., Settings],
+) -> None:
+    topic = await new_topic()
+    await db.execute("""
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+        $$ BEGIN RAISE undefined_table USING MESSAGE = 'not now'; END $$;
+        CREATE TRIGGER refuse BEFORE DELETE ON pipeline.scheduled
+           FOR EACH ROW EXECUTE FUNCTION refuse()
+    """)
+    await schedule(db, topic, [("due", LONG_AGO)])
+    async with following(kafka, topic) as tail, relaying(settings()) as relay:
+        await stage(db, [event(topic, "other")])
+        await tail.until_ids(["other"])
+        await eventually(lambda: "not now" in relay.health.reasons.get("scheduled events", ""))
+        await stage(db, [event(topic, "another")])
+        await tail.until_ids(["other", "another"])
+        await db.execute("DROP TRIGGER refuse ON pipeline.scheduled")
+        await tail.until_ids(["other", "another", "due"])
+        await eventually(lambda: relay.health.is_ready)
+
+
 async def schedule(
     db: asyncpg.Connection, topic: str, due: list[tuple[str, datetime]], key: str = "ada"
 ) -> None:
