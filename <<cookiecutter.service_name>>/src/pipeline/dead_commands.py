@@ -306,7 +306,7 @@ def _without_what_stays(groups: Sequence[Group], which: Which) -> list[Group]:
         else:
             redriven.append(one)
             continue
-        typer.echo(f"left out: {'  '.join(_cells(one)[:-2])}; {why}", err=True)
+        typer.echo(f"left out: {one_line('  '.join(_cells(one)[:-2]))}; {why}", err=True)
     return redriven
 
 
@@ -317,7 +317,7 @@ def _tell_groups(groups: Sequence[Group]) -> None:
 
 def _cells(one: Group) -> list[str]:
     named = (one.reason, one.consumer or "(nobody)", one.type or "-", one.topic)
-    return [f"{one.count:,}", *map(one_line, named), at(one.oldest), at(one.newest)]
+    return [f"{one.count:,}", *named, at(one.oldest), at(one.newest)]
 
 
 def _row(letter: Letter) -> list[str]:
@@ -329,9 +329,9 @@ def _row(letter: Letter) -> list[str]:
         str(letter.attempts),
         letter.reason,
         letter.consumer or "(nobody)",
-        one_line(letter.type or "-"),
+        letter.type or "-",
         f"{letter.topic}/{letter.partition}@{letter.offset}",
-        one_line(text_of(letter.key)),
+        text_of(letter.key),
     ]
 
 

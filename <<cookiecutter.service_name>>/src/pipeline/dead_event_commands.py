@@ -44,7 +44,7 @@ from .dead import State, ago
 from .dead_events import EventDetail, EventGroup, UnsentEvent, Which
 from .service import Service
 from .settings import Settings
-from .tables import one_line, tell_table
+from .tables import tell_table
 from .terminal import connected, read_settings, run_to_end
 
 _LAST = 2**63 - 1
@@ -280,14 +280,7 @@ async def _of_the_dead(
 
 def _tell_groups(groups: Sequence[EventGroup]) -> None:
     rows = (
-        (
-            f"{one.count:,}",
-            one.reason,
-            one_line(one.type),
-            one.topic,
-            at(one.oldest),
-            at(one.newest),
-        )
+        (f"{one.count:,}", one.reason, one.type, one.topic, at(one.oldest), at(one.newest))
         for one in groups
     )
     names = ("count", "reason", "type", "topic", "oldest", "newest")
@@ -301,10 +294,10 @@ def _row(event: UnsentEvent) -> list[str]:
         at(event.discarded_at or event.died_at or event.parked_at),
         str(event.attempts),
         event.reason,
-        one_line(event.type),
-        one_line(event.event_id),
+        event.type,
+        event.event_id,
         event.topic,
-        one_line(text_of(event.key)),
+        text_of(event.key),
     ]
 
 

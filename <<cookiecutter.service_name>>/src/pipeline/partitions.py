@@ -170,8 +170,7 @@ async def drop(
                 raise Held("somebody has attached it again")
             await connection.execute(f"DROP TABLE pipeline.{name}")
     except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
-        who = await connection.fetchval(_WHO_USES, parent, name)
-        raise Held(who or "somebody has used it for too long") from error
+        raise Held(await used_by(connection, parent, name)) from error
     except asyncpg.UndefinedTableError:
         # Another process is at it: what is left of it is seen in the next round.
         if await exists(connection, name):
@@ -179,6 +178,11 @@ async def drop(
     except asyncpg.PostgresError as error:
         raise Held(str(error)) from error
     log.info("dropped partition %s", name)
+
+
+async def used_by(connection: asyncpg.Connection, parent: str, name: str) -> str:
+    """Say who uses a partition, for whom somebody has waited in vain."""
+    return await connection.fetchval(_WHO_USES, parent, name) or "somebody has used it for too long"
 
 
 async def _finalize(connection: asyncpg.Connection, parent: str, name: str) -> None:

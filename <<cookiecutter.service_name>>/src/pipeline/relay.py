@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
 """Small, until it is known how large the events are."""
+_SCHEDULED = "scheduled events"
+"""The part of the relay's health that says whether they are moved."""
 
 
 class ServerChanged(Exception):
@@ -119,8 +121,6 @@ class Relay:
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=self._owner)
         self._unsent = Unsent(settings)
         self._scheduled = Scheduled()
-        self._scheduled_wait: str | None = None
-        """Why they do, if they do."""
         self._progress: dict[int, Progress] = {}
         self._tokens: dict[int, int] = {}
         self._server: datetime | None = None
@@ -230,20 +230,17 @@ class Relay:
         """Move what is due, if it is time. What keeps that from being done holds up no others."""
         if not self._scheduled.is_time:
             return False
-        has_moved, reason = False, None
         try:
             has_moved = await self._scheduled.move(driver)
         except asyncpg.PostgresError as error:
             if driver.is_closed():
                 raise
             reason = f"they wait: {named(error)}"
-        if reason is None:
-            self._health.ready("scheduled events")
-        else:
-            self._health.not_ready("scheduled events", reason)
-        if reason and reason != self._scheduled_wait:
-            log.warning("relay: scheduled events: %s", reason)
-        self._scheduled_wait = reason
+            if reason != self._health.reasons.get(_SCHEDULED):
+                log.warning("relay: %s: %s", _SCHEDULED, reason)
+            self._health.not_ready(_SCHEDULED, reason)
+            return False
+        self._health.ready(_SCHEDULED)
         return has_moved
 
     async def _pause(self, seconds: float) -> bool:

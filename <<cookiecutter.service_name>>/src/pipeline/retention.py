@@ -120,10 +120,12 @@ RETURNING day
 
 _ARCHIVES_NO_LONGER = "UPDATE pipeline.retention_lease SET archives = false"
 
-# Waits for a reset, and a reset for us: it takes the relays' progress back.
-_HOLD_PROGRESS = """
+# For somebody who holds a day locked, as VACUUM FULL does.
+_WAIT_SHORTLY = """
 SELECT set_config('lock_timeout', '2s', true), set_config('statement_timeout', '10s', true)
 """
+
+# Waits for a reset, and a reset for us: it takes the relays' progress back.
 _LOCK_PROGRESS = "LOCK TABLE pipeline.outbox_cursor IN ACCESS SHARE MODE"
 
 _IS_OURS = f"SELECT {IS_OURS}"
@@ -261,8 +263,9 @@ async def tidy(
     long: `say` is told how far it is. Can be cut off at any point, and two at once do no harm.
     Raises `NotOwner` where another role has to do it.
     """
-    archives = archive is not None and archive.is_on
-    if archives:  # noted also by those who may not drop, for those who do and know of none
+    if archive is not None and not archive.is_on:
+        archive = None
+    if archive is not None:  # noted also by those who may not drop, for those who know of none
         await connection.execute(_ARCHIVES)
     await partitions.must_own(connection)
     lease = _Lease(connection, min(_LEASE_SECONDS, settings.housekeeping_interval))
@@ -276,7 +279,7 @@ async def tidy(
         await _forget(connection, settings, lease)
         await _close_days(connection)
         keeper = None
-        if archive is not None and archives:
+        if archive is not None:
             keeper = _Keeper(connection, settings, archive, lease, say)
         async for one in survey(connection, settings):
             if one.is_due:
@@ -345,7 +348,7 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
     for day, one in await _days(connection):
         due_at = _end_of(day) + timedelta(seconds=settings.outbox_age)
         try:
-            why = await _what_needs(connection, day, one) if due_at < now else None
+            why = await _held_by(connection, day, one) if due_at < now else None
         except asyncpg.UndefinedTableError:
             continue  # another process has dropped it
         failed = closed[day]["not_archived"] if day in closed else None
@@ -423,6 +426,26 @@ async def _close_days(connection: asyncpg.Connection) -> None:
     over = [day for day, _ in await _days(connection) if now > _end_of(day) + CLOCK_MARGIN]
     await connection.execute(_REOPEN_DAYS, over)
     await connection.execute(_CLOSE_DAYS, over)
+
+
+async def _held_by(
+    connection: asyncpg.Connection, day: date, one: Partition, *, marks: bool = False
+) -> str | None:
+    """Say who needs a day of the outbox, or has it locked. Else None, which can be noted at once.
+
+    That is before the detach: afterwards nobody could find out, as relays don't see its events.
+    """
+    try:
+        async with connection.transaction():
+            await connection.execute(_WAIT_SHORTLY)
+            if marks:
+                await connection.execute(_LOCK_PROGRESS)
+            why = await _what_needs(connection, day, one)
+            if why is None and marks:
+                await connection.execute(_PUBLISHED, day)
+            return why
+    except (asyncpg.LockNotAvailableError, asyncpg.QueryCanceledError):
+        return await partitions.used_by(connection, "outbox", one.name)
 
 
 async def _what_needs(connection: asyncpg.Connection, day: date, one: Partition) -> str | None:
@@ -508,10 +531,8 @@ class _Keeper:
         self._lease = lease
         self._say = say
 
-    async def keep(self, one: Partition) -> None:
+    async def keep(self, day: date, one: Partition) -> None:
         """Return when the day is archived. Raises `Held`, and notes why; or `TakenOver`."""
-        day = _day_of(one)
-        assert day is not None
         say_at = monotonic() + _TOLD_SECONDS
 
         async def tell(progress: str) -> None:
@@ -541,13 +562,14 @@ async def _drop(
     connection: asyncpg.Connection, one: Standing, done: Round, keeper: _Keeper | None
 ) -> None:
     """Drop what is due and nobody needs."""
-    first = None
+    first, day = None, _day_of(one.partition)
     try:
-        if one.needed_by is None and one.table == "outbox":
-            one = replace(one, needed_by=await _mark_published(connection, one.partition))
+        if one.needed_by is None and day is not None:
+            why = await _held_by(connection, day, one.partition, marks=True)
+            one = replace(one, needed_by=why)
         if one.needed_by is None:
-            if one.table == "outbox":
-                first = await _archiving(connection, one.partition, done, keeper)
+            if day is not None:
+                first = await _archiving(connection, day, one.partition, done, keeper)
             await partitions.drop(connection, one.table, one.partition, first=first)
     except asyncpg.UndefinedTableError:
         return  # another process has dropped it
@@ -560,33 +582,16 @@ async def _drop(
 
 
 async def _archiving(
-    connection: asyncpg.Connection, one: Partition, done: Round, keeper: _Keeper | None
+    connection: asyncpg.Connection, day: date, one: Partition, done: Round, keeper: _Keeper | None
 ) -> Callable[[], Awaitable[None]] | None:
     """Return what archives a day, if that is wanted. Raises `Held` where nobody here can."""
-    day = _day_of(one)
     if not await connection.fetchval(_IS_ARCHIVED, day):
         return None
     if keeper is None:
         why = _NO_ARCHIVE.format(who=done.owner, day=day)
         await connection.execute(_NOT_ARCHIVED, day, why)
         raise Held(why)
-    return partial(keeper.keep, one)
-
-
-async def _mark_published(connection: asyncpg.Connection, one: Partition) -> str | None:
-    """Note before the detach that nobody needs the day; or say who does.
-
-    Afterwards nobody could find out: the relays don't see its events, and go past them.
-    """
-    day = _day_of(one)
-    assert day is not None
-    async with connection.transaction():
-        await connection.execute(_HOLD_PROGRESS)
-        await connection.execute(_LOCK_PROGRESS)
-        why = await _what_needs(connection, day, one)
-        if why is None:
-            await connection.execute(_PUBLISHED, day)
-        return why
+    return partial(keeper.keep, day, one)
 
 
 async def _delete_discarded(

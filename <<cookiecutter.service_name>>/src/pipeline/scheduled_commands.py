@@ -11,7 +11,7 @@ from .asking import at
 from .operations import Refused
 from .service import Service
 from .settings import Settings
-from .tables import one_line, tell_table
+from .tables import tell_table
 from .terminal import connected, read_settings, run_to_end
 
 
@@ -44,10 +44,7 @@ async def _list(service: Service, settings: Settings, limit: int, *, as_json: bo
         for one in found:
             typer.echo(to_json(asdict(one)))
         return
-    rows = (
-        (at(one.due_at), one_line(one.name), one.type, one.topic, one_line(one.key or "-"))
-        for one in found
-    )
+    rows = ((at(one.due_at), one.name, one.type, one.topic, one.key or "-") for one in found)
     tell_table(("due", "name", "type", "topic", "key"), rows)
     if not found:
         typer.echo("No event is scheduled.")

@@ -1,6 +1,7 @@
 """The commands `service status` and `service doctor`: how it is, and what is wrong with it."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Annotated
 
 import asyncpg
@@ -67,15 +68,16 @@ async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
     else:
-        rows = ((one.level, one.check, _told(one)) for one in found)
-        tell_table(("level", "check", "found"), rows)
+        tell_table(("level", "check", "found"), (row for one in found for row in _rows(one)))
     levels = {one.level for one in found}
     if "wrong" in levels or (is_strict and "warning" in levels):
         raise typer.Exit(1)
 
 
-def _told(finding: doctor.Finding) -> str:
-    return f"{finding.found}\n-> {finding.advice}" if finding.advice else finding.found
+def _rows(finding: doctor.Finding) -> Iterator[tuple[str, str, str]]:
+    yield finding.level, finding.check, finding.found
+    if finding.advice:
+        yield "", "", f"-> {finding.advice}"
 
 
 async def _findings(

@@ -21,8 +21,8 @@ def tell_table(
 ) -> None:
     """Write rows under the names of their columns; `right` names those whose text ends alike.
 
-    Nothing is cut off: on a terminal that is too narrow, cells go on in the line below. The first
-    column, by which a person names a row, goes on last. No row, no table.
+    A cell is shown as a line, and nothing is cut off: on a terminal that is too narrow it goes on
+    below. The first column, by which a person names a row, goes on last. No row, no table.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, name in enumerate(names):
@@ -33,7 +33,7 @@ def tell_table(
             no_wrap=number == 0,
         )
     for row in rows:
-        table.add_row(*(Text(harmless(cell), _STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(one_line(cell), _STYLES.get(cell, "")) for cell in row))
     if table.rows:
         console = Console(highlight=False)
         if not console.is_terminal:

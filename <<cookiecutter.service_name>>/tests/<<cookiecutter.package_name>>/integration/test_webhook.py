@@ -39,7 +39,8 @@ class Webhook:
         if answer == "hang":
             await reader.read()  # until the other side gives up
         elif answer != "cut":
-            writer.write(f"HTTP/1.1 {answer}\r\nContent-Length: 0\r\n\r\n".encode())
+            for status in answer.split(", then "):
+                writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
         writer.close()
 
 
@@ -51,14 +52,15 @@ async def serving(webhook: Webhook) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/delays"
 
 
-async def test_a_delay_reaches_a_webhook_that_fails_hangs_and_breaks_off(
+async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers_twice(
     running_service: RunningService,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     parcel_id: str,  # noqa: F811
 ) -> None:
-    webhook = Webhook(["503 Service Unavailable", "hang", "cut"])
+    twice = "204 No Content, then 500 Internal Server Error"
+    webhook = Webhook(["503 Service Unavailable", "hang", "cut", twice])
 
     async def told() -> bool:
         # Nobody waits for the next attempt here.

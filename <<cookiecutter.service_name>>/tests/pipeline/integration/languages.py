@@ -39,7 +39,7 @@ _STATEMENTS: Mapping[object, str] = {
     retention._END_LEASE: "housekeeping: end the lease",
     retention._CLOSED_GENERATIONS: "housekeeping: list closed generations",
     retention._CLOSE_DAYS: "housekeeping: close days",
-    retention._HOLD_PROGRESS: "published: limit the wait",
+    retention._WAIT_SHORTLY: "published: limit the wait",
     retention._PUBLISHED: "published: note it",
     retention._CLOSED_DAYS: "housekeeping: list closed days",
     retention._IS_OURS: "housekeeping: ask whose the outbox is",

@@ -228,6 +228,36 @@ async def test_who_holds_a_day_is_named(
     assert (await keep_house(old_day, settings())).held == []
 
 
+async def _another_old_day(db: asyncpg.Connection, chosen: Settings) -> str:
+    """Let there be two days that may go, and return the name of the second one."""
+    name, bounds = "outbox_p20200102", "FROM ('2020-01-02 00:00+00') TO ('2020-01-03 00:00+00')"
+    await partitions.attach(db, "outbox", name, bounds)
+    await keep_house(db, chosen)
+    await publish_all(db)
+    return name
+
+
+async def test_a_day_that_somebody_has_locked_holds_up_no_other(
+    old_day: asyncpg.Connection,
+    connect: Connect,
+    settings: Callable[..., Settings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait = retention._WAIT_SHORTLY.replace("2s", "100ms")
+    monkeypatch.setattr(retention, "_WAIT_SHORTLY", wait)
+    other = await _another_old_day(old_day, settings())
+    vacuuming = await connect()
+    async with vacuuming.transaction():
+        await vacuuming.execute(f"LOCK TABLE pipeline.{OLD} IN ACCESS EXCLUSIVE MODE")
+        pid = await vacuuming.fetchval("SELECT pg_backend_pid()")
+        round_ = await keep_house(old_day, settings())
+    (held,) = round_.held
+    assert held.name == OLD
+    assert f"process {pid} of " in str(held.needed_by)
+    assert round_.dropped == [other]
+    assert (await keep_house(old_day, settings())).dropped == [OLD]
+
+
 async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and_published(
     old_day: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
@@ -410,6 +440,22 @@ async def test_one_process_at_a_time_is_at_it_and_a_dead_one_is_followed(
     assert await keep_house(old_day, settings()) == Round("dead", is_ours=False)
     await _let_the_lease_end(old_day)
     assert (await keep_house(old_day, settings())).is_ours
+
+
+async def test_who_is_overtaken_does_no_more_and_says_by_whom(
+    old_day: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    """Its lease had ended while it waited."""
+    other = await _another_old_day(old_day, settings())
+    first = await connect()
+    async with reading(connect):
+        at_it = asyncio.create_task(keep_house(first, settings()))
+        await eventually(lambda: _is_pending(old_day, OLD))
+        await old_day.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
+    assert await at_it == Round("faster", is_ours=False, dropped=[OLD])
+    assert other in await names(old_day, retention._OUTBOX)
+    lease = await old_day.fetchrow("SELECT owner FROM pipeline.retention_lease")
+    assert tuple(lease or ()) == ("faster",), "it is the other's, also afterwards"
 
 
 async def _let_the_lease_end(db: asyncpg.Connection) -> None:

@@ -350,17 +350,23 @@ async def test_an_error_of_another_database_is_not_taken_for_an_outage_of_ours(
     assert outside.calls == [1]
 
 
-async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: NewDesk) -> None:
-    """Promise 5, for the outside: the breaker opens, and closes when it answers again."""
-    outside = Outside({"policy": Policy()})
+async def broken_down(new_desk: NewDesk, **options: Any) -> tuple[Outside, Desk]:
+    """Return an outside that does nothing, and a desk that has tried it with 100 calls."""
+    outside = Outside({"policy": Policy(), **options})
     desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
     outside.errors = {number: OSError("down") for number in range(100)}
     await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
     await desk.call()
+    assert desk.caller._breaker.open == {"tell"}
+    return outside, desk
+
+
+async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: NewDesk) -> None:
+    """Promise 5, for the outside: the breaker opens, and closes when it answers again."""
+    outside, desk = await broken_down(new_desk)
     rows = await desk.backlog()
     assert len(rows) == 100
     assert sum(row["attempts"] for row in rows) < 20, "so many keys open it"
-    assert desk.caller._breaker.open == {"tell"}
     before = len(outside.calls)
     desk.let_probe("tell")
     await desk.call()
@@ -379,12 +385,7 @@ async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: New
 async def test_an_outage_of_the_outside_ends_for_calls_that_must_not_be_repeated_too(
     new_desk: NewDesk,
 ) -> None:
-    outside = Outside({"policy": Policy(), "repeatable": False})
-    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
-    outside.errors = {number: OSError("down") for number in range(100)}
-    await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
-    await desk.call()
-    assert desk.caller._breaker.open == {"tell"}
+    outside, desk = await broken_down(new_desk, repeatable=False)
     outside.errors = {}
     desk.let_probe("tell")
 
@@ -406,12 +407,7 @@ async def test_to_ask_in_vain_spends_no_attempt_while_the_breaker_is_open(
     async def ask(event: Received, call: Call) -> bool:
         raise OSError("down")
 
-    outside = Outside({"policy": Policy(), "repeatable": False, "ask": ask})
-    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
-    outside.errors = {number: OSError("down") for number in range(100)}
-    await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
-    await desk.call()
-    assert desk.caller._breaker.open == {"tell"}
+    _, desk = await broken_down(new_desk, repeatable=False, ask=ask)
     # Those that may have happened are left: each probe asks for one of them.
     await db.execute("DELETE FROM pipeline.backlog WHERE reason <> $1", UNKNOWN)
     for _ in range(20):
@@ -428,12 +424,7 @@ async def test_who_has_called_in_vain_again_waits_as_long_as_after_the_first_tim
     async def ask(event: Received, call: Call) -> bool:
         return False
 
-    outside = Outside({"policy": Policy(), "repeatable": False, "ask": ask})
-    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
-    outside.errors = {number: OSError("down") for number in range(100)}
-    await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
-    await desk.call()
-    assert desk.caller._breaker.open == {"tell"}
+    outside, desk = await broken_down(new_desk, repeatable=False, ask=ask)
     await db.execute(
         "DELETE FROM pipeline.backlog"
         " WHERE key <> (SELECT key FROM pipeline.backlog WHERE reason = $1 LIMIT 1)",

@@ -248,10 +248,17 @@ async def test_a_generation_is_closed_when_it_is_old_enough_and_not_before(
 async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
     db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
-    busy = await connect()
+    """Who wants to close it waits for those who are at it, and lets the next ones wait behind."""
+    busy, following = await connect(), await connect()
+    enter = "SELECT pg_advisory_xact_lock_shared($1)"
+    # What it may let them wait for, and some time for a slow machine.
+    await following.execute(f"SET lock_timeout = '{retention._HOLD_UP_LONGER_SECONDS + 2}s'")
     async with busy.transaction():
-        await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
-        await keep_house(db, settings(inbox_generation_age=0.001))
+        await busy.execute(enter, inbox.GENERATION_LOCK)
+        closing = asyncio.create_task(keep_house(db, settings(inbox_generation_age=0.001)))
+        while not closing.done():
+            await following.execute(enter, inbox.GENERATION_LOCK)
+        await closing
         assert await _generations(db) == (1, 1)
     await keep_house(db, settings(inbox_generation_age=0.001))
     assert await _generations(db) == (2, 1)

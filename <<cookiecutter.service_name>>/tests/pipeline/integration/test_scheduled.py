@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from pipeline.settings import Settings
 from .bank import Account, Bank, Deposit, Deposited
 from .conftest import Command, eventually
 from .desk import Desk, NewDesk
-from .outgoing import event, following, relaying, stage
+from .outgoing import Running, Tail, event, following, relaying, stage
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 Act = Callable[[Transaction], None]
@@ -90,26 +90,29 @@ async def test_an_event_is_published_when_it_is_due_and_not_before(
     assert datetime.now(UTC) - row["created_at"] < timedelta(minutes=1), "its time"
 
 
-async def test_a_relay_publishes_it(
-    db: asyncpg.Connection,
-    kafka: str,
-    new_topic: Callable[..., Awaitable[str]],
-    settings: Callable[..., Settings],
-) -> None:
+@pytest.fixture
+async def relayed(
+    kafka: str, new_topic: Callable[..., Awaitable[str]], settings: Callable[..., Settings]
+) -> AsyncIterator[tuple[str, Tail, Running]]:
+    """Return a topic, what comes there, and a relay that runs."""
     topic = await new_topic()
-    async with following(kafka, topic) as tail, relaying(settings()):
-        await schedule(db, topic, [("soon", datetime.now(UTC) + timedelta(seconds=1))])
-        await tail.until_ids(["soon"])
-        assert tail.records[0].timestamp >= 0
+    async with following(kafka, topic) as tail, relaying(settings()) as relay:
+        yield topic, tail, relay
+
+
+async def test_a_relay_publishes_it(
+    db: asyncpg.Connection, relayed: tuple[str, Tail, Running]
+) -> None:
+    topic, tail, _ = relayed
+    await schedule(db, topic, [("soon", datetime.now(UTC) + timedelta(seconds=1))])
+    await tail.until_ids(["soon"])
+    assert tail.records[0].timestamp >= 0
 
 
 async def test_what_keeps_due_events_back_holds_up_no_others(
-    db: asyncpg.Connection,
-    kafka: str,
-    new_topic: Callable[..., Awaitable[str]],
-    settings: Callable[..., Settings],
+    db: asyncpg.Connection, relayed: tuple[str, Tail, Running]
 ) -> None:
-    topic = await new_topic()
+    topic, tail, relay = relayed
     await db.execute("""
         CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
         $$ BEGIN RAISE undefined_table USING MESSAGE = 'not now'; END $$;
@@ -117,15 +120,14 @@ async def test_what_keeps_due_events_back_holds_up_no_others(
            FOR EACH ROW EXECUTE FUNCTION refuse()
     """)
     await schedule(db, topic, [("due", LONG_AGO)])
-    async with following(kafka, topic) as tail, relaying(settings()) as relay:
-        await stage(db, [event(topic, "other")])
-        await tail.until_ids(["other"])
-        await eventually(lambda: "not now" in relay.health.reasons.get("scheduled events", ""))
-        await stage(db, [event(topic, "another")])
-        await tail.until_ids(["other", "another"])
-        await db.execute("DROP TRIGGER refuse ON pipeline.scheduled")
-        await tail.until_ids(["other", "another", "due"])
-        await eventually(lambda: relay.health.is_ready)
+    await stage(db, [event(topic, "other")])
+    await tail.until_ids(["other"])
+    await eventually(lambda: "not now" in relay.health.reasons.get("scheduled events", ""))
+    await stage(db, [event(topic, "another")])
+    await tail.until_ids(["other", "another"])
+    await db.execute("DROP TRIGGER refuse ON pipeline.scheduled")
+    await tail.until_ids(["other", "another", "due"])
+    await eventually(lambda: relay.health.is_ready)
 
 
 async def schedule(

@@ -35,8 +35,8 @@ def test_a_narrow_terminal_cuts_nothing_off(
 
 
 def test_what_a_payload_holds_is_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_table(("key",), [("[red]\x1b[2J:smile:",)])
-    assert capsys.readouterr().out.splitlines()[1] == r"[red]\x1b[2J:smile:"
+    tell_table(("key",), [("[red]\x1b[2J:smile:\nnext",)])
+    assert capsys.readouterr().out.splitlines()[1:] == [r"[red]\x1b[2J:smile:\nnext"]
 
 
 def test_without_rows_there_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
