@@ -54,6 +54,8 @@ def test_a_scan_is_one_trace_through_both_services(spans: list[Span]) -> None:
 def test_a_call_to_the_outside_is_one_span_of_it(spans: list[Span]) -> None:
     call = the(spans, "tell-webhook")
     assert (call.parent, call.is_error) == (the(spans, "record-scan").id, False)
+    request = the(spans, "POST")
+    assert (request.service, request.parent, request.trace_id) == (FIRST, call.id, call.trace_id)
 
 
 def test_a_second_attempt_links_to_the_first(spans: list[Span]) -> None:
@@ -75,7 +77,8 @@ def labels(picture: str) -> list[str]:
 
 
 def shown(picture: str) -> list[str]:
-    return sorted(label for label in labels(picture) if label.startswith(("send ", "process ")))
+    kinds = ("send ", "process ", "POST")
+    return sorted(label for label in labels(picture) if label.startswith(kinds))
 
 
 def test_the_picture_in_the_docs_shows_the_spans_that_there_are(spans: list[Span]) -> None:

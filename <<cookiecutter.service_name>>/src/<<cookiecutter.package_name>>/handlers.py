@@ -4,6 +4,7 @@
 import os
 
 import httpx
+from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor
 
 from pipeline import Call, Handlers, Transaction
 
@@ -24,6 +25,7 @@ LATE = 60
 webhook = os.environ.get("DELAY_WEBHOOK")
 """URL that is told of every delay; without it nobody is."""
 client = httpx.AsyncClient(timeout=5.0)
+HTTPXClientInstrumentor.instrument_client(client)  # hands the trace on
 
 
 @handlers.on(ScanRecorded, topic="scans", consumer="record-scan", loads=Parcel.by("parcel_id"))

@@ -6,9 +6,11 @@ from typing import Any
 
 import asyncpg
 import sqlalchemy as sa
+from asyncpg.connection import LoggedQuery
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from . import telemetry
 from .settings import Settings
 
 _BESIDE_TRANSACTIONS = 5
@@ -34,7 +36,41 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         | {"command_timeout": _COMMAND_SECONDS, "timeout": _CONNECT_SECONDS},
     )
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
+    _time_statements(engine.sync_engine)
     return engine
+
+
+def _time_statements(engine: sa.Engine) -> None:
+    """Have each statement timed once: SQLAlchemy prepares most of its own, and asyncpg tells only
+    of what it runs unprepared, and of many at once. COPY is told of by neither."""
+
+    def watch(connection: Any, _: object) -> None:
+        connection.driver_connection.add_query_logger(_tell)
+
+    sa.event.listen(engine, "connect", watch)
+    sa.event.listen(engine, "before_cursor_execute", _begin)
+    sa.event.listen(engine, "after_cursor_execute", _end)
+    sa.event.listen(engine, "handle_error", _fail)
+
+
+def _tell(query: LoggedQuery) -> None:
+    telemetry.executed(query.query, query.elapsed, query.exception)
+
+
+def _begin(_: object, cursor: object, text: str, values: Any, context: Any, is_many: bool) -> None:
+    context.pipeline_statement = telemetry.Statement(
+        text, has_values=bool(values), is_timed=not is_many
+    )
+
+
+def _end(_: object, cursor: object, text: str, values: Any, context: Any, is_many: bool) -> None:
+    context.pipeline_statement.end()
+
+
+def _fail(failed: sa.ExceptionContext) -> None:
+    statement = getattr(failed.execution_context, "pipeline_statement", None)
+    if statement is not None:
+        statement.end(failed.original_exception)
 
 
 def _refuse_if_closed(connection: Any, *_: object) -> None:

@@ -331,6 +331,7 @@ async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) ->
     # Without a transaction COPY would commit by itself, and events would outlive a rollback.
     if not connection.is_in_transaction():
         raise RuntimeError("outbox rows may only be written in a transaction that has begun")
-    await connection.copy_records_to_table(
-        "outbox", schema_name=SCHEMA, columns=StagedEvent._fields, records=events
-    )
+    with telemetry.Statement("COPY"):
+        await connection.copy_records_to_table(
+            "outbox", schema_name=SCHEMA, columns=StagedEvent._fields, records=events
+        )

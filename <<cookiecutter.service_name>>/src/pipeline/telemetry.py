@@ -4,12 +4,14 @@ Without the SDK, which `exporters` sets up, all of this costs next to nothing, a
 still travels from message to event. Names are the messaging conventions'.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
+from time import perf_counter
 
 from opentelemetry import baggage, metrics, trace
 from opentelemetry import context as otel
@@ -18,12 +20,16 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.semconv._incubating.attributes import cloudevents_attributes as cloudevents
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as names
 from opentelemetry.semconv._incubating.metrics import messaging_metrics as metric_names
-from opentelemetry.semconv.attributes import error_attributes
+from opentelemetry.semconv.attributes import db_attributes, error_attributes
+from opentelemetry.semconv.metrics import db_metrics
 from opentelemetry.semconv.schemas import Schemas
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from .message import Message
+
+# Else instrumentations of libraries, which are loaded later, use names that are deprecated.
+os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
 
 CONSUMER = "pipeline.consumer"
 OUTCOME = "pipeline.outcome"
@@ -34,6 +40,13 @@ _SIZES = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 2_000.0
 _KAFKA = names.MessagingSystemValues.KAFKA.value
 _PROCESS = names.MessagingOperationTypeValues.PROCESS.value
 _SEND = names.MessagingOperationTypeValues.SEND.value
+_POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
+_STATEMENT = re.compile(
+    r"(?:\s|--.*|/\*(?s:.*?)\*/)*"
+    r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
+    re.IGNORECASE,
+)
+"""The first word of those that are told apart; others are rare."""
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _RECORDED = frozenset("13579bdf")
 """Last digits of a `traceparent` whose trace is recorded."""
@@ -58,6 +71,13 @@ _handler_duration = _meter.create_histogram(
 )
 _duration = _meter.create_histogram(
     metric_names.MESSAGING_PROCESS_DURATION, "s", explicit_bucket_boundaries_advisory=_SECONDS
+)
+_statement_duration = _meter.create_histogram(
+    db_metrics.DB_CLIENT_OPERATION_DURATION,
+    "s",
+    "Of a statement, by its first word.",
+    # The convention's own.
+    explicit_bucket_boundaries_advisory=[0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0],
 )
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
 _ready = _meter.create_gauge("pipeline.ready", "{process}", "1 while every part can do its work.")
@@ -235,6 +255,65 @@ def send_spans(
     name = f"{_SEND} {topic}"
     span = _tracer.start_span(name, _NO_PARENT, trace.SpanKind.PRODUCER, attributes, links)
     return Current(trace.set_span_in_context(span, _NO_PARENT), span)
+
+
+class Statement:
+    """A statement that begins when this is made: tells how long it took when it ends.
+
+    Where a span is current, as in a handler and for no batch, it is a span in it.
+    """
+
+    __slots__ = ("_begun", "_is_timed", "_span", "_text")
+
+    def __init__(self, text: str, *, has_values: bool = False, is_timed: bool = True) -> None:
+        """`text` is shown if its values are apart from it. `is_timed` if nobody else does that."""
+        self._text = text
+        self._is_timed = is_timed
+        self._span = None
+        if trace.get_current_span().is_recording():
+            attributes = _statement(text)
+            if has_values:
+                attributes[db_attributes.DB_QUERY_TEXT] = text
+            name = str(attributes[db_attributes.DB_QUERY_SUMMARY])
+            self._span = _tracer.start_span(name, None, trace.SpanKind.CLIENT, attributes)
+        self._begun = perf_counter()
+
+    def __enter__(self) -> None:
+        """Begin already."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Record it, with its error if there is one."""
+        if self._is_timed:
+            executed(self._text, perf_counter() - self._begun, error)
+        if self._span is not None:
+            if isinstance(error, Exception):
+                self._span.set_attribute(error_attributes.ERROR_TYPE, _type_of(error))
+                self._span.set_status(trace.StatusCode.ERROR)
+            self._span.end()
+
+
+def executed(text: str, seconds: float, error: BaseException | None) -> None:
+    """Record how long a statement took."""
+    attributes = _statement(text)
+    if error is not None:
+        attributes[error_attributes.ERROR_TYPE] = _type_of(error)
+    _statement_duration.record(seconds, attributes)
+
+
+def _statement(text: str) -> dict[str, AttributeValue]:
+    match = _STATEMENT.match(text)
+    return {
+        db_attributes.DB_SYSTEM_NAME: _POSTGRESQL,
+        db_attributes.DB_QUERY_SUMMARY: match[1].upper() if match else "OTHER",
+    }
+
+
+def _type_of(error: BaseException) -> str:
+    """Return the server's code, or the name of what has happened here."""
+    return getattr(error, "sqlstate", None) or type(error).__qualname__
 
 
 TraceHeaders = tuple[str | None, str | None, str | None]

@@ -17,7 +17,7 @@ from opentelemetry.semconv._incubating.attributes import (
     cloudevents_attributes,
     messaging_attributes,
 )
-from opentelemetry.semconv.attributes import error_attributes
+from opentelemetry.semconv.attributes import db_attributes, error_attributes
 from opentelemetry.semconv.schemas import Schemas
 
 from pipeline import telemetry
@@ -107,6 +107,7 @@ telemetry.observe_filters(1)
 telemetry.observe_unsent(waiting=7, dead=2)
 telemetry.retention_failed()
 telemetry.conflicted()
+telemetry.executed("SELECT 1", 0.001, LookupError())
 data = reader.get_metrics_data()
 print(json.dumps([
     {
@@ -137,7 +138,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Spans:
     with pytest.raises(LookupError), process(message(SAMPLED, data=None)):
         raise LookupError
     with telemetry.send_spans("routes", 1, 5, [SAMPLED]):
-        pass
+        telemetry.Statement("SELECT $1", has_values=True).end(LookupError())
     return spans
 
 
@@ -171,6 +172,9 @@ def test_a_name_without_a_constant_is_listed_only_as_long_as_there_is_none() -> 
 
 BOUNDED = {
     "cloudevents.event_type",
+    "db.query.summary",
+    "db.system.name",
+    "error.type",
     "messaging.consumer.group.name",
     "messaging.destination.name",
     "messaging.destination.partition.id",
@@ -196,10 +200,14 @@ def test_spans_tell_the_schema_whose_names_they_have() -> None:
 def test_a_span_is_named_by_its_operation_and_destination(recorded: Spans) -> None:
     for span in recorded.all():
         attributes = dict(span.attributes or {})
+        if span.kind is trace.SpanKind.CLIENT:
+            assert span.name == attributes["db.query.summary"]
+            continue
         operation = attributes["messaging.operation.name"]
         assert span.name == f"{operation} {attributes['messaging.destination.name']}"
         assert attributes["messaging.operation.type"] in ("process", "send")
     assert {span.kind for span in recorded.all()} == {
+        trace.SpanKind.CLIENT,
         trace.SpanKind.CONSUMER,
         trace.SpanKind.PRODUCER,
     }
@@ -253,6 +261,7 @@ def test_every_constant_that_the_engine_names_is_among_those_looked_at(
     modules = {
         "names": messaging_attributes,
         "cloudevents": cloudevents_attributes,
+        "db_attributes": db_attributes,
         "error_attributes": error_attributes,
     }
     used: set[str] = set()

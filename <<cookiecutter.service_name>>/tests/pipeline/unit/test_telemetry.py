@@ -441,6 +441,32 @@ configured.shutdown()
 """
 
 
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("select 1", "SELECT"),
+        ("\n  -- why\n /* and\n how */ Insert INTO t VALUES (1)", "INSERT"),
+        ("BEGIN;", "BEGIN"),
+        ("SELECTED", "OTHER"),
+        ("VACUUM t", "OTHER"),
+        ("/* select", "OTHER"),
+        ("", "OTHER"),
+    ],
+)
+def test_a_statement_is_named_by_its_first_word(spans: Spans, text: str, word: str) -> None:
+    with process(message(SAMPLED)):
+        telemetry.Statement(text).end()
+    statement, _ = spans.all()
+    assert statement.name == word
+
+
+def test_a_statement_outside_of_a_recorded_span_is_none(spans: Spans) -> None:
+    telemetry.Statement("SELECT 1").end()
+    with process(message(UNSAMPLED)):
+        telemetry.Statement("SELECT 1").end()
+    assert spans.all() == ()
+
+
 def test_the_age_of_what_waits_grows_while_the_relay_looks_at_nothing() -> None:
     scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
     before, first, later, ahead = (

@@ -1,0 +1,104 @@
+"""How long statements take is told, of each once; those of a handler are spans in its message's."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import sqlalchemy as sa
+from opentelemetry import trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
+
+from pipeline import Handlers, Transaction, telemetry
+
+from .bank import Account, Bank, Deposit, Deposited
+from .desk import Desk, NewDesk
+from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trace_id
+from .test_trace_of_attempts import Finished, finished  # noqa: F401 (a fixture)
+
+TOPIC = "deposits"
+Counted = Callable[[], Counter[str]]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Return how many statements of each kind were told of, with what has failed."""
+    reader = InMemoryMetricReader()
+    meter = MeterProvider([reader], shutdown_on_exit=False).get_meter("test")
+    monkeypatch.setattr(telemetry, "_statement_duration", meter.create_histogram("x"))
+
+    def count() -> Counter[str]:
+        found: Counter[str] = Counter()
+        data = reader.get_metrics_data()
+        for resource in data.resource_metrics if data else ():
+            for point in resource.scope_metrics[0].metrics[0].data.data_points:
+                assert isinstance(point, HistogramDataPoint)
+                attributes = dict(point.attributes or {})
+                words = (attributes["db.query.summary"], attributes.get("error.type", ""))
+                found[" ".join(map(str, words)).strip()] += point.count
+        return found
+
+    return count
+
+
+def deposits(first: int) -> list[Deposit]:
+    return [Deposit(number, account=f"of {number % 10}") for number in range(first, first + 20)]
+
+
+async def test_each_statement_of_a_batch_is_told_of_once(
+    ledger: tuple[Bank, Desk], counted: Counted
+) -> None:
+    """SQLAlchemy's and asyncpg's own, many at once and COPY."""
+    _, desk = ledger
+    await desk.apply(*deposits(0))
+    await asyncio.sleep(0)  # asyncpg tells in the loop's next round
+    position = await desk.position()
+    before = counted()
+    await desk.apply(*deposits(20), start=position)
+    await asyncio.sleep(0)
+    words = ("BEGIN", "WITH", "INSERT", "UPDATE", "COPY", "COMMIT")
+    assert counted() - before == {"SELECT": 3} | dict.fromkeys(words, 1)
+
+
+async def test_what_a_handler_asks_is_a_span_of_its_message_and_what_a_batch_does_is_none(
+    new_desk: NewDesk,
+    finished: Finished,  # noqa: F811
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="look", loads=Account.by("account"))
+    async def look(event: Deposited, tx: Transaction) -> None:
+        await tx.session.execute(sa.select(sa.func.upper(sa.bindparam("name", "secret"))))
+        await tx.session.execute(sa.text("SELECT 'in the text'"))
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1, headers=sent_in_a_trace("01")), Deposit(2, account="bob"))
+    asked = [one for one in finished() if one.kind is trace.SpanKind.CLIENT]
+    processed = {span_id(one): one for one in finished() if one.kind is trace.SpanKind.CONSUMER}
+    assert [parent_id(one) in processed for one in asked] == [True] * 4
+    assert trace_id(asked[0]) == TRACE
+    assert parent_id(processed[str(parent_id(asked[0]))]) == SENDER
+    texts = [(one.attributes or {}).get("db.query.text") for one in asked]
+    assert texts == [texts[0], None] * 2, "its values may be in the text"
+    assert str(texts[0]).startswith("SELECT upper($1::VARCHAR)")
+    assert not any("secret" in one.to_json() for one in asked)
+
+
+async def test_a_statement_that_fails_is_told_of_with_the_servers_code(
+    new_desk: NewDesk,
+    finished: Finished,  # noqa: F811
+    counted: Counted,
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="divide", loads=Account.by("account"))
+    async def divide(event: Deposited, tx: Transaction) -> None:
+        await tx.session.execute(sa.text("SELECT 1 / 0"))
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(Deposit(1))
+    failed = next(one for one in finished() if one.kind is trace.SpanKind.CLIENT)
+    assert (failed.attributes or {})["error.type"] == "22012"
+    assert failed.status.status_code is trace.StatusCode.ERROR
+    assert counted()["SELECT 22012"] >= 1
