@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 
 import asyncpg
 
@@ -97,9 +98,9 @@ class Course:
         self.looks.append(Look(status, read, _rate(before, status, lambda one: one.duplicates)))
         self.failed = ""
 
-    def values(self, name: str) -> list[float]:
-        """Return how much there was at each look."""
-        return [float(getattr(one, name) or 0) for one in self.looks]
+    def values(self, name: str) -> list[float | None]:
+        """Return how much there was at each look; None where it is not known."""
+        return [getattr(one, name) for one in self.looks]
 
 
 def _rate(old: Status, new: Status, count: Callable[[Reading], int | None]) -> float | None:
@@ -132,13 +133,19 @@ def number(count: int | None) -> str:
 WIDTH, HEIGHT = 120, 28
 
 
-def points(values: Sequence[float]) -> str:
-    """Return the points of a line through values, the newest on the right, for SVG."""
-    if len(values) < 2:
-        return ""
-    top = max(*values, 1e-9)
-    step = WIDTH / (len(values) - 1)
-    return " ".join(
-        f"{place * step:.1f},{HEIGHT - 1 - value / top * (HEIGHT - 2):.1f}"
-        for place, value in enumerate(values)
-    )
+def lines(values: Sequence[float | None]) -> list[str]:
+    """Return the points of lines through values, the newest on the right, for SVG.
+
+    What is not known is a gap: it would look like nothing.
+    """
+    top = max([1e-9, *(value for value in values if value is not None)])
+    step = WIDTH / max(1, len(values) - 1)
+    found = []
+    for is_known, run in groupby(enumerate(values), lambda one: one[1] is not None):
+        points = [
+            f"{place * step:.1f},{HEIGHT - 1 - (value or 0) / top * (HEIGHT - 2):.1f}"
+            for place, value in run
+        ]
+        if is_known and len(points) > 1:
+            found.append(" ".join(points))
+    return found

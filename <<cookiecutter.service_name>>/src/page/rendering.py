@@ -24,7 +24,7 @@ class Templates:
             content=shown.content,
             moment=shown.moment,
             ago=shown.ago,
-            points=overview.points,
+            lines=overview.lines,
             number=overview.number,
             width=overview.WIDTH,
             height=overview.HEIGHT,

@@ -101,7 +101,7 @@ def signed(because: str, operator: str | None) -> str:
     by = _user() if operator is None else operator
     for name, text in (("--because", because), ("--operator", by)):
         if not text.strip():
-            raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
+            raise typer.BadParameter(f"{name} is empty: say it, it is kept to be read later")
     return by
 
 

@@ -293,7 +293,7 @@ async def _show(
 ) -> None:
     async with connected(service, settings) as connection:
         found = await remembered(connection, service, id, source)
-    if not found and not as_json:
+    if not found:
         whose = f" of source {source!r}" if source else ""
         raise Refused(f"no event {id!r}{whose} is remembered: never handled, or forgotten")
     if as_json:

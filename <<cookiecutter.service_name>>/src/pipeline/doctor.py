@@ -127,9 +127,12 @@ Check = Callable[[Patient], Findings]
 
 
 async def examine(
-    connection: asyncpg.Connection, service: Service, settings: Settings
+    connection: asyncpg.Connection | None, service: Service, settings: Settings
 ) -> AsyncIterator[Finding]:
-    """Make every check in turn. One that fails is a warning, and the next one is made."""
+    """Make every check in turn. One that fails is a warning, and the next one is made.
+
+    Without a connection only those are made that ask nothing of PostgreSQL.
+    """
     described = None
     try:
         named_topics = set(service.topics)
@@ -146,14 +149,18 @@ async def examine(
         )
     patient = Patient(service, settings, connection, described)
     for check in CHECKS:
+        if connection is None and check not in _WITHOUT_POSTGRESQL:
+            continue
         name = check.__name__.removeprefix("_").replace("_", " ")
         is_well = True
         try:
             async for one in check(patient):
                 is_well = False
                 yield Finding(name, one.level, one.found, one.advice)
+        except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError) as error:
+            yield Finding(name, "wrong", f"not migrated: {named(error)}", "run `service migrate`")
         except (asyncpg.PostgresError, TimeoutError) as error:
-            if connection.is_closed():
+            if connection is None or connection.is_closed():
                 raise  # it is the server that is away, and no check can be made
             yield Finding(
                 name,
@@ -368,7 +375,8 @@ async def _topics(patient: Patient) -> Findings:
     wanted = patient.service.topics | {patient.settings.dead_letter_topic or ""}
     for name in sorted(wanted.difference(patient.topics, {""})):
         yield _wrong(
-            f"there is no topic {name}", "create it, in development by `service topics create`"
+            f"there is no topic {name} that this user may see",
+            "create it, in development by `service topics create`; or allow its Describe",
         )
 
 
@@ -376,7 +384,12 @@ async def _partitions(patient: Patient) -> Findings:
     rows = await patient.connection.fetch(_PARTITIONS, patient.service.name)
     for topic in _read(patient):
         known = {row["partition"] for row in rows if row["topic"] == topic.name}
-        if known and (others := topic.end.keys() - known):
+        others = {
+            number
+            for number, end in topic.end.items()
+            if number not in known and (known or end > topic.first.get(number, 0))
+        }
+        if others:
             numbers = ", ".join(map(str, sorted(others)))
             yield _warning(
                 f"{topic.name} has partitions that were never read: {numbers}",
@@ -407,8 +420,8 @@ async def _topic_retention(patient: Patient) -> Findings:
 
 
 async def _message_size(patient: Patient) -> Findings:
-    published = (patient.topics or {}).keys() - patient.service.handlers.topics
-    for name in sorted(published):
+    published = patient.service.declared_topics | {patient.settings.dead_letter_topic}
+    for name in sorted((patient.topics or {}).keys() & published):
         largest = int((patient.topics or {})[name].configs.get("max.message.bytes", 1_048_588))
         if patient.settings.max_event_bytes + _ENVELOPE > largest:
             yield _wrong(
@@ -468,4 +481,5 @@ CHECKS: tuple[Check, ...] = (
     _message_size,
     _lag,
 )
+_WITHOUT_POSTGRESQL = {_settings, _topics, _topic_retention, _message_size}
 _OF_KAFKA = {_topics, _partitions, _topic_retention, _message_size, _lag}

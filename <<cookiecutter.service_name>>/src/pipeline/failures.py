@@ -41,6 +41,8 @@ _LONGEST = 4_000
 """Characters of an error's text: a payload can be wrong in a hundred thousand places."""
 _UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
 """What PostgreSQL's text does not hold."""
+_VALUE = re.compile(r"""["']|: """)
+"""What comes before a value in a text of PostgreSQL or asyncpg about it."""
 
 
 def is_infrastructure(error: BaseException) -> bool:
@@ -110,7 +112,18 @@ def _text(error: BaseException) -> str:
             for one in error.errors(include_url=False, include_input=False, include_context=False)
         )
     text = str(error)
-    return text.partition("\n")[0] if is_of_the_database(error) else text
+    if is_of_the_database(error):
+        text = text.partition("\n")[0]
+        if _is_about_a_value(as_raised(error)):
+            text = _VALUE.split(text, maxsplit=1)[0]
+    return text
+
+
+def _is_about_a_value(error: BaseException) -> bool:
+    """Whether PostgreSQL can't read a value, or asyncpg can't encode one: both quote it."""
+    return (getattr(error, "sqlstate", None) or "").startswith("22") or isinstance(
+        error, ValueError
+    )
 
 
 def named(error: BaseException) -> str:

@@ -73,9 +73,12 @@ class Health:
     def reasons(self) -> dict[str, str]:
         """Return why the process is not ready, by part; empty when it is."""
         with self._lock:
+            found = {part: reason for part, reason in self._parts.items() if reason is not None}
             if not self._parts:
-                return {"process": "no part has reported yet"}
-            return {part: reason for part, reason in self._parts.items() if reason is not None}
+                found["process"] = "no part has reported yet"
+        if not self.is_alive:
+            found["event loop"] = f"blocked for {self.seconds_since_beat:.0f} s"
+        return found
 
     @property
     def is_ready(self) -> bool:

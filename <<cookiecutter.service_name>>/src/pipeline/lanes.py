@@ -272,6 +272,8 @@ class Lanes:
                 for row in rows:
                     telemetry.observe_backlog(*row)
                 told |= {consumer for consumer, *_ in rows}
+            except TimeoutError:
+                log.warning("backlog: it takes too long to count, its gauges tell what was before")
             except Exception as error:
                 log.debug("backlog: not counted: %s", named(error))
             rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))

@@ -315,12 +315,12 @@ async def _beat(health: Health, hang_timeout: float) -> None:
     announcer = Announcer(health)
     watchdog = Watchdog(health, hang_timeout)
     watchdog.start()
+    telemetry.observe_ready(lambda: health.is_ready)
     try:
         while True:
             health.beat()
             watchdog.put_off()
             announcer.announce()
-            telemetry.observe_ready(health.is_ready)
             await asyncio.sleep(_BEAT)
     finally:
         watchdog.stop()

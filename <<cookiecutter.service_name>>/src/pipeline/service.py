@@ -81,8 +81,12 @@ class Service:
     @property
     def topics(self) -> frozenset[str]:
         """Every topic that the service reads or declares events for."""
-        declared = {event.event_topic for event in _below(Event) if event.event_topic}
-        return self.handlers.topics | declared
+        return self.handlers.topics | self.declared_topics
+
+    @property
+    def declared_topics(self) -> frozenset[str]:
+        """Topics that the service declares events for."""
+        return frozenset(event.event_topic for event in _below(Event) if event.event_topic)
 
 
 def _below(event: type[Event]) -> Iterator[type[Event]]:

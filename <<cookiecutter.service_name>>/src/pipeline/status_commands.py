@@ -12,7 +12,7 @@ from . import doctor, status
 from .service import Service
 from .settings import Settings
 from .tables import tell_table
-from .terminal import connected, read_settings, run_to_end
+from .terminal import Away, connected, read_settings, run_to_end
 
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
@@ -50,21 +50,33 @@ def add_to(app: typer.Typer, service: Service) -> None:
 async def _show(
     service: Service, settings: Settings, again_after: float | None, *, as_json: bool
 ) -> None:
-    async with connected(service, settings) as connection:
-        while True:
-            found = await status.look(connection, service, settings)
-            if as_json:
-                typer.echo(to_json(found, indent=None if again_after else 2).decode())
-            else:
-                typer.echo((_CLEAR if again_after else "") + "\n".join(status.told(found)))
+    while True:
+        try:
+            async with connected(service, settings) as connection:
+                while True:
+                    found = await status.look(connection, service, settings)
+                    if as_json:
+                        typer.echo(to_json(found, indent=None if again_after else 2).decode())
+                    else:
+                        typer.echo((_CLEAR if again_after else "") + "\n".join(status.told(found)))
+                    if again_after is None:
+                        return
+                    await asyncio.sleep(again_after)
+        except Away as error:  # who watches an outage wants to see its end
             if again_after is None:
-                return
+                raise
+            typer.echo(error, err=True)
             await asyncio.sleep(again_after)
 
 
 async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_json: bool) -> None:
-    async with connected(service, settings) as connection:
-        found = await _findings(connection, service, settings)
+    try:
+        async with connected(service, settings) as connection:
+            found = await _findings(connection, service, settings)
+    except Away as error:
+        advice = "start the server, or correct PIPELINE_DATABASE_URL; then the rest is checked"
+        away = doctor.Finding("postgresql", "wrong", str(error), advice)
+        found = [away, *await _findings(None, service, settings)]
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
     else:
@@ -81,6 +93,6 @@ def _rows(finding: doctor.Finding) -> Iterator[tuple[str, str, str]]:
 
 
 async def _findings(
-    connection: asyncpg.Connection, service: Service, settings: Settings
+    connection: asyncpg.Connection | None, service: Service, settings: Settings
 ) -> list[doctor.Finding]:
     return [one async for one in doctor.examine(connection, service, settings)]

@@ -6,7 +6,7 @@ still travels from message to event. Names are the messaging conventions'.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -80,7 +80,19 @@ _statement_duration = _meter.create_histogram(
     explicit_bucket_boundaries_advisory=[0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0],
 )
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
-_ready = _meter.create_gauge("pipeline.ready", "{process}", "1 while every part can do its work.")
+_is_ready: list[Callable[[], bool]] = []
+"""How to find out; empty until the process begins."""
+
+
+def _ready(_: CallbackOptions) -> Iterable[Observation]:
+    """Ask when somebody asks: an event loop that hangs would not tell."""
+    for is_ready in _is_ready:
+        yield Observation(int(is_ready()))
+
+
+_meter.create_observable_gauge(
+    "pipeline.ready", [_ready], "{process}", "1 while every part can do its work."
+)
 _assigned = _meter.create_gauge(
     "pipeline.partitions.assigned", "{partition}", "Partitions that this process reads."
 )
@@ -451,9 +463,9 @@ def published(topic: str, count: int) -> None:
     _sent.add(count, _operation(_SEND, topic))
 
 
-def observe_ready(is_ready: bool) -> None:
-    """Tell whether every part of the process can do its work."""
-    _ready.set(int(is_ready))
+def observe_ready(is_ready: Callable[[], bool]) -> None:
+    """Tell whether every part of the process can do its work; asked from any thread."""
+    _is_ready[:] = [is_ready]
 
 
 def assigned(partitions: int) -> None:

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from page.overview import Course
+from page.overview import HEIGHT, WIDTH, Course, lines
 from pipeline.status import Reading, Status
 
 
@@ -21,7 +21,7 @@ def test_a_rate_is_of_partitions_that_had_begun_before() -> None:
     for status in (at(0, 10, None), at(2, 14, 1_000_000), at(4, 4, 1_000_030), at(6, 4, 1)):
         course.add(status)
     assert [one.read for one in course.looks] == [None, 2, 10, 0]
-    assert course.values("read") == [0, 2, 10, 0]
+    assert course.values("read") == [None, 2, 10, 0]
     assert [one.duplicates for one in course.looks] == [None, 250_001, 5, 0]
 
 
@@ -36,3 +36,12 @@ def test_what_is_not_known_is_no_number() -> None:
         ["read", "duplicates", "waiting", "dead"],
         *(["outbox"], ["dead_events"], ["scheduled"]),
     ]
+
+
+def test_a_line_ends_where_nothing_is_known_and_begins_anew() -> None:
+    low, high = f"{HEIGHT - 1:.1f}", "1.0"
+    assert lines([0, 4, None, 4, 0]) == [
+        f"0.0,{low} {WIDTH / 4:.1f},{high}",
+        f"{WIDTH * 3 / 4:.1f},{high} {WIDTH:.1f},{low}",
+    ]
+    assert lines([]) == lines([None, 1.0, None]) == []

@@ -348,7 +348,7 @@ def running(settings: Callable[..., Settings]) -> Running:
     async def run(
         service: Service, parts: Part = Part.CONSUME | Part.RELAY, **changes: object
     ) -> AsyncIterator[Health]:
-        health, stopping = Health(stall_after=10), asyncio.Event()
+        health, stopping = Health(stall_after=3_600), asyncio.Event()
         chosen = settings(**changes)
         task = asyncio.create_task(serve(service, chosen, parts, health=health, stopping=stopping))
         try:

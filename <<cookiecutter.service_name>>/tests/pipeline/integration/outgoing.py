@@ -167,7 +167,7 @@ class Running:
 async def relaying(settings: Settings, kind: type[Relay] = Relay) -> AsyncIterator[Running]:
     """Run a relay, as long as the `with` block lasts or it is stopped or killed inside."""
     engine = create_engine(settings, name="bank")
-    health = Health(stall_after=10)
+    health = Health(stall_after=3_600)
     relay = kind(engine, name="bank", settings=settings, health=health)
     one = Running(relay, health, asyncio.create_task(relay.run()))
     try:

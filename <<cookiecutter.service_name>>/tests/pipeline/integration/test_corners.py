@@ -245,7 +245,7 @@ async def test_who_kills_in_a_lane_is_found_by_the_second_death(
 
 
 async def test_counting_what_waits_holds_no_worker_up(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bank, desk = await bank_with(new_desk, mode="deferred")
     counted = 0
@@ -265,6 +265,7 @@ async def test_counting_what_waits_holds_no_worker_up(
         await desk.apply(Deposit(1))
         await eventually(lambda: bank.calls == [1])
         assert desk.health.reasons.get("backlog") is None
+        await eventually(lambda: "its gauges tell what was before" in caplog.text)
     finally:
         desk.lanes.stop()
         await working

@@ -119,7 +119,8 @@ async def test_a_database_that_is_not_migrated_is_told(
     await db.execute("DROP SCHEMA pipeline CASCADE")
     all_found = await examine()
     assert all_found["schema"] == found
-    assert "can't be made" in all_found["lag"].found
+    lag = all_found["lag"]
+    assert (lag.level, lag.advice) == ("wrong", "run `service migrate`")
 
 
 async def test_a_database_that_a_newer_release_has_migrated_is_well(
@@ -347,12 +348,16 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
 async def test_partitions_that_were_added_are_told_until_they_are_read(
     examine: Examine,
     new_topic: Callable[..., Awaitable[str]],
+    producer: AIOKafkaProducer,
     bank: Bank,
     db: asyncpg.Connection,
 ) -> None:
     wide = await new_topic(partitions=3)
     of_wide = Bank(deposits=wide, balances=bank.balances, name=bank.name)
-    assert await examine(of_wide) == {}, "nothing was read yet"
+    assert await examine(of_wide) == {}, "there is nothing to read yet"
+    await producer.send_and_wait(wide, b"{}", partition=2)
+    found = (await examine(of_wide))["partitions"]
+    assert found.found == f"{wide} has partitions that were never read: 2"
     read = (
         "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)"
         " VALUES ($1, $2, $3, 0)"
@@ -474,14 +479,22 @@ async def test_the_exit_code_says_whether_something_is_wrong(
     assert await (await command("--dance")).ended() == 2
 
 
-async def test_a_database_that_is_away_is_a_sentence(
+async def test_a_database_that_is_away_is_told_and_the_rest_is_checked(
     service: Command, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     monkeypatch.setenv("PIPELINE_DATABASE_POOLER", "false")
     monkeypatch.setenv(
         "PIPELINE_DATABASE_URL", f"postgresql+asyncpg://service:x@127.0.0.1:{unused_tcp_port}/x"
     )
-    for command in ("doctor", "status"):
-        done = await service(command)
-        assert done.exit_code == 1
-        assert f"PostgreSQL at 127.0.0.1:{unused_tcp_port} (PIPELINE_DATABASE_URL)" in done.stderr
+    away = f"PostgreSQL at 127.0.0.1:{unused_tcp_port} (PIPELINE_DATABASE_URL)"
+    done = await service("status")
+    assert done.exit_code == 1
+    assert away in done.stderr
+    done = await service("doctor", "--json")
+    assert done.exit_code == 1
+    found = {one["check"]: one for one in json.loads(done.stdout)}
+    assert found["postgresql"]["level"] == "wrong"
+    assert away in found["postgresql"]["found"]
+    assert found["kafka"]["level"] == found["settings"]["level"] == "ok"
+    assert found.keys() >= {"topics", "topic retention", "message size"}
+    assert "dead letters" not in found

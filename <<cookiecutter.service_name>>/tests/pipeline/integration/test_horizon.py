@@ -75,7 +75,7 @@ async def test_a_service_that_must_cover_its_topics_does_not_start(
 ) -> None:
     await create_topic(kafka, unborn.deposits, 1, **{"retention.ms": "-1"})
     chosen = settings(inbox_must_cover_topics=True)
-    health, stopping = Health(stall_after=10), asyncio.Event()
+    health, stopping = Health(stall_after=3_600), asyncio.Event()
     serving = serve(unborn.service, chosen, Part.CONSUME, health=health, stopping=stopping)
     with pytest.raises(RemembersTooLittle, match="for ever"):
         await asyncio.wait_for(serving, PATIENCE)

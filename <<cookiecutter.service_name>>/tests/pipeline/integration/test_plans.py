@@ -264,7 +264,7 @@ async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
     asked: Explaining,
 ) -> None:
     engine = create_engine(CHOSEN, name="bank")
-    one = Relay(engine, name="bank", settings=CHOSEN, health=Health(stall_after=10))
+    one = Relay(engine, name="bank", settings=CHOSEN, health=Health(stall_after=3_600))
     one._server = await asked._db.fetchval("SELECT pg_postmaster_start_time()")
     for step in (one._renew, one._renew, one._release):
         await step(asked)

@@ -356,7 +356,7 @@ async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_se
         await original(connection, settings)
 
     monkeypatch.setattr("pipeline.runtime.make_ahead", fail)
-    health, stopping = Health(stall_after=10), asyncio.Event()
+    health, stopping = Health(stall_after=3_600), asyncio.Event()
     serving = serve(bank.service, settings(), Part.RELAY, health=health, stopping=stopping)
     with pytest.raises(RuntimeError, match="no partition"):
         await asyncio.wait_for(serving, PATIENCE)

@@ -197,7 +197,7 @@ async def test_what_is_locked_is_not_waited_for_and_the_rest_is_told(
     assert screen["outbox"] == ["0 to publish"]
 
 
-async def test_watch_looks_again_until_it_is_stopped(
+async def test_watch_looks_again_until_it_is_stopped_also_after_an_outage(
     bank: Bank,
     direct_url: str,
     kafka: str,
@@ -209,6 +209,12 @@ async def test_watch_looks_again_until_it_is_stopped(
     ) as start:
         process = await start("status", "--watch", "--every", "0.5")
         await eventually(lambda: "0 to publish" in process.output)
+        await db.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = $1 AND datname = current_database()",
+            bank.service.name,
+        )
+        await eventually(lambda: "(PIPELINE_DATABASE_URL)" in process.output)
         await stage(db, [event(bank.balances, 1)])
         await eventually(lambda: "1 to publish" in process.output)
 

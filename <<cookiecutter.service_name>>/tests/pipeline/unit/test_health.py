@@ -98,6 +98,7 @@ def test_a_part_that_is_forgotten_is_not_waited_for(health: Health) -> None:
 
 def test_a_process_whose_loop_hangs_is_not_alive_until_the_loop_turns_again(clock: Clock) -> None:
     health = Health(stall_after=10)
+    health.ready("consumer")
     server = HealthServer(health, host=HOST, port=0)
     port = server.start()
     try:
@@ -105,7 +106,10 @@ def test_a_process_whose_loop_hangs_is_not_alive_until_the_loop_turns_again(cloc
         assert answer(port, "/health/live") == (200, {"alive": True, "seconds_since_beat": 10})
         clock.now += 0.5
         assert answer(port, "/health/live") == (503, {"alive": False, "seconds_since_beat": 10.5})
+        status, told = answer(port, "/health/ready")
+        assert (status, told["reasons"]) == (503, {"event loop": "blocked for 10 s"})
         health.beat()
+        assert answer(port, "/health/ready")[0] == 200
         assert answer(port, "/health/live") == (200, {"alive": True, "seconds_since_beat": 0})
     finally:
         server.stop()

@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 import pytest
 import sqlalchemy.exc
+from asyncpg.exceptions._base import DataError as ArgumentError
 from opentelemetry import propagate, trace
 from pydantic import BaseModel
 
@@ -141,6 +142,10 @@ def fail(kind: str, secret: str) -> None:
     """Raise an error that quotes a secret of the payload."""
     if kind == "validation":
         Transfer.model_validate({"amount": secret})
+    if kind == "argument":
+        raise ArgumentError(f"null value in column $1: {secret!r} (expected int)")
+    if kind == "syntax":
+        raise asyncpg.InvalidTextRepresentationError(f'null value in column "{secret}\nis wrong')
     row = asyncpg.NotNullViolationError("null value in column")
     row.detail = f"Failing row contains (7, first\n{secret})."
     if kind == "row":
@@ -151,7 +156,7 @@ def fail(kind: str, secret: str) -> None:
 
 
 @pytest.mark.parametrize("json", [True, False])
-@pytest.mark.parametrize("kind", ["validation", "row", "statement"])
+@pytest.mark.parametrize("kind", ["validation", "argument", "syntax", "row", "statement"])
 @pytest.mark.parametrize("way", ["itself", "cause", "context", "group"])
 def test_no_error_of_a_chain_quotes_a_payload(
     stderr: io.StringIO, json: bool, kind: str, way: str

@@ -506,6 +506,23 @@ def test_spans_and_metrics_reach_the_receiver_before_the_process_ends(collector:
     assert b"messaging.client.sent.messages" in received["/v1/metrics"]
 
 
+SAMPLING = """
+import sys
+from pipeline import exporters, telemetry
+
+nobody, ratio = "http://127.0.0.1:9", float(sys.argv[1])
+exporters.configure(service_name="x", otlp_endpoint=nobody, sample_ratio=ratio)
+print(telemetry._tracer.start_span("the first of a trace").is_recording())
+"""
+
+
+@pytest.mark.parametrize(("ratio", "is_recorded"), [("0", "False"), ("1", "True")])
+def test_of_traces_that_begin_here_as_many_are_recorded_as_is_chosen(
+    ratio: str, is_recorded: str
+) -> None:
+    assert run(SAMPLING, ratio).stdout.strip() == is_recorded
+
+
 IMPATIENT = """
 import sys, time
 from pipeline import exporters, telemetry
