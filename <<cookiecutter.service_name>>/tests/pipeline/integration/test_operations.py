@@ -108,8 +108,11 @@ async def test_inbox_show_tells_when_where_by_which_transaction_and_with_which_o
     assert [one["event_id"] for one in found["events"]] == [published]
 
 
-async def test_inbox_show_says_so_when_nothing_is_remembered(start: Start) -> None:
-    process = await start("inbox", "show", "nobody")
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=str)
+async def test_inbox_show_says_so_when_nothing_is_remembered(
+    start: Start, options: tuple[str, ...]
+) -> None:
+    process = await start("inbox", "show", "nobody", *options)
     assert await process.ended() == 1
     assert "no event 'nobody' is remembered" in process.output
 
