@@ -231,6 +231,46 @@ def test_every_command_that_a_page_shows_exists_with_its_options(
     assert said.startswith(made_up), said
 
 
+def programs() -> set[str]:
+    """Return what the template's own pages have Python run: themselves, or by `make`."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    text = "\n".join(blocks_of_shells(page.read_text("utf-8")) for page in pages)
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    found = {line.removeprefix("python -m ") for line in lines if line.startswith("python -m ")}
+    for line in lines:
+        # Those of a service, and the tests themselves, are run by other tests.
+        if re.match("make (demo|chaos|bench)", line):
+            told = subprocess.run(
+                ["make", "--dry-run", *line.split()[1:]],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.replace("\\\n", " ")
+            found |= {
+                " ".join(one.split()) for one in re.findall(r"python -m ((?!pip|venv).*)", told)
+            }
+    return found
+
+
+def test_every_program_that_a_page_shows_takes_its_options() -> None:
+    shown = programs()
+    assert {one.split()[0] for one in shown} >= {"benchmarks.run", "chaos.run", "demo.traced"}
+    for program in sorted(shown):
+        module, *options = program.split()
+        helped = subprocess.run(
+            [sys.executable, "-m", module, *options, "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert helped.returncode == 0, helped.stderr
+        for option in options:
+            if option.startswith("--"):
+                assert option.partition("=")[0] in helped.stdout, program
+
+
 def blocks_of_shells(text: str) -> str:
     """Return what a page shows for a shell, and of shells."""
     return "\n".join(re.findall(r"^```(?:sh|text)\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
