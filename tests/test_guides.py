@@ -96,6 +96,17 @@ def test_every_page_that_the_template_names_exists() -> None:
         assert [*ROOT.glob(f"{page}*"), *RAW.glob(f"{page}*")], page
 
 
+def test_every_picture_that_a_page_shows_exists() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
+    pictures = [
+        page.parent / picture
+        for page in pages
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text("utf-8"))
+    ]
+    assert len(pictures) > 20
+    assert [one for one in pictures if not one.is_file()] == []
+
+
 def test_every_reason_is_in_the_guide_for_operators() -> None:
     known = set(ast.literal_eval(assigned("dead.py", "REASONS")))
     chapter = OPERATING.partition("## The reasons")[2].partition("\n## ")[0]

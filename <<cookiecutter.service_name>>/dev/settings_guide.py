@@ -1,14 +1,22 @@
-"""The guide to the settings: `python dev/settings_guide.py > docs/settings.md` writes it anew."""
+"""The guide to the settings: `python dev/settings_guide.py > docs/settings.md` writes it anew.
+
+Those of an optional package are a table in its own guide: `python dev/settings_guide.py
+page.settings.PageSettings` prints one.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
 
 from pipeline.settings import SECONDS, Settings
 
@@ -26,31 +34,37 @@ _NAMES = {
     str: "text",
     Path: "file",
     SecretStr: "secret",
+    frozenset[IPv4Address | IPv6Address]: "addresses, separated by commas",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "le": "≤"}
 
 
 def page() -> str:
-    """Return the guide: of each setting the default, what it takes, and what it means."""
+    """Return the guide to the engine's settings."""
+    return f"{HEAD}\n{table(Settings)}"
+
+
+def table(settings: type[BaseSettings]) -> str:
+    """Return of each setting the default, what it takes, and what it means."""
     rows = [("variable", "default", "takes", "meaning")]
     rows += [
         (
-            f"`{Settings.model_config['env_prefix']}{name.upper()}`",
+            f"`{settings.model_config['env_prefix']}{name.upper()}`",
             _default(field),
             _takes(field),
             " ".join((field.description or "").split()),
         )
-        for name, field in Settings.model_fields.items()
+        for name, field in settings.model_fields.items()
     ]
     rows.insert(1, ("-", "-", "-", "-"))
-    return f"{HEAD}\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be set"
     value = field.default
-    if value is None:
+    if value in (None, frozenset()):
         return "unset"
     if isinstance(value, bool):
         value = str(value).lower()
@@ -87,4 +101,4 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(table(resolve_name(sys.argv[1])) if sys.argv[1:] else page(), end="")

@@ -13,22 +13,27 @@ class ClaimSettings(BaseSettings):
     under the names that the store's own tools use."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_CLAIM_", frozen=True, hide_input_in_errors=True
+        env_prefix="PIPELINE_CLAIM_",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
     url: Annotated[str, Field(pattern=r"^(file:///|(s3|gs|az)://[^/?#@]+)[^?#%@]*$")] | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that
-    take each other's events. Unset: payloads travel with their events, whatever their size."""
+    take each other's events; each keeps its own below its name. Unset: payloads travel with their
+    events, whatever their size."""
     limit: Count = 500 * 1024
-    """A payload of more bytes is kept in the store."""
+    """A payload of more bytes is kept in the store; less than `PIPELINE_MAX_EVENT_BYTES`."""
     memory: Count = 16 * 2**20
-    """Bytes of the largest payload that is kept or fetched, and of those of a batch together."""
+    """Bytes of the largest payload that is kept or fetched, and of those of a batch together. A
+    process holds two batches of each partition."""
     concurrency: Count = 8
     """Payloads that the process stores at once, and as many that it fetches."""
     timeout: Seconds = 3.0
     """The store has this long for each payload that is fetched, and for all that a transaction
-    stores; below half of what a transaction may take."""
-    grace: Annotated[float, Field(ge=3_600)] = 2_592_000.0
+    stores; half of `PIPELINE_TRANSACTION_TIMEOUT` at most."""
+    grace: Annotated[Seconds, Field(ge=3_600)] = 2_592_000.0
     """What is in the store for so long without an event that was committed is deleted: 30 days. It
     costs only space, and after a restore or a failover events may have been sent that the database
     does not know any more."""

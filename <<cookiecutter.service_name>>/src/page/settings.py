@@ -15,7 +15,10 @@ class PageSettings(BaseSettings):
     """Where the page is served, and who may see it."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_PAGE_", frozen=True, hide_input_in_errors=True
+        env_prefix="PIPELINE_PAGE_",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -35,9 +38,9 @@ class PageSettings(BaseSettings):
     trace_url: Annotated[str, Field(pattern=r"^https?://.*\{trace_id\}")] | None = None
     """Where a trace is shown: `https://traces.example.org/trace/{trace_id}`."""
     session: Seconds = 28_800.0
-    """After this long people log in again: 8 hours."""
-    interval: Annotated[float, Field(ge=0.1)] = 5.0
-    """Pause between two looks of the overview at PostgreSQL and Kafka."""
+    """After this long people log in again."""
+    interval: Annotated[Seconds, Field(ge=0.1)] = 5.0
+    """Between two looks at PostgreSQL and Kafka, however many people watch."""
 
     @field_validator("proxies", mode="before")
     @classmethod

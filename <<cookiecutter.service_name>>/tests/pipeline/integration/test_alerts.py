@@ -138,11 +138,27 @@ def test_the_rules_pass_their_own_tests() -> None:
         assert f"name: {name} stays quiet\n" in tests
 
 
+def panels() -> list[str]:
+    """Return what the dashboard asks."""
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text("utf-8"))
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
 def queries() -> str:
     """Return all that the rules and the dashboard ask."""
-    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text("utf-8"))
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return "\n".join([*re.findall(r"expr: \|-\n(.*?)\n {8}\w", TEXT, re.DOTALL), *asked])
+    return "\n".join([*re.findall(r"expr: \|-\n(.*?)\n {8}\w", TEXT, re.DOTALL), *panels()])
+
+
+def test_prometheus_can_read_what_the_dashboard_asks(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"panel:{place}", "expr": expression.replace("$__rate_interval", "5m")}
+        for place, expression in enumerate(panels())
+    ]
+    path = tmp_path / "panels.yaml"
+    path.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}), "utf-8")
+    done = subprocess.run([promtool(), "check", "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
 
 
 async def test_a_service_exposes_every_metric_and_label_that_rules_and_dashboard_name(

@@ -63,6 +63,24 @@ async def test_a_message_changes_its_row_is_remembered_and_causes_an_event(
     assert [event.key for event in events] == [b"ada", b"ada"]
 
 
+async def test_messages_that_go_well_are_no_lines_of_the_log(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    records: Records,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "pipeline")
+    async with running(bank.service):
+        for deposit in (*(Deposit(number) for number in range(1, 101)), Deposit(1), Deposit(101)):
+            await deposit.send(producer, bank.deposits)
+        await records(bank.balances, 101)
+    lines = [one for one in caplog.records if one.name.startswith("pipeline")]
+    assert lines, "it says that it starts"
+    assert len(lines) < 20
+    assert [one for one in lines if "message_id" in vars(one)] == []
+
+
 async def test_a_record_that_fails_waits_with_its_key_and_is_applied_in_order_when_it_is_repaired(
     bank: Bank,
     running: Running,

@@ -6,6 +6,7 @@ say of what is deprecated, and of each metric which instrument and unit it has.
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -273,6 +274,18 @@ def test_every_constant_that_the_engine_names_is_among_those_looked_at(
                     used.add(value)
     assert used
     assert used <= looked_at
+
+
+def test_one_module_alone_needs_the_sdk() -> None:
+    """The others know the API, and work without."""
+    needing = {
+        path.relative_to(ENGINE).name
+        for path in ENGINE.rglob("*.py")
+        for one in ast.walk(ast.parse(path.read_text()))
+        if isinstance(one, ast.ImportFrom)
+        if re.match(r"opentelemetry\.(sdk|exporter|instrumentation)\b", one.module or "")
+    }
+    assert needing == {"exporters.py"}
 
 
 def test_no_module_writes_a_name_of_the_conventions_by_hand() -> None:
