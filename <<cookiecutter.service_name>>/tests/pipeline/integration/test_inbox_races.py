@@ -268,7 +268,8 @@ async def hall(held: Held, new_desk: NewDesk) -> list[Desk]:
         )
         for number in range(MANY)
     ]
-    await asyncio.gather(*(desk.position() for desk in desks))
+    for desk in desks:  # each has some seconds to connect, which all at once may exceed
+        await desk.position()
     return desks
 
 
