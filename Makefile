@@ -21,8 +21,8 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest bench model test test-engine test-others
-.PHONY: test-raw test-pooler test-baked check check-raw format requirements clean
+.PHONY: help setup up down demo chaos chaos-selftest bench model test test-long test-engine
+.PHONY: test-others test-raw test-pooler test-baked check check-raw format requirements clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,10 @@ test: check ## everything that a contributor needs to trust a change, real serve
 	@$(STACK) run -- true # installs them: two at once would be in each other's way
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 $(if $(CI),--output-sync) \
 	    test-engine test-others
+
+test-long: $(INSTALLED) ## what `make test` leaves out because it takes its time: half an hour
+	@$(STACK) run -- env PYTEST_ADDOPTS='-m long' \
+	    $(MAKE) --no-print-directory --keep-going test-raw test-baked
 
 # Side by side, each on servers of its own: tests ask what goes on in all of a server.
 test-engine: $(INSTALLED)

@@ -33,9 +33,7 @@ COPIED = (
 )
 """What is copied as it is, byte for byte."""
 
-ONCE = " ".join(
-    f"--ignore=tests/{name}" for name in ("pipeline/integration", "archive", "claims", "page")
-)
+ONCE = " ".join(f"--ignore=tests/{name}" for name in ("pipeline", "archive", "claims", "page"))
 """Long tests: run in the raw tree, which is the same source (see the test of that)."""
 
 UNUSUAL = {

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import asyncpg
 
 from .batch import Item, Quarantined, items_of, order_key, validated
+from .database import lease_ended
 from .handlers import Handlers
 from .inbox import Generations, IdentityMismatch, Known
 from .message import Record, event_headers, headers_as_json, headers_of, printable
@@ -118,13 +119,13 @@ SELECT key, lane, order_key, sequence, consumer, topic, partition,
     ON CONFLICT DO NOTHING
 """
 
-_CLAIM = """
+_CLAIM = f"""
 UPDATE pipeline.backlog_lane
    SET owner = $1, token = token + 1, starts = starts + 1,
        lease_until = clock_timestamp() + make_interval(secs => $2)
  WHERE lane = (
        SELECT lane FROM pipeline.backlog_lane l
-        WHERE (lease_until IS NULL OR lease_until < clock_timestamp())
+        WHERE (lease_until IS NULL OR {lease_ended("$2")})
           AND (SELECT true FROM pipeline.backlog b
                 WHERE b.lane = l.lane AND due_at <= statement_timestamp()
                   AND COALESCE(consumer = ANY ($3), false)

@@ -16,11 +16,24 @@ from .settings import Settings
 _BESIDE_TRANSACTIONS = 5
 """For the relay, housekeeping, reading a position, loading filters, and the lanes of effects."""
 
+_LONGER = 10
+"""How many times its own lease a process takes another's to be: they may be set apart."""
+
 _CONNECT_SECONDS = 5.0
 """Enough for a server that is there; one that says nothing is told of, and tried again."""
 
 _COMMAND_SECONDS = 60.0
 """Longer than any statement takes: a connection that died without a word is noticed by it."""
+
+
+def lease_ended(seconds: str) -> str:
+    """SQL condition: a lease has run out; `seconds` is the parameter that says how long ours last.
+
+    One that would last for much longer was taken before the database's clock was set back, by
+    somebody who has not extended it since.
+    """
+    return f"""(lease_until < clock_timestamp()
+               OR lease_until > clock_timestamp() + {_LONGER} * make_interval(secs => {seconds}))"""
 
 
 def create_engine(settings: Settings, *, name: str) -> AsyncEngine:

@@ -16,7 +16,7 @@ from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import telemetry
-from .database import autocommitting
+from .database import autocommitting, lease_ended
 from .epoch import IS_OURS, OtherEpoch
 from .failures import is_infrastructure, named, pause
 from .health import Health
@@ -56,18 +56,18 @@ VALUES ($1, clock_timestamp() + make_interval(secs => $2))
 """
 
 _COUNT_RELAYS = f"""
-WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE lease_until < clock_timestamp())
-SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE lease_until >= clock_timestamp()) AS alive,
+WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE {lease_ended("$1")})
+SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE NOT {lease_ended("$1")}) AS alive,
        (SELECT extract(epoch FROM min(lease_until) - clock_timestamp())::float
           FROM pipeline.outbox_cursor WHERE lease_until >= clock_timestamp()) AS first_ends,
        {IS_OURS} AS is_ours,
        pg_postmaster_start_time() AS server
 """
 
-_GONE = """
+_GONE = f"""
 SELECT array_agg(DISTINCT owner) AS owners, max(lease_until) AS until
   FROM pipeline.outbox_cursor
- WHERE lease_until < clock_timestamp() AND owner <> $1
+ WHERE {lease_ended("$2")} AND owner <> $1
 """
 
 _CLAIM = f"""
@@ -75,7 +75,7 @@ UPDATE pipeline.outbox_cursor
    SET owner = $1, token = token + 1, lease_until = clock_timestamp() + make_interval(secs => $2)
  WHERE shard IN (
        SELECT shard FROM pipeline.outbox_cursor
-        WHERE (lease_until IS NULL OR lease_until < clock_timestamp()
+        WHERE (lease_until IS NULL OR {lease_ended("$2")}
                OR (owner = $1 AND shard <> ALL ($4)))
           AND (owner IS NULL OR owner = $1 OR (owner = ANY ($5) AND lease_until <= $6))
           AND pg_postmaster_start_time() = $7 AND {IS_OURS}
@@ -410,7 +410,7 @@ class Relay:
         """Extend the leases, and take or give shards to an even share."""
         lease = self._settings.relay_lease
         await self._extend(driver)
-        alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS)
+        alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
         if not is_ours:
             raise OtherEpoch
         if server != self._server:
@@ -422,7 +422,7 @@ class Relay:
             await self._write(driver, self._progress_of(given), keep=False)
         elif len(self._progress) < share:
             await self._claim(driver, share)
-            gone = await driver.fetchrow(_GONE, self._owner)
+            gone = await driver.fetchrow(_GONE, self._owner, lease)
             if gone["owners"] and len(self._progress) < share:
                 fenced = await self._publisher.fence(gone["owners"])
                 await self._claim(driver, share, fenced, gone["until"])

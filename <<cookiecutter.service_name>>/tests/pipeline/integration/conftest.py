@@ -44,8 +44,17 @@ HOME = Path(__file__).with_name("alembic")
 PATIENCE = 120.0
 """Seconds that a test waits for what must happen."""
 
-PAST_ANY_POOLER = ("clients", "crash_matrix", "nasty_records", "outages", "restore", "tls")
-"""Tests that speak to servers of their own, or to none: behind a pooler they would be the same."""
+PAST_ANY_POOLER = (
+    # They speak to servers of their own, or to none.
+    *("clients", "crash_matrix", "nasty_records", "outages", "restore", "tls"),
+    # They are about Kafka, or about who has which partition.
+    *("broker", "lead", "membership", "offsets", "publisher", "topics"),
+    # They are about plans and sizes, which are the server's.
+    *("aging", "backlog_plans", "pace", "plans", "volume"),
+    # They are about processes that die, and about what a person asks and is told.
+    *("alerts", "commands", "dead_events", "doctor", "killers", "revisions", "status"),
+)
+"""Tests that would be the same behind a pooler."""
 collect_ignore = [f"test_{name}.py" for name in PAST_ANY_POOLER] if POOLED else []
 
 

@@ -37,7 +37,23 @@ AT_ONCE = 8
 NAMES = {boundary.name for boundary in BOUNDARIES}
 IN_VAIN = [boundary for boundary in BOUNDARIES if boundary.name == "reader: forgive the start"]
 LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
-POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Moment]
+
+
+def is_long(point: Point) -> bool:
+    """Whether the point finds little that others don't.
+
+    What is there before a request is there after the one before it, and what the server has done
+    is the same whether it has answered or not. It is a commit that all are there for.
+    """
+    return point.moment is not Moment.UNANSWERED and not point.boundary.name.endswith("commit")
+
+
+POINTS = [
+    pytest.param(point, marks=[pytest.mark.long] if is_long(point) else [])
+    for boundary in BOUNDARIES
+    for moment in Moment
+    for point in [Point(boundary, moment)]
+]
 
 BY_COMMANDS = (
     "pipeline.dead",

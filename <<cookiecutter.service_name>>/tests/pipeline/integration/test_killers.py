@@ -65,10 +65,10 @@ def struck(how: str) -> Deposit:
         # Among others, alone, and three times from the backlog.
         ("immediate", "kill", 5),
         # Among others, and three times with the attempt spent beforehand.
-        ("deferred", "kill", 4),
         ("deferred", "loop", 4),
+        pytest.param("deferred", "kill", 4, marks=pytest.mark.long),
         # As the first one, before any handler is called.
-        ("immediate", "validation", 5),
+        pytest.param("immediate", "validation", 5, marks=pytest.mark.long),
     ],
 )
 async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(

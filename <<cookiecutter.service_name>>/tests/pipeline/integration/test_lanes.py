@@ -103,12 +103,22 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     _, desk = await waiting(new_desk, 1)
-    lane, _ = await claim(desk, lease=3_600)
+    lane, _ = await claim(desk, lease=60)
     assert not await desk.lanes.work_off()
     await db.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lane = $1",
         lane.number,
     )
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_lane_whose_worker_died_before_the_clock_was_set_back_is_claimed(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await waiting(new_desk, 1)
+    await claim(desk)  # and die
+    await db.execute("UPDATE pipeline.backlog_lane SET lease_until = lease_until + interval '1 h'")
     await desk.work_off()
     assert await histories(db) == {"ada": [1]}
 

@@ -344,6 +344,20 @@ async def test_the_shards_of_a_relay_that_died_are_taken_over_as_soon_as_its_lea
     assert min(row["at"] for row in taken) > died
 
 
+async def test_the_shards_of_a_relay_that_died_before_the_clock_was_set_back_are_taken_over(
+    settings: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+) -> None:
+    topic = await new_topic()
+    await db.execute("INSERT INTO pipeline.outbox_relay VALUES ('dead', now() + interval '1 h')")
+    await db.execute(
+        "UPDATE pipeline.outbox_cursor SET owner = 'dead', lease_until = now() + interval '1 h'"
+    )
+    await stage(db, [event(topic, number, f"key-{number}") for number in range(200)])
+    async with following(kafka, topic) as tail, relaying(settings(concurrency=1)):
+        await tail.until_ids(range(200))
+        await eventually(lambda: _shares_are(db, [64]))
+
+
 async def test_relays_that_come_and_go_share_the_shards_and_no_event_waits_for_a_lease_to_end(
     settings: NewSettings, db: asyncpg.Connection, connect: Connect, kafka: str, new_topic: NewTopic
 ) -> None:
