@@ -8,6 +8,7 @@ tried again, put off, dead or done like any other.
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -131,8 +132,13 @@ class Caller(Lanes):
         """Whose rows are looked for: of those who may call now."""
         spent = {name for name, one in self._limiters.items() if not one.has_capacity()}
         # Of those that fail for whatever comes one call at a time tells whether they still do.
-        probing = self._breaker.open & set(self._under_way.values())
-        return {*self._handlers.callers} - self._breaker.resting - spent - probing
+        under_way = Counter(self._under_way.values())
+        probing = self._breaker.open & under_way.keys()
+        # A slow one leaves a place for each of the others.
+        callers = {*self._handlers.callers}
+        share = max(1, self._settings.effect_calls - len(callers) + 1)
+        full = {name for name, calls in under_way.items() if calls >= share}
+        return callers - self._breaker.resting - spent - probing - full
 
     async def _serve(self, lane: Lane) -> None:
         """Make the calls that are due in the lane: many at once, those of a key one by one."""

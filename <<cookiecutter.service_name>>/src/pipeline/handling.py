@@ -20,7 +20,7 @@ from .failures import is_of_the_database
 from .handlers import Handler
 from .ordering import Sequenced, SequenceGap, sequence_of
 from .outbox import Outbox
-from .policy import FOLLOWER, GAP, REDRIVEN, Fate, Reject, dead, early
+from .policy import FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, dead, early
 from .tasks import Turn
 from .telemetry import Current, ProcessSpans, traceparent
 from .transaction import EventBatch, Rows, Transaction
@@ -273,7 +273,7 @@ def _fate_of_early(item: Item, gap: int) -> Fate | None:
     if waited < gaps.wait:
         return early(error, attempts=item.attempts, waited=item.waited, due_in=gaps.wait - waited)
     # Also of what a person has redriven, who knows of the gap, and of what was tried since.
-    if gaps.then == "apply" or item.reason == REDRIVEN or item.attempts > 0:
+    if gaps.then == "apply" or item.reason in (REDRIVEN, PARKED) or item.attempts > 0:
         return None
     fate = dead(policy, GAP, error, attempts=item.attempts)
     return replace(fate, holds=gaps.then == "hold")

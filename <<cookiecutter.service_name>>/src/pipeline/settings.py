@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
@@ -19,7 +19,15 @@ from . import tls
 
 SECONDS = "s"
 """The unit of durations, for the guide that is made of the fields."""
-Seconds = Annotated[float, Field(gt=0), SECONDS]
+
+
+def _ends(seconds: float) -> float:
+    if not seconds <= 100 * 365 * 86_400:
+        raise ValueError("at most a hundred years, in seconds: times end somewhere")
+    return seconds
+
+
+Seconds = Annotated[float, Field(gt=0), AfterValidator(_ends), SECONDS]
 Count = Annotated[int, Field(ge=1)]
 
 _IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}

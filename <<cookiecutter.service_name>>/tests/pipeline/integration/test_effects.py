@@ -223,6 +223,25 @@ async def test_an_effect_that_has_to_be_slow_does_not_hold_up_others_of_its_lane
     assert len(outside.calls) == 1
 
 
+async def test_an_effect_whose_calls_take_long_leaves_a_place_for_others(new_desk: NewDesk) -> None:
+    """Promise 4."""
+    outside, _ = await desk_of(new_desk)
+    others: list[int] = []
+
+    @outside.handlers.effect(Received, consumer="note")
+    async def note(event: Received, call: Call) -> None:
+        others.append(event.amount)
+
+    desk = await new_desk(outside.handlers, topic=TOPIC, effect_calls=4)
+    outside.waits = dict.fromkeys(range(20), asyncio.Event().wait)
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(20)))
+    calling = asyncio.create_task(desk.caller.run())
+    await eventually(lambda: len(others) == 20)
+    assert len(outside.calls) == 3
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+
+
 async def test_a_call_that_fails_is_made_again_with_the_same_key_and_those_behind_it_wait(
     new_desk: NewDesk,
 ) -> None:

@@ -17,6 +17,7 @@ from pipeline import (
     Aggregate,
     Gaps,
     Handlers,
+    Park,
     Policy,
     Sequenced,
     Timed,
@@ -53,6 +54,8 @@ class Following:
     policy: Policy = QUICK
     failures: Counter[int] = field(default_factory=Counter)
     """How often the handler fails at a number."""
+    parks: set[int] = field(default_factory=set)
+    """Numbers at which the handler parks, once."""
     crashes: Counter[int] = field(default_factory=Counter)
     """How often the process dies at a number: what is not committed is not done."""
     seen: list[tuple[int, int]] = field(default_factory=list)
@@ -78,6 +81,9 @@ class Following:
                 assert task is not None
                 task.cancel()
                 await asyncio.sleep(1)
+            if event.amount in self.parks:
+                self.parks.remove(event.amount)
+                raise Park("not there yet", after=1)
             if self.failures[event.amount]:
                 self.failures[event.amount] -= 1
                 raise ValueError("not now")
@@ -217,6 +223,24 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
         await backlog.let_heads_be_due(driver, [three["lane"]], [three["order_key"]])
     await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
+
+
+async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_handler_parks_it(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    service, desk = await following(new_desk, then="die")
+    await desk.apply(*numbered(1, 4))
+    await deadline_passes(desk, db)
+    (four,) = await desk.backlog()
+    service.parks = {4}
+    async with autocommitting(desk.engine) as driver:
+        await backlog.redrive(driver, [four["key"]])
+        await backlog.let_heads_be_due(driver, [four["lane"]], [four["order_key"]])
+    await desk.work_off()
+    assert [row["reason"] for row in await desk.backlog()] == ["parked by its handler"]
+    await desk.make_due()
+    await desk.work_off()
+    assert await history(db) == [1, 4]
 
 
 async def test_one_that_fails_lets_none_overtake_it(

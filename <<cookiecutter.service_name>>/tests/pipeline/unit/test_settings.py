@@ -118,9 +118,11 @@ def test_a_worker_of_the_backlog_is_given_up_after_its_transaction(
             Settings()
 
 
-@pytest.mark.parametrize("name", ["RETRY_PAUSE", "LOCK_TIMEOUT", "RELAY_POLL_MIN"])
-@pytest.mark.parametrize("value", ["0", "-1", "soon"])
-def test_a_duration_is_more_than_nothing(
+@pytest.mark.parametrize(
+    "name", ["RETRY_PAUSE", "LOCK_TIMEOUT", "RELAY_POLL_MIN", "INBOX_AGE", "OUTBOX_AGE"]
+)
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan", "1e11"])
+def test_a_duration_is_more_than_nothing_and_ends(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(f"PIPELINE_{name}", value)
