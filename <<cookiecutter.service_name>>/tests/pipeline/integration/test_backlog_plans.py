@@ -153,7 +153,7 @@ async def test_the_claim_of_a_lane(asked: Explaining) -> None:
 
 async def test_the_claim_of_a_lane_when_all_that_is_stored_has_to_wait(asked: Explaining) -> None:
     await asked._db.execute(
-        "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '1 hour' WHERE lane < 32"
+        "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '1 minute' WHERE lane < 32"
     )
     assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is None
     assert only(asked).scanned == set()
@@ -228,7 +228,7 @@ async def test_the_claim_of_a_lane_when_much_is_due_in_others(
     asked = Explaining(flooded)
     assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
     await flooded.execute(
-        "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '1 h' WHERE lane >= 32"
+        "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '60 s' WHERE lane >= 32"
     )
     assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is None
     for plan in asked.plans:
