@@ -378,18 +378,26 @@ class Relay:
         if not events:
             return {}
         begun = monotonic()
+        # What came before may have taken most of the lease: to read a page, to move what is due.
+        await self._extend_in_time(driver)
         async with in_background(self._publisher.send(events, self._holds_lease)) as sending:
             while not sending.done():
                 await asyncio.wait({sending}, timeout=max(0.0, self._extend_at - monotonic()))
-                if monotonic() >= self._extend_at:
-                    if await self._extend(driver):
-                        raise LeaseExpired("shards went to another relay while events were sent")
-                    # The producer tries for ever; to wait without a word would look like health.
-                    if monotonic() - begun > self._settings.relay_lease / 4:
-                        self._health.not_ready(
-                            "relay", f"waits for {self._settings.kafka} to acknowledge events"
-                        )
+                is_extended = await self._extend_in_time(driver)
+                # The producer tries for ever; to wait without a word would look like health.
+                if is_extended and monotonic() - begun > self._settings.relay_lease / 4:
+                    self._health.not_ready(
+                        "relay", f"waits for {self._settings.kafka} to acknowledge events"
+                    )
             return sending.result()
+
+    async def _extend_in_time(self, driver: asyncpg.Connection) -> bool:
+        """Extend the leases if a third of their time is over; says whether that was done."""
+        if monotonic() < self._extend_at:
+            return False
+        if await self._extend(driver):
+            raise LeaseExpired("shards went to another relay before all events were sent")
+        return True
 
     def _holds_lease(self) -> bool:
         return monotonic() < self._lease_ends

@@ -336,6 +336,33 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
     assert tail.ids == [str(number) for number in range(20)]
 
 
+async def test_a_page_that_takes_longer_to_read_than_the_lease_is_sent_once(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    topic = await new_topic()
+
+    class SlowRelay(relay.Relay):
+        """A relay whose database takes its time."""
+
+        async def _read(
+            self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
+        ) -> relay.Pages:
+            await asyncio.sleep(1.5)
+            return await super()._read(driver, progress)
+
+    async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), SlowRelay):
+        # The second time the producer knows the topic, and sends at once.
+        for number in range(2):
+            await stage(db, numbered(topic, [number]))
+            await tail.until_ids([number])
+    assert tail.ids == ["0", "1"]
+    assert "trying again" not in caplog.text
+
+
 async def test_what_waits_for_kafka_grows_older_in_the_metrics(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
