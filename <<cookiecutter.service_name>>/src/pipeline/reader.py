@@ -194,7 +194,7 @@ class Reader:
 
     async def _read_on(self) -> None:
         assert self.position is not None
-        if self._started_at is None:
+        while self._started_at is None and not self._stopping.is_set():
             await self._begin(self.position)
         following = asyncio.create_task(self._fetch(self.position))
         try:
@@ -210,6 +210,9 @@ class Reader:
         async with in_background(self._records(position)) as fetching:
             records = await self._unless_stopped(fetching)
         if records is None:
+            return
+        if not records:  # in a gap nobody dies
+            await self._apply(FromPartition(self._slot, await self._read(position, records)))
             return
         self._started_at = position
         counting = self._patiently("counting the start")
@@ -265,6 +268,8 @@ class Reader:
     ) -> Batch:
         """Decode the records, and fetch what they refer to: of the first ones, if it is much."""
         topic = self._partition.topic
+        if not records:
+            return Batch(start, await self._client.position(self._partition), (), ())
         batch = await read(self._handlers, topic, start, records, validates=validates)
         if validates:  # else that, too, may be what kills, and what is set aside has its reference
             batch = await self._patiently("fetching data")(fetch_batch, batch, self._consume.claims)
@@ -272,14 +277,22 @@ class Reader:
         return batch
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
+        """Wait for records; none are returned when nothing but a gap in the offsets has come.
+
+        Marks of transactions are such gaps. Left in front of the position they would look like
+        records that are lost, once retention has emptied the topic.
+        """
         records, self._left = self._left, []
-        while not records:
+        is_gap = False
+        while not records and not is_gap:
             seconds = _PROOF_SECONDS if self._is_cut_off else self._settings.offset_commit_interval
             fetched = await self._client.getmany(
                 self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
             )
-            if not fetched and await self._is_elsewhere(start):
-                raise PositionMoved(f"{self._part} is not at {start}: somebody has moved it")
+            if not fetched:
+                if await self._is_elsewhere(start):
+                    raise PositionMoved(f"{self._part} is not at {start}: somebody has moved it")
+                is_gap = await self._client.position(self._partition) > start
             records = self._recognised(fetched.get(self._partition, []), start)
             if self._is_cut_off:
                 self._is_cut_off = False

@@ -211,6 +211,30 @@ async def test_a_record_at_fault_behind_a_gap_is_set_aside_and_both_are_passed(
     assert await histories(db) == {}
 
 
+@pytest.mark.parametrize("kind", ["committed", "aborted"])
+async def test_the_marks_of_transactions_are_passed_when_nothing_comes_behind_them(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    kind: str,
+) -> None:
+    """Trap 13. Else the topic, once it is empty, would seem to have lost offsets."""
+    async with AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=bank.name) as one:
+        await one.begin_transaction()
+        await Deposit(1).send(one, bank.deposits)
+        await (one.commit_transaction() if kind == "committed" else one.abort_transaction())
+    async with running(bank.service, Part.CONSUME) as health:
+        await eventually(position_reaches(db, bank.deposits, 2))
+    await deleted_before(kafka, bank.deposits, 2)
+    async with running(bank.service, Part.CONSUME) as health:
+        await eventually(lambda: health.is_ready)
+        await send(producer, bank, 2)
+        await eventually(position_reaches(db, bank.deposits, 3))
+    assert await histories(db) == {"ada": [1, 2] if kind == "committed" else [2]}
+
+
 @pytest.mark.parametrize("first", [3, 5])
 async def test_retention_may_delete_what_was_read(
     handled: Bank,
