@@ -194,6 +194,8 @@ class Relay:
             self._server = await driver.fetchval(_SERVER)
             try:
                 await self._publish_until_stopped(driver)
+            except TimeoutError:
+                raise  # the next question would wait as long again for a server that says nothing
             except Exception:
                 # Else every try would repeat the pages that Kafka has taken since the last write.
                 if not driver.is_closed():

@@ -363,6 +363,42 @@ async def test_a_page_that_takes_longer_to_read_than_the_lease_is_sent_once(
     assert "trying again" not in caplog.text
 
 
+async def test_nothing_more_is_asked_on_a_connection_that_has_not_answered_in_time(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    """Each question would take as long again, in which the relay says nothing."""
+    topic = await new_topic()
+    silent: list[asyncpg.Connection] = []
+    asked: list[asyncpg.Connection] = []
+
+    class Cut(relay.Relay):
+        """A relay whose connection is cut after a page was sent, and nobody has told it."""
+
+        async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
+            found = await super()._step(driver, is_poll=is_poll)
+            if self._dirty and not silent:
+                silent.append(driver)
+                raise TimeoutError
+            return found
+
+        async def _write(
+            self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
+        ) -> list[int]:
+            if silent:
+                asked.append(driver)
+            return await super()._write(driver, progress, keep=keep)
+
+    await stage(db, numbered(topic, range(20)))
+    async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), Cut):
+        await tail.until_ids(range(20))
+        await eventually(lambda: all_is_written(db))
+    assert asked
+    assert silent[0] not in asked
+
+
 async def test_what_waits_for_kafka_grows_older_in_the_metrics(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
