@@ -22,6 +22,7 @@ class Templates:
         self._environment.globals.update(
             visible=shown.visible,
             content=shown.content,
+            plain=shown.plain,
             moment=shown.moment,
             ago=shown.ago,
             lines=overview.lines,

@@ -5,6 +5,7 @@ Escaping it for HTML is the templates' business.
 
 import contextlib
 import json
+import re
 import unicodedata
 from datetime import UTC, datetime
 
@@ -13,6 +14,10 @@ from pipeline.dead import Shown
 LONGEST = 20_000
 """Characters of a payload that are shown; the rest is counted."""
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
+_DEEPEST = 100
+"""Levels of JSON that are laid out: below that there is more indentation than text."""
+_TOKENS = re.compile(r"""[\[{]\s*[\]}]|"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\[\]{}:,"\s]+""")
+"""Those of JSON, which a parser has seen; an empty array or object is one."""
 
 
 def visible(text: object, limit: int = 500) -> str:
@@ -31,16 +36,50 @@ def _seen(letter: str) -> str:
 
 def content(data: Shown, limit: int = LONGEST) -> str:
     """Return bytes as text: JSON with its lines, what is no text in hexadecimal digits."""
+    if data is not None and "text" in data and len(data["text"]) <= limit:
+        # Only what is shown whole is worth it, and parsing something huge takes long.
+        with contextlib.suppress(ValueError, RecursionError):
+            laid_out = _laid_out(data["text"])
+            return plain(data if len(laid_out) > limit else {"text": laid_out}, limit)
+    return plain(data, limit)
+
+
+def plain(data: Shown, limit: int = LONGEST) -> str:
+    """Return bytes as text in one piece, as one has to write it to search for it."""
     if data is None:
         return "(nothing)"
     if "hex" in data:
         return f"{len(data['hex']) // 2:,} bytes that are no UTF-8:\n{visible(data['hex'], limit)}"
-    text = data["text"]
-    # Only what is shown whole is worth it, and parsing something huge takes long.
-    if len(text) <= limit:
-        with contextlib.suppress(ValueError, RecursionError):
-            text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    return visible(text, limit)
+    return visible(data["text"], limit)
+
+
+def _laid_out(text: str) -> str:
+    """Return JSON with its lines, and every token as it came. Raises `ValueError`.
+
+    Written from what a parser returns it would be another: of a number it keeps the value and not
+    the digits, and of a name that comes twice the last.
+    """
+    # Whether it is JSON: a number stays text, for it may have thousands of digits.
+    json.loads(text, parse_int=str, parse_float=str)
+    lines, depth = [""], 0
+    for token in _TOKENS.findall(text):
+        if token in ("{", "["):
+            depth += 1
+            if depth > _DEEPEST:
+                raise ValueError("too deep")
+            lines[-1] += token
+            lines.append("  " * depth)
+        elif token in ("}", "]"):
+            depth -= 1
+            lines.append("  " * depth + token)
+        elif token == ",":
+            lines[-1] += token
+            lines.append("  " * depth)
+        elif token == ":":
+            lines[-1] += ": "
+        else:
+            lines[-1] += token if token[0] == '"' else "".join(token.split())
+    return "\n".join(lines)
 
 
 def moment(time: datetime | None) -> str:
