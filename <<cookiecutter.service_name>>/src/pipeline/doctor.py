@@ -400,6 +400,9 @@ async def _partitions(patient: Patient) -> Findings:
 
 async def _topic_retention(patient: Patient) -> Findings:
     for topic in _read(patient):
+        if topic.unreadable:
+            yield _not_told(topic)
+            continue
         policy = topic.configs.get("cleanup.policy", "delete")
         if "compact" in policy:
             yield _warning(
@@ -422,7 +425,11 @@ async def _topic_retention(patient: Patient) -> Findings:
 async def _message_size(patient: Patient) -> Findings:
     published = patient.service.declared_topics | {patient.settings.dead_letter_topic}
     for name in sorted((patient.topics or {}).keys() & published):
-        largest = int((patient.topics or {})[name].configs.get("max.message.bytes", 1_048_588))
+        topic = (patient.topics or {})[name]
+        if topic.unreadable:
+            yield _not_told(topic)
+            continue
+        largest = int(topic.configs.get("max.message.bytes", 1_048_588))
         if patient.settings.max_event_bytes + _ENVELOPE > largest:
             yield _wrong(
                 f"{name} takes records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES lets"
@@ -430,6 +437,13 @@ async def _message_size(patient: Patient) -> Findings:
                 f"set max.message.bytes={patient.settings.max_event_bytes + _ENVELOPE} for {name},"
                 " or lower PIPELINE_MAX_EVENT_BYTES",
             )
+
+
+def _not_told(topic: Topic) -> Finding:
+    return _warning(
+        f"the configuration of {topic.name} can't be read: {topic.unreadable}",
+        f"allow this user DescribeConfigs of the topic {topic.name}",
+    )
 
 
 async def _lag(patient: Patient) -> Findings:

@@ -25,6 +25,8 @@ class Topic:
     end: Mapping[int, int]
     """The offset after each partition's last record."""
     configs: Mapping[str, str]
+    unreadable: str | None
+    """Why the brokers don't tell its configuration; None: they do."""
 
 
 async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]:
@@ -76,17 +78,16 @@ async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
     async with clients.asking(settings) as client:
         first = await client.beginning_offsets(partitions)
         end = await client.end_offsets(partitions)
-    configs = {
-        name: {entry[0]: entry[1] for entry in entries}
-        for answer in answers
-        for _, _, _, name, entries in answer.resources
-    }
+    told = [one for answer in answers for one in answer.resources]
+    configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in told}
+    unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in told if code}
     return {
         name: Topic(
             name,
             {one.partition: offset for one, offset in first.items() if one.topic == name},
             {one.partition: offset for one, offset in end.items() if one.topic == name},
             configs.get(name, {}),
+            unreadable.get(name),
         )
         for name in there
     }

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from io import BytesIO
 
+from aiokafka.protocol.admin import DescribeConfigsResponse_v2
 from aiokafka.protocol.metadata import MetadataResponse_v5
 
 _LEADER_NOT_AVAILABLE = 5
@@ -22,6 +23,7 @@ class Api(IntEnum):
     LEAVE_GROUP = 13
     API_VERSIONS = 18
     INIT_PRODUCER_ID = 22
+    DESCRIBE_CONFIGS = 32
 
 
 class Wire:
@@ -40,6 +42,7 @@ class Wire:
         self._shut = False
         self._leaderless = False
         self._forbidden = ""
+        self._closed = ""
         self._open: set[asyncio.StreamWriter] = set()
         self._ignored: set[Api] = set()
         self.held = 0
@@ -90,6 +93,10 @@ class Wire:
         self._forbidden = topic
         self.cut()
 
+    def close_configs(self, topic: str) -> None:
+        """Tell everybody that the topic's configuration is not for them."""
+        self._closed = topic
+
     def cut(self) -> None:
         """Cut all connections, and take new ones."""
         for writer in self._open:
@@ -100,7 +107,7 @@ class Wire:
         self._answers_left = None
         self._shut = self._leaderless = False
         self._ignored = set()
-        self._forbidden = ""
+        self._forbidden = self._closed = ""
         self._passes.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,6 +150,8 @@ class Wire:
                     self.waits.append(int.from_bytes(request[after_name : after_name + 4]))
                 elif api == Api.METADATA and version == 5:
                     asked[request[4:8]] = "metadata"
+                elif api == Api.DESCRIBE_CONFIGS and version == 2:
+                    asked[request[4:8]] = "configs"
                 broker.write(len(request).to_bytes(4) + request)
         broker.close()
 
@@ -171,6 +180,8 @@ class Wire:
                     answer = answer[:4] + _without_leaders(answer[4:])
                 elif what == "metadata" and self._forbidden:
                     answer = answer[:4] + _without_topic(answer[4:], self._forbidden)
+                elif what == "configs" and self._closed:
+                    answer = answer[:4] + _without_configs(answer[4:], self._closed)
                 # Metadata names the broker: by a host and a port, which becomes ours.
                 here = self._host.encode() + self._port.to_bytes(4)
                 there = self._host.encode() + self._broker_port.to_bytes(4)
@@ -218,4 +229,16 @@ def _without_topic(body: bytes, name: str) -> bytes:
         for topic in metadata.topics
     ]
     encoded: bytes = metadata.encode()
+    return encoded
+
+
+def _without_configs(body: bytes, name: str) -> bytes:
+    configs = DescribeConfigsResponse_v2.decode(BytesIO(body))
+    configs.resources = [
+        (_TOPIC_AUTHORIZATION_FAILED, "Topic authorization failed.", kind, topic, [])
+        if topic == name
+        else (code, message, kind, topic, entries)
+        for code, message, kind, topic, entries in configs.resources
+    ]
+    encoded: bytes = configs.encode()
     return encoded

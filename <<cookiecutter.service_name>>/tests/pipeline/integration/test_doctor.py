@@ -23,6 +23,7 @@ from pipeline.settings import Settings
 from .bank import Bank, Deposit
 from .conftest import Command, eventually
 from .desk import NewDesk
+from .kafka_wire import Wire
 from .outgoing import event, stage
 from .pooler import pooling
 from .processes import Process, starting
@@ -300,6 +301,29 @@ async def test_topics_that_do_not_fit_are_told(
     compacted = await new_topic(**{"cleanup.policy": "compact,delete"})
     lossy = await examine(Bank(deposits=compacted, balances=bank.balances, name=bank.name))
     assert f"{compacted} is compacted" in lossy["topic retention"].found
+
+
+async def test_a_configuration_that_may_not_be_read_is_told_and_what_would_allow_it(
+    examine: Examine, new_topic: Callable[..., Awaitable[str]], bank: Bank, kafka: str
+) -> None:
+    """Nothing is said then of what the brokers would do by default."""
+    kept = await new_topic(**{"retention.ms": "-1"})
+    small = await new_topic(**{"max.message.bytes": "5000"})
+    of_both = Bank(deposits=kept, balances=small, name=bank.name)
+    async with Wire(kafka).listening() as wire:
+        for topic, check, other in (
+            (kept, "topic retention", "message size"),
+            (small, "message size", "topic retention"),
+        ):
+            wire.close_configs(topic)
+            found = await examine(of_both, kafka_bootstrap_servers=wire.address)
+            assert found[check] == Finding(
+                check,
+                "warning",
+                f"the configuration of {topic} can't be read: TopicAuthorizationFailedError",
+                f"allow this user DescribeConfigs of the topic {topic}",
+            )
+            assert "can't be read" not in found[other].found
 
 
 async def test_a_server_that_is_too_old_is_told(
