@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
 from .database import autocommitting, create_engine
-from .failures import is_infrastructure, named
+from .failures import StoreAway, is_infrastructure, named
 from .health import CannotListen
 from .horizon import RemembersTooLittle
 from .operations import Refused
@@ -107,7 +107,7 @@ def in_a_sentence() -> Iterator[None]:
     """End the command with exit code 1 and one sentence when it fails as one may expect."""
     try:
         yield
-    except Away as error:
+    except (Away, StoreAway) as error:  # they say whose outage it is
         typer.echo(error, err=True)
     except (
         Misconfigured,
@@ -134,8 +134,11 @@ def in_a_sentence() -> Iterator[None]:
 
 
 def of_postgresql(settings: Settings) -> AbstractContextManager[None]:
-    """Say that it is PostgreSQL that fails. Raises `Away`."""
-    return _of(f"{settings.postgresql} (PIPELINE_DATABASE_URL)", is_infrastructure)
+    """Say that it is PostgreSQL that fails, unless another server does. Raises `Away`."""
+    return _of(
+        f"{settings.postgresql} (PIPELINE_DATABASE_URL)",
+        lambda error: is_infrastructure(error) and not isinstance(error, StoreAway | KafkaError),
+    )
 
 
 def of_kafka(settings: Settings) -> AbstractContextManager[None]:

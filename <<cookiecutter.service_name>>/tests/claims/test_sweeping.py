@@ -291,11 +291,15 @@ async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
     assert "PIPELINE_CLAIM_URL is not set" in complaint(done)
 
 
-async def test_the_command_says_that_the_store_is_away(
+async def test_the_command_says_that_it_is_the_store_that_is_away_and_not_postgresql(
     commands: Callable[..., Command], objects: Objects, outage: Outage
 ) -> None:
     service = commands(group(Service("desk", Handlers(), Base.metadata)))
     async with outage():
         done = await service("sweep")
     assert done.exit_code == 1
-    assert f"the object store at {objects.url}" in complaint(done)
+    place = f"{objects.url.removeprefix('file://')}/desk/claims"
+    assert complaint(done) == (
+        f"the object store at {objects.url}: listing failed: Generic LocalFileSystem error:"
+        f" Unable to walk dir: IO error for operation on {place}: Not a directory (os error 20)"
+    )
