@@ -191,6 +191,8 @@ class Relay:
         # What was in memory is not known to be still ours: begin with what the database says.
         self._forget()
         async with autocommitting(self._engine) as driver:
+            if not self._holds_lease():
+                telemetry.forget_outbox()
             self._server = await driver.fetchval(_SERVER)
             try:
                 await self._publish_until_stopped(driver)
@@ -413,6 +415,7 @@ class Relay:
             await driver.execute(_ANNOUNCE, self._owner, lease)
             lost = await self._write(driver, self._progress)
         self._lease_ends = begun + lease
+        telemetry.lease_extended(self._lease_ends)
         self._extend_at = begun + lease / 3
         return lost
 

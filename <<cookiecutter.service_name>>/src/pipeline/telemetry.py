@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from opentelemetry import baggage, metrics, trace
 from opentelemetry import context as otel
@@ -111,20 +111,50 @@ _backlog_duration = _meter.create_histogram(
     explicit_bucket_boundaries_advisory=[0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3_600.0, 86_400.0],
 )
 _shards = _meter.create_gauge("pipeline.relay.shards", "{shard}", "Shards this relay holds.")
-_lag_events = _meter.create_gauge("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
+_leased_until: list[float] = []
+"""Until when, by the monotonic clock, no other relay has taken its shards; empty without a relay.
+
+Afterwards nothing is told of them: a relay that is cut off from PostgreSQL does not know what has
+been sent in its place.
+"""
+_lag_events: list[int] = []
 _oldest_unpublished: list[datetime | None] = []
 """Since when the oldest event waits, None if none does; empty until a relay has looked."""
+_unsent: dict[str, int] = {}
+"""Events that Kafka has refused, by what has become of them."""
+
+
+def _is_leased() -> bool:
+    return any(monotonic() < until for until in _leased_until)
+
+
+def _lag(_: CallbackOptions) -> Iterable[Observation]:
+    if _is_leased():
+        yield from map(Observation, _lag_events)
 
 
 def _lag_seconds(_: CallbackOptions) -> Iterable[Observation]:
     """Tell its age when somebody asks: the relay may be waiting for Kafka, and not look again."""
-    for since in _oldest_unpublished:
-        age = (datetime.now(UTC) - since).total_seconds() if since else 0.0
-        yield Observation(max(0.0, age))
+    if _is_leased():
+        for since in _oldest_unpublished:
+            age = (datetime.now(UTC) - since).total_seconds() if since else 0.0
+            yield Observation(max(0.0, age))
+
+
+def _refused(_: CallbackOptions) -> Iterable[Observation]:
+    if _is_leased():
+        for outcome, count in tuple(_unsent.items()):
+            yield Observation(count, {OUTCOME: outcome})
 
 
 _meter.create_observable_gauge(
+    "pipeline.outbox.lag.events", [_lag], "{event}", "Events not yet sent."
+)
+_meter.create_observable_gauge(
     "pipeline.outbox.lag.duration", [_lag_seconds], "s", "Age of the oldest."
+)
+_meter.create_observable_gauge(
+    "pipeline.outbox.unsent", [_refused], "{event}", "Refused by Kafka, by state."
 )
 _outbox_until: list[datetime] = []
 """When the last day of the outbox that is made ahead ends; empty until housekeeping has looked."""
@@ -175,7 +205,6 @@ _without_filter = _meter.create_gauge(
     "{generation}",
     "Closed, and without a filter here: looked up for every message.",
 )
-_unsent = _meter.create_gauge("pipeline.outbox.unsent", "{event}", "Refused by Kafka, by state.")
 
 
 class ProcessSpans:
@@ -510,10 +539,22 @@ def relay_progress(shards_held: int) -> None:
     _shards.set(shards_held)
 
 
+def lease_extended(until: float) -> None:
+    """Tell until when, by the monotonic clock, what is observed of the outbox stays true."""
+    _leased_until[:] = [until]
+
+
 def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
     """Tell how many events wait to be published, and since when the oldest one does."""
-    _lag_events.set(lag_events)
+    _lag_events[:] = [lag_events]
     _oldest_unpublished[:] = [oldest]
+
+
+def forget_outbox() -> None:
+    """Take back what was told of the outbox: the next lease begins with what is seen in it."""
+    _lag_events.clear()
+    _oldest_unpublished.clear()
+    _unsent.clear()
 
 
 def observe_partitions(until: datetime, since: datetime | None) -> None:
@@ -540,8 +581,7 @@ def observe_filters(without: int) -> None:
 
 def observe_unsent(waiting: int, dead: int) -> None:
     """Tell how many events in this relay's shards Kafka has refused, or wait behind such."""
-    _unsent.set(waiting, {OUTCOME: "waiting"})
-    _unsent.set(dead, {OUTCOME: "dead"})
+    _unsent.update(waiting=waiting, dead=dead)
 
 
 def _operation(operation: str, topic: str) -> dict[str, AttributeValue]:

@@ -12,6 +12,7 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import make_url
 from typer.testing import CliRunner
 
 from pipeline.commands import command_line
@@ -19,6 +20,7 @@ from pipeline.schema import SHARDS
 
 from .bank import Bank, Deposit
 from .conftest import Command, eventually
+from .doors import Door
 from .kafka_wire import Wire
 from .outgoing import OLD, create_topic, event, make_old_day, stage, stage_long_ago
 from .processes import ROOT, Process, Start, starting
@@ -384,6 +386,51 @@ async def test_events_that_kafka_does_not_take_alert_and_keep_their_day_until_it
         over = await tells(process, "pipeline_retention_held", zero)
         check(tmp_path, [fires, over], quiet=ALERTS)
         assert OLD not in (await command("retention", "status")).stdout
+
+
+async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_taken_over(
+    start: Start,
+    bank: Bank,
+    db: asyncpg.Connection,
+    database_url: str,
+    kafka: str,
+    missing: str,
+    tmp_path: Path,
+) -> None:
+    await make_old_day(db)
+    await stage(db, [event(missing, 1)])
+    url = make_url(database_url)
+    async with (
+        Door("127.0.0.1", url.port or 0).listening() as door,
+        Wire(kafka).listening() as wire,
+    ):
+        cut_off = await start(
+            "relay",
+            database_url=url.set(port=door.port).render_as_string(hide_password=False),
+            kafka_bootstrap_servers=wire.address,
+        )
+        await tells(cut_off, "pipeline_outbox_unsent", positive, pipeline_outcome="waiting")
+        wire.hold()
+        await stage_long_ago(db, 2, bank.balances)
+        fires = await tells(cut_off, "pipeline_outbox_lag_duration_seconds", positive)
+        check(tmp_path, [fires], firing=["OutboxLag", "EventsUnsent"])
+        door.shut()
+        other = await start("relay")
+        await tells(other, "pipeline_outbox_unsent", positive, pipeline_outcome="waiting")
+        await tells(other, "pipeline_outbox_lag_duration_seconds", zero)
+
+        async def is_silent() -> bool:
+            scrape = await scraped(cut_off)
+            return "pipeline_relay_shards" in scrape and "pipeline_outbox_lag_" not in scrape
+
+        await eventually(is_silent)
+        over = await scraped(cut_off)
+        assert "pipeline_outbox_unsent" not in over
+        check(tmp_path, [fires, over], quiet=["OutboxLag", "EventsUnsent"])
+        door.go_on()
+        wire.go_on()
+        # It is given a share again, and tells of that.
+        await tells(cut_off, "pipeline_outbox_lag_duration_seconds", zero)
 
 
 async def test_what_was_handled_before_alerts_while_it_comes_again(

@@ -19,6 +19,8 @@ from pipeline.settings import Settings
 from pipeline.window import Progress
 
 from .conftest import PATIENCE, eventually
+from .doors import Door
+from .kafka_wire import Wire
 from .outgoing import (
     Tail,
     all_is_written,
@@ -424,11 +426,7 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
             super().__init__(*args, settings=settings, **options)
             self._publisher = Mute(settings, client_id="mute", owner="mute")
 
-    def age() -> float:
-        (observed,) = telemetry._lag_seconds(CallbackOptions())
-        return observed.value
-
-    telemetry.observe_outbox(0, None)
+    telemetry.forget_outbox()
     await stage(db, numbered(topic, range(3)))
     async with following(kafka, topic) as tail, relaying(settings(), MuteRelay):
         await eventually(lambda: age() > 0)
@@ -437,6 +435,44 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
         answers.set()
         await tail.until_ids(range(3))
         await eventually(lambda: age() == 0)
+
+
+def age() -> float:
+    """Return for how long the oldest event waits, by the metrics; less than 0 if they don't say."""
+    return next((one.value for one in telemetry._lag_seconds(CallbackOptions())), -1)
+
+
+async def test_what_waits_grows_older_without_postgresql_as_long_as_nobody_else_may_send_it(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    database_url: str,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic = await new_topic()
+    url = make_url(database_url)
+    telemetry.forget_outbox()
+    await stage(db, numbered(topic, [1]))
+    async with (
+        Door("127.0.0.1", url.port or 0).listening() as door,
+        Wire(kafka).listening() as wire,
+    ):
+        wire.shut()
+        behind = settings(
+            database_url=url.set(port=door.port).render_as_string(hide_password=False),
+            kafka_bootstrap_servers=wire.address,
+            relay_lease=3_600,
+        )
+        async with relaying(behind) as one:
+            await eventually(lambda: age() > 0)
+            door.shut()
+            await eventually(lambda: str(door.port) in one.reason)
+            begun = age()
+            assert begun > 0
+            await eventually(lambda: age() > begun + 0.5)
+            door.go_on()
+            wire.go_on()
+            await eventually(lambda: age() == 0)
 
 
 async def _all_is_written_below(db: asyncpg.Connection, shard: int) -> bool:

@@ -81,6 +81,7 @@ CONVENTIONS = conventions()
 METRICS = """
 import json, sys
 from datetime import UTC, datetime
+from time import monotonic
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -101,6 +102,7 @@ telemetry.backlog_applied("track", 59.0)
 telemetry.observe_ready(lambda: True)
 telemetry.assigned(4)
 telemetry.relay_progress(16)
+telemetry.lease_extended(until=monotonic() + 60)
 telemetry.observe_outbox(100, now)
 telemetry.observe_partitions(now, now)
 telemetry.observe_retention(3, now)

@@ -337,6 +337,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 METRICS = """
+from time import monotonic
 from prometheus_client import generate_latest
 from pipeline import exporters, telemetry
 
@@ -356,6 +357,7 @@ telemetry.set_breaker("bill", is_open=False)
 telemetry.observe_backlog("track", 12, 3, 61.5)
 telemetry.backlog_applied("track", 59.0)
 telemetry.relay_progress(16)
+telemetry.lease_extended(until=monotonic() + 60)
 telemetry.observe_outbox(100, None)
 telemetry.observe_unsent(waiting=7, dead=2)
 print(generate_latest().decode())
@@ -427,15 +429,23 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
 
 LAG = """
 from datetime import UTC, datetime, timedelta
+from time import monotonic
 from prometheus_client import generate_latest
 from pipeline import exporters, telemetry
 
 configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 print(generate_latest().decode() + "===")
+telemetry.lease_extended(until=monotonic() + 60)
 telemetry.observe_outbox(100, datetime.now(UTC) - timedelta(hours=1))
+telemetry.observe_unsent(waiting=7, dead=2)
 print(generate_latest().decode() + "===")
 print(generate_latest().decode() + "===")
+telemetry.lease_extended(until=monotonic())
+print(generate_latest().decode() + "===")
+telemetry.lease_extended(until=monotonic() + 60)
 telemetry.observe_outbox(1, datetime.now(UTC) + timedelta(hours=1))
+print(generate_latest().decode() + "===")
+telemetry.forget_outbox()
 print(generate_latest().decode())
 configured.shutdown()
 """
@@ -469,14 +479,28 @@ def test_a_statement_outside_of_a_recorded_span_is_none(spans: Spans) -> None:
 
 def test_the_age_of_what_waits_grows_while_the_relay_looks_at_nothing() -> None:
     scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
-    before, first, later, ahead = (
+    before, first, later, over, ahead, forgotten = (
         scrape.get("pipeline_outbox_lag_duration_seconds") for scrape in scrapes
     )
     assert before is None, "who relays nothing knows of no lag"
     assert first is not None
     assert later is not None
     assert 3_600 < first < later < 3_700
+    assert over is None, "another one may have sent it"
     assert ahead == 0, "the database's clock goes before ours"
+    assert forgotten is None
+
+
+def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
+    names = [
+        "pipeline_outbox_lag_duration_seconds",
+        "pipeline_outbox_lag_events",
+        "pipeline_outbox_unsent pipeline_outcome=dead",
+        "pipeline_outbox_unsent pipeline_outcome=waiting",
+    ]
+    scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
+    told = [[name for name in names if name in scrape] for scrape in scrapes]
+    assert told == [[], names, names, [], names, []]
 
 
 EXPORT = """
