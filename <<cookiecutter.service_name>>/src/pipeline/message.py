@@ -243,6 +243,17 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
     )
 
 
+def names_of(record: Record) -> tuple[str | None, str | None]:
+    """Return the CloudEvents id and `traceparent` that are in the headers, decodable or not."""
+    headers = {
+        name.lower(): value.decode("utf-8", "surrogateescape")
+        for name, value in record.headers
+        if value
+    }
+    id = headers.get("ce_id")
+    return None if id is None or _UNUSABLE.search(id) else id, _trace(headers)[0]
+
+
 def marker_key(consumer: str, source: str, id: str) -> bytes:
     """Return the 16 bytes under which the inbox remembers that a consumer took an event."""
     text = f"{len(consumer)}:{len(source)}:{consumer}{source}{id}"

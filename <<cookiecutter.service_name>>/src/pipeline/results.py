@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from . import telemetry
 from .batch import Item
 from .inbox import IdentityMismatch, Known
-from .message import Record
+from .message import Record, names_of
 from .policy import GAP, PARKED, Fate, dead
 
 log = logging.getLogger(__name__)
@@ -65,19 +65,25 @@ class Results:
             _log_fate(item, dead(item.handler.policy, "identity mismatch", error))
         for consumer, record, fate in self.unread:
             counts[record.topic, consumer, "dead" if fate.is_dead else "parked"] += 1
-            log.log(
-                logging.ERROR if fate.is_dead else logging.WARNING,
-                "%s: %s/%s at offset %s: %s: %s",
-                "dead" if fate.is_dead else "tried again later",
-                record.topic,
-                record.partition,
-                record.offset,
-                fate.reason,
-                fate.error,
-                extra=_place(record) | {"reason": fate.reason},
-            )
+            _log_unread(record, fate)
         for (topic, consumer, outcome), number in counts.items():
             telemetry.processed(topic, consumer, outcome, number, group)
+
+
+def _log_unread(record: Record, fate: Fate) -> None:
+    id, traceparent = names_of(record)
+    with telemetry.within(traceparent):
+        log.log(
+            logging.ERROR if fate.is_dead else logging.WARNING,
+            "%s: %s/%s at offset %s: %s: %s",
+            "dead" if fate.is_dead else "tried again later",
+            record.topic,
+            record.partition,
+            record.offset,
+            fate.reason,
+            fate.error,
+            extra=_place(record) | {"reason": fate.reason} | ({"message_id": id} if id else {}),
+        )
 
 
 def _log_fate(item: Item, fate: Fate) -> None:

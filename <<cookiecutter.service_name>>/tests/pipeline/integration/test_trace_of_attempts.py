@@ -23,6 +23,7 @@ from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trac
 
 TOPIC = "deposits"
 IN_A_TRACE = sent_in_a_trace("01")
+TRACEPARENT = dict(IN_A_TRACE)["traceparent"]
 IN_NONE: tuple[tuple[str, bytes], ...] = ()
 Finished = Callable[[], list[ReadableSpan]]
 
@@ -91,6 +92,27 @@ async def test_the_lines_about_a_message_are_of_its_attempt(
     assert told["1"]["trace_id"] == TRACE
     # No handler has seen it: what is known is where it comes from.
     assert (told["3"]["trace_id"], told["3"]["span_id"]) == (TRACE, SENDER)
+
+
+async def test_the_line_about_a_record_that_cannot_be_decoded_has_the_id_and_trace_of_its_headers(
+    ledger: tuple[Bank, Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, desk = ledger
+    caplog.handler.setFormatter(logs._Json())
+    caplog.set_level(logging.WARNING, "pipeline.results")
+    of_the_past = ("CE_SpecVersion", b"0.3")
+    await desk.apply(
+        Deposit(1, headers=(*IN_A_TRACE, of_the_past)),
+        Deposit(2, "bob", headers=(("ce_id", b"\xff"), ("traceparent", b"nonsense"))),
+        Deposit(3, "carol", headers=(of_the_past, ("ce_id", b""), ("ce_traceparent", TRACEPARENT))),
+    )
+    told = [json.loads(line) for line in caplog.text.splitlines()]
+    names = "offset", "reason", "message_id", "trace_id", "span_id"
+    assert [tuple(line.get(name) for name in names) for line in told] == [
+        (0, "unsupported specversion", "1", TRACE, SENDER),
+        (1, "invalid attribute", None, None, None),
+        (2, "unsupported specversion", "3", TRACE, SENDER),
+    ]
 
 
 @pytest.mark.parametrize(("headers", "parent"), [(IN_A_TRACE, SENDER), (IN_NONE, None)])
