@@ -24,7 +24,8 @@ LATE = 60
 
 webhook = os.environ.get("DELAY_WEBHOOK")
 """URL that is told of every delay; without it nobody is."""
-client = httpx.AsyncClient(timeout=5.0)
+# On a connection that is used again, an answer that came twice is taken for the next call's.
+client = httpx.AsyncClient(timeout=5.0, limits=httpx.Limits(max_keepalive_connections=0))
 HTTPXClientInstrumentor.instrument_client(client)  # hands the trace on
 
 
