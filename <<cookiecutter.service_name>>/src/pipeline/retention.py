@@ -5,7 +5,7 @@ What is old enough goes as a whole. What somebody still needs stays, and is told
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, time, timedelta
@@ -231,22 +231,37 @@ async def make_ahead(
         raise NotMigrated
     today = generation["now"].astimezone(UTC).date()
     current = int(generation["current"])
-    last = today
-    try:
-        for number in range(current, current + settings.inbox_generations_ahead + 1):
-            await partitions.attach(connection, "inbox", f"inbox_g{number}", f"IN ({number})")
-        for ahead in range(settings.outbox_days_ahead + 1):
-            day = today + ahead * _DAY
-            bounds = f"FROM ('{day} 00:00+00') TO ('{day + _DAY} 00:00+00')"
-            await partitions.attach(connection, "outbox", f"outbox_p{day:%Y%m%d}", bounds)
-            last = day
-    except NotOwner as error:
-        needed = (f"inbox_g{current}", f"outbox_p{today:%Y%m%d}")
-        if not all([await partitions.exists(connection, one) for one in needed]):
-            raise
-        log.log(logging.WARNING if warns else logging.DEBUG, "partitions run out: %s", error)
-    telemetry.observe_partitions(_end_of(last), generation["since"])
+    generations = {
+        f"inbox_g{number}": f"IN ({number})"
+        for number in range(current, current + settings.inbox_generations_ahead + 1)
+    }
+    days = {
+        f"outbox_p{day:%Y%m%d}": f"FROM ('{day} 00:00+00') TO ('{day + _DAY} 00:00+00')"
+        for day in (today + ahead * _DAY for ahead in range(settings.outbox_days_ahead + 1))
+    }
+    await _attach(connection, "inbox", generations, warns=warns)
+    ready = await _attach(connection, "outbox", days, warns=warns)
+    telemetry.observe_partitions(_end_of(today + (ready - 1) * _DAY), generation["since"])
     telemetry.observe_retention(generation["held"], generation["finished_at"])
+
+
+async def _attach(
+    connection: asyncpg.Connection, table: str, wanted: Mapping[str, str], *, warns: bool
+) -> int:
+    """Make partitions by their bounds, the first of which is needed now; returns how many of them
+    stand ready without a gap. Raises `NotOwner` if that is none."""
+    for ready, (name, bounds) in enumerate(wanted.items()):
+        try:
+            await partitions.attach(connection, table, name, bounds)
+        except NotOwner as error:
+            if not ready:
+                raise
+            # After midnight or a rotation the furthest is there as of retention's next round.
+            is_short = ready < max(2, len(wanted) - 1)
+            level = logging.WARNING if warns and is_short else logging.DEBUG
+            log.log(level, "partitions of the %s run out: %s", table, error)
+            return ready
+    return len(wanted)
 
 
 async def tidy(
@@ -275,7 +290,8 @@ async def tidy(
         return Round(await connection.fetchval(_OWNER), is_ours=False)
     done = Round(lease.owner)
     try:
-        await _rotate(connection, settings, lease)
+        if await _rotate(connection, settings, lease):
+            await make_ahead(connection, settings)  # who may not would miss one until next time
         await _forget(connection, settings, lease)
         await _close_days(connection)
         keeper = None
@@ -370,20 +386,22 @@ def _kept_open(generation: asyncpg.Record, settings: Settings) -> str | None:
     return _BUSY
 
 
-async def _rotate(connection: asyncpg.Connection, settings: Settings, lease: "_Lease") -> None:
-    """Close the generation that takes new markers, if it is old enough."""
+async def _rotate(connection: asyncpg.Connection, settings: Settings, lease: "_Lease") -> bool:
+    """Close the generation that takes new markers, if it is old enough; says whether it did."""
     generation = await connection.fetchrow(_GENERATION)
     current = generation["current"]
     age = timedelta(seconds=settings.inbox_generation_age)
     if generation["now"] - generation["opened_at"] <= age:
-        return
+        return False
     async for attempt in _giving_way():
         with attempt:
             await lease.hold()
-            if await inbox.rotate(connection, current=current, wait=_held_up(attempt)):
+            is_closed = await inbox.rotate(connection, current=current, wait=_held_up(attempt))
+            if is_closed:
                 log.info("inbox generation %s is closed", current)
-            return
+            return is_closed
     log.warning("inbox generation %s is busy; it will be closed in the next round", current)
+    return False
 
 
 async def _forget(connection: asyncpg.Connection, settings: Settings, lease: "_Lease") -> None:

@@ -1,5 +1,6 @@
 """Every role of the database does its own work, and nothing else."""
 
+import logging
 import re
 import shlex
 from collections.abc import AsyncIterator, Callable
@@ -33,7 +34,7 @@ from pipeline import (
 )
 from pipeline.outbox import StagedEvent
 from pipeline.partitions import NotOwner
-from pipeline.retention import tidy
+from pipeline.retention import keep_house, make_ahead, tidy
 from pipeline.service import Archive
 from pipeline.settings import Settings
 
@@ -312,13 +313,13 @@ async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_r
 
     days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1"
     today, *later = [row["relname"] for row in await db.fetch(days)]
-    await db.execute(f"DROP TABLE pipeline.{later[-1]}")
+    await db.execute(f"DROP TABLE pipeline.{later[-1]}, pipeline.{later[-2]}")
     await db.execute(
         "UPDATE pipeline.retention_lease SET held = 2, finished_at = now() - interval '7 hours'"
     )
     relaying = await start("relay", database_url=granted.of("relay"))
     await eventually(relaying.is_ready)
-    assert "partitions run out" in relaying.output
+    assert "partitions of the outbox run out" in relaying.output
     told = series((await relaying.get("/metrics"))[1])
     values = {name: value for (name, _), value in told.items()}
     assert values["pipeline_retention_held"] == 2
@@ -332,6 +333,39 @@ async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_r
     process = await start("retention", "run", database_url=granted.of("retention"))
     assert await process.ended() == 0, process.output
     await eventually(relaying.is_ready)
+
+
+async def test_what_retention_has_left_to_its_next_round_is_no_partition_that_runs_out(
+    granted: Roles,
+    start: Start,
+    db: asyncpg.Connection,
+    settings: Callable[..., Settings],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '25 hours'")
+    async with granted.connected("retention") as connection:
+        await keep_house(connection, settings())
+    assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
+    assert await partitions.exists(db, "inbox_g4"), "as many as before stand ready"
+
+    # As after a rotation by somebody who then died, before midnight.
+    await db.execute("DROP TABLE pipeline.inbox_g4")
+    relaying = await start("relay", database_url=granted.of("relay"))
+    await eventually(relaying.is_ready)
+    told = series((await relaying.get("/metrics"))[1])
+    values = {name: value for (name, _), value in told.items()}
+    assert values["pipeline_outbox_ahead_seconds"] > 6 * 86_400
+    assert "run out" not in relaying.output
+    # And after it.
+    *_, furthest = await partitions.like(db, "outbox_p[0-9]{8}")
+    await db.execute(f"DROP TABLE pipeline.{furthest.name}")
+    async with granted.connected("relay") as connection:
+        caplog.clear()
+        await make_ahead(connection, settings())
+        assert not any(one.levelno >= logging.WARNING for one in caplog.records)
+        # A second one that is missing is more than what was left.
+        await make_ahead(connection, settings(inbox_generations_ahead=3))
+        assert "partitions of the inbox run out" in caplog.text
 
 
 def statements(role: str) -> list[str]:
