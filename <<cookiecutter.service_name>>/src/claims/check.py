@@ -22,7 +22,7 @@ from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 
 from .settings import ClaimSettings
-from .store import Store, together
+from .store import Missing, Store, together
 from .sweeping import Sweep
 
 _SEGMENT = r"[A-Za-z0-9_-][A-Za-z0-9._=-]*"
@@ -122,7 +122,7 @@ class Claims:
                     raise DataChanged(f"{uri} has {size} bytes, and {length} were sent")
                 self._refuse_what_is_too_large(uri, size)
                 data = bytes(await found.bytes_async())
-        except FileNotFoundError:
+        except Missing:
             raise DataMissing(
                 f"nothing is at {uri}: put it back, or ask the producer for another event"
             ) from None

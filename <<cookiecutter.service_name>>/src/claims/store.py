@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Missing(Exception):
+    """There is no such object, in a store that is there."""
+
+
 class Store:
     """A folder, or a part of a bucket. Names in it are those below its URL."""
 
@@ -28,6 +33,9 @@ class Store:
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._store = _opened(self.url, timedelta(seconds=timeout))
+        self._folder: Path | None = None
+        if self.url.startswith("file:"):
+            self._folder = Path(self.url.removeprefix("file://"))
         self._storing = asyncio.Semaphore(concurrency)
         self._deleting = asyncio.Semaphore(concurrency)
         self._reading = asyncio.Semaphore(concurrency)
@@ -40,16 +48,25 @@ class Store:
                 await obstore.put_async(self._store, name, content)
 
         async with self._in_time("storing"):
+            if self._folder is not None and not await asyncio.to_thread(self._folder.is_dir):
+                # A mount that is missing must not become a folder on another disk.
+                raise FileNotFoundError(_NO_FOLDER)
             await together(put(name, content) for name, content in objects.items())
 
     @asynccontextmanager
     async def get(self, name: str) -> AsyncIterator["GetResult"]:
         """Lend what is known of an object, and a way to its bytes. The block is the request.
 
-        Raises `FileNotFoundError`, and `StoreAway`.
+        Raises `Missing`, and `StoreAway`.
         """
         async with self._reading, self._in_time("fetching"):
-            yield await obstore.get_async(self._store, name)
+            try:
+                found = await obstore.get_async(self._store, name)
+            except FileNotFoundError:
+                # The same is answered for every name where the store itself is not there.
+                await self._demand_store()
+                raise Missing(name) from None
+            yield found
 
     async def folders(self, name: str) -> list[str]:
         """Return the folders in a folder, in order. Raises `StoreAway`."""
@@ -77,6 +94,14 @@ class Store:
 
         await together(delete(name) for name in names)
 
+    async def _demand_store(self) -> None:
+        """Raise `FileNotFoundError` if there is no such bucket, or the folder is not mounted."""
+        if self._folder is not None:
+            await asyncio.to_thread(_demand_folder, self._folder)
+            return
+        # Empty is a bucket too from which all was swept; a list of one that is not there fails.
+        await anext(aiter(obstore.list(self._store, chunk_size=1)), None)
+
     @asynccontextmanager
     async def _in_time(self, what: str) -> AsyncIterator[None]:
         """Take errors, and that there is no end, for the store's fault. Raises `StoreAway`."""
@@ -86,8 +111,6 @@ class Store:
                 yield
         except TimeoutError:
             raise StoreSlow(f"{place}: {what} takes longer than {self._timeout} s") from None
-        except FileNotFoundError:
-            raise
         except (PermissionDeniedError, PermissionError):
             # Also of what is not there: S3 tells only those who may list.
             raise StoreAway(
@@ -97,6 +120,19 @@ class Store:
             ) from None
         except (BaseError, OSError) as error:
             raise StoreAway(f"{place}: {what} failed: {_first_line(error)}") from None
+
+
+_NO_FOLDER = "there is no such folder: make it, or mount it"
+
+
+def _demand_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(_NO_FOLDER)
+    # Sweeps leave the days' folders, so one that was used is never empty.
+    if not any(folder.iterdir()):
+        raise FileNotFoundError(
+            "the folder is empty: mount it, or, if all that was there is lost, make a file in it"
+        )
 
 
 def _opened(url: str, timeout: timedelta) -> ObjectStore:

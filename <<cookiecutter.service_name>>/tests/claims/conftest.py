@@ -183,3 +183,36 @@ def outage(store_url: str, tmp_path: Path) -> Outage:
             (tmp_path / "away").rename(folder)
 
     return take_away
+
+
+@pytest.fixture
+def loss(request: pytest.FixtureRequest, store_url: str, tmp_path: Path) -> Outage:
+    """Take all of the store away for the time of a block: its folder or bucket is not there.
+
+    With the parameter "unmounted" an empty folder stays behind, as of a mount point.
+    """
+    folder = tmp_path / "store"
+    if store_url.startswith("s3:"):
+        server: S3Proxy = request.getfixturevalue("s3proxy")
+        folder = server.home / "data" / store_url.split("/")[2]
+
+    @asynccontextmanager
+    async def take_away() -> AsyncIterator[None]:
+        folder.rename(tmp_path / "lost")
+        if getattr(request, "param", "gone") == "unmounted":
+            folder.mkdir()
+        try:
+            yield
+        finally:
+            # In place of what is empty; anything else would be an error.
+            (tmp_path / "lost").rename(folder)
+
+    return take_away
+
+
+LOST = pytest.mark.parametrize(
+    ("store_url", "loss"),
+    [("folder", "gone"), ("folder", "unmounted"), ("s3", "gone")],
+    indirect=True,
+)
+"""Of tests that are to see each way in which a store may not be there."""

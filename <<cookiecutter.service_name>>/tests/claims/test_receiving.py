@@ -18,12 +18,12 @@ from pipeline import Policy
 from pipeline.batch import read
 from pipeline.breaker import BreakerOpen
 from pipeline.dead import REASONS
-from pipeline.failures import StoreSlow
+from pipeline.failures import StoreAway, StoreSlow
 from pipeline.fetching import fetch_batch
 from pipeline.payload import payload_hash
 from pipeline.references import DataElsewhere, Reference
 
-from .conftest import FOLDER_AND_S3, Counter, Objects, Outage, referring
+from .conftest import FOLDER_AND_S3, LOST, Counter, Objects, Outage, referring
 from tests.pipeline.integration.bank import Bank, Deposit
 from tests.pipeline.integration.conftest import eventually, histories
 from tests.pipeline.integration.desk import NewDesk
@@ -125,6 +125,7 @@ async def test_a_reference_without_a_value_is_no_tombstone(
     assert await histories(db) == {"ada": [1]}
 
 
+@FOLDER_AND_S3
 @pytest.mark.parametrize("harm", ["missing", "shorter", "longer", "changed"])
 async def test_what_is_not_as_it_was_sent_is_a_dead_letter_until_somebody_has_put_it_back(
     counter: Counter, objects: Objects, db: asyncpg.Connection, harm: str
@@ -409,6 +410,22 @@ async def test_a_store_that_has_lost_everything_opens_the_breaker_and_buries_not
     with pytest.raises(BreakerOpen):
         await counter.apply(*events)
     assert await counter.desk.backlog() == []
+
+
+@LOST
+async def test_a_store_that_is_not_there_buries_nothing_while_small_events_go_on(
+    counter: Counter, objects: Objects, db: asyncpg.Connection, loss: Outage
+) -> None:
+    """It answers for everything that it is missing, and the breaker sees that others succeed."""
+    large = [stored(objects, Deposit(number, account="large")) for number in range(30)]
+    async with loss():
+        for number, event in enumerate(large):
+            await counter.apply(Deposit(100 + number, account="small"))
+            with pytest.raises(StoreAway, match=f"the object store at {objects.url}: "):
+                await counter.apply(event)
+        assert await counter.desk.backlog() == []
+    await counter.apply(*large)
+    assert await histories(db) == {"large": [*range(30)], "small": [*range(100, 130)]}
 
 
 async def test_references_of_other_stores_are_compared_by_all_of_the_url(

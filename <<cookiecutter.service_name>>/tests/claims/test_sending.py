@@ -17,7 +17,7 @@ from pipeline.outbox import Unpublishable
 from pipeline.references import Kept, Reference
 from pipeline.settings import Settings
 
-from .conftest import LIMIT, Objects, Outage
+from .conftest import FOLDER_AND_S3, LIMIT, Objects, Outage
 from tests.pipeline.integration.bank import Deposit
 from tests.pipeline.integration.conftest import PATIENCE, eventually
 from tests.pipeline.integration.desk import Desk, NewDesk
@@ -246,6 +246,18 @@ async def test_a_writer_keeps_large_payloads_and_is_told_when_the_store_is_away(
         with pytest.raises(StoreAway, match="object store at"):
             await writer.write(state)
     assert len(await outbox(db)) == 1
+
+
+@FOLDER_AND_S3
+async def test_a_store_that_is_not_there_is_not_made_by_what_is_stored(
+    opened: Callable[..., Claims], objects: Objects, loss: Outage
+) -> None:
+    """A folder that is not mounted would get what its readers never see."""
+    claims = opened()
+    async with loss():
+        with pytest.raises(StoreAway, match="object store at"):
+            await claims.keep({"a": b"1"})
+    assert objects.names() == set()
 
 
 async def test_a_store_that_is_away_is_waited_for_and_spends_no_attempt(
