@@ -96,8 +96,14 @@ INSERT INTO pipeline.outbox_closed (day) SELECT unnest($1::date[]) ON CONFLICT D
 
 _CLOSED_DAYS = "SELECT day, xid, is_published, not_archived FROM pipeline.outbox_closed"
 
-# Those that are gone; and those that are not over, as after a jump of the clock.
-_REOPEN_DAYS = "DELETE FROM pipeline.outbox_closed WHERE day <> ALL ($1)"
+# Those that are gone; and those that are not over, as after a jump of the clock. Nobody takes the
+# lease meanwhile: who was overtaken does not know which days are over by now, and would make one
+# that the other has detached somebody's.
+_REOPEN_DAYS = """
+WITH lease AS (
+    SELECT FROM pipeline.retention_lease WHERE owner = $2 FOR SHARE)
+DELETE FROM pipeline.outbox_closed WHERE day <> ALL ($1) AND EXISTS (SELECT FROM lease)
+"""
 
 _PUBLISHED = "UPDATE pipeline.outbox_closed SET is_published = true WHERE day = $1"
 
@@ -293,7 +299,7 @@ async def tidy(
         if await _rotate(connection, settings, lease):
             await make_ahead(connection, settings)  # who may not would miss one until next time
         await _forget(connection, settings, lease)
-        await _close_days(connection)
+        await _close_days(connection, lease)
         keeper = None
         if archive is not None:
             keeper = _Keeper(connection, settings, archive, lease, say)
@@ -438,11 +444,11 @@ def _held_up(attempt: AttemptManager) -> float:
     return _HOLD_UP_LONGER_SECONDS if is_last else _HOLD_UP_SECONDS
 
 
-async def _close_days(connection: asyncpg.Connection) -> None:
+async def _close_days(connection: asyncpg.Connection, lease: "_Lease") -> None:
     """Note who could have put events into days that are over, an hour after their end."""
     now = (await connection.fetchrow(_GENERATION))["now"]
     over = [day for day, _ in await _days(connection) if now > _end_of(day) + CLOCK_MARGIN]
-    await connection.execute(_REOPEN_DAYS, over)
+    await connection.execute(_REOPEN_DAYS, over, lease.owner)
     await connection.execute(_CLOSE_DAYS, over)
 
 

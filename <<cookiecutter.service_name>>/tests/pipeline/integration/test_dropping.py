@@ -458,6 +458,31 @@ async def test_who_is_overtaken_does_no_more_and_says_by_whom(
     assert tuple(lease or ()) == ("faster",), "it is the other's, also afterwards"
 
 
+async def test_who_is_overtaken_reopens_no_day_that_the_other_has_closed(
+    old_day: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+) -> None:
+    """It was not over when the slow one looked. Detached, it would be taken for somebody's."""
+    closed = "SELECT is_published FROM pipeline.outbox_closed WHERE day = '2020-01-02'"
+    waits = (
+        "SELECT EXISTS (SELECT FROM pg_locks"
+        " WHERE NOT granted AND relation = 'pipeline.outbox_closed'::regclass)"
+    )
+    slow, faster = await connect(), await connect()
+    async with faster.transaction():
+        await faster.execute("LOCK TABLE pipeline.outbox_closed IN SHARE MODE")
+        at_it = asyncio.create_task(keep_house(slow, settings()))
+        await eventually(lambda: old_day.fetchval(waits))
+        await faster.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
+        await faster.execute(
+            "INSERT INTO pipeline.outbox_closed (day, is_published) VALUES ('2020-01-02', true)"
+        )
+    assert await at_it == Round("faster", is_ours=False)
+    assert await old_day.fetchval(closed), "what was found before the detach is still known"
+    await _let_the_lease_end(old_day)
+    await keep_house(old_day, settings())
+    assert await old_day.fetchval(closed) is None, "it is gone, and forgotten by the next one"
+
+
 async def _let_the_lease_end(db: asyncpg.Connection) -> None:
     await db.execute("UPDATE pipeline.retention_lease SET lease_until = now() - interval '1 s'")
 
