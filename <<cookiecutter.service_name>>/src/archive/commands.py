@@ -13,8 +13,10 @@ from pipeline.terminal import run_to_end
 from . import reading
 from .days import Archive
 from .files import MANIFEST, Damaged
+from .reading import Verdict
 from .store import Missing, Store
 
+Json = Annotated[bool, typer.Option("--json", help="for programs: a line each")]
 Days = Annotated[
     list[datetime] | None,
     typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...", help="only these; else all there are"),
@@ -26,14 +28,14 @@ def group(archive: Archive) -> typer.Typer:
     app = typer.Typer(help="Days of the outbox that are gone.", no_args_is_help=True)
 
     @app.command("list")
-    def list_days() -> None:
+    def list_days(as_json: Json = False) -> None:
         """List the days that are archived."""
-        run_to_end(_list(archive))
+        run_to_end(_list(archive, as_json=as_json))
 
     @app.command(epilog="For example: service archive verify 2026-11-20")
-    def verify(days: Days = None) -> None:
+    def verify(days: Days = None, as_json: Json = False) -> None:
         """Read all of it; exit code 1 if anything is missing or changed."""
-        run_to_end(_verify(archive, _dates(days)))
+        run_to_end(_verify(archive, _dates(days), as_json=as_json))
 
     @app.command(epilog="For example: service archive find 7d0f2c5e 2026-11-20")
     def find(
@@ -57,43 +59,47 @@ def _open(archive: Archive) -> Store:
     return store
 
 
-async def _days(archive: Archive, store: Store) -> Sequence[date]:
+async def _days(archive: Archive, store: Store, *, as_json: bool) -> Sequence[date]:
     found = await reading.days(archive, store)
     if not found:
-        typer.echo("nothing is archived yet")
+        typer.echo("nothing is archived yet", err=as_json)
     return found
 
 
-async def _list(archive: Archive) -> None:
+async def _list(archive: Archive, *, as_json: bool) -> None:
     store = _open(archive)
-    for day in await _days(archive, store):
-        try:
-            found = await reading.manifest(archive, store, day)
-        except Missing:
-            typer.echo(f"{day}  not finished")
-        except Damaged as error:
-            typer.echo(f"{day}  {error}")
+    for day in await _days(archive, store, as_json=as_json):
+        one = await reading.listed(archive, store, day)
+        if as_json:
+            typer.echo(to_json(one).decode())
+        elif one.wrong or not one.finished_at:
+            typer.echo(f"{day}  {one.wrong or 'not finished'}")
         else:
-            size = sum(part.size for part in found.parts)
-            typer.echo(f"{day}  {found.rows:,} events, {size:,} bytes, {found.finished_at:%F %R}Z")
+            typer.echo(f"{day}  {one.rows:,} events, {one.size:,} bytes, {one.finished_at:%F %R}Z")
 
 
-async def _verify(archive: Archive, chosen: Sequence[date]) -> None:
+async def _verify(archive: Archive, chosen: Sequence[date], *, as_json: bool) -> None:
     store = _open(archive)
-    found = chosen or await _days(archive, store)
-    gaps = [] if chosen else reading.gaps(found)
-    for day in gaps:
-        typer.echo(f"{day}  nothing is there: it is lost, or the service did not archive then")
-    is_whole = not gaps
+    found = chosen or await _days(archive, store, as_json=as_json)
+    is_whole = True
+    for verdict in [] if chosen else reading.gaps(found):
+        is_whole = False
+        _tell(verdict, as_json=as_json)
     for day in found:
         verdict = await reading.verify(archive, store, day)
         is_whole = is_whole and not verdict.wrong
-        for wrong in verdict.wrong:
-            typer.echo(f"{day}  {wrong}")
-        if not verdict.wrong:
-            typer.echo(f"{day}  {verdict.rows:,} events in {verdict.size:,} bytes are as written")
+        _tell(verdict, as_json=as_json)
     if not is_whole:
         raise typer.Exit(1)
+
+
+def _tell(verdict: Verdict, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(to_json(verdict).decode())
+        return
+    well = f"{verdict.rows:,} events in {verdict.size:,} bytes are as written"
+    for said in verdict.wrong or (well,):
+        typer.echo(f"{verdict.day}  {said}")
 
 
 async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -28,6 +28,21 @@ class Verdict:
     """What is missing or changed, in words; nothing of a day that is well."""
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A day, as its manifest tells of it."""
+
+    day: date
+    rows: int = 0
+    """Events of it."""
+    size: int = 0
+    """In bytes, compressed."""
+    finished_at: datetime | None = None
+    """None: it is not finished, or that is not known."""
+    wrong: str | None = None
+    """What is wrong with the manifest."""
+
+
 async def days(archive: Archive, store: Store) -> list[date]:
     """Return the days of which the archive holds anything, the oldest first."""
     folder, found = archive.folder(), set[date]()
@@ -38,13 +53,14 @@ async def days(archive: Archive, store: Store) -> list[date]:
     return sorted(found)
 
 
-def gaps(found: Sequence[date]) -> list[date]:
-    """Return the days between the first and the last of which nothing is there."""
+def gaps(found: Sequence[date]) -> list[Verdict]:
+    """Say what is wrong with the days between the first and the last of which nothing is there."""
     if not found:
         return []
     first, there = min(found), set(found)
     every = (first + timedelta(days=n) for n in range((max(found) - first).days))
-    return [day for day in every if day not in there]
+    lost = "nothing is there: it is lost, or the service did not archive then"
+    return [Verdict(day, wrong=[lost]) for day in every if day not in there]
 
 
 async def manifest(archive: Archive, store: Store, day: date) -> Manifest:
@@ -57,6 +73,17 @@ async def manifest(archive: Archive, store: Store, day: date) -> Manifest:
     if (found.service, found.day) != (archive.service, day):
         raise Damaged(f"{name} is that of {found.service}, {found.day}")
     return found
+
+
+async def listed(archive: Archive, store: Store, day: date) -> Listed:
+    """Return what is said of a day, or what is wrong with what is said."""
+    try:
+        found = await manifest(archive, store, day)
+    except Missing:
+        return Listed(day)
+    except Damaged as error:
+        return Listed(day, wrong=str(error))
+    return Listed(day, found.rows, sum(part.size for part in found.parts), found.finished_at)
 
 
 async def content(archive: Archive, store: Store, day: date, part: Part) -> bytes:

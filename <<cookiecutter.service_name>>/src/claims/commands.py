@@ -7,7 +7,7 @@ import typer
 from pipeline import Service
 from pipeline.operations import Refused
 from pipeline.settings import Settings
-from pipeline.terminal import connected, read_settings, run_to_end
+from pipeline.terminal import Json, connected, read_settings, run_to_end, tell_program
 
 from .check import open_claims
 from .sweeping import NotOurs
@@ -24,14 +24,15 @@ def group(service: Service) -> typer.Typer:
     @app.command(epilog="For example: service claims sweep --dry-run")
     def sweep(
         dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell")] = False,
+        as_json: Json = False,
     ) -> None:
         """Delete payloads that no event needs, as a running service does in its rounds."""
-        run_to_end(_sweep(service, read_settings(), dry_run=dry_run))
+        run_to_end(_sweep(service, read_settings(), dry_run=dry_run, as_json=as_json))
 
     return app
 
 
-async def _sweep(service: Service, settings: Settings, *, dry_run: bool) -> None:
+async def _sweep(service: Service, settings: Settings, *, dry_run: bool, as_json: bool) -> None:
     claims = open_claims(service.name, settings)
     if claims is None:
         raise Refused("there is no object store: PIPELINE_CLAIM_URL is not set")
@@ -40,6 +41,9 @@ async def _sweep(service: Service, settings: Settings, *, dry_run: bool) -> None
             done = await claims.sweeper.all(connection, dry_run=dry_run)
         except NotOurs as error:
             raise Refused(str(error)) from None
+    if as_json:
+        tell_program(done)
+        return
     verb = "would be deleted" if dry_run else "deleted"
     typer.echo(f"{verb:9} {done.old:,} payloads whose events were published long ago")
     typer.echo(f"{verb:9} {done.orphans:,} payloads without an event, of {done.seen:,}")

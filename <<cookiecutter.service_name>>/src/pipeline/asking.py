@@ -59,7 +59,6 @@ Operator = Annotated[str | None, typer.Option(help="who; it is kept", show_defau
 DryRun = Annotated[bool, typer.Option("--dry-run", help="only count")]
 Yes = Annotated[bool, typer.Option("--yes", help="don't ask")]
 All = Annotated[bool, typer.Option("--all", help="mean everything, without ids and filters")]
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,14 @@ from .service import Service
 from .settings import Settings
 from .tables import one_line
 from .terminal import (
+    Json,
     connected,
     in_a_sentence,
     of_kafka,
     of_postgresql,
     read_settings,
     run_to_end,
+    tell_program,
 )
 
 PLACE = "earliest|latest|OFFSET|TIME"
@@ -95,21 +97,25 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
             ),
         ] = False,
         yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False,
+        as_json: Json = False,
     ) -> None:
         """Publish everything in the outbox again, after a dump was restored."""
-        run_to_end(_reset(service, read_settings(), keep_progress=keep_progress, asks=not yes))
+        work = _reset(
+            service, read_settings(), keep_progress=keep_progress, asks=not yes, as_json=as_json
+        )
+        run_to_end(work)
 
     @memory.command(epilog="For example: service inbox show 7d0f2c5e --source /scanners/7")
     def show(
         id: Annotated[str, typer.Argument(help="the event's id")],
         source: Annotated[str | None, typer.Option(help="its source, to find it at once")] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+        as_json: Json = False,
     ) -> None:
         """Tell when, where and with which outcome an event was handled."""
         run_to_end(_show(service, read_settings(), id, source, as_json=as_json))
 
     @app.command()
-    def migrate() -> None:
+    def migrate(as_json: Json = False) -> None:
         """Bring the database to the newest schema, the engine's and yours."""
         settings = read_settings()
         with in_a_sentence():
@@ -119,7 +125,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
                 )
             with of_postgresql(settings):
                 command.upgrade(Config(revisions.ALEMBIC), "heads")
-        run_to_end(_make_ahead(service, settings))
+        run_to_end(_make_ahead(service, settings, as_json=as_json))
 
     @app.command(
         "grant",
@@ -129,13 +135,14 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         to_service: Annotated[str | None, typer.Option(help="role that consumes")] = None,
         to_relay: Annotated[str | None, typer.Option(help="role that publishes")] = None,
         to_operator: Annotated[str | None, typer.Option(help="role of a person")] = None,
+        as_json: Json = False,
     ) -> None:
         """Let roles of the database do their work and no more; after every `service migrate`."""
         given = (to_service, to_relay, to_operator)
         names = {one: name for one, name in zip(roles.ROLES, given, strict=True) if name}
         if not names:
             raise typer.BadParameter("name a role, as by --to-service")
-        run_to_end(_grant(service, read_settings(), names))
+        run_to_end(_grant(service, read_settings(), names, as_json=as_json))
 
     @topics.command("create", epilog="For example: service topics create --partitions 16")
     def create(
@@ -146,6 +153,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
                 min=1, help="of each partition; else three, or as many as there are brokers"
             ),
         ] = None,
+        as_json: Json = False,
     ) -> None:
         """Create the topics that are missing; those that exist are left alone.
 
@@ -155,7 +163,8 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         names = service.topics | (
             {settings.dead_letter_topic} if settings.dead_letter_topic else set()
         )
-        run_to_end(_create_topics(settings, sorted(names), partitions, replicas))
+        work = _create_topics(settings, sorted(names), partitions, replicas, as_json=as_json)
+        run_to_end(work)
 
     @topics.command(
         epilog="For example: service topics seek scans --partition 3 --to earliest --dry-run"
@@ -165,10 +174,14 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         to: Annotated[str, typer.Option(metavar=PLACE, help="where to go on")],
         partition: Annotated[int | None, typer.Option(min=0, help="only this one")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell")] = False,
+        as_json: Json = False,
     ) -> None:
         """Go on elsewhere in a topic: what was handled before is not handled again."""
         place = _place_of(to)
-        run_to_end(_seek(service, read_settings(), topic, partition, place, dry_run=dry_run))
+        work = _seek(
+            service, read_settings(), topic, partition, place, dry_run=dry_run, as_json=as_json
+        )
+        run_to_end(work)
 
     @app.command(epilog="For example: service replay scans --from 2026-11-01T08:00+00:00")
     def replay(
@@ -179,11 +192,15 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
             bool, typer.Option("--too-old", help="also what may have been forgotten")
         ] = False,
         wait: Annotated[bool, typer.Option(help="show how far it is, until it is done")] = True,
+        as_json: Json = False,
     ) -> None:
         """Read a topic again: what took effect before is skipped, what has not is handled."""
         place = _place_of(since)
         work = _replay(
-            service, read_settings(), topic, partition, place, too_old=too_old, wait=wait
+            *(service, read_settings(), topic, partition, place),
+            too_old=too_old,
+            wait=wait,
+            as_json=as_json,
         )
         run_to_end(work)
 
@@ -218,6 +235,7 @@ async def _replay(
     *,
     too_old: bool,
     wait: bool,
+    as_json: bool,
 ) -> None:
     """Move positions back, and follow them."""
     async with connected(service, settings) as connection:
@@ -232,15 +250,19 @@ async def _replay(
             )
         for one in found.moves:
             await inbox.rewind(connection, one.slot, one.new)
-            typer.echo(_moved(one, "goes"))
-        if not wait:
-            return
-        async for progress in replay.follow(connection, found):
-            typer.echo(
-                f"{progress.done:,} of {found.records:,} offsets are read again"
-                + (": does the service run?" if progress.stands else "")
-            )
-        became = await replay.outcome(connection, found)
+            typer.echo(_moved(one, "goes"), err=as_json)
+        became = None
+        if wait:
+            async for progress in replay.follow(connection, found):
+                typer.echo(
+                    f"{progress.done:,} of {found.records:,} offsets are read again"
+                    + (": does the service run?" if progress.stands else ""),
+                    err=as_json,
+                )
+            became = await replay.outcome(connection, found)
+    if as_json:
+        tell_program({"moves": found.moves, "became": became})
+    elif became:
         waiting = f", {became.waiting:,} wait in the backlog" if became.waiting else ""
         typer.echo(
             f"{became.applied:,} messages took effect that had not, {became.known:,} were known"
@@ -253,13 +275,18 @@ async def _replay(
             )
 
 
-async def _make_ahead(service: Service, settings: Settings) -> None:
+async def _make_ahead(service: Service, settings: Settings, *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
         await make_ahead(connection, settings)
+        if as_json:
+            tell_program({"revisions": await revisions.reached(connection)})
+            return
     typer.echo("The tables are at the newest schema, and partitions are made for the days ahead.")
 
 
-async def _grant(service: Service, settings: Settings, names: dict[str, str]) -> None:
+async def _grant(
+    service: Service, settings: Settings, names: dict[str, str], *, as_json: bool
+) -> None:
     async with connected(service, settings) as connection:
         try:
             await roles.grant(connection, names, service.metadata)
@@ -267,16 +294,24 @@ async def _grant(service: Service, settings: Settings, names: dict[str, str]) ->
             raise Refused(f"{error}: an administrator has to create it before") from None
         except roles.TooMighty as error:
             raise Refused(str(error)) from None
+    if as_json:
+        tell_program(names)
+        return
     for one, name in names.items():
         typer.echo(f"{name} may do what a {one} does, and no more.")
 
 
-async def _reset(service: Service, settings: Settings, *, keep_progress: bool, asks: bool) -> None:
+async def _reset(
+    service: Service, settings: Settings, *, keep_progress: bool, asks: bool, as_json: bool
+) -> None:
     async with connected(service, settings) as connection:
-        if asks and not typer.confirm(await _question(connection, keep_progress)):
+        if asks and not typer.confirm(await _question(connection, keep_progress), err=as_json):
             raise typer.Abort
-        await epoch.reset(connection, keep_progress=keep_progress)
-    typer.echo("The outbox belongs to this database cluster now; relays publish it.")
+        renewed = await epoch.reset(connection, keep_progress=keep_progress)
+    if as_json:
+        tell_program({"published_again": renewed})
+    else:
+        typer.echo("The outbox belongs to this database cluster now; relays publish it.")
 
 
 async def _question(connection: asyncpg.Connection, keep_progress: bool) -> str:
@@ -297,7 +332,7 @@ async def _show(
         whose = f" of source {source!r}" if source else ""
         raise Refused(f"no event {id!r}{whose} is remembered: never handled, or forgotten")
     if as_json:
-        typer.echo(to_json(found, indent=2).decode())
+        tell_program(found)
     else:
         typer.echo("\n\n".join(_told(one) for one in found))
 
@@ -332,6 +367,7 @@ async def _seek(
     to: To,
     *,
     dry_run: bool,
+    as_json: bool,
 ) -> None:
     async with connected(service, settings) as connection:
         with of_kafka(settings):
@@ -339,7 +375,9 @@ async def _seek(
         for one in found:
             if not dry_run:
                 await inbox.seek(connection, one.slot, one.new)
-            typer.echo(_moved(one, "would go" if dry_run else "goes"))
+            typer.echo(_moved(one, "would go" if dry_run else "goes"), err=as_json)
+    if as_json:
+        tell_program(found)
 
 
 def _moved(one: Move, verb: str) -> str:
@@ -353,7 +391,12 @@ def _moved(one: Move, verb: str) -> str:
 
 
 async def _create_topics(
-    settings: Settings, names: list[str], partitions: int, replicas: int | None
+    settings: Settings,
+    names: list[str],
+    partitions: int,
+    replicas: int | None,
+    *,
+    as_json: bool,
 ) -> None:
     with of_kafka(settings):
         async with clients.managing(settings) as admin:
@@ -361,9 +404,13 @@ async def _create_topics(
                 replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
             new = [NewTopic(name, partitions, replicas) for name in names]
             answer = await admin.create_topics(new)
+    there: dict[str, list[str]] = {"created": [], "existed": []}
     made = f"created with {partitions} partitions, replicas: {replicas}"
     # aiokafka does not raise for a topic that could not be made: look at the codes.
     for name, code, *_ in answer.topic_errors:
         if code not in (0, _TOPIC_EXISTS):
             raise for_code(code)(f"topic {name} was not created")
-        typer.echo(f"{name}: {'exists' if code else made}")
+        there["existed" if code else "created"].append(name)
+        typer.echo(f"{name}: {'exists' if code else made}", err=as_json)
+    if as_json:
+        tell_program(there | {"partitions": partitions, "replicas": replicas})

@@ -16,7 +16,6 @@ from .asking import (
     Discarded,
     DryRun,
     How,
-    Json,
     Limit,
     Newer,
     Older,
@@ -44,7 +43,7 @@ from .dead import Detail, Group, Letter, Redriven, State, Which
 from .service import Service
 from .settings import Settings
 from .tables import one_line, tell_table
-from .terminal import connected, read_settings, run_to_end
+from .terminal import Json, connected, read_settings, run_to_end, tell_program
 
 _SHORT = 16
 """Characters of an id that are shown."""
@@ -231,7 +230,7 @@ async def _show(service: Service, settings: Settings, id: str, *, as_json: bool)
         detail = await dead.detail(connection, id)
     if as_json:
         fields = asdict(detail)
-        typer.echo(to_json(fields.pop("letter") | fields, indent=2).decode())
+        tell_program(fields.pop("letter") | fields)
     else:
         _tell(detail)
 

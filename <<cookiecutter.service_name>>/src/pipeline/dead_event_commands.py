@@ -16,7 +16,6 @@ from .asking import (
     Discarded,
     DryRun,
     How,
-    Json,
     Limit,
     Newer,
     Older,
@@ -45,7 +44,7 @@ from .dead_events import EventDetail, EventGroup, UnsentEvent, Which
 from .service import Service
 from .settings import Settings
 from .tables import tell_table
-from .terminal import connected, read_settings, run_to_end
+from .terminal import Json, connected, read_settings, run_to_end, tell_program
 
 _LAST = 2**63 - 1
 _NAMES = ("id", "since", "attempts", "reason", "type", "event", "topic", "key")
@@ -214,7 +213,7 @@ async def _show(service: Service, settings: Settings, id: int, *, as_json: bool)
         detail = await dead_events.detail(connection, id)
     if as_json:
         fields = asdict(detail)
-        typer.echo(to_json(fields.pop("event") | fields, indent=2).decode())
+        tell_program(fields.pop("event") | fields)
     else:
         _tell(detail)
 

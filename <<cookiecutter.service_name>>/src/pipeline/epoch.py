@@ -67,8 +67,10 @@ async def count(connection: asyncpg.Connection) -> int:
     return int(await connection.fetchval("SELECT count(*) FROM pipeline.outbox", timeout=_SECONDS))
 
 
-async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> None:
+async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> int:
     """Make this cluster the outbox's own; every event in it is published again, in order.
+
+    Returns how many those are.
 
     With `keep_progress` relays go on where they were: for a cluster that has kept the ids. Relays
     that run lose their shards. Cut short, it leaves them refusing: run it again.
@@ -80,10 +82,13 @@ async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> None:
         if not keep_progress:
             await connection.execute(_CLOSE_EPOCH)
             await connection.execute(_FORGET_PROGRESS)
+    renewed = 0
     # Apart, so that its own transaction id comes after the snapshot.
     async with connection.transaction():
         if not keep_progress:
-            await connection.execute(_RENEW_EVENTS, timeout=_SECONDS)
+            done = await connection.execute(_RENEW_EVENTS, timeout=_SECONDS)
+            renewed = int(done.split()[-1])
             await connection.execute(_CLOSE_DAYS_AGAIN)
             await connection.execute(_RAISE_SEQUENCE, timeout=_SECONDS)
         await connection.execute(_OPEN_EPOCH, keep_progress)
+    return renewed

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated
 
 import typer
-from pydantic_core import to_json
 
 from . import retention, revisions
 from .operations import Refused
@@ -13,9 +12,7 @@ from .retention import Standing
 from .service import Service
 from .settings import Settings
 from .tables import tell_table
-from .terminal import connected, read_settings, run_to_end
-
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+from .terminal import Json, connected, read_settings, run_to_end, tell_program
 
 
 def group(service: Service) -> typer.Typer:
@@ -40,6 +37,7 @@ def group(service: Service) -> typer.Typer:
         everything: Annotated[
             bool, typer.Option("--all", help="every day that is over, and those to come")
         ] = False,
+        as_json: Json = False,
     ) -> None:
         """Let days of the outbox be dropped that could not be archived.
 
@@ -47,7 +45,8 @@ def group(service: Service) -> typer.Typer:
         """
         if bool(days) == everything:
             raise typer.BadParameter("name the days, or say --all")
-        run_to_end(_forgo(service, read_settings(), [day.date() for day in days or ()]))
+        chosen = [day.date() for day in days or ()]
+        run_to_end(_forgo(service, read_settings(), chosen, as_json=as_json))
 
     return app
 
@@ -59,7 +58,7 @@ async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
             connection, settings, archive=service.archive, say=partial(typer.echo, err=as_json)
         )
     if as_json:
-        typer.echo(to_json(done, indent=2).decode())
+        tell_program(done)
         return
     for name in done.dropped:
         typer.echo(f"dropped  {name}")
@@ -73,11 +72,14 @@ async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
         typer.echo("Nothing is old enough to be dropped.")
 
 
-async def _forgo(service: Service, settings: Settings, days: list[date]) -> None:
+async def _forgo(service: Service, settings: Settings, days: list[date], *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
         let_go = await retention.forgo(connection, days or None)
-    for day in let_go:
-        typer.echo(f"{day} goes unarchived")
+    if as_json:
+        tell_program(let_go)
+    else:
+        for day in let_go:
+            typer.echo(f"{day} goes unarchived")
     if missing := [day for day in days if day not in let_go]:
         raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
 
@@ -86,7 +88,7 @@ async def _status(service: Service, settings: Settings, *, as_json: bool) -> Non
     async with connected(service, settings) as connection:
         found = [one async for one in retention.survey(connection, settings)]
     if as_json:
-        typer.echo(to_json(found, indent=2).decode())
+        tell_program(found)
         return
     tell_table(("name", "kept"), ((one.name, _told(one)) for one in found))
 

@@ -40,6 +40,11 @@ async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | No
         raise NotMigrated(lacking)
 
 
+async def reached(connection: asyncpg.Connection) -> list[str]:
+    """Return the revisions that the database tells it has been brought to."""
+    return sorted([row["version_num"] for row in await connection.fetch(_HAD)])
+
+
 async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -> set[str]:
     """Return the newest revisions, one of each branch, that the database has not been brought to.
 
@@ -47,7 +52,7 @@ async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -
     the database tells no older one: it comes after what this code has of that branch.
     """
     try:
-        had = {row["version_num"] for row in await connection.fetch(_HAD)}
+        had = set(await reached(connection))
     except asyncpg.UndefinedTableError:
         had = set()
     known = had & {one.revision for one in migrations.walk_revisions()}

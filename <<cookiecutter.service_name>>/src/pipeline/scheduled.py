@@ -108,4 +108,4 @@ async def waiting(connection: asyncpg.Connection, limit: int) -> AsyncIterator[W
 
 async def cancel(connection: asyncpg.Connection, names: list[str]) -> list[str]:
     """Take scheduled events back; returns the names of those that still waited."""
-    return [row["name"] for row in await connection.fetch(CANCEL, names)]
+    return sorted([row["name"] for row in await connection.fetch(CANCEL, names)])

@@ -12,7 +12,7 @@ from .operations import Refused
 from .service import Service
 from .settings import Settings
 from .tables import tell_table
-from .terminal import connected, read_settings, run_to_end
+from .terminal import Json, connected, read_settings, run_to_end, tell_program
 
 
 def group(service: Service) -> typer.Typer:
@@ -30,9 +30,10 @@ def group(service: Service) -> typer.Typer:
     @app.command(epilog="For example: service scheduled cancel remind-ada")
     def cancel(
         names: Annotated[list[str], typer.Argument(help="names of scheduled events")],
+        as_json: Json = False,
     ) -> None:
         """Take events back, so that they are never published."""
-        run_to_end(_cancel(service, read_settings(), names))
+        run_to_end(_cancel(service, read_settings(), names, as_json=as_json))
 
     return app
 
@@ -50,10 +51,13 @@ async def _list(service: Service, settings: Settings, limit: int, *, as_json: bo
         typer.echo("No event is scheduled.")
 
 
-async def _cancel(service: Service, settings: Settings, names: list[str]) -> None:
+async def _cancel(service: Service, settings: Settings, names: list[str], *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
         cancelled = await scheduled.cancel(connection, names)
-    for name in cancelled:
-        typer.echo(f"cancelled {name}")
+    if as_json:
+        tell_program(cancelled)
+    else:
+        for name in cancelled:
+            typer.echo(f"cancelled {name}")
     if missing := set(names).difference(cancelled):
         raise Refused(f"not scheduled, or published already: {', '.join(sorted(missing))}")

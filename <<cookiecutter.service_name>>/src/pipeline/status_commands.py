@@ -12,9 +12,7 @@ from . import doctor, status
 from .service import Service
 from .settings import Settings
 from .tables import tell_table
-from .terminal import Away, connected, read_settings, run_to_end
-
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+from .terminal import Away, Json, connected, read_settings, run_to_end, tell_program
 
 _CLEAR = "\x1b[2J\x1b[H"
 
@@ -78,7 +76,7 @@ async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_
         away = doctor.Finding("postgresql", "wrong", str(error), advice)
         found = [away, *await _findings(None, service, settings)]
     if as_json:
-        typer.echo(to_json(found, indent=2).decode())
+        tell_program(found)
     else:
         tell_table(("level", "check", "found"), (row for one in found for row in _rows(one)))
     levels = {one.level for one in found}

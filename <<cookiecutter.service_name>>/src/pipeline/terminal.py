@@ -6,13 +6,14 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from difflib import get_close_matches
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import asyncpg
 import typer
 from aiokafka.errors import KafkaError
 from alembic.util import CommandError
 from pydantic import ValidationError
+from pydantic_core import to_json
 from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
@@ -24,6 +25,8 @@ from .operations import Refused
 from .revisions import NotMigrated
 from .service import Misconfigured, Service
 from .settings import Settings
+
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
 PREFIX = "PIPELINE_"
 """Of every variable that is a setting, of the engine or of a package beside it."""
@@ -94,6 +97,11 @@ def _below(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
     for sub in settings.__subclasses__():
         yield sub
         yield from _below(sub)
+
+
+def tell_program(found: object) -> None:
+    """Write what was found, or done, for programs."""
+    typer.echo(to_json(found, indent=2).decode())
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:

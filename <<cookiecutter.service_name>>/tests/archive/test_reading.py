@@ -5,8 +5,10 @@ import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import Result
 
 from archive import days
 from archive.files import MANIFEST
@@ -121,6 +123,46 @@ async def test_a_day_that_is_wholly_gone_is_told_of(
     assert (await service("verify", "2020-01-01", "2020-01-04")).exit_code == 0
 
 
+async def test_programs_are_told_of_days_in_a_line_each(
+    house: House, kept: Path, service: Command
+) -> None:
+    later = DAY + timedelta(days=2)
+    await make_day(house.db, later)
+    await house.publish()
+    await house.keep()
+    lose_a_part(kept)
+    manifest = kept.parent / str(later) / MANIFEST
+    manifest.rename(manifest.with_name("part-begun"))
+
+    listed = lines(await service("list", "--json"))
+
+    size = sum(part.stat().st_size for part in parts(kept))
+    assert [one["day"] for one in listed] == [str(DAY), str(later)]
+    assert [(one["rows"], one["wrong"]) for one in listed] == [(300, None), (0, None)]
+    assert listed[0]["size"] > size
+    assert listed[0]["finished_at"]
+    assert listed[1]["finished_at"] is None
+
+    done = await service("verify", "--json")
+    assert done.exit_code == 1
+    gap, damaged, unfinished = lines(done)
+    assert gap["day"] == "2020-01-02"
+    assert gap["wrong"] == [
+        "nothing is there: it is lost, or the service did not archive then",
+    ]
+    assert (damaged["day"], damaged["rows"], damaged["size"]) == (str(DAY), 200, size)
+    assert "is missing" in damaged["wrong"][0]
+    assert "manifest.json is missing" in unfinished["wrong"][0]
+
+    (kept / MANIFEST).write_text("{")
+    assert "is no manifest" in lines(await service("list", "--json"))[0]["wrong"]
+
+
+def lines(done: Result) -> list[dict[str, Any]]:
+    """Return the objects that a command has written, each in a line."""
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 async def test_an_event_is_found_by_its_id_and_not_by_a_part_of_it(
     kept: Path, service: Command
 ) -> None:
@@ -149,6 +191,8 @@ async def test_who_looks_for_an_event_is_told_what_could_not_be_looked_through(
 async def test_an_archive_that_holds_nothing_is_told_of(folder: str, service: Command) -> None:
     assert (await service("list")).stdout == "nothing is archived yet\n"
     assert (await service("verify")).exit_code == 0
+    for command in "list", "verify":
+        assert (await service(command, "--json")).stdout == ""
 
 
 async def test_what_others_keep_beside_the_days_is_left_alone(kept: Path, service: Command) -> None:

@@ -1,6 +1,7 @@
 """What is deleted of the store, and what is never."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
@@ -278,6 +279,8 @@ async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
         "would be deleted 0 payloads without an event, of 2",
     ]
     assert len(objects.names()) == 2
+    told = json.loads((await service("sweep", "--dry-run", "--json")).stdout)
+    assert told == {"old": 1, "orphans": 0, "seen": 2}
     done = await service("sweep")
     assert done.stdout.splitlines() == [
         "deleted   1 payloads whose events were published long ago",

@@ -1,0 +1,157 @@
+"""What commands that change something tell programs: with `--json`, and nothing beside it."""
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+import typer
+from aiokafka import AIOKafkaProducer
+
+from pipeline.commands import command_line
+from pipeline.runtime import Part
+
+from .bank import Bank, Deposit
+from .conftest import Command, Running, administer, eventually, position_reaches
+from .test_scheduled import LONG_AGO, schedule
+
+Commands = Callable[[typer.Typer], Command]
+Tells = Callable[..., Any]
+
+FOR_EVER = {"run", "consume"}
+"""Commands that serve: what they do is in their log."""
+
+
+@pytest.fixture
+def line(bank: Bank) -> typer.Typer:
+    """Return the command line of the bank."""
+    app = command_line(bank.service)
+    assert isinstance(app, typer.Typer)
+    return app
+
+
+@pytest.fixture
+def command(line: typer.Typer, commands: Commands) -> Command:
+    """Call `service …` of the bank."""
+    return commands(line)
+
+
+@pytest.fixture
+def tells(command: Command) -> Tells:
+    """Call a command with `--json`, and return all that it writes to standard output, parsed."""
+
+    async def call(*arguments: str, code: int = 0) -> Any:
+        done = await command(*arguments, "--json")
+        assert done.exit_code == code, done.output
+        return json.loads(done.stdout)
+
+    return call
+
+
+def ends(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Yield every command that is no group of others, and what it is called."""
+    for name, one in getattr(command, "commands", {}).items():
+        if getattr(one, "commands", None):
+            yield from ends(one, *path, name)
+        else:
+            yield " ".join([*path, name]), one
+
+
+def test_every_command_that_ends_by_itself_tells_programs_too(line: typer.Typer) -> None:
+    lacking = {
+        name
+        for name, one in ends(typer.main.get_command(line))
+        if not any("--json" in option.opts for option in one.params)
+    }
+    assert lacking == FOR_EVER
+
+
+async def test_migrate_tells_the_revisions_that_the_database_is_at(
+    tells: Tells, db: asyncpg.Connection
+) -> None:
+    told = await tells("migrate")
+    had = await db.fetch("SELECT version_num FROM alembic_version ORDER BY 1")
+    assert told == {"revisions": [row["version_num"] for row in had]}
+
+
+async def test_grant_tells_who_may_do_what(
+    tells: Tells, server_url: str, db: asyncpg.Connection
+) -> None:
+    name = f"relay_{uuid4().hex[:8]}"
+    await administer(server_url, f"CREATE ROLE {name}")
+    try:
+        assert await tells("grant", "--to-relay", name) == {"relay": name}
+    finally:
+        await db.execute(f"DROP OWNED BY {name} CASCADE")
+        await administer(server_url, f"DROP ROLE {name}")
+
+
+async def test_a_reset_tells_how_many_events_are_published_again(
+    tells: Tells, command: Command, bank: Bank, db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        "INSERT INTO pipeline.outbox"
+        " (topic, key, payload, event_id, source, type, content_type)"
+        " SELECT $1, 'ada', '{}', 'e' || n, '/bank', 'x', 'y' FROM generate_series(1, 3) n",
+        bank.balances,
+    )
+    assert await tells("relay", "reset", "--yes") == {"published_again": 3}
+    assert await tells("relay", "reset", "--yes", "--keep-progress") == {"published_again": 0}
+    asked = await command("relay", "reset", "--json", input="y\n")
+    # The first line is the answer, as a terminal shows it.
+    assert json.loads(asked.stdout.partition("\n")[2]) == {"published_again": 3}
+    assert "Publish 3 events again" in asked.stderr
+
+
+async def test_topics_create_tells_which_are_new(
+    unborn: Bank, commands: Commands, kafka: str
+) -> None:
+    app = command_line(unborn.service)
+    assert isinstance(app, typer.Typer)
+    create = commands(app)
+    ours = sorted((unborn.deposits, unborn.balances))
+    for there, elsewhere in ("created", "existed"), ("existed", "created"):
+        done = await create("topics", "create", "--partitions", "2", "--json")
+        told = json.loads(done.stdout)
+        # Events of other tests have topics, too.
+        assert [name for name in told.pop(there) if name in ours] == ours
+        assert set(told.pop(elsewhere)).isdisjoint(ours)
+        assert told == {"partitions": 2, "replicas": 1}
+
+
+async def test_seek_and_replay_tell_where_each_partition_goes_on(
+    tells: Tells,
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+) -> None:
+    def to(offset: int, *, old: int) -> dict[str, Any]:
+        slot = {"group": bank.name, "topic": bank.deposits, "partition": 0}
+        return {"slot": slot, "old": old, "new": offset, "first": 0, "end": 3}
+
+    for amount in (1, 2, 3):
+        await Deposit(amount).send(producer, bank.deposits)
+    async with running(bank.service, Part.CONSUME):
+        await eventually(position_reaches(db, bank.deposits, 3))
+        seek = ("topics", "seek", bank.deposits, "--partition", "0", "--to", "earliest")
+        assert await tells(*seek, "--dry-run") == [to(0, old=3)]
+        replayed = await tells("replay", bank.deposits, "--from", "1")
+    assert replayed == {
+        "moves": [to(1, old=3)],
+        "became": {"applied": 0, "known": 2, "waiting": 0, "buried": 0},
+    }
+    again = await tells("replay", bank.deposits, "--from", "1", "--no-wait")
+    assert again == {"moves": [to(1, old=3)], "became": None}
+
+
+async def test_forgo_and_cancel_tell_what_they_found_also_where_they_miss_something(
+    tells: Tells, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO pipeline.outbox_closed (day) VALUES ('2020-01-01')")
+    assert await tells("retention", "forgo", "2020-01-01", "2020-01-02", code=1) == ["2020-01-01"]
+    await schedule(db, "t", [("a", LONG_AGO), ("b", LONG_AGO + timedelta(hours=1))])
+    assert await tells("scheduled", "cancel", "b", "c", "a", code=1) == ["a", "b"]
