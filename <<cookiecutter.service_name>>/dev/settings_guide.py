@@ -24,8 +24,8 @@ HEAD = """\
 # Settings
 
 Environment variables, read once, at the start. A wrong value is refused there, and so is a name
-with the prefix `PIPELINE_` that nothing reads; all mistakes are told at once. Settings of optional
-packages are in their guides. This page is made by `dev/settings_guide.py`.
+with the prefix `PIPELINE_` that nothing reads; all mistakes are told at once, those of optional
+packages too, whose settings are in their guides. This page is made by `dev/settings_guide.py`.
 """
 _NAMES = {
     bool: "`true` or `false`",

@@ -1,9 +1,9 @@
 """The service: its name, its handlers, its tables. `service` on the command line is `main`."""
 
 # <% if cookiecutter.object_store == "yes" %>
-from archive import Archive
+from archive import Archive, ArchiveSettings
 from archive.commands import group as archive_commands
-from claims import open_claims
+from claims import ClaimSettings, open_claims
 from claims.commands import group as claims_commands
 # <% endif %>
 # <% if cookiecutter.operations_page == "yes" %>
@@ -27,6 +27,7 @@ service = Service(
     # <% if cookiecutter.object_store == "yes" %>
     archive=archive,
     claims=open_claims,
+    settings=(ArchiveSettings, ClaimSettings),
     # <% endif %>
 )
 main = command_line(

@@ -4,6 +4,6 @@
 `files` what lies in it. The engine knows none of it: the service hands it an `Archive`.
 """
 
-from .days import Archive
+from .days import Archive, ArchiveSettings
 
-__all__ = ["Archive"]
+__all__ = ["Archive", "ArchiveSettings"]

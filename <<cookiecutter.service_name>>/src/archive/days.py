@@ -7,14 +7,15 @@ from time import monotonic
 from typing import NamedTuple, TypeVar
 
 import asyncpg
-from pydantic import ValidationError
+from pydantic import ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipeline.outbox import COLUMNS
-from pipeline.service import Tell
+from pipeline.service import Misconfigured, Tell
+from pipeline.settings import mistakes
 
 from .files import MANIFEST, Damaged, Manifest, Part, PartWriter
-from .store import Missing, Store, StoreFailed
+from .store import Missing, Store, StoreFailed, parsed
 
 T = TypeVar("T")
 
@@ -50,14 +51,26 @@ _ENDS = "SELECT min(id) AS first_id, max(id) AS last_id FROM pipeline.{table}"
 _EVENT_ID = "SELECT event_id FROM pipeline.{table} WHERE id = $1"
 
 
-class Settings(BaseSettings):
+class ArchiveSettings(BaseSettings):
     """Where the archive is."""
 
-    model_config = SettingsConfigDict(env_prefix="PIPELINE_ARCHIVE_", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="PIPELINE_ARCHIVE_",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
 
     url: str | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`;
     unset: nothing is archived. Credentials come from the variables that each store's tools know."""
+
+    @field_validator("url")
+    @classmethod
+    def _of_a_store(cls, url: str | None) -> str | None:
+        if url:
+            parsed(url)
+        return url or None
 
 
 class NotTheSame(Exception):
@@ -77,11 +90,11 @@ class Archive:
     @property
     def is_on(self) -> bool:
         """Whether an archive was asked for."""
-        return bool(Settings().url)
+        return bool(_url())
 
     def open(self) -> Store | None:
         """Return the store; None where no archive was asked for. Raises `Misconfigured`."""
-        url = Settings().url
+        url = _url()
         return Store(url) if url else None
 
     def folder(self, day: date | None = None) -> str:
@@ -98,9 +111,16 @@ class Archive:
         try:
             store = await asyncio.wait_for(asyncio.to_thread(self.open), LOOK_SECONDS)
         except TimeoutError:
-            raise StoreFailed(_gives_no_answer(Settings().url, LOOK_SECONDS)) from None
+            raise StoreFailed(_gives_no_answer(_url(), LOOK_SECONDS)) from None
         assert store is not None
         await _Day(store, self, connection, table, day, tell).keep()
+
+
+def _url() -> str | None:
+    try:
+        return ArchiveSettings().url
+    except ValidationError as error:
+        raise Misconfigured("; ".join(mistakes(error, ArchiveSettings))) from None
 
 
 class _Ids(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
@@ -30,42 +30,48 @@ class Missing(Exception):
     """There is no such object."""
 
 
+def parsed(url: str) -> SplitResult:
+    """Return the parts of the URL of an object store. Raises `ValueError` for another."""
+    parts = urlsplit(url)
+    if "@" in url or parts.query:
+        raise ValueError(
+            "it must hold no credentials: they belong into the store's own variables, such as"
+            " AWS_ACCESS_KEY_ID"
+        )
+    if parts.scheme == "file":
+        if parts.netloc or not Path(unquote(parts.path)).is_absolute():
+            raise ValueError("write file:/// and an absolute path")
+    elif parts.scheme not in SCHEMES or not parts.netloc:
+        raise ValueError(
+            "write file:///folder, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+        )
+    return parts
+
+
 class Store:
     """A folder, or what is below a prefix of a bucket."""
 
     def __init__(self, url: str) -> None:
         """Raise `Misconfigured` for a URL that is none of an object store. Connects to nothing."""
         try:
-            parts = urlsplit(url)
+            parts = parsed(url)
         except ValueError as error:
             raise Misconfigured(f"PIPELINE_ARCHIVE_URL: {error}") from None
-        if "@" in url or parts.query:
-            raise Misconfigured(
-                "PIPELINE_ARCHIVE_URL must hold no credentials: they belong into the store's own"
-                " variables, such as AWS_ACCESS_KEY_ID"
-            )
         self.url = url.rstrip("/")
         self._folder: Path | None = None
         if parts.scheme == "file":
             self._folder = Path(unquote(parts.path))
         try:
-            self._store = self._open(parts.scheme, parts.netloc)
+            self._store = self._open()
         except (BaseError, ValueError) as error:
             raise Misconfigured(f"PIPELINE_ARCHIVE_URL: {url!r}: {_told(error)}") from None
 
-    def _open(self, scheme: str, host: str) -> ObjectStore:
+    def _open(self) -> ObjectStore:
         if self._folder is not None:
-            if host or not self._folder.is_absolute():
-                raise ValueError("write file:/// and an absolute path")
             if not self._folder.is_dir():
                 # A mount that is missing must not become a folder on another disk.
                 raise ValueError("there is no such folder: make it, or mount it")
             return LocalStore(self._folder)
-        if scheme not in SCHEMES or not host:
-            raise ValueError(
-                "write file:///folder, s3://bucket/prefix, gs://bucket/prefix or"
-                " az://container/prefix"
-            )
         return from_url(
             self.url,
             client_options={

@@ -5,5 +5,6 @@ fetches the data before its transaction begins. `docs/claims.md` says how, and w
 """
 
 from .check import open_claims
+from .settings import ClaimSettings
 
-__all__ = ["open_claims"]
+__all__ = ["ClaimSettings", "open_claims"]

@@ -19,7 +19,7 @@ from pipeline.references import (
     Reference,
 )
 from pipeline.service import Misconfigured
-from pipeline.settings import Settings
+from pipeline.settings import Settings, mistakes
 
 from .settings import ClaimSettings
 from .store import Missing, Store, together
@@ -50,10 +50,7 @@ def _read_settings() -> ClaimSettings:
     try:
         return ClaimSettings()
     except ValidationError as error:
-        mistakes = error.errors(include_url=False, include_input=False)
-        names = ("_".join(("PIPELINE", "CLAIM", *map(str, one["loc"]))).upper() for one in mistakes)
-        told = (f"{name}: {one['msg']}" for name, one in zip(names, mistakes, strict=True))
-        raise Misconfigured("; ".join(told)) from None
+        raise Misconfigured("; ".join(mistakes(error, ClaimSettings))) from None
 
 
 def _check(ours: ClaimSettings, settings: Settings) -> None:

@@ -27,7 +27,7 @@ def group(service: Service) -> typer.Typer:
         as_json: Json = False,
     ) -> None:
         """Delete payloads that no event needs, as a running service does in its rounds."""
-        run_to_end(_sweep(service, read_settings(), dry_run=dry_run, as_json=as_json))
+        run_to_end(_sweep(service, read_settings(service), dry_run=dry_run, as_json=as_json))
 
     return app
 

@@ -15,7 +15,7 @@ def group(service: Service) -> typer.Typer:
     @app.callback()
     def page() -> None:
         """Serve the operations page, until SIGTERM or SIGINT."""
-        settings, chosen = read_settings_and(PageSettings)
+        settings, chosen = read_settings_and(service, PageSettings)
         # Here, because no other command needs a web server.
         from .serving import serve
 

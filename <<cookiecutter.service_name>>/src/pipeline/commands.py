@@ -75,18 +75,18 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
     @app.command("run")
     def run_all() -> None:
         """Consume, relay and keep house, in one process."""
-        run_to_end(run(service, read_settings(), Part.CONSUME | Part.RELAY))
+        run_to_end(run(service, read_settings(service), Part.CONSUME | Part.RELAY))
 
     @app.command()
     def consume() -> None:
         """Consume and keep house, without a relay."""
-        run_to_end(run(service, read_settings(), Part.CONSUME))
+        run_to_end(run(service, read_settings(service), Part.CONSUME))
 
     @relays.callback()
     def relay(context: typer.Context) -> None:
         """Publish the outbox and keep house, without consuming."""
         if context.invoked_subcommand is None:
-            run_to_end(run(service, read_settings(), Part.RELAY))
+            run_to_end(run(service, read_settings(service), Part.RELAY))
 
     @relays.command(epilog="For example: service relay reset")
     def reset(
@@ -101,7 +101,11 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
     ) -> None:
         """Publish everything in the outbox again, after a dump was restored."""
         work = _reset(
-            service, read_settings(), keep_progress=keep_progress, asks=not yes, as_json=as_json
+            service,
+            read_settings(service),
+            keep_progress=keep_progress,
+            asks=not yes,
+            as_json=as_json,
         )
         run_to_end(work)
 
@@ -112,12 +116,12 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         as_json: Json = False,
     ) -> None:
         """Tell when, where and with which outcome an event was handled."""
-        run_to_end(_show(service, read_settings(), id, source, as_json=as_json))
+        run_to_end(_show(service, read_settings(service), id, source, as_json=as_json))
 
     @app.command()
     def migrate(as_json: Json = False) -> None:
         """Bring the database to the newest schema, the engine's and yours."""
-        settings = read_settings()
+        settings = read_settings(service)
         with in_a_sentence():
             if not revisions.ALEMBIC.exists():
                 raise FileNotFoundError(
@@ -142,7 +146,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         names = {one: name for one, name in zip(roles.ROLES, given, strict=True) if name}
         if not names:
             raise typer.BadParameter("name a role, as by --to-service")
-        run_to_end(_grant(service, read_settings(), names, as_json=as_json))
+        run_to_end(_grant(service, read_settings(service), names, as_json=as_json))
 
     @topics.command("create", epilog="For example: service topics create --partitions 16")
     def create(
@@ -159,7 +163,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
 
         In production say how many partitions: to change that later breaks the order of keys.
         """
-        settings = read_settings()
+        settings = read_settings(service)
         names = service.topics | (
             {settings.dead_letter_topic} if settings.dead_letter_topic else set()
         )
@@ -179,7 +183,13 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         """Go on elsewhere in a topic: what was handled before is not handled again."""
         place = _place_of(to)
         work = _seek(
-            service, read_settings(), topic, partition, place, dry_run=dry_run, as_json=as_json
+            service,
+            read_settings(service),
+            topic,
+            partition,
+            place,
+            dry_run=dry_run,
+            as_json=as_json,
         )
         run_to_end(work)
 
@@ -197,7 +207,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         """Read a topic again: what took effect before is skipped, what has not is handled."""
         place = _place_of(since)
         work = _replay(
-            *(service, read_settings(), topic, partition, place),
+            *(service, read_settings(service), topic, partition, place),
             too_old=too_old,
             wait=wait,
             as_json=as_json,

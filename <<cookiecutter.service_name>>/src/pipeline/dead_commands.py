@@ -122,14 +122,14 @@ def group(service: Service) -> typer.Typer:
         state = state_of(waiting=waiting, discarded=discarded)
         asked = _Asked(None, reason, consumer, event_id, type, topic, key, older_than, newer_than)
         work = _summary if summary else _list
-        run_to_end(work(service, read_settings(), state, asked, limit, as_json=as_json))
+        run_to_end(work(service, read_settings(service), state, asked, limit, as_json=as_json))
 
     @app.command(epilog="For example: service dead show 7d0f2c5e")
     def show(
         id: Annotated[str, typer.Argument(help="as `list` shows it")], as_json: Json = False
     ) -> None:
         """Tell all that is stored of one, and what to do about it; also of one that waits."""
-        run_to_end(_show(service, read_settings(), id, as_json=as_json))
+        run_to_end(_show(service, read_settings(service), id, as_json=as_json))
 
     @app.command(epilog="For example: service dead redrive --consumer post-notice")
     def redrive(
@@ -156,7 +156,7 @@ def group(service: Service) -> typer.Typer:
         how = how_to_go_about(
             vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
         )
-        run_to_end(_redrive(service, read_settings(), asked, wait, how))
+        run_to_end(_redrive(service, read_settings(service), asked, wait, how))
 
     @app.command(epilog="For example: service dead discard 7d0f2c5e --because 'sent again as 3'")
     def discard(
@@ -182,7 +182,7 @@ def group(service: Service) -> typer.Typer:
         how = how_to_go_about(
             vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
         )
-        run_to_end(_discard(service, read_settings(), asked, by, because, how))
+        run_to_end(_discard(service, read_settings(service), asked, by, because, how))
 
     return app
 

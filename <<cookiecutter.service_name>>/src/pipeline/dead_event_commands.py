@@ -117,12 +117,12 @@ def group(service: Service) -> typer.Typer:
         state = state_of(waiting=waiting, discarded=discarded)
         asked = _Asked(None, reason, event_id, type, topic, key, older_than, newer_than)
         work = _summary if summary else _list
-        run_to_end(work(service, read_settings(), state, asked, limit, as_json=as_json))
+        run_to_end(work(service, read_settings(service), state, asked, limit, as_json=as_json))
 
     @app.command(epilog="For example: service dead events show 17")
     def show(id: _Id, as_json: Json = False) -> None:
         """Tell all that is stored of one, and what to do about it; also of one that waits."""
-        run_to_end(_show(service, read_settings(), id, as_json=as_json))
+        run_to_end(_show(service, read_settings(service), id, as_json=as_json))
 
     @app.command(epilog="For example: service dead events redrive --reason 'topic missing'")
     def redrive(
@@ -148,7 +148,7 @@ def group(service: Service) -> typer.Typer:
         how = how_to_go_about(
             vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
         )
-        run_to_end(_redrive(service, read_settings(), asked, wait, how))
+        run_to_end(_redrive(service, read_settings(service), asked, wait, how))
 
     @app.command(epilog="For example: service dead events discard 17 --because 'paid twice'")
     def discard(
@@ -173,7 +173,7 @@ def group(service: Service) -> typer.Typer:
         how = how_to_go_about(
             vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
         )
-        run_to_end(_discard(service, read_settings(), asked, by, because, how))
+        run_to_end(_discard(service, read_settings(service), asked, by, because, how))
 
     return app
 

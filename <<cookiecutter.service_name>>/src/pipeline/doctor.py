@@ -183,7 +183,7 @@ def _warning(found: str, advice: str) -> Finding:
 
 async def _settings(patient: Patient) -> Findings:
     try:
-        patient.service.check(patient.settings.dead_letter_topic)
+        patient.service.check(patient.settings)
     except Misconfigured as error:
         yield _wrong(str(error), "change what it names, and start the service again")
 

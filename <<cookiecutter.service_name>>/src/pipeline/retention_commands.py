@@ -22,12 +22,12 @@ def group(service: Service) -> typer.Typer:
     @app.command(epilog="For example: service retention run --json")
     def run(as_json: Json = False) -> None:
         """Do what a running service does every hour: make partitions, drop what is too old."""
-        run_to_end(_run(service, read_settings(), as_json=as_json))
+        run_to_end(_run(service, read_settings(service), as_json=as_json))
 
     @app.command(epilog="For example: service retention status --json")
     def status(as_json: Json = False) -> None:
         """List days of the outbox and generations of the inbox; changes nothing."""
-        run_to_end(_status(service, read_settings(), as_json=as_json))
+        run_to_end(_status(service, read_settings(service), as_json=as_json))
 
     @app.command(epilog="For example: service retention forgo 2026-11-20")
     def forgo(
@@ -46,7 +46,7 @@ def group(service: Service) -> typer.Typer:
         if bool(days) == everything:
             raise typer.BadParameter("name the days, or say --all")
         chosen = [day.date() for day in days or ()]
-        run_to_end(_forgo(service, read_settings(), chosen, as_json=as_json))
+        run_to_end(_forgo(service, read_settings(service), chosen, as_json=as_json))
 
     return app
 

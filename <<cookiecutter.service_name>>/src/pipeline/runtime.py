@@ -55,7 +55,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, and what a part
     failed with that nobody expected.
     """
-    service.check(settings.dead_letter_topic)
+    service.check(settings)
     migrations = revisions.here()
     _collect_seldom(settings.gc_threshold)
     logs.configure(level=settings.log_level, json=settings.log_json)

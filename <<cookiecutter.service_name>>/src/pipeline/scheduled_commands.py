@@ -25,7 +25,7 @@ def group(service: Service) -> typer.Typer:
         as_json: Annotated[bool, typer.Option("--json", help="for programs: a line each")] = False,
     ) -> None:
         """List what waits, the next to be due first."""
-        run_to_end(_list(service, read_settings(), limit, as_json=as_json))
+        run_to_end(_list(service, read_settings(service), limit, as_json=as_json))
 
     @app.command(epilog="For example: service scheduled cancel remind-ada")
     def cancel(
@@ -33,7 +33,7 @@ def group(service: Service) -> typer.Typer:
         as_json: Json = False,
     ) -> None:
         """Take events back, so that they are never published."""
-        run_to_end(_cancel(service, read_settings(), names, as_json=as_json))
+        run_to_end(_cancel(service, read_settings(service), names, as_json=as_json))
 
     return app
 

@@ -1,11 +1,12 @@
 """What a service is made of, as its `main.py` says it."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Protocol
 
 import asyncpg
+from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
 
 from .events import Event
@@ -58,20 +59,33 @@ class Service:
     claims: Callable[[str, Settings], Claims | None] | None = None
     """Opens what keeps payloads that are too large to travel, for the service of this name; None if
     the settings name no place for them. Raises `Misconfigured`."""
+    settings: Sequence[type[BaseSettings]] = ()
+    """Those of optional packages, which every command reads with the engine's, so that all that is
+    wrong is told at once."""
 
-    def check(self, dead_letter_topic: str | None) -> None:
-        """Raise `Misconfigured` for what can't have been meant."""
+    def check(self, settings: Settings) -> None:
+        """Raise `Misconfigured` for what can't have been meant, with all of it."""
+        if wrong := list(self._misconfigured(settings)):
+            raise Misconfigured("\n".join(wrong))
+
+    def _misconfigured(self, settings: Settings) -> Iterator[str]:
         if self.archive is not None:
-            self.archive.check()
-        if dead_letter_topic in self.handlers.topics:
-            raise Misconfigured(
-                f"the service reads {dead_letter_topic}, and would send its dead letters there for"
-                " ever: let PIPELINE_DEAD_LETTER_TOPIC name another topic"
+            try:
+                self.archive.check()
+            except Misconfigured as error:
+                yield str(error)
+        if self.claims is not None:
+            try:
+                self.claims(self.name, settings)
+            except Misconfigured as error:
+                yield str(error)
+        if settings.dead_letter_topic in self.handlers.topics:
+            yield (
+                f"the service reads {settings.dead_letter_topic}, and would send its dead letters"
+                " there for ever: let PIPELINE_DEAD_LETTER_TOPIC name another topic"
             )
         if unread := self.handlers.demanding - self.handlers.topics:
-            raise Misconfigured(
-                f"demand_types({min(unread)!r}) is about a topic that no handler reads"
-            )
+            yield f"demand_types({min(unread)!r}) is about a topic that no handler reads"
 
     @property
     def source(self) -> str:

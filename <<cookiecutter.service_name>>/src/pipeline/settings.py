@@ -10,7 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
@@ -37,6 +44,17 @@ _NO_TLS = ("ssl", "disable")
 
 CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
+
+
+def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[str]:
+    """Say what is wrong with settings, each mistake with its variable, and no value."""
+    prefix = settings.model_config.get("env_prefix", "")
+    for mistake in error.errors(include_url=False, include_input=False):
+        name = "_".join(str(part) for part in mistake["loc"]).upper()
+        text = mistake["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
+        if mistake["type"] == "missing":
+            text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
+        yield f"{f'{prefix}{name}: ' if name else ''}{text}"
 
 
 class Settings(BaseSettings):

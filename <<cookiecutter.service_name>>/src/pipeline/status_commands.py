@@ -31,7 +31,7 @@ def add_to(app: typer.Typer, service: Service) -> None:
         Each process knows its own breakers: ask /health/ready for those that are open.
         """
         again_after = every if watch else None
-        run_to_end(_show(service, read_settings(), again_after, as_json=as_json))
+        run_to_end(_show(service, read_settings(service), again_after, as_json=as_json))
 
     @app.command("doctor", epilog="For example: service doctor --strict --json")
     def examine(
@@ -42,7 +42,7 @@ def add_to(app: typer.Typer, service: Service) -> None:
 
         The exit code is 1 when something is wrong.
         """
-        run_to_end(_examine(service, read_settings(), is_strict=strict, as_json=as_json))
+        run_to_end(_examine(service, read_settings(service), is_strict=strict, as_json=as_json))
 
 
 async def _show(

@@ -24,7 +24,7 @@ from .horizon import RemembersTooLittle
 from .operations import Refused
 from .revisions import NotMigrated
 from .service import Misconfigured, Service
-from .settings import Settings
+from .settings import Settings, mistakes
 
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
@@ -43,37 +43,28 @@ class Away(Exception):
     """A server can't be used; the text names it, and the variable that says where it is."""
 
 
-def read_settings() -> Settings:
-    """Read the settings, or say everything that is wrong with them."""
-    return read_settings_and(Settings)[0]
+def read_settings(service: Service) -> Settings:
+    """Read the settings, or say everything that is wrong with them and those of the packages."""
+    return read_settings_and(service, Settings)[0]
 
 
-def read_settings_and(others: type[SettingsT]) -> tuple[Settings, SettingsT]:
+def read_settings_and(service: Service, others: type[SettingsT]) -> tuple[Settings, SettingsT]:
     """Read the settings and others, or say everything that is wrong with all of them."""
-    kinds: list[type[BaseSettings]] = [Settings, others]
+    kinds: list[type[BaseSettings]] = [Settings, *service.settings, others]
     found: dict[type[BaseSettings], BaseSettings] = {}
-    mistakes: list[str] = []
+    wrong: list[str] = []
     for kind in dict.fromkeys(kinds):
         try:
             found[kind] = kind()
         except ValidationError as error:
-            mistakes += _mistakes(error, kind.model_config.get("env_prefix", ""))
-    mistakes += _unknown_variables()
-    if mistakes:
+            wrong += mistakes(error, kind)
+    wrong += _unknown_variables()
+    if wrong:
         typer.echo("The settings are wrong:", err=True)
-        for text in mistakes:
+        for text in wrong:
             typer.echo(f"  {text}", err=True)
         raise typer.Exit(2)
     return cast(Settings, found[Settings]), cast(SettingsT, found[others])
-
-
-def _mistakes(error: ValidationError, prefix: str) -> Iterator[str]:
-    for mistake in error.errors(include_url=False, include_input=False):
-        name = "_".join(str(part) for part in mistake["loc"]).upper()
-        text = mistake["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
-        if mistake["type"] == "missing":
-            text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
-        yield f"{f'{prefix}{name}: ' if name else ''}{text}"
 
 
 def _unknown_variables() -> Iterator[str]:

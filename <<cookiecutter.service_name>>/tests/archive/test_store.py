@@ -8,8 +8,9 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
+import settings_guide
 
-from archive import Archive
+from archive import Archive, ArchiveSettings
 from archive.store import Store, StoreFailed
 from pipeline.service import Misconfigured
 
@@ -74,6 +75,11 @@ def test_without_a_url_there_is_no_archive(
     if url is not None:
         monkeypatch.setenv("PIPELINE_ARCHIVE_URL", url)
     assert Archive("orders").open() is None
+
+
+def test_the_guide_tells_of_every_setting_what_the_code_says() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "archive.md").read_text("utf-8")
+    assert settings_guide.table(ArchiveSettings) in guide, settings_guide.__doc__
 
 
 async def test_a_service_does_not_start_with_a_wrong_url(

@@ -1,21 +1,83 @@
 """Settings of the claim check: what is refused, and how it is said."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import settings_guide
+import typer
+from sqlalchemy import MetaData
 
-from claims import open_claims
-from claims.settings import ClaimSettings
+from archive import Archive, ArchiveSettings
+from claims import ClaimSettings, open_claims
+from pipeline import Handlers, Service
+from pipeline.commands import command_line
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
+
+from tests.pipeline.integration.conftest import Command
 
 GUIDE = Path(__file__).parents[2] / "docs" / "claims.md"
 
 
 def test_the_guide_tells_of_every_setting_what_the_code_says() -> None:
     assert settings_guide.table(ClaimSettings) in GUIDE.read_text("utf-8"), settings_guide.__doc__
+
+
+@pytest.fixture
+def command(commands: Callable[[typer.Typer], Command]) -> Command:
+    """Call `service …` of a service that has all of the packages."""
+    service = Service(
+        "desk",
+        Handlers(),
+        MetaData(),
+        archive=Archive("desk"),
+        claims=open_claims,
+        settings=(ArchiveSettings, ClaimSettings),
+    )
+    app = command_line(service)
+    assert isinstance(app, typer.Typer)
+    return commands(app)
+
+
+async def test_mistakes_of_all_packages_are_told_at_once_whatever_the_command(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {
+        "BATCH_SIZE": "0",
+        "ARCHIVE_URL": "s3://ann:hunter2@bucket",
+        "CLAIM_URL": "nowhere",
+        "CLAIM_LIMIT": "0",
+        "CLAIM_LIMTI": "1",
+    }
+    for name, value in wrong.items():
+        monkeypatch.setenv(f"PIPELINE_{name}", value)
+    for asked in ("run",), ("dead", "list"), ("doctor",):
+        done = await command(*asked)
+        assert done.exit_code == 2
+        for name in wrong:
+            assert f"  PIPELINE_{name}: " in done.stderr
+        assert "hunter2" not in done.output
+
+
+async def test_settings_that_do_not_go_together_are_told_before_any_server_is_asked(
+    command: Command, store_url: str, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    nowhere = f"postgresql+asyncpg://x:x@127.0.0.1:{unused_tcp_port}/x"
+    monkeypatch.setenv("PIPELINE_ARCHIVE_URL", "file:///no/such/folder")
+    monkeypatch.setenv("PIPELINE_CLAIM_AGE", "172800")
+    monkeypatch.setenv("PIPELINE_HEALTH_PORT", "0")
+    doctor = json.loads((await command("doctor", "--json")).stdout)
+    (told,) = [one["found"] for one in doctor if one["check"] == "settings"]
+    archive, claims = told.splitlines()
+    assert archive.startswith("PIPELINE_ARCHIVE_URL: 'file:///no/such/folder'")
+    assert claims.startswith("PIPELINE_CLAIM_AGE is 172800.0 s")
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", nowhere)
+    done = await command("run")
+    assert done.exit_code == 1
+    assert "PIPELINE_ARCHIVE_URL: " in done.stderr
+    assert "PIPELINE_CLAIM_AGE is " in done.stderr
 
 
 def test_without_a_url_there_is_none(

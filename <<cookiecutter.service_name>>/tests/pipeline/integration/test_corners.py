@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 import asyncpg
@@ -13,6 +14,7 @@ from pipeline.batch import order_key
 from pipeline.breaker import BreakerOpen
 from pipeline.schema import LANES
 from pipeline.service import Misconfigured
+from pipeline.settings import Settings
 
 from .bank import Account, Bank, Deposit, Deposited
 from .conftest import Running, eventually, histories, position_of, position_reaches
@@ -488,13 +490,25 @@ async def test_a_partition_on_which_processes_died_spends_no_attempt(
 # What makes no sense.
 
 
-async def test_a_service_does_not_read_its_own_dead_letters(bank: Bank) -> None:
+async def test_a_service_does_not_read_its_own_dead_letters(
+    bank: Bank, settings: Callable[..., Settings]
+) -> None:
     with pytest.raises(Misconfigured, match="PIPELINE_DEAD_LETTER_TOPIC"):
-        bank.service.check(bank.deposits)
-    bank.service.check("another")
+        bank.service.check(settings(dead_letter_topic=bank.deposits))
+    bank.service.check(settings(dead_letter_topic="another"))
 
 
-async def test_types_are_demanded_of_topics_that_are_read(bank: Bank) -> None:
+async def test_types_are_demanded_of_topics_that_are_read(
+    bank: Bank, settings: Callable[..., Settings]
+) -> None:
     bank.handlers.demand_types("depsoits")
     with pytest.raises(Misconfigured, match="depsoits"):
-        bank.service.check(None)
+        bank.service.check(settings())
+
+
+async def test_all_that_makes_no_sense_is_told_at_once(
+    bank: Bank, settings: Callable[..., Settings]
+) -> None:
+    bank.handlers.demand_types("depsoits")
+    with pytest.raises(Misconfigured, match=r"(?s)PIPELINE_DEAD_LETTER_TOPIC.*depsoits"):
+        bank.service.check(settings(dead_letter_topic=bank.deposits))
