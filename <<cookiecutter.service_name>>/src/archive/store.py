@@ -1,7 +1,6 @@
 """The object store, by its URL: whole objects, written so that they last, and read again."""
 
 import asyncio
-import os
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
+from pipeline import durable
 from pipeline.service import Misconfigured
 
 SCHEMES = ("file", "s3", "gs", "az")
@@ -98,7 +98,7 @@ class Store:
         """Let what is there last, which another process may have written just before it died."""
         if self._folder is not None:
             with self._failing():
-                await asyncio.to_thread(_sync, self._folder, name)
+                await asyncio.to_thread(durable.sync, self._folder, name)
 
     async def get(self, name: str) -> bytes:
         """Return an object. Raises `Missing` or `StoreFailed`."""
@@ -135,19 +135,6 @@ class Store:
             raise
         except (BaseError, OSError) as error:
             raise StoreFailed(f"{self.url}: {_told(error)}") from None
-
-
-def _sync(folder: Path, name: str) -> None:
-    """Let a file and the folders to it survive a loss of power."""
-    path = folder / name
-    for one in (path, *path.parents):
-        descriptor = os.open(one, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if one == folder:
-            return
 
 
 def _told(error: Exception) -> str:

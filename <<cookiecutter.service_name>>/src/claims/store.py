@@ -11,6 +11,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import ObjectStore, from_url
 
+from pipeline import durable
 from pipeline.failures import StoreAway, StoreSlow
 from pipeline.service import Misconfigured
 
@@ -46,6 +47,9 @@ class Store:
         async def put(name: str, content: bytes) -> None:
             async with self._storing:
                 await obstore.put_async(self._store, name, content)
+                if self._folder is not None:
+                    # Before the event is committed that refers to it; the library does not.
+                    await asyncio.to_thread(durable.sync, self._folder, name)
 
         async with self._in_time("storing"):
             if self._folder is not None and not await asyncio.to_thread(self._folder.is_dir):

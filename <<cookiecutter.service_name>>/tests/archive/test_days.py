@@ -20,7 +20,7 @@ from archive import days
 from archive import store as stores
 from archive.files import MANIFEST, Manifest
 from archive.store import Store
-from pipeline import partitions
+from pipeline import durable, partitions
 from pipeline import retention as retentions
 from pipeline.partitions import Partition, State
 from pipeline.retention import Round, keep_house
@@ -206,14 +206,14 @@ async def test_what_does_not_last_is_not_taken_for_written(
 ) -> None:
     """A store that takes everything, and loses it."""
     await house.fill(10)
-    written = stores._sync
+    written = durable.sync
 
     def lose(path: Path, name: str) -> None:
         written(path, name)
         if name.endswith(MANIFEST):
             (path / name).unlink()
 
-    monkeypatch.setattr(stores, "_sync", lose)
+    monkeypatch.setattr(durable, "sync", lose)
     (held,) = (await house.keep()).held
     assert "it is not archived: StoreFailed" in str(held.needed_by)
     assert await house.rows() == 10

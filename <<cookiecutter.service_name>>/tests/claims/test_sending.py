@@ -1,9 +1,11 @@
 """Large payloads: stored before the transaction commits, and noted in it."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import timedelta
 from hashlib import sha256
+from pathlib import Path
 
 import asyncpg
 import pytest
@@ -258,6 +260,27 @@ async def test_a_store_that_is_not_there_is_not_made_by_what_is_stored(
         with pytest.raises(StoreAway, match="object store at"):
             await claims.keep({"a": b"1"})
     assert objects.names() == set()
+
+
+async def test_what_is_kept_in_a_folder_survives_a_loss_of_power(
+    opened: Callable[..., Claims], store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event is committed afterwards: its payload must not go where its row stays."""
+    synced: set[int] = set()
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", note)
+    kept = await opened().keep({"a": b"1", "b": b"2"})
+    store = Path(store_url.removeprefix("file://"))
+    for one in kept.values():
+        file = store / one.name
+        # The file, and for its name and theirs the folders down to it.
+        for path in (file, *(folder for folder in file.parents if folder.is_relative_to(store))):
+            assert path.stat().st_ino in synced, path
 
 
 async def test_a_store_that_is_away_is_waited_for_and_spends_no_attempt(
