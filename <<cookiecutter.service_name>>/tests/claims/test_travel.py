@@ -12,21 +12,26 @@ from uuid import uuid4
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
+from servers.s3proxy import S3Proxy
 
 from claims import open_claims
 from claims.check import Claims
 from claims.commands import group
+from claims.settings import ClaimSettings
 from pipeline.runtime import Part
+from pipeline.settings import Settings
 
 from .conftest import FOLDER_AND_S3, GONE, LIMIT, SETTINGS, Objects, Outage
 from .press import Press, letters_for
 from tests.pipeline.integration.conftest import (
     HOME,
+    PATIENCE,
     Command,
     Records,
     Running,
     eventually,
 )
+from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import all_is_written
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +174,49 @@ async def test_a_reader_waits_for_the_store_in_the_partition_that_needs_it(
         assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
     async with running(press.reader):
         await eventually(lambda: ("large", 2_000) in press.read)
+
+
+_OPEN = """
+SELECT count(*) FROM pg_stat_activity
+ WHERE datname = current_database() AND pid <> pg_backend_pid()
+   AND backend_type = 'client backend' AND xact_start < $1
+"""
+
+
+@pytest.mark.parametrize("store_url", ["s3"], indirect=True)
+async def test_while_data_is_fetched_no_transaction_is_open(
+    press: Press,
+    running: Running,
+    producer: AIOKafkaProducer,
+    store_url: str,
+    s3proxy: S3Proxy,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(press.printer):
+        await press.order(producer, "book", 2_000)
+        await eventually(lambda: _are_published(db, 1))
+
+    def patient(service: str, _: Settings) -> Claims:
+        """Open a claim check that waits for longer than the test: nothing ends by itself."""
+        return Claims(service, ClaimSettings().model_copy(update={"timeout": 2 * PATIENCE}))
+
+    press.claims = patient
+    async with Door("127.0.0.1", s3proxy.port).listening() as door:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{door.port}")
+        door.hold()
+        async with running(press.reader, Part.CONSUME):
+            await eventually(lambda: door.knocks > 0)
+            asked_at = await db.fetchval("SELECT clock_timestamp()")
+
+            async def nothing_is_open() -> bool:
+                """Those of its other parts end soon; one that is about the batch would not."""
+                return not await db.fetchval(_OPEN, asked_at)
+
+            await eventually(nothing_is_open)
+            assert press.read == []
+            door.go_on()
+            await eventually(lambda: press.read == [("book", 2_000)])
 
 
 async def run(
