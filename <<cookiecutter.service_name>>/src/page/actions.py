@@ -89,7 +89,7 @@ class Actions:
             changed = dead_events.redrive(
                 connection,
                 dead_events.Which(ids=[id]),
-                patience=self._settings.backlog_lease,
+                patience=dead_events.patience_of(self._settings),
             )
             if not [one async for some in changed for one in some]:
                 raise Refused(f"{id} is no dead event")
@@ -107,7 +107,7 @@ class Actions:
                 dead_events.Which(ids=[id]),
                 operator=operator.name,
                 why=why,
-                patience=self._settings.backlog_lease,
+                patience=dead_events.patience_of(self._settings),
             )
             if not [one async for some in changed for one in some]:
                 raise Refused(f"{id} is no dead event")

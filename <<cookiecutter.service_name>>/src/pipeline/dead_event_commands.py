@@ -229,7 +229,7 @@ async def _redrive(
             redriven: list[int] = []
             with progress.told():
                 async for ids in dead_events.redrive(
-                    connection, which, patience=_patience(settings)
+                    connection, which, patience=dead_events.patience_of(settings)
                 ):
                     progress.add(len(ids))
                     redriven += ids if wait else []
@@ -254,16 +254,11 @@ async def _discard(
                     which,
                     operator=operator,
                     why=because,
-                    patience=_patience(settings),
+                    patience=dead_events.patience_of(settings),
                 ):
                     progress.add(len(ids))
     if how.as_json:
         progress.tell_program()
-
-
-def _patience(settings: Settings) -> float:
-    """Return for how long a relay may be held up: it has a third of its lease left after that."""
-    return settings.relay_lease / 3
 
 
 async def _of_the_dead(

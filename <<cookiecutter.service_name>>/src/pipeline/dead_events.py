@@ -27,6 +27,7 @@ from .dead import (
     until_none_waits,
 )
 from .operations import Refused
+from .settings import Settings
 
 REASONS: Mapping[str, str] = {
     "topic missing": "create the topic, or run `service topics create`, then redrive",
@@ -280,6 +281,11 @@ def _event(row: asyncpg.Record) -> UnsentEvent:
         discarded_at=row["discarded_at"],
         error=row["error"],
     )
+
+
+def patience_of(settings: Settings) -> float:
+    """Return for how long a relay may be held up: it has a third of its lease left after that."""
+    return settings.relay_lease / 3
 
 
 async def redrive(

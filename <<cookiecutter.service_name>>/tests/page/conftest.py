@@ -58,9 +58,12 @@ def opened(
 
     @asynccontextmanager
     async def open_one(
-        address: str = "127.0.0.1", url: str = database_url, **chosen: object
+        address: str = "127.0.0.1",
+        url: str = database_url,
+        backlog_lease: float = 10.0,
+        **chosen: object,
     ) -> AsyncIterator[httpx.AsyncClient]:
-        of_service = settings(database_url=url)
+        of_service = settings(database_url=url, backlog_lease=backlog_lease)
         engine = create_engine(of_service, name="page")
         how = PageSettings.model_validate(chosen or {"token": TOKEN})
         page = Page(bank.service, of_service, how, engine)

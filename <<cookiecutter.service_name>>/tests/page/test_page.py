@@ -210,3 +210,23 @@ async def test_dead_events_are_shown_discarded_and_redriven(
         ("asked for on the page: discard event", "ann", "1"),
         ("asked for on the page: redrive event", "ann", "2"),
     ]
+
+
+@pytest.mark.parametrize("what", ["redrive", "discard"])
+async def test_a_dead_event_is_changed_within_a_third_of_the_relays_lease_or_not_at_all(
+    opened: Opened, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """So that no relay waits for longer than its own lease on a page that has been stopped."""
+    await db.execute(
+        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
+        " content_type, queue, attempts, died_at, reason)"
+        " VALUES (1, now(), 't', 'a', '/s', 'x', 'y', '', 1, now(), 'too large')"
+    )
+    async with opened(backlog_lease=3_600, token=TOKEN) as client:
+        await log_in(client)
+        form = {"csrf": await csrf(client, "/events/1"), "why": "no"}
+        async with db.transaction():
+            await db.execute("SELECT FROM pipeline.outbox_cursor FOR UPDATE")
+            answer = await client.post(f"/events/1/{what}", data=form)
+    assert answer.status_code == 503
+    assert "due to lock timeout" in caplog.text
