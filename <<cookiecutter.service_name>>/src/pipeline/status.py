@@ -4,6 +4,7 @@ Large tables are not counted through: a count ends at `AT_MOST`, and no question
 five seconds. What can't be told is said, and the rest is told all the same.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -170,7 +171,8 @@ async def _unless_unknown(
     found: Status, part: str, question: Callable[[], Awaitable[None]]
 ) -> None:
     try:
-        await question()
+        async with asyncio.timeout(_SECONDS):
+            await question()
     except TimeoutError:
         found.unknown[part] = f"PostgreSQL has not answered in {_SECONDS:.0f} s"
     except (asyncpg.InsufficientPrivilegeError, asyncpg.QueryCanceledError) as error:
@@ -185,7 +187,7 @@ class _Ask:
     found: Status
 
     async def positions(self) -> None:
-        rows = await self.connection.fetch(_POSITIONS, self.service.name, timeout=_SECONDS)
+        rows = await self.connection.fetch(_POSITIONS, self.service.name)
         self.found.readings = [
             Reading(
                 topic=row["topic"],
@@ -202,11 +204,11 @@ class _Ask:
 
     async def backlog(self) -> None:
         backlog = {name: Backlog() for name in sorted(self.service.handlers.consumers)}
-        waiting = await self.connection.fetch(_WAITING, AT_MOST + 1, timeout=_SECONDS)
+        waiting = await self.connection.fetch(_WAITING, AT_MOST + 1)
         for row in waiting:
             one = backlog.setdefault(row["consumer"], Backlog())
             one.waiting, one.oldest = row["count"], row["oldest"]
-        dead = await self.connection.fetch(_DEAD, AT_MOST + 1, timeout=_SECONDS)
+        dead = await self.connection.fetch(_DEAD, AT_MOST + 1)
         for row in dead:
             backlog.setdefault(row["consumer"], Backlog()).dead = row["count"]
         self.found.backlog = backlog
@@ -215,25 +217,25 @@ class _Ask:
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await epoch.is_ours(self.connection)
-        row = await self.connection.fetchrow(OUTBOX, AT_MOST + 1, timeout=_SECONDS)
+        row = await self.connection.fetchrow(OUTBOX, AT_MOST + 1)
         self.found.outbox_events, self.found.outbox_seconds = row["count"], row["oldest"]
 
     async def relays(self) -> None:
-        rows = await self.connection.fetch(RELAYS, timeout=_SECONDS)
+        rows = await self.connection.fetch(RELAYS)
         shards = {row["owner"]: row["shards"] for row in rows}
         self.found.shards_without_relay = shards.pop(None, 0)
         self.found.relays = shards
 
     async def unsent(self) -> None:
-        row = await self.connection.fetchrow(_UNSENT, AT_MOST + 1, timeout=_SECONDS)
+        row = await self.connection.fetchrow(_UNSENT, AT_MOST + 1)
         self.found.unsent, self.found.unsent_dead = row["waiting"], row["dead"]
 
     async def scheduled(self) -> None:
-        row = await self.connection.fetchrow(_SCHEDULED, AT_MOST + 1, timeout=_SECONDS)
+        row = await self.connection.fetchrow(_SCHEDULED, AT_MOST + 1)
         self.found.scheduled, self.found.next_due = row["count"], row["next_due"]
 
     async def memory(self) -> None:
-        row = await self.connection.fetchrow(_MEMORY, timeout=_SECONDS)
+        row = await self.connection.fetchrow(_MEMORY)
         self.found.remembered_since = row["since"]
         self.found.generations = row["current"] - row["oldest"] + 1
         self.found.ahead_until = await ahead_until(self.connection)

@@ -1,5 +1,6 @@
 """`service status`: how far everything is, on one screen, also while servers are away."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
@@ -9,11 +10,11 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline import status, status_commands
+from pipeline import database, status, status_commands
 from pipeline.status import Backlog, Reading, Status
 
 from .bank import Bank, Deposit
-from .conftest import Command, Running, eventually, position_reaches
+from .conftest import PATIENCE, Command, Running, eventually, position_reaches
 from .outgoing import event, stage
 from .processes import starting
 
@@ -185,16 +186,35 @@ async def test_without_kafka_it_tells_what_postgresql_knows(
     assert screen["unknown"][0].startswith(f"topics: Kafka at 127.0.0.1:{unused_tcp_port}")
 
 
+@pytest.mark.parametrize(
+    ("table", "part"),
+    [
+        ("backlog", "backlog"),
+        ("outbox_epoch", "outbox"),
+        ("scheduled", "scheduled"),
+        ("inbox_generation", "memory"),
+        ("inbox_closed", "retention"),
+    ],
+)
 async def test_what_is_locked_is_not_waited_for_and_the_rest_is_told(
-    service: Command, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    service: Command,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    table: str,
+    part: str,
 ) -> None:
-    monkeypatch.setattr(status, "_SECONDS", 0.3)
-    async with db.transaction():
-        await db.execute("LOCK TABLE pipeline.scheduled IN ACCESS EXCLUSIVE MODE")
+    monkeypatch.setattr(status, "_SECONDS", 3.0)
+    monkeypatch.setattr(database, "_COMMAND_SECONDS", 2 * PATIENCE)
+    async with asyncio.timeout(PATIENCE), db.transaction():
+        await db.execute(f"LOCK TABLE pipeline.{table} IN ACCESS EXCLUSIVE MODE")
+        found = json.loads((await service("status", "--json")).stdout)
         screen = await told(service)
-    assert screen["scheduled"] == ["not known, see below"]
-    assert screen["unknown"] == ["scheduled: PostgreSQL has not answered in 0 s"]
-    assert screen["outbox"] == ["0 to publish"]
+    assert found["unknown"][part] == "PostgreSQL has not answered in 3 s"
+    assert f"{part}: PostgreSQL has not answered in 3 s" in screen["unknown"]
+    assert screen["relays"] == ["none: run `service relay`"]
+    if part == "scheduled":
+        assert screen["scheduled"] == ["not known, see below"]
+        assert screen["outbox"] == ["0 to publish"]
 
 
 async def test_watch_looks_again_until_it_is_stopped_also_after_an_outage(
