@@ -24,7 +24,7 @@ _OLDEST_POSTGRESQL = 14
 _LONG = timedelta(minutes=5)
 _SLOT_BYTES = 1_000_000_000
 _BLOATED = 10_000
-"""Dead rows of a table that has a few dozen living ones."""
+"""Dead rows of a table that has not a tenth as many living ones."""
 _TOLD = 4
 """So many of the largest tables are told."""
 _STANDS_STILL = timedelta(minutes=1)
@@ -61,7 +61,8 @@ SELECT relname, n_live_tup AS living, n_dead_tup AS dead FROM pg_stat_user_table
    AND n_dead_tup > $2 AND n_dead_tup > 10 * n_live_tup
  ORDER BY relname
 """
-_HOT = ["backlog_lane", "outbox_cursor", "position"]
+_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_unsent", "position", "scheduled"]
+"""Tables whose rows come and go, or change again and again; the others are dropped whole."""
 
 _USER = """
 SELECT current_user, pg_has_role(relowner, 'USAGE')

@@ -141,8 +141,8 @@ def copied(origin: Cluster) -> Iterator[Cluster]:
 
 @contextmanager
 def standing_by(origin: Cluster) -> Iterator[Cluster]:
-    """Start an asynchronous standby of a running cluster."""
-    with _started(origin, "--write-recovery-conf") as cluster:
+    """Start an asynchronous standby of a running cluster, with no less than that one allows."""
+    with _started(origin, "--write-recovery-conf", options=origin.options) as cluster:
         yield cluster
 
 

@@ -1,5 +1,6 @@
 """`service doctor`: each thing that can be wrong is found, with what to do about it."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +22,8 @@ from pipeline.outbox import COLUMNS
 from pipeline.settings import Settings
 
 from .bank import Bank, Deposit
-from .conftest import Command, eventually
+from .clusters import private, standing_by
+from .conftest import Command, build, eventually
 from .desk import NewDesk
 from .kafka_wire import Wire
 from .outgoing import event, stage
@@ -32,6 +34,18 @@ from .test_commands import ALEMBIC
 Examine = Callable[..., Awaitable[dict[str, Finding]]]
 OF_DECLARED = ("topics", "message size")
 """Checks of every topic for which an event is declared."""
+_FILL = {
+    "backlog": "INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition,"
+    ' "offset", timestamp, headers, hash_version, reason, attempts, waited, holds)'
+    " SELECT sha256(n::text::bytea), 0, '', 'deposit', 't', 0, n, 0, '[]', 1, 'x', 0, 0, false"
+    " FROM generate_series(1, 200) AS n",
+    "outbox_unsent": "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source,"
+    " type, content_type, queue, attempts)"
+    " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1 FROM generate_series(1, 200) AS n",
+    "scheduled": "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type,"
+    " content_type) SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
+}
+"""How each table gets two hundred rows."""
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
 
@@ -467,6 +481,57 @@ async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
     await db.execute(found.advice.partition("then ")[2])
     await db.execute("SELECT pg_stat_force_next_flush()")
     assert "bloat" not in await examine()
+
+
+@pytest.mark.parametrize("table", ["backlog", "outbox_unsent", "scheduled"])
+async def test_dead_rows_of_a_table_that_has_been_emptied_are_told(
+    examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    monkeypatch.setattr(doctor, "_BLOATED", 100)
+    await db.execute(f"ALTER TABLE pipeline.{table} SET (autovacuum_enabled = off)")
+    await db.execute(_FILL[table])
+    await db.execute(f"DELETE FROM pipeline.{table}")
+    await db.execute("SELECT pg_stat_force_next_flush()")
+    found = (await examine())["bloat"]
+    assert found.found == f"pipeline.{table} has 200 dead rows for 0"
+    assert found.advice.endswith(f"VACUUM pipeline.{table}")
+
+
+async def test_settings_that_no_service_starts_with_are_told(examine: Examine, bank: Bank) -> None:
+    found = (await examine(dead_letter_topic=bank.deposits))["settings"]
+    assert found.level == "wrong"
+    assert bank.deposits in found.found
+    assert found.advice == "change what it names, and start the service again"
+
+
+async def test_a_standby_is_told_and_so_is_what_was_prepared_and_left(
+    bank: Bank, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_LONG", timedelta(0))
+    with private("--max_prepared_transactions=1") as cluster:
+        await asyncio.to_thread(build, cluster.url())
+        with standing_by(cluster) as standby:
+
+            async def found_at(url: str) -> dict[str, Finding]:
+                chosen = settings(database_url=url, database_pooler=False)
+                async with _connected(chosen) as connection:
+                    found = doctor.examine(connection, bank.service, chosen)
+                    return {one.check: one async for one in found if one.level != "ok"}
+
+            assert "server" not in await found_at(cluster.url())
+            server = (await found_at(standby.url()))["server"]
+            assert (server.level, server.found) == (
+                "wrong",
+                "this server is a standby, on which nothing can be written",
+            )
+            assert server.advice == "let PIPELINE_DATABASE_URL name the primary"
+        chosen = settings(database_url=cluster.url(), database_pooler=False)
+        async with _connected(chosen) as connection:
+            await connection.execute("BEGIN; PREPARE TRANSACTION 'left'")
+            prepared = (await found_at(cluster.url()))["long transactions"]
+            assert prepared.found.startswith("the prepared transaction left waits")
+            await connection.execute(prepared.advice.partition(" or ")[2])
+            assert "long transactions" not in await found_at(cluster.url())
 
 
 async def test_without_kafka_the_other_checks_are_made(
