@@ -3,6 +3,8 @@
 from datetime import UTC, datetime, timedelta
 
 from page.overview import HEIGHT, WIDTH, Course, lines
+from page.rendering import Templates
+from page.settings import PageSettings
 from pipeline.status import Reading, Status
 
 
@@ -45,3 +47,16 @@ def test_a_line_ends_where_nothing_is_known_and_begins_anew() -> None:
         f"{WIDTH * 3 / 4:.1f},{high} {WIDTH:.1f},{low}",
     ]
     assert lines([]) == lines([None, 1.0, None]) == []
+
+
+def test_each_tile_has_the_plot_of_its_own_numbers() -> None:
+    course = Course()
+    for second, position in enumerate((10, 14, 15, 30)):
+        course.add(at(second, position))
+    templates = Templates("bank", PageSettings.model_validate({"token": "a token of the tests"}))
+    text = templates.text("now.html", now=course.looks[-1], course=course)
+    tiles = {one.partition("</h2>")[0]: one for one in text.split("<h2>")}
+    for tile, name in (("Read", "read"), ("Duplicates", "duplicates"), ("Outbox", "outbox")):
+        (line,) = lines(course.values(name))
+        assert f'<polyline points="{line}"/>' in tiles[tile]
+    assert "<polyline" not in tiles["Kafka lag"], "it is not known"

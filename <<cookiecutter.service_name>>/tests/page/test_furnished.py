@@ -1,0 +1,153 @@
+"""What each page shows of a service that has something of everything."""
+
+import re
+from datetime import UTC, datetime
+
+import asyncpg
+import httpx
+import pytest
+
+from .conftest import buried
+from tests.pipeline.integration.bank import Bank, Deposit
+from tests.pipeline.integration.desk import Desk
+from tests.pipeline.integration.outgoing import make_old_day
+
+_SCHEDULE = """
+INSERT INTO pipeline.scheduled (name, due_at, topic, key, event_id, source, type, content_type)
+VALUES ('reminder', '2030-01-02 03:04:05+00', 'reminders', 'ada', 'a', '/s', 'remind', 'y')
+"""
+
+
+async def rows(client: httpx.AsyncClient, path: str, **search: str) -> list[list[str]]:
+    """Return the cells of a page's tables, as text."""
+    text = (await client.get(path, params=search)).text
+    return [
+        [
+            re.sub(r"\s+", " ", re.sub("<[^>]+>", "", cell)).strip()
+            for cell in re.findall("<td[^>]*>(.*?)</td>", row, re.DOTALL)
+        ]
+        for row in re.findall("<tr>(<td.*?)</tr>", text, re.DOTALL)
+    ]
+
+
+async def ids(client: httpx.AsyncClient, **search: str) -> set[str]:
+    """Return the keys of the dead letters that a search finds."""
+    return {cells[4] for cells in await rows(client, "/dead", **search)}
+
+
+async def test_the_overview_shows_plots_and_who_owns_the_shards(
+    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+) -> None:
+    await buried(desk, db, Deposit(1), Deposit(2))
+    await db.execute(_SCHEDULE)
+    await db.execute(
+        "UPDATE pipeline.outbox_cursor SET owner = 'relay ' || (shard % 2),"
+        " lease_until = clock_timestamp() + interval '1 hour' WHERE shard < 10"
+    )
+    text = (await ann.get("/")).text
+    assert [cells for cells in await rows(ann, "/") if cells[0].startswith("relay")] == [
+        ["relay 0", "5"],
+        ["relay 1", "5"],
+    ]
+    assert "54 shards have no relay" in text
+    tiles = re.findall(r'<section class="card tile.*?</section>', text, re.DOTALL)
+    assert all("<svg" in one for one in tiles)
+    figures = {
+        re.sub("<[^>]+>", "", one.partition("</h2>")[0]).strip(): re.findall("<p[^>]*>(.*?)<", one)
+        for one in tiles
+    }
+    assert figures["Dead letters"] == ["2", "for a person to decide on"]
+    assert figures["Scheduled"] == ["1", "next 2030-01-02 03:04:05Z"]
+
+
+async def test_the_backlog_shows_how_many_of_a_key_wait_and_when_they_are_due(
+    ann: httpx.AsyncClient, db: asyncpg.Connection, bank: Bank, desk: Desk
+) -> None:
+    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "ada"), Deposit(3, "bob"))
+    await db.execute(
+        "UPDATE pipeline.backlog SET died_at = NULL, reason = 'transient', attempts = 3,"
+        " due_at = CASE \"offset\" WHEN 0 THEN '2030-01-02 03:04:05+00'::timestamptz END"
+    )
+    waits = ["transient", "3"]
+    assert await rows(ann, "/backlog") == [
+        ["ada", "deposit", bank.deposits, "2", "2030-01-02 03:04:05Z", *waits],
+        ["bob", "deposit", bank.deposits, "1", "behind another", *waits],
+    ]
+
+
+async def test_the_scheduled_show_when_each_is_due(
+    ann: httpx.AsyncClient, db: asyncpg.Connection
+) -> None:
+    await db.execute(_SCHEDULE)
+    ((*cells, _),) = await rows(ann, "/scheduled")
+    assert cells == ["2030-01-02 03:04:05Z", "reminder", "remind", "reminders", "ada"]
+
+
+async def test_retention_shows_each_partition_until_when_it_stays_and_what_holds_it(
+    ann: httpx.AsyncClient, db: asyncpg.Connection
+) -> None:
+    await make_old_day(db)
+    shown = {name: [until, held] for name, until, held in await rows(ann, "/retention")}
+    until, held = shown["outbox_p20200101"]
+    assert datetime.fromisoformat(until) < datetime(2030, 1, 1, tzinfo=UTC)
+    assert held.startswith("it is not closed yet")
+    inbox = [place for name, place in shown.items() if name.startswith("inbox_g")]
+    assert ["takes new markers", ""] in inbox
+    days = [name for name in shown if name.startswith("outbox_p")]
+    there = await db.fetchval(
+        "SELECT count(*) FROM pg_inherits WHERE inhparent = 'pipeline.outbox'::regclass"
+    )
+    assert len(days) == there
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("reason", "too old"),
+        ("consumer", "notice"),
+        ("type", "withdrawn"),
+        ("topic", "other"),
+        ("event", "the second"),
+        ("key", "bob"),
+    ],
+)
+async def test_a_search_finds_by_each_of_its_fields_and_nothing_else(
+    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk, name: str, given: str
+) -> None:
+    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob", id="the second"))
+    await db.execute(
+        "UPDATE pipeline.backlog SET reason = 'too old', consumer = 'notice', type = 'withdrawn',"
+        " topic = 'other' WHERE \"offset\" = 1"
+    )
+    assert await ids(ann) == {"ada", "bob"}
+    assert await ids(ann, **{name: given}) == {"bob"}
+    assert await ids(ann, **{name: given}, state="waiting") == set()
+
+
+async def test_a_search_finds_by_state(
+    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+) -> None:
+    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
+    change = 'UPDATE pipeline.backlog SET {} WHERE "offset" = {}'
+    await db.execute(change.format("died_at = NULL, due_at = now()", 1))
+    await db.execute(change.format("discarded_at = now()", 2))
+    assert await ids(ann, state="dead") == {"ada"}
+    assert await ids(ann, state="waiting") == {"bob"}
+    assert await ids(ann, state="discarded") == {"eve"}
+
+
+async def test_a_dead_letter_shows_its_headers_error_and_traceback(
+    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+) -> None:
+    headers = (("tenant", b"north & south"), ("binary", b"\xff\x00"))
+    id = await buried(desk, db, Deposit(1, headers=headers))
+    await db.execute(
+        "UPDATE pipeline.backlog SET error = 'Reject: no <money>',"
+        " traceback = E'Traceback:\\n  deposit\\nReject: no'"
+    )
+    text = (await ann.get(f"/dead/{id}")).text
+    assert '<dt>tenant</dt><dd class="text">north &amp; south</dd>' in text
+    assert '<dt>binary</dt><dd class="text">2 bytes that are no UTF-8:\nff00</dd>' in text
+    assert '<dt>Error</dt><dd class="text">Reject: no &lt;money&gt;</dd>' in text
+    traceback = text.partition("<h2>Traceback</h2>")[2]
+    assert "Traceback:\n  deposit\nReject: no</pre>" in traceback
