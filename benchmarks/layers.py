@@ -115,8 +115,8 @@ def watch(clock: Clock) -> None:
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")
     clock.note(telemetry.ProcessSpans, "of", "telemetry")
-    told = ("processed", "handled", "batch_applied", "published")
-    for name in ("creation_context", "send_spans", *told):
+    told = ("received", "processed", "handled", "batch_applied", "published")
+    for name in ("creation_context", "sending", *told):
         clock.note(telemetry, name, "telemetry")
 
 

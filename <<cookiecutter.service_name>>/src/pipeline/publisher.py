@@ -218,9 +218,9 @@ class Publisher:
     ) -> bool:
         """Send until all is acknowledged, or something is refused; says which."""
         topic, events = chain.topic, list(chain.events())
-        with telemetry.send_spans(
+        with telemetry.sending(
             topic, chain.partition, len(events), (event["traceparent"] for event in events)
-        ):
+        ) as operation:
             following: _Filled | None = None
             while chain.runs:
                 (batch, count), following = following or _filled(producer, chain.runs[0]), None
@@ -238,6 +238,9 @@ class Publisher:
                         await sent
                     chain.take(count)
                 except KafkaError as error:
+                    if is_sent:
+                        telemetry.not_published(topic, count, error)
+                        operation.refused(error)
                     refusal = refusal_of(error, chain.runs[0][0])
                     if refusal is None:
                         raise NotSent(f"{topic}/{chain.partition}: {named(error)}") from error

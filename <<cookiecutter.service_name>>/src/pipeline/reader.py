@@ -286,14 +286,18 @@ class Reader:
         is_gap = False
         while not records and not is_gap:
             seconds = _PROOF_SECONDS if self._is_cut_off else self._settings.offset_commit_interval
-            fetched = await self._client.getmany(
-                self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
-            )
+            with telemetry.polling(self._slot.topic, self._slot.group):
+                fetched = await self._client.getmany(
+                    self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
+                )
             if not fetched:
                 if await self._is_elsewhere(start):
                     raise PositionMoved(f"{self._part} is not at {start}: somebody has moved it")
                 is_gap = await self._client.position(self._partition) > start
-            records = self._recognised(fetched.get(self._partition, []), start)
+            found = fetched.get(self._partition, [])
+            if found:
+                telemetry.received(self._slot.topic, self._slot.group, len(found))
+            records = self._recognised(found, start)
             if self._is_cut_off:
                 self._is_cut_off = False
                 self._release()

@@ -40,6 +40,8 @@ _SIZES = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 2_000.0
 _KAFKA = names.MessagingSystemValues.KAFKA.value
 _PROCESS = names.MessagingOperationTypeValues.PROCESS.value
 _SEND = names.MessagingOperationTypeValues.SEND.value
+_RECEIVE = names.MessagingOperationTypeValues.RECEIVE.value
+_POLL = "poll"  # what the conventions for Kafka call to receive
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
 _STATEMENT = re.compile(
     r"(?:\s|--.*|/\*(?s:.*?)\*/)*"
@@ -79,7 +81,14 @@ _statement_duration = _meter.create_histogram(
     # The convention's own.
     explicit_bucket_boundaries_advisory=[0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0],
 )
+_operation_duration = _meter.create_histogram(
+    metric_names.MESSAGING_CLIENT_OPERATION_DURATION,
+    "s",
+    "Of sending events of a partition, and of a poll with its wait for records.",
+    explicit_bucket_boundaries_advisory=_SECONDS,
+)
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
+_consumed = metric_names.create_messaging_client_consumed_messages(_meter)
 _is_ready: list[Callable[[], bool]] = []
 """How to find out; empty until the process begins."""
 
@@ -276,26 +285,64 @@ def _attributes_of(message: Message) -> dict[str, AttributeValue]:
     return attributes
 
 
-def send_spans(
+class Operation:
+    """An operation of a Kafka client, timed from here to the end of `with`, and its span."""
+
+    __slots__ = ("_attributes", "_begun", "_current", "_refusal")
+
+    def __init__(
+        self, attributes: dict[str, AttributeValue], current: "Current | None" = None
+    ) -> None:
+        self._attributes = attributes
+        self._current = current
+        self._refusal: Exception | None = None
+        self._begun = perf_counter()
+
+    def refused(self, error: Exception) -> None:
+        """Note what it has failed with, where that is handled inside."""
+        self._refusal = error
+
+    def __enter__(self) -> "Operation":
+        if self._current is not None:
+            self._current.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        error = error or self._refusal
+        if self._current is not None:
+            self._current.__exit__(kind, error, traceback)
+        if isinstance(error, Exception):
+            self._attributes[error_attributes.ERROR_TYPE] = type(error).__qualname__
+        if error is None or isinstance(error, Exception):  # else it has not come to its end
+            _operation_duration.record(perf_counter() - self._begun, self._attributes)
+
+
+def sending(
     topic: str, partition: int | None, count: int, traceparents: Iterable[str | None]
-) -> AbstractContextManager[trace.Span]:
-    """Wrap the sending of one batch in a span `send <topic>` that links to its events' traces.
+) -> Operation:
+    """Time the sending of events of a partition: a span `send <topic>` that links to their traces.
 
     `traceparents` are the events' creation contexts; where none is recorded there is no span.
     """
+    common = {**_operation(_SEND, topic), names.MESSAGING_OPERATION_TYPE: _SEND}
     recorded = dict.fromkeys(each for each in traceparents if each and each[-1] in _RECORDED)
     contexts = filter(None, map(_parse, islice(recorded, _MAX_LINKS)))
     links = [trace.Link(context) for context in contexts]
     if not links:
-        return nullcontext(trace.INVALID_SPAN)
-    attributes = {**_operation(_SEND, topic), names.MESSAGING_OPERATION_TYPE: _SEND}
+        return Operation(common)
+    attributes = dict(common)
     if partition is not None:
         attributes[names.MESSAGING_DESTINATION_PARTITION_ID] = str(partition)
     if count > 1:  # by the convention not on a span of a single message
         attributes[names.MESSAGING_BATCH_MESSAGE_COUNT] = count
     name = f"{_SEND} {topic}"
     span = _tracer.start_span(name, _NO_PARENT, trace.SpanKind.PRODUCER, attributes, links)
-    return Current(trace.set_span_in_context(span, _NO_PARENT), span)
+    return Operation(common, Current(trace.set_span_in_context(span, _NO_PARENT), span))
+
+
+def polling(topic: str, group: str) -> Operation:
+    """Time a poll of a partition: how long the client waits for its records."""
+    return Operation({**_polled(topic, group), names.MESSAGING_OPERATION_TYPE: _RECEIVE})
 
 
 class Statement:
@@ -474,10 +521,19 @@ def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -
     _messages.add(count, attributes)
 
 
-def batch_applied(topic: str, size: int, seconds: float) -> None:
+def received(topic: str, group: str, count: int) -> None:
+    """Count records that were read, whatever they are."""
+    _consumed.add(count, _polled(topic, group))
+
+
+def batch_applied(topic: str, group: str, size: int, seconds: float) -> None:
     """Record a transaction that has committed."""
-    _batch_size.record(size, _operation(_PROCESS, topic))
-    _duration.record(seconds, _operation(_PROCESS, topic))
+    attributes = {
+        **_operation(_PROCESS, topic),
+        names.MESSAGING_CONSUMER_GROUP_NAME: group,
+    }
+    _batch_size.record(size, attributes)
+    _duration.record(seconds, attributes)
 
 
 def handled(longest: Mapping[tuple[str, str], float]) -> None:
@@ -490,6 +546,15 @@ def handled(longest: Mapping[tuple[str, str], float]) -> None:
 def published(topic: str, count: int) -> None:
     """Count events that the broker has acknowledged."""
     _sent.add(count, _operation(_SEND, topic))
+
+
+def not_published(topic: str, count: int, error: Exception) -> None:
+    """Count events that were sent in vain: refused, or not acknowledged."""
+    attributes = {
+        **_operation(_SEND, topic),
+        error_attributes.ERROR_TYPE: type(error).__qualname__,
+    }
+    _sent.add(count, attributes)
 
 
 def observe_ready(is_ready: Callable[[], bool]) -> None:
@@ -582,6 +647,10 @@ def observe_filters(without: int) -> None:
 def observe_unsent(waiting: int, dead: int) -> None:
     """Tell how many events in this relay's shards Kafka has refused, or wait behind such."""
     _unsent.update(waiting=waiting, dead=dead)
+
+
+def _polled(topic: str, group: str) -> dict[str, AttributeValue]:
+    return {**_operation(_POLL, topic), names.MESSAGING_CONSUMER_GROUP_NAME: group}
 
 
 def _operation(operation: str, topic: str) -> dict[str, AttributeValue]:

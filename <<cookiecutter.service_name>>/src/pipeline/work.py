@@ -177,7 +177,7 @@ class FromPartition:
         skipped = len(self.batch.skipped)
         if skipped:
             telemetry.processed(self.slot.topic, "", "skipped", skipped, group)
-        telemetry.batch_applied(self.slot.topic, len(self.batch.items) + skipped, seconds)
+        telemetry.batch_applied(self.slot.topic, group, len(self.batch.items) + skipped, seconds)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import asyncpg
@@ -164,7 +164,12 @@ def test_prometheus_can_read_what_the_dashboard_asks(tmp_path: Path) -> None:
 
 
 async def test_a_service_exposes_every_metric_and_label_that_rules_and_dashboard_name(
-    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, missing: str
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    missing: str,
+    new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     asked = queries()
     named = set(re.findall(r"(\w+)\{", asked)) - {"up"}  # Prometheus' own
@@ -188,7 +193,9 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_and_dashboard
     await db.execute(
         "UPDATE pipeline.inbox_generation SET since = clock_timestamp() - interval '1 day'"
     )
-    await stage(db, [event(missing, 1)])
+    compacted = await new_topic(**{"cleanup.policy": "compact"})  # takes nothing without a key
+    await stage(db, [event(missing, 1), event(compacted, 2, None)])
+    await tells(process, "pipeline_outbox_unsent", lambda n: n == 2, pipeline_outcome="waiting")
     for amount in range(10, 16):
         await Deposit(amount, account=f"{amount}", failures=99).send(producer, bank.deposits)
     await tells(process, "pipeline_breaker_open", positive)
@@ -200,6 +207,9 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_and_dashboard
     samples = [one for family in scrape for one in family.samples]
     assert named <= {one.name for one in samples}
     assert len(named) > 15
+    polled = {one.name for one in samples if one.labels.get("messaging_operation_name") == "poll"}
+    assert "messaging_client_consumed_messages_total" in polled
+    assert "messaging_client_operation_duration_seconds_count" in polled
     for metric, label in labels:
         assert any(label in one.labels for one in samples if one.name == metric), (metric, label)
     assert by <= {label for one in samples for label in one.labels}

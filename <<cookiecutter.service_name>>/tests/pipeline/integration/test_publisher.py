@@ -1,5 +1,6 @@
 """How events look in Kafka, and what happens to a page of which the broker takes only a part."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC
@@ -8,6 +9,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from pipeline import telemetry
 from pipeline.publisher import LeaseExpired, Publisher, partition_of
 from pipeline.refusal import Refused
 from pipeline.settings import Settings
@@ -269,6 +271,31 @@ async def test_batches_that_are_larger_than_their_topic_allows_go_in_parts(
     assert await ids_in(kafka, topic) == [str(n) for n in range(500)]
     # 128 kB, 64, 32, 16, and then it is known what need not be tried.
     assert 1 < len(started) < 8
+
+
+async def test_what_was_sent_and_what_was_sent_in_vain_is_counted_apart_with_the_error(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    new_topic: NewTopic,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: Counter[str] = Counter()
+    monkeypatch.setattr(telemetry, "published", lambda _, count: counted.update({"": count}))
+    monkeypatch.setattr(
+        telemetry,
+        "not_published",
+        lambda _, count, error: counted.update({type(error).__name__: count}),
+    )
+    compacted = await new_topic(**{"cleanup.policy": "compact"})
+    await stage(db, [*numbered(compacted, [1]), *numbered(compacted, [2], None)])
+    async with publishing(settings()) as publisher:
+        refused = await publisher.send(await rows(db), lambda: True)
+        assert len(refused) == 1
+        # Both go in a batch, and then each by itself.
+        assert counted == {"": 1, "InvalidRecordError": 3}
+        with pytest.raises(LeaseExpired):
+            await publisher.send(await rows(db), lambda: False)
+        assert counted == {"": 1, "InvalidRecordError": 3}, "what was not sent is not counted"
 
 
 async def test_a_topic_that_refuses_again_and_again_waits_as_a_whole_and_holds_up_nobody(

@@ -92,9 +92,17 @@ from pipeline import telemetry
 
 now = datetime.now(UTC)
 telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
-telemetry.batch_applied("scans", 8, 0.03)
+telemetry.batch_applied("scans", "parcel-tracker", 8, 0.03)
 telemetry.handled({("track", "parcel.scanned.v1"): 0.002})
 telemetry.published("routes", 4)
+telemetry.not_published("routes", 3, LookupError())
+telemetry.received("scans", "parcel-tracker", 9)
+with telemetry.sending("routes", 1, 5, []):
+    pass
+with telemetry.sending("routes", 1, 5, []) as operation:
+    operation.refused(LookupError())
+with telemetry.polling("scans", "parcel-tracker"):
+    pass
 telemetry.set_stuck("scans", 3, is_stuck=True)
 telemetry.set_breaker("track", is_open=True)
 telemetry.observe_backlog("track", 12, 3, 61.5)
@@ -119,6 +127,7 @@ print(json.dumps([
         "instrument": type(metric.data).__name__,
         "is_monotonic": getattr(metric.data, "is_monotonic", None),
         "attributes": sorted({name for one in metric.data.data_points for name in one.attributes}),
+        "points": [dict(one.attributes) for one in metric.data.data_points],
     }
     for resource in data.resource_metrics
     for scope in resource.scope_metrics
@@ -140,7 +149,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Spans:
     spans = Spans(monkeypatch)
     with pytest.raises(LookupError), process(message(SAMPLED, data=None)):
         raise LookupError
-    with telemetry.send_spans("routes", 1, 5, [SAMPLED]):
+    with telemetry.sending("routes", 1, 5, [SAMPLED]):
         telemetry.Statement("SELECT $1", has_values=True).end(LookupError())
     return spans
 
@@ -182,6 +191,7 @@ BOUNDED = {
     "messaging.destination.name",
     "messaging.destination.partition.id",
     "messaging.operation.name",
+    "messaging.operation.type",
     "messaging.system",
     "pipeline.consumer",
     "pipeline.outcome",
@@ -225,6 +235,60 @@ def test_metrics_have_few_attributes_and_none_that_grows_without_bounds(
     metrics: list[dict[str, Any]],
 ) -> None:
     assert {name for metric in metrics for name in metric["attributes"]} == BOUNDED
+
+
+OF_ALL = {"messaging.system", "messaging.operation.name", "messaging.destination.name"}
+GROUP, TYPE = {"messaging.consumer.group.name"}, {"messaging.operation.type"}
+REQUIRED = {
+    ("messaging.client.operation.duration", "send"): OF_ALL | TYPE,
+    ("messaging.client.operation.duration", "poll"): OF_ALL | TYPE | GROUP,
+    ("messaging.client.sent.messages", "send"): OF_ALL,
+    ("messaging.client.consumed.messages", "poll"): OF_ALL | GROUP,
+    ("messaging.process.duration", "process"): OF_ALL | GROUP,
+}
+"""What the conventions (1.44, messaging metrics) require of a producer that sends and of a consumer
+that polls and processes, with the conditions that hold here: topics are few, and a consumer has a
+group. Which broker a message goes to (`server.address`) only the client knows.
+"""
+
+
+@pytest.mark.parametrize(("metric", "operation"), REQUIRED)
+def test_what_the_conventions_require_of_producers_and_consumers_is_told(
+    metrics: list[dict[str, Any]], metric: str, operation: str
+) -> None:
+    assert CONVENTIONS[metric].is_metric
+    points = [
+        set(point)
+        for one in metrics
+        if one["name"] == metric
+        for point in one["points"]
+        if point["messaging.operation.name"] == operation
+    ]
+    required = REQUIRED[metric, operation]
+    assert required in points
+    # And the error of what has failed, and nothing else.
+    assert {name for point in points for name in point ^ required} <= {"error.type"}
+
+
+@pytest.mark.parametrize(
+    "metric", ["messaging.client.operation.duration", "messaging.client.sent.messages"]
+)
+def test_what_was_sent_in_vain_has_its_error(metrics: list[dict[str, Any]], metric: str) -> None:
+    (errors,) = (
+        [point["error.type"] for point in one["points"] if "error.type" in point]
+        for one in metrics
+        if one["name"] == metric
+    )
+    assert errors == ["LookupError"]
+
+
+def test_what_the_conventions_require_of_spans_is_told(recorded: Spans) -> None:
+    required = {
+        trace.SpanKind.PRODUCER: OF_ALL | TYPE | {"messaging.batch.message_count"},
+        trace.SpanKind.CONSUMER: OF_ALL | TYPE | GROUP | {"error.type"},
+    }
+    for span in recorded.all():
+        assert required.get(span.kind, set()) <= set(span.attributes or {})
 
 
 def test_the_names_of_metrics_are_the_conventions(metrics: list[dict[str, Any]]) -> None:

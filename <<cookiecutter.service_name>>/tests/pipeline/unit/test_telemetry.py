@@ -248,7 +248,7 @@ def test_messages_that_are_handled_at_once_keep_their_traces_apart() -> None:
 def test_sending_links_to_the_recorded_traces_of_the_batch(spans: Spans) -> None:
     spans.record(ratio=0)
     other = SAMPLED.replace(SPAN, "00f067aa0ba902b7")
-    with telemetry.send_spans("routes", 1, 5, [None, SAMPLED, UNSAMPLED, SAMPLED, other]):
+    with telemetry.sending("routes", 1, 5, [None, SAMPLED, UNSAMPLED, SAMPLED, other]):
         pass
     span = spans.one()
     assert span.name == "send routes"
@@ -268,18 +268,27 @@ def test_sending_links_to_the_recorded_traces_of_the_batch(spans: Spans) -> None
     }
 
 
+def test_a_refusal_that_is_dealt_with_is_the_error_of_what_was_sent(spans: Spans) -> None:
+    with telemetry.sending("routes", 1, 5, [SAMPLED]) as operation:
+        operation.refused(LookupError("4111 1111"))
+    span = spans.one()
+    assert span.status.status_code is trace.StatusCode.ERROR
+    assert (span.attributes or {})[error_attributes.ERROR_TYPE] == "LookupError"
+    assert "4111" not in span.to_json()
+
+
 @pytest.mark.parametrize("traceparents", [[], [None], [UNSAMPLED, None], ["nonsense1"]])
 def test_sending_what_is_not_recorded_makes_no_span(
     spans: Spans, traceparents: list[str | None]
 ) -> None:
-    with telemetry.send_spans("routes", None, len(traceparents), traceparents):
+    with telemetry.sending("routes", None, len(traceparents), traceparents):
         pass
     assert spans.all() == ()
 
 
 def test_the_links_of_a_large_batch_are_bounded(spans: Spans) -> None:
     many = [f"00-{TRACE}-{number:016x}-01" for number in range(1, 500)]
-    with telemetry.send_spans("routes", None, len(many), many):
+    with telemetry.sending("routes", None, len(many), many):
         pass
     assert len(spans.one().links) == 128
     assert spans.one().dropped_links == 0
@@ -345,9 +354,11 @@ configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=No
 telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
 telemetry.processed("scans", "track", "new", 2, "parcel-tracker")
 telemetry.processed("scans", "track", "duplicate", 1, "parcel-tracker")
-telemetry.batch_applied("scans", 8, 0.03)
+telemetry.batch_applied("scans", "parcel-tracker", 8, 0.03)
 telemetry.handled({("track", "parcel.scanned.v1"): 0.002, ("bill", "parcel.scanned.v1"): 3.0})
 telemetry.published("routes", 4)
+telemetry.not_published("routes", 3, LookupError())
+telemetry.received("scans", "parcel-tracker", 9)
 telemetry.set_stuck("scans", 3, is_stuck=True)
 telemetry.set_stuck("scans", 4, is_stuck=True)
 telemetry.set_stuck("scans", 4, is_stuck=False)
@@ -392,7 +403,7 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     labels = f"{group} {scans} pipeline_consumer=track"
     assert found[f"pipeline_messages_total {labels} pipeline_outcome=new"] == 7
     assert found[f"pipeline_messages_total {labels} pipeline_outcome=duplicate"] == 1
-    scan = f"{scans} messaging_operation_name=process messaging_system=kafka"
+    scan = f"{group} {scans} messaging_operation_name=process messaging_system=kafka"
     duration = f"{prometheus(metric_names.MESSAGING_PROCESS_DURATION)}_seconds"
     assert found[f"{duration}_sum {scan}"] == pytest.approx(0.03)
     assert found[f"{duration}_bucket le=0.025 {scan}"] == 0
@@ -406,7 +417,11 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     assert found[f"{handler} le=5.0 pipeline_consumer=bill"] == 1
     sent = f"{prometheus(metric_names.MESSAGING_CLIENT_SENT_MESSAGES)}_total"
     routes = "messaging_destination_name=routes messaging_operation_name=send"
-    assert found[f"{sent} {routes} messaging_system=kafka"] == 4
+    assert found[f"{sent} error_type= {routes} messaging_system=kafka"] == 4
+    assert found[f"{sent} error_type=LookupError {routes} messaging_system=kafka"] == 3
+    consumed = f"{prometheus(metric_names.MESSAGING_CLIENT_CONSUMED_MESSAGES)}_total"
+    polled = f"{group} {scans} messaging_operation_name=poll messaging_system=kafka"
+    assert found[f"{consumed} {polled}"] == 9
     stuck = "pipeline_partitions_stuck messaging_destination_name=scans"
     assert found[f"{stuck} messaging_destination_partition_id=3"] == 1
     assert found[f"{stuck} messaging_destination_partition_id=4"] == 0
@@ -510,7 +525,7 @@ from pipeline import exporters, telemetry
 configured = exporters.configure(
     service_name="parcel-tracker", otlp_endpoint=sys.argv[1], sample_ratio=1
 )
-with telemetry.send_spans("routes", 0, 1, [sys.argv[2]]):
+with telemetry.sending("routes", 0, 1, [sys.argv[2]]):
     pass
 telemetry.published("routes", 1)
 configured.shutdown()
@@ -553,7 +568,7 @@ from pipeline import exporters, telemetry
 
 exporters._SHUTDOWN_SECONDS = 0.2
 configured = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
-with telemetry.send_spans("routes", 0, 1, [sys.argv[2]]):
+with telemetry.sending("routes", 0, 1, [sys.argv[2]]):
     pass
 before = time.monotonic()
 configured.shutdown()
