@@ -34,6 +34,8 @@ from demo.waterfall import draw
 
 FIRST, SECOND = "parcel-tracker", "notice-board"
 PICTURE = ROOT / "docs" / "trace.svg"
+SECRET = "T024BE7LD"
+"""What lets somebody use the webhook: path and query of its URL, as for chats."""
 WITHIN = 60.0
 """Seconds in which the scan has gone through both services."""
 STATUS_CODE_ERROR = 2
@@ -109,6 +111,8 @@ class Span:
     end: int
     """In nanoseconds."""
     is_error: bool
+    attributes: Mapping[str, str]
+    """By their names; empty where the value is no text."""
 
 
 def _read(request: dict[str, Any]) -> Iterator[Span]:
@@ -128,6 +132,7 @@ def _read(request: dict[str, Any]) -> Iterator[Span]:
                     int(one["startTimeUnixNano"]),
                     int(one["endTimeUnixNano"]),
                     one["status"].get("code") == STATUS_CODE_ERROR,
+                    _attributes(one),
                 )
 
 
@@ -165,7 +170,7 @@ async def trace_of_a_scan(folder: Path) -> list[Span]:
         running.push_async_callback(stack.remove, log)
         await stack.up(log)
         own = {**SETTINGS, **stack.addresses, "PIPELINE_OTLP_ENDPOINT": collector.url}
-        tracker = _service(first, own | {"DELAY_WEBHOOK": f"{webhook}/delays"})
+        tracker = _service(first, own | {"DELAY_WEBHOOK": f"{webhook}/{SECRET}?by={SECRET}"})
         board = _service(second, own | {"PIPELINE_DATABASE_URL": await _another(stack)})
         for service in (tracker, board):
             await service.prepare(log)

@@ -8,10 +8,16 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from opentelemetry.semconv.attributes import (
+    http_attributes,
+    network_attributes,
+    server_attributes,
+    url_attributes,
+)
 
 from demo.collector import SOURCE, NoGo, collecting, find
 from demo.processes import ProcessFailed
-from demo.traced import FIRST, PICTURE, SECOND, Span, trace_of_a_scan
+from demo.traced import FIRST, PICTURE, SECOND, SECRET, Span, trace_of_a_scan
 from demo.waterfall import draw
 
 from tests.baked import BakedProject
@@ -56,6 +62,23 @@ def test_a_call_to_the_outside_is_one_span_of_it(spans: list[Span]) -> None:
     assert (call.parent, call.is_error) == (the(spans, "record-scan").id, False)
     request = the(spans, "POST")
     assert (request.service, request.parent, request.trace_id) == (FIRST, call.id, call.trace_id)
+
+
+def test_a_request_to_the_outside_shows_where_it_goes_and_no_secret(spans: list[Span]) -> None:
+    """With the names of today, which `OTEL_SEMCONV_STABILITY_OPT_IN` asks for by default."""
+    shown = the(spans, "POST").attributes
+    assert set(shown) == {
+        http_attributes.HTTP_REQUEST_METHOD,
+        http_attributes.HTTP_RESPONSE_STATUS_CODE,
+        network_attributes.NETWORK_PEER_ADDRESS,
+        network_attributes.NETWORK_PEER_PORT,
+        network_attributes.NETWORK_PROTOCOL_VERSION,
+        server_attributes.SERVER_ADDRESS,
+        server_attributes.SERVER_PORT,
+        url_attributes.URL_FULL,
+    }
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", shown[url_attributes.URL_FULL])
+    assert SECRET not in str(spans)
 
 
 def test_a_second_attempt_links_to_the_first(spans: list[Span]) -> None:
