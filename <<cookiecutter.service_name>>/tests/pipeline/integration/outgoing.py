@@ -83,12 +83,15 @@ async def make_old_day(db: asyncpg.Connection) -> None:
     await partitions.attach(db, "outbox", OLD, bounds)
 
 
-async def stage_long_ago(db: asyncpg.Connection, id: int, topic: str = "missing") -> None:
+async def stage_long_ago(
+    db: asyncpg.Connection, id: int, topic: str = "missing", key: str = "ada"
+) -> None:
     """Insert an event into the old day."""
     await db.execute(
         "INSERT INTO pipeline.outbox (topic, key, event_id, source, type, content_type, created_at)"
-        " VALUES ($1, 'ada', $2, '/bank', 'x', 'y', $3)",
+        " VALUES ($1, $2, $3, '/bank', 'x', 'y', $4)",
         topic,
+        key.encode(),
         str(id),
         IN_OLD,
     )

@@ -42,6 +42,14 @@ def series(scrape: str) -> Series:
     }
 
 
+def together(*scrapes: str) -> str:
+    """Return the scrapes of several processes as one, in which each is an instance."""
+    return "\n".join(
+        re.sub(r"^(pipeline_\w+)\{", rf'\1{{instance="{number}",', one, flags=re.MULTILINE)
+        for number, one in enumerate(scrapes)
+    )
+
+
 def check(
     folder: Path,
     scrapes: Sequence[str],

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import asyncpg
@@ -15,16 +16,27 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import make_url
 from typer.testing import CliRunner
 
+from pipeline import inbox
 from pipeline.commands import command_line
 from pipeline.schema import SHARDS
 
 from .bank import Bank, Deposit
 from .conftest import Command, eventually
 from .doors import Door
+from .grantees import Roles, splitting
 from .kafka_wire import Wire
-from .outgoing import OLD, create_topic, event, make_old_day, stage, stage_long_ago
+from .outgoing import (
+    OLD,
+    create_topic,
+    event,
+    following,
+    make_old_day,
+    shares,
+    stage,
+    stage_long_ago,
+)
 from .processes import ROOT, Process, Start, starting
-from .prometheus import ALERTS, TEXT, check, promtool, series
+from .prometheus import ALERTS, TEXT, check, promtool, series, together
 
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
@@ -89,6 +101,12 @@ async def tells(process: Process, name: str, value: Callable[[float], bool], **l
 
     await eventually(seen)
     return found[0]
+
+
+async def works(process: Process) -> str:
+    """Wait until a process that publishes is ready, with all shards; returns the scrape."""
+    await tells(process, "pipeline_relay_shards", lambda shards: shards == SHARDS)
+    return await tells(process, "pipeline_ready", positive)
 
 
 def positive(number: float) -> bool:
@@ -236,13 +254,17 @@ async def test_dead_letters_alert_until_they_are_redriven(
     check(tmp_path, [fires, over], quiet=ALERTS)
 
 
-async def test_an_id_with_another_payload_alerts(
-    start: Start, command: Command, bank: Bank, producer: AIOKafkaProducer, tmp_path: Path
+async def test_an_id_with_another_payload_alerts_until_an_hour_after_the_last_one(
+    start: Start,
+    command: Command,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    tmp_path: Path,
 ) -> None:
     process = await start("run")
     await Deposit(1).send(producer, bank.deposits)
     await Deposit(2, id="1").send(producer, bank.deposits)
-    await Deposit(3, id="3").send(producer, bank.deposits)
     fires = await tells(process, "pipeline_backlog_dead", positive)
     check(tmp_path, ["", fires], firing=["HashMismatch"])
     found = (await command("dead", "list", "--reason", "identity mismatch")).stdout
@@ -250,44 +272,113 @@ async def test_an_id_with_another_payload_alerts(
     letter = found.splitlines()[1].split()[0]
     assert "mismatch" in (await command("dead", "show", letter)).stdout
     assert "1" in (await command("inbox", "show", "1")).stdout
-    done = await command("dead", "discard", letter, "--because", "sent again as 3", "--yes")
+    await Deposit(2, id="4712").send(producer, bank.deposits)
+    await eventually(lambda: db.fetchval("SELECT balance = 3 FROM account"))
+    because = ("--operator", "ada", "--because", "sent again as 4712")
+    done = await command("dead", "discard", letter, *because, "--yes")
     assert done.exit_code == 0, done.output
     over = await tells(process, "pipeline_backlog_dead", zero)
-    check(tmp_path, [fires, fires, over], quiet=["DeadLetters"])
+    check(tmp_path, ["", fires, over], firing=["HashMismatch"], quiet=["DeadLetters"], minutes=45)
+    check(tmp_path, ["", fires, over], quiet=ALERTS, minutes=75)
 
 
 async def test_shards_without_a_relay_alert_until_one_runs(start: Start, tmp_path: Path) -> None:
     consumer = await start("consume")
     await eventually(consumer.is_ready)
     nobody = await scraped(consumer)
-    check(tmp_path, [nobody], firing=["NoRelayOwner"])
+    check(tmp_path, [nobody], firing=["NoRelayOwner"], quiet=["ServiceDown", "NoConsumer"])
     relay = await start("relay")
-    await tells(relay, "pipeline_ready", positive)
-    owned = await tells(relay, "pipeline_relay_shards", lambda shards: shards == SHARDS)
-    check(tmp_path, [nobody, owned], firing=["NoConsumer"], quiet=set(ALERTS) - {"NoConsumer"})
+    owned = await works(relay)
+    over = together(await scraped(consumer), owned)
+    check(tmp_path, [nobody, over], quiet=ALERTS)
     await relay.kill()
-    consuming = await scraped(consumer)
-    check(tmp_path, [owned, consuming], firing=["NoRelayOwner"], quiet=["NoConsumer"])
+    check(tmp_path, [over, await scraped(consumer)], firing=["NoRelayOwner"])
+
+
+async def test_topics_that_nobody_reads_alert_until_a_consumer_runs(
+    start: Start, command: Command, bank: Bank, producer: AIOKafkaProducer, tmp_path: Path
+) -> None:
+    await Deposit(1).send(producer, bank.deposits)
+    relay = await start("relay")
+    nobody = await works(relay)
+    check(tmp_path, [nobody], firing=["NoConsumer"], quiet=set(ALERTS) - {"NoConsumer"})
+    read = f"reads +{bank.deposits}  lag {{}}, .*{{}}"
+    assert re.search(read.format(1, "no reader"), (await command("status")).stdout)
+    consumer = await start("consume")
+    await tells(consumer, "pipeline_partitions_assigned", positive)
+    reading = await tells(consumer, "pipeline_ready", positive)
+    over = together(await scraped(relay), reading)
+    check(tmp_path, [nobody, over], quiet=ALERTS)
+
+    async def is_read() -> bool:
+        return bool(re.search(read.format(0, "1 reader"), (await command("status")).stdout))
+
+    await eventually(is_read)
     await consumer.kill()
-    check(tmp_path, [consuming, ""], firing=["ServiceDown", "NoConsumer", "NoRelayOwner"])
+    check(tmp_path, [over, await scraped(relay)], firing=["NoConsumer"])
+
+
+async def test_a_service_of_which_no_process_is_left_alerts_until_one_is_started_again(
+    start: Start, bank: Bank, tmp_path: Path
+) -> None:
+    process = await start("run")
+    before = await works(process)
+    await process.kill()
+    wrong = {"dead_letter_topic": bank.deposits}  # it would read what it gives up
+    refused, doctor = await start("run", **wrong), await start("doctor", **wrong)
+    assert await refused.ended() == 1
+    assert await doctor.ended() == 1
+    why = "PIPELINE_DEAD_LETTER_TOPIC"
+    assert why in refused.output.splitlines()[-1]
+    assert re.search(f"wrong +settings +.*{why}", doctor.output)
+    check(tmp_path, [before, ""], firing=["ServiceDown", "NoConsumer", "NoRelayOwner"])
+    process = await start("run")
+    await tells(process, "pipeline_partitions_assigned", positive)
+    over = await works(process)
+    check(tmp_path, [before, "", over], quiet=ALERTS)
+
+
+async def test_a_process_that_waits_for_a_server_alerts_until_it_is_back(
+    start: Start, kafka: str, tmp_path: Path
+) -> None:
+    async with Wire(kafka).listening() as wire:
+        wire.shut()
+        process = await start("run", kafka_bootstrap_servers=wire.address)
+        fires = await tells(process, "pipeline_ready", lambda is_ready: is_ready == 0)
+
+        async def is_named() -> bool:
+            return f"Kafka at {wire.address}" in str(await process.reasons())
+
+        await eventually(is_named)
+        check(tmp_path, [fires], firing=["NotReady"], quiet=["ServiceDown"])
+        doctor = await start("doctor", kafka_bootstrap_servers=wire.address)
+        assert await doctor.ended() == 1
+        assert re.search(f"wrong +kafka +Kafka at {wire.address}: ", doctor.output)
+        wire.go_on()
+        await tells(process, "pipeline_partitions_assigned", positive)
+        over = await works(process)
+        check(tmp_path, [fires, over], quiet=ALERTS)
 
 
 async def test_events_that_kafka_refuses_alert_until_their_topic_is_there(
     start: Start,
     command: Command,
-    db: asyncpg.Connection,
+    bank: Bank,
+    producer: AIOKafkaProducer,
     tmp_path: Path,
-    kafka: str,
     missing: str,
 ) -> None:
+    bank.balances = missing  # for the processes, which declare it
     process = await start("run")
-    await stage(db, [event(missing, 1)])
+    await Deposit(1).send(producer, bank.deposits)
     waits = {"pipeline_outcome": "waiting"}
     fires = await tells(process, "pipeline_outbox_unsent", positive, **waits)
     check(tmp_path, [fires], firing=["EventsUnsent"], quiet=["DeadEvents"])
     found = await command("dead", "events", "list", "--waiting", "--summary")
     assert "topic missing" in found.stdout
-    await create_topic(kafka, missing)
+    create = await start("topics", "create", "--partitions", "8")
+    assert await create.ended() == 0, create.output
+    assert f"{missing}: created with 8 partitions" in create.output
     over = await tells(process, "pipeline_outbox_unsent", zero, **waits)
     check(tmp_path, [fires, over], quiet=ALERTS)
 
@@ -443,6 +534,45 @@ async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_tak
         await tells(cut_off, "pipeline_outbox_lag_duration_seconds", zero)
 
 
+async def test_more_events_than_a_relay_can_send_alert_until_another_one_shares_its_shards(
+    start: Start,
+    bank: Bank,
+    db: asyncpg.Connection,
+    kafka: str,
+    tmp_path: Path,
+) -> None:
+    await make_old_day(db)
+    for number in range(16):
+        await stage_long_ago(db, number, bank.balances, key=f"{number}")
+    async with Wire(kafka).listening() as wire, following(kafka, bank.balances) as told:
+        wire.hold()
+
+        async def let_one_through() -> None:
+            await eventually(lambda: wire.held > 0)
+            wire.go_on()
+            wire.hold()
+
+        first = await start("run", kafka_bootstrap_servers=wire.address, relay_page=1)
+        await let_one_through()
+        await eventually(lambda: len(told.records) == 1)
+        fires = await tells(first, "pipeline_outbox_lag_duration_seconds", positive)
+        check(tmp_path, [fires], firing=["OutboxLag"], quiet=["NoRelayOwner"])
+        second = await start("relay")
+        await eventually(lambda: db.fetchval("SELECT count(*) = 2 FROM pipeline.outbox_relay"))
+        passed = 1
+        while await shares(db) != [SHARDS // 2] * 2 or len(told.records) < 16:
+            passed += wire.held
+            wire.go_on()
+            wire.hold()
+            await eventually(lambda: wire.held > 0 or len(told.records) == 16)
+        assert passed < 16
+        halves = [
+            await tells(one, "pipeline_outbox_lag_duration_seconds", zero)
+            for one in (first, second)
+        ]
+        check(tmp_path, [fires, together(*halves)], quiet=ALERTS)
+
+
 async def test_what_was_handled_before_alerts_while_it_comes_again(
     start: Start,
     command: Command,
@@ -494,24 +624,84 @@ async def test_events_that_are_dead_alert_until_they_are_redriven(
     check(tmp_path, [fires, over], quiet=ALERTS)
 
 
-async def test_too_few_days_ahead_and_too_short_a_memory_alert(
-    start: Start, db: asyncpg.Connection, tmp_path: Path
+@pytest.fixture
+async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> AsyncIterator[Roles]:
+    """Roles of their own for the service and its retention."""
+    async with splitting(server_url, direct_url, db) as made:
+        yield made
+
+
+async def test_too_few_days_ahead_alert_until_retention_is_run(
+    granted: Roles, start: Start, db: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    async def remember(days: int) -> None:
+    name = granted.names["service"]
+    everything = ("grant", "--to-service", name, "--to-relay", name)
+    process = await start(*everything, database_url=granted.of("owner"))
+    assert await process.ended() == 0, process.output
+    days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1 OFFSET 1"
+    for row in await db.fetch(days):
+        await db.execute(f"DROP TABLE pipeline.{row['relname']}")
+    process = await start("run", database_url=granted.of("service"))
+    fires = await tells(process, "pipeline_outbox_ahead_seconds", positive)
+    check(tmp_path, [fires], firing=["NoPartitionAhead"])
+    await process.says("partitions run out: role")
+    async with db.transaction():
+        await db.execute("LOCK TABLE pipeline.outbox IN SHARE UPDATE EXCLUSIVE MODE")
+        held = await start("retention", "run", database_url=granted.of("retention"))
+        assert await held.ended() == 1
+        assert "lock timeout" in held.output.splitlines()[-1]
+    done = await start("retention", "run", database_url=granted.of("retention"))
+    assert await done.ended() == 0, done.output
+    await tells(process, "pipeline_outbox_ahead_seconds", lambda left: left > 6 * 86_400)
+    over = await works(process)
+    check(tmp_path, [fires, over], quiet=ALERTS)
+
+
+async def test_too_short_a_memory_alerts_until_it_has_grown(
+    start: Start,
+    command: Command,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    tmp_path: Path,
+) -> None:
+    async def age(generation: int) -> None:
+        """Close it, as if that had been three hours ago."""
+        assert await inbox.rotate(db, current=generation)
         await db.execute(
-            "UPDATE pipeline.inbox_generation"
-            " SET since = clock_timestamp() - make_interval(days => $1)",
-            days,
+            "UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3 hours'"
+            " WHERE generation = $1",
+            generation,
         )
 
-    await remember(1)
-    process = await start("run", outbox_days_ahead=1)
+    first = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
+    await age(first)
+    process = await start("run", inbox_age=7_200)
     fires = await tells(process, "pipeline_inbox_horizon_seconds", positive)
-    check(tmp_path, [fires], firing=["NoPartitionAhead", "MemoryHorizon"])
+    check(tmp_path, [fires], firing=["MemoryHorizon"], quiet=["NoPartitionAhead"])
+    long_ago = datetime.now(UTC) - timedelta(days=1)
+    old = Deposit(1, timestamp=int(long_ago.timestamp() * 1_000))
+    await old.send(producer, bank.deposits)
+    await tells(process, "pipeline_backlog_dead", positive)
+    assert "too old" in (await command("dead", "list", "--reason", "too old", "--summary")).stdout
+    assert "inbox_g" in (await command("retention", "status")).stdout
+    given_up = ("dead", "discard", "--reason", "too old", "--because", "refunded", "--yes")
+    assert (await command(*given_up)).exit_code == 0
     await process.kill()
-    await remember(8)
+
+    memory = "SELECT oldest, since FROM pipeline.inbox_generation"
+    before = await db.fetchrow(memory)
+    await age(first + 1)
+    now = await db.fetchval("SELECT clock_timestamp()")
     process = await start("run")
-    await tells(process, "pipeline_relay_shards", lambda shards: shards == SHARDS)
-    await tells(process, "pipeline_ready", positive)
-    over = await tells(process, "pipeline_inbox_horizon_seconds", positive)
-    check(tmp_path, [over], quiet=ALERTS)
+    finished = "SELECT finished_at > $1 FROM pipeline.retention_lease"
+    await eventually(lambda: db.fetchval(finished, now))
+    assert await db.fetchrow(memory) == before, "what is forgotten stays so, and nothing else goes"
+    grows = await tells(process, "pipeline_inbox_horizon_seconds", positive)
+    check(tmp_path, [grows], firing=["MemoryHorizon"])
+    # A week later.
+    await db.execute("UPDATE pipeline.inbox_generation SET since = since - interval '7 days'")
+    week = 7 * 86_400
+    await tells(process, "pipeline_inbox_horizon_seconds", lambda far: far > week)
+    over = await works(process)
+    check(tmp_path, [grows, over], quiet=ALERTS)
