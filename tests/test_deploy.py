@@ -613,7 +613,9 @@ def test_both_files_for_ci_run_what_the_service_has(default_project: BakedProjec
 
     for said in (github, gitlab):
         assert set(re.findall(r"make (\w+)", said)) == {"check", "test"}
-        assert re.search(r"apt-get install --yes .*pgbouncer.*\n.*(\n.*)?make test", said)
+        assert re.search(
+            r"apt-get install --yes .*pgbouncer postgresql\b.*\n.*(\n.*)?make test", said
+        )
         assert re.search(r"pip install pip-audit==\d+\.\d+\.\d+\n", said)
         assert "pip-audit --require-hashes --requirement requirements/base.txt\n" in said
     for used in re.findall(r"uses: (.*)", github):

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from servers.console import StackError, run_step, say
 from servers.network import LOOPBACK, postgres_answers
@@ -29,6 +30,12 @@ class Postgres(LocalServer):
     # Fast shutdown, immediate shutdown, and at last no shutdown at all.
     stop_signals = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)
 
+    # The fastest that knows all letters.
+    locale: ClassVar[Sequence[str]] = (
+        "--locale=C",
+        "--locale-provider=builtin",
+        "--builtin-locale=C.UTF-8",
+    )
     user_and_group: tuple[int, int] | None = None
 
     @property
@@ -102,8 +109,7 @@ class Postgres(LocalServer):
         self.give_to_user(self.data)
         run_step(
             [self.binaries / "initdb", "--pgdata", self.data, "--username=service",
-             "--encoding=UTF8", "--locale=C", "--locale-provider=builtin",
-             "--builtin-locale=C.UTF-8", "--auth-host=scram-sha-256", "--auth-local=reject",
+             "--encoding=UTF8", *self.locale, "--auth-host=scram-sha-256", "--auth-local=reject",
              "--no-sync", "--no-instructions"],
             self.log,
             "initdb could not create the PostgreSQL data directory.",

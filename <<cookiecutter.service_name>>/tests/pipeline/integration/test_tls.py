@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from ssl import SSLCertVerificationError
@@ -18,8 +18,9 @@ from servers.state import StateDirectory
 from sqlalchemy import URL, make_url
 
 from .bank import Bank, Deposit
-from .certificates import Authority, authority, give_to_pooler
-from .conftest import eventually, upgrade
+from .certificates import Authority, Certificate, authority, give_to_pooler
+from .conftest import administer, build, eventually, upgrade
+from .guarded import guarding
 from .outgoing import following
 from .pooler import pooling
 from .processes import Process, Start, starting
@@ -50,13 +51,6 @@ client_tls_sslmode = require
 client_tls_key_file = {key}
 client_tls_cert_file = {certificate}
 client_tls_ca_file = {trusted}
-"""
-_CERTIFICATES = """
-client_tls_sslmode = verify-full
-auth_type = cert
-auth_file = {users}
-[databases]
-* = host={host} port={port} user={user} password={password}
 """
 
 
@@ -112,8 +106,9 @@ class Servers:
     mutual: str
     """Where the broker listens."""
     by_password: URL
-    by_certificate: URL
-    """Where the database is found; PgBouncer stands there, as the wheel's PostgreSQL has no TLS."""
+    """Where the database is found by TLS: behind PgBouncer."""
+    database: Certificate
+    """Of who stands before the database."""
     secrets: tuple[str, ...]
 
 
@@ -128,18 +123,8 @@ def servers(server_url: str) -> Iterator[Servers]:
         ours.vouch("teller", password=KEY_PASSWORD)
         ours.vouch("late", days=0)
         theirs.vouch("stranger")
-        users = folder / "users.txt"
-        users.write_text('"teller" ""\n')
-        direct = make_url(server_url)
         guarded = _TLS.format(
             key=give_to_pooler(database.key), certificate=database.file, trusted=ours.file
-        )
-        certificates = _CERTIFICATES.format(
-            users=users,
-            host=direct.host,
-            port=direct.port,
-            user=direct.username,
-            password=direct.password,
         )
         directory = StateDirectory(Path(state))
         kafka = GuardedKafka(directory, "kafka", directory.state.kafka)
@@ -147,10 +132,7 @@ def servers(server_url: str) -> Iterator[Servers]:
         kafka.check_requirements()
         try:
             kafka.start()
-            with (
-                pooling(server_url, guarded) as one,
-                pooling(server_url, guarded + certificates) as other,
-            ):
+            with pooling(server_url, guarded) as pooler:
                 kafka.wait_until_serving()
                 kafka.admit("teller")
                 plaintext, _, scram, mutual = (f"{LOOPBACK}:{port}" for port in kafka.record.ports)
@@ -161,13 +143,22 @@ def servers(server_url: str) -> Iterator[Servers]:
                     plaintext,
                     scram,
                     mutual,
-                    make_url(one.url),
-                    make_url(other.url).set(username="teller")._replace(password=None),
-                    (PASSWORD, KEY_PASSWORD, direct.password or ""),
+                    make_url(pooler.url),
+                    database,
+                    (PASSWORD, KEY_PASSWORD, make_url(server_url).password or ""),
                 )
         finally:
             kafka.stop()
             kafka.remove()
+
+
+@pytest.fixture(scope="module")
+def by_certificate_only(servers: Servers) -> Iterator[URL]:
+    """Where the teller finds a database of a PostgreSQL that wants to see a certificate."""
+    with guarding(servers.database, servers.ours) as postgres:
+        asyncio.run(administer(postgres.url, "CREATE ROLE teller LOGIN SUPERUSER"))
+        build(postgres.url)
+        yield make_url(postgres.url).set(username="teller")._replace(password=None)
 
 
 @pytest.fixture
@@ -185,6 +176,12 @@ async def guarded(servers: Servers, unborn: Bank) -> Bank:
 
 
 Known = Callable[..., dict[str, object]]
+
+NO_CERTIFICATE: dict[str, str | None] = {
+    "database_certificate_file": None,
+    "database_key_file": None,
+    "database_key_password": None,
+}
 
 
 @pytest.fixture
@@ -211,12 +208,10 @@ def by_password(servers: Servers, direct_url: str) -> Known:
 
 
 @pytest.fixture
-def by_certificate(servers: Servers, direct_url: str) -> Known:
+def by_certificate(servers: Servers, by_certificate_only: URL) -> Known:
     """Make settings of somebody who is known to both servers by a certificate."""
 
     def make(**changes: object) -> dict[str, object]:
-        database = make_url(direct_url).database
-        url = servers.by_certificate.set(database=database)
         certificate = {
             "ca_file": servers.ours.file,
             "certificate_file": servers.folder / "teller.pem",
@@ -224,8 +219,7 @@ def by_certificate(servers: Servers, direct_url: str) -> Known:
             "key_password": KEY_PASSWORD,
         }
         return {
-            "database_url": url.render_as_string(hide_password=False),
-            "database_pooler": True,
+            "database_url": by_certificate_only.render_as_string(),
             "database_tls": True,
             "kafka_bootstrap_servers": servers.mutual,
             "kafka_security_protocol": "SSL",
@@ -238,9 +232,10 @@ def by_certificate(servers: Servers, direct_url: str) -> Known:
 
 
 @pytest.fixture
-def ways(by_password: Known, by_certificate: Known) -> Mapping[str, Known]:
-    """Both of them by name."""
-    return {"by_password": by_password, "by_certificate": by_certificate}
+def known(request: pytest.FixtureRequest, way: str) -> Known:
+    """Make settings of somebody who is known in that way; the other's servers need not be there."""
+    found: Known = request.getfixturevalue(way)
+    return found
 
 
 @pytest.fixture
@@ -261,15 +256,14 @@ async def start(guarded: Bank, unused_tcp_port_factory: Callable[[], int]) -> As
     ids=["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", "certificate"],
 )
 async def test_a_service_works_where_only_known_ones_are_let_in(
-    ways: Mapping[str, Known],
+    known: Known,
     servers: Servers,
     guarded: Bank,
     start: Start,
-    way: str,
     changes: dict[str, object],
 ) -> None:
-    known = ways[way](**changes)
-    service = await start("run", **known)
+    settings = known(**changes)
+    service = await start("run", **settings)
     async with AIOKafkaProducer(bootstrap_servers=servers.plaintext) as producer:
         for amount in range(1, 4):
             await Deposit(amount, guarded.name).send(producer, guarded.deposits)
@@ -278,10 +272,17 @@ async def test_a_service_works_where_only_known_ones_are_let_in(
     assert await service.is_ready()
     # What commands ask the brokers for goes the same way.
     again = await start(
-        "replay", guarded.deposits, "--from", "earliest", "--partition", "0", "--no-wait", **known
+        "replay",
+        guarded.deposits,
+        "--from",
+        "earliest",
+        "--partition",
+        "0",
+        "--no-wait",
+        **settings,
     )
     assert await again.ended() == 0, again.output
-    created = await start("topics", "create", **known)
+    created = await start("topics", "create", **settings)
     assert await created.ended() == 0, created.output
     for process in (service, again, created):
         says_no_secret(process, servers)
@@ -338,15 +339,13 @@ def says_no_secret(process: Process, servers: Servers) -> None:
     ],
 )
 async def test_brokers_that_do_not_let_us_in_are_named_with_the_reason(
-    ways: Mapping[str, Known],
+    known: Known,
     servers: Servers,
     start: Start,
-    way: str,
     changes: dict[str, str | None],
     complaint: str,
 ) -> None:
-    known = changed(servers, ways[way](), changes)
-    command = await start("topics", "create", **known)
+    command = await start("topics", "create", **changed(servers, known(), changes))
     assert await command.ended() == 1
     says_no_secret(command, servers)
     last = command.output.strip().splitlines()[-1]
@@ -365,15 +364,10 @@ async def test_brokers_that_do_not_let_us_in_are_named_with_the_reason(
         ("by_password", {"database_ca_file": "theirs.pem"}, "certificate verify failed"),
         ("by_password", {"database_ca_file": None}, "certificate verify failed"),
         ("by_password", {"database_host": "localhost"}, "Hostname mismatch"),
-        (
-            "by_certificate",
-            {
-                "database_certificate_file": None,
-                "database_key_file": None,
-                "database_key_password": None,
-            },
-            "PostgreSQL at",
-        ),
+        ("by_certificate", {"database_ca_file": "theirs.pem"}, "certificate verify failed"),
+        ("by_certificate", {"database_ca_file": None}, "certificate verify failed"),
+        ("by_certificate", {"database_host": "localhost"}, "Hostname mismatch"),
+        ("by_certificate", NO_CERTIFICATE, "PIPELINE_DATABASE_URL.*valid client certificate"),
         (
             "by_certificate",
             {
@@ -383,28 +377,50 @@ async def test_brokers_that_do_not_let_us_in_are_named_with_the_reason(
             },
             "PostgreSQL at",
         ),
+        (
+            "by_certificate",
+            {
+                "database_certificate_file": "stranger.pem",
+                "database_key_file": "stranger.key",
+                "database_key_password": None,
+            },
+            "PostgreSQL at",
+        ),
         ("by_certificate", {"database_user": "somebody"}, "PIPELINE_DATABASE_URL"),
+        (
+            "by_certificate",
+            {
+                **NO_CERTIFICATE,
+                "database_ca_file": None,
+                "database_tls": None,
+                "database_ssl": "disable",
+            },
+            "PIPELINE_DATABASE_URL.*no encryption",
+        ),
     ],
     ids=[
         "password",
         "other authority",
         "system's authorities",
         "other name",
+        "other authority of PostgreSQL",
+        "system's authorities for PostgreSQL",
+        "other name of PostgreSQL",
         "no certificate",
         "expired",
+        "certificate of another authority",
         "other's certificate",
+        "no TLS",
     ],
 )
 async def test_a_database_that_does_not_let_us_in_is_named_with_the_reason(
-    ways: Mapping[str, Known],
+    known: Known,
     servers: Servers,
     start: Start,
-    way: str,
     changes: dict[str, str | None],
     complaint: str,
 ) -> None:
-    known = changed(servers, ways[way](), changes)
-    command = await start("dead", "list", **known)
+    command = await start("dead", "list", **changed(servers, known(), changes))
     assert await command.ended() == 1
     says_no_secret(command, servers)
     assert re.search(complaint, command.output.strip().splitlines()[-1], re.IGNORECASE)
@@ -426,6 +442,8 @@ def changed(
                 url = url.set(username=value)
             case "database_password":
                 url = url.set(password=value)
+            case "database_ssl":
+                url = url.update_query_dict({"ssl": str(value)})
             case _:
                 is_file = value and name.endswith("_file")
                 known[name] = servers.folder / str(value) if is_file else value
@@ -444,11 +462,16 @@ async def test_the_service_waits_for_brokers_that_do_not_let_it_in_and_says_why(
 
 
 async def test_migrations_go_the_same_way(
-    monkeypatch: pytest.MonkeyPatch, servers: Servers, by_certificate: Known
+    monkeypatch: pytest.MonkeyPatch, servers: Servers, by_certificate: Known, start: Start
 ) -> None:
-    for name, value in by_certificate().items():
+    settings = by_certificate()
+    empty = make_url(str(settings["database_url"])).set(database="postgres")
+    settings["database_url"] = empty.render_as_string()
+    for name, value in settings.items():
         monkeypatch.setenv(f"PIPELINE_{name.upper()}", str(value))
     await asyncio.to_thread(upgrade)
+    status = await start("retention", "status", **settings)
+    assert await status.ended() == 0, status.output
     monkeypatch.setenv("PIPELINE_DATABASE_CA_FILE", str(servers.theirs.file))
     with pytest.raises(SSLCertVerificationError):
         await asyncio.to_thread(upgrade)
