@@ -2,12 +2,16 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from benchmarks.measures import MEASURES
+from chaos.schedule import KINDS
 
 from tests.baked import RAW, ROOT, BakedProject, Template
 
@@ -244,15 +248,18 @@ def test_every_command_that_a_page_shows_exists_with_its_options(
 
 def programs() -> set[str]:
     """Return what the template's own pages have Python run: themselves, or by `make`."""
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    text = "\n".join(blocks_of_shells(page.read_text("utf-8")) for page in pages)
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    pages = [one.read_text("utf-8") for one in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+    lines = [
+        line.partition("#")[0].strip()
+        for page in pages
+        for line in (*blocks_of_shells(page).splitlines(), *re.findall(r"`([^`\n]+)`", page))
+    ]
     found = {line.removeprefix("python -m ") for line in lines if line.startswith("python -m ")}
     for line in lines:
         # Those of a service, and the tests themselves, are run by other tests.
-        if re.match("make (demo|chaos|bench)", line):
+        if made := re.match(r"(?:[A-Z_]+=\S+ )*make ((?:demo|chaos|bench)\b.*)", line):
             told = subprocess.run(
-                ["make", "--dry-run", *line.split()[1:]],
+                ["make", "--dry-run", *made[1].split()],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
@@ -280,6 +287,73 @@ def test_every_program_that_a_page_shows_takes_its_options() -> None:
         for option in options:
             if option.startswith("--"):
                 assert option.partition("=")[0] in helped.stdout, program
+
+
+def test_what_a_page_chooses_of_faults_and_measures_exists() -> None:
+    chosen: dict[str, set[str]] = {"--faults": set(), "--only": set()}
+    for program in programs():
+        for option, values in re.findall(r"(--faults|--only)[ =](\S+)", program):
+            chosen[option] |= set(values.split(","))
+    assert {"kill", "pause"} <= chosen["--faults"] <= set(KINDS)
+    assert {"layers", "throughput"} <= chosen["--only"] <= set(MEASURES)
+
+
+def test_the_part_of_the_crash_matrix_that_the_page_runs_is_one() -> None:
+    page = (ROOT / "docs" / "crash-matrix.md").read_text("utf-8")
+    (line,) = re.findall(r"-m pytest (.*)", blocks_of_shells(page))
+    arguments = shlex.split(line)
+
+    def selected(*arguments: str) -> set[str]:
+        # The servers are asked for only when a test runs.
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments],
+            cwd=RAW,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return {one for one in done.stdout.splitlines() if "::" in one}
+
+    part = selected(*arguments)
+    every = selected(*arguments[: arguments.index("-k")])
+    assert 0 < len(part) < len(every)
+    assert all("consume" in one and "commit" in one for one in part)
+
+
+def test_a_shell_that_was_told_to_completes_commands_and_their_options(
+    default_project: BakedProject, tmp_path: Path
+) -> None:
+    service = tmp_path / "service"
+    service.write_text(
+        f"#!{sys.executable} -B\nfrom parcel_tracker.main import main\n\nmain()\n", "utf-8"
+    )
+    service.chmod(0o755)
+
+    def bash(text: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", f"{text}\ntrue"],  # so that the shell stays the one that is asked
+            env={
+                "PYTHONPATH": str(default_project.path / "src"),
+                "PATH": f"{tmp_path}:/usr/bin:/bin",
+                "HOME": str(tmp_path),
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    assert "completion installed" in bash("service --install-completion")
+
+    def completed(words: str) -> list[str]:
+        last = len(words.split()) - (not words.endswith(" "))
+        ask = f'source ~/.bashrc; COMP_WORDS=({words} ""); COMP_CWORD={last};'
+        return bash(
+            f'{ask} $(complete -p service | grep -o "_[a-z_]*") service\necho "${{COMPREPLY[@]}}"'
+        ).split()
+
+    assert "redrive" in completed("service dead ")
+    assert "--dry-run" in completed("service dead redrive --d")
 
 
 def blocks_of_shells(text: str) -> str:
