@@ -8,6 +8,7 @@ that takes away what no process knows any more.
 
 import asyncio
 import shutil
+from collections import Counter
 from pathlib import Path
 
 from chaos.edit import Edit
@@ -58,6 +59,8 @@ class Releases:
         self._first = (self._source / "tables.py").read_text("utf-8")
         self._head = "service_0001"
         self._number = 0
+        self.migrated = Counter[str]()
+        """Migrations that were applied, by what they do."""
         self._busy = asyncio.Lock()
 
     async def roll_out(self, seconds: float) -> None:
@@ -96,6 +99,7 @@ class Releases:
             else:
                 break
         shutil.copy(written, self._project / "migrations" / "versions")
+        self.migrated[what] += 1
 
     def _write(self) -> None:
         """Put the release's code in the place of that before; who starts from now on is of it."""

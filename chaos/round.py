@@ -107,10 +107,12 @@ class Round:
                 checker = self._checker()
                 checking = group.create_task(checker.run())
                 guarding = group.create_task(system.guard())
-                watching = group.create_task(memory.watch())
                 await feed.says("ready")
+                # Not before: of a generation that is closed it asks how much was sent by then.
+                watching = group.create_task(memory.watch())
                 await checker.says("applied")
-                breaker = Breaker(system, memory, outside, Releases(system, self._project))
+                releases = Releases(system, self._project)
+                breaker = Breaker(system, memory, outside, releases)
                 ended = await self._break(feed, feeding, checker, breaker)
                 watching.cancel()
                 stuck = await self._drain(checker)
@@ -126,7 +128,7 @@ class Round:
             raise failures.exceptions[0] from None
         finally:
             await system.close()
-        return self._report(checker.said, ended, [*stuck, *system.ended])
+        return self._report(checker.said, ended, releases.migrated, [*stuck, *system.ended])
 
     def _feed(self) -> Helper:
         plan = self._plan
@@ -160,7 +162,11 @@ class Round:
         )
 
     def _report(
-        self, said: Mapping[str, Any], ended: Sequence[Ended], stuck: Sequence[str]
+        self,
+        said: Mapping[str, Any],
+        ended: Sequence[Ended],
+        migrations: Mapping[str, int],
+        stuck: Sequence[str],
     ) -> Report:
         plan, ledger, counts = self._plan, said["ledger"], said["counts"]
         names = (
@@ -185,6 +191,7 @@ class Round:
             faults=dict(Counter(fault.kind for fault in ended)),
             recovery=said["recovery"],
             errands=said["errands"],
+            migrations=dict(migrations),
             seconds=ledger["seconds"],
             seed=plan.seed,
             events=plan.events,

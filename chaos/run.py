@@ -76,6 +76,7 @@ def show(report: Report, console: Console) -> None:
         ("misjudged", report.misjudged, "that became something else, or attempts for nothing"),
         ("stuck", len(report.stuck), "that did not go on by themselves"),
         *((name, count, "") for name, count in report.errands.items() if count),
+        *((name, count, "migrations of releases") for name, count in report.migrations.items()),
         ("faults", sum(report.faults.values()), "carried out"),
         ("seconds", round(report.seconds), "from the first scan to the last event"),
     ):

@@ -526,6 +526,7 @@ GOOD = Report(
     faults={"kill": 1},
     recovery={},
     errands={},
+    migrations={},
     seconds=1.0,
     seed=1,
     events=10,
@@ -716,21 +717,25 @@ async def test_a_broker_that_names_its_address_names_the_proxy() -> None:
 
 
 @needs_proc
+def test_two_releases_come_out_by_expand_and_contract_while_scans_are_handled(
+    tmp_path: Path,
+) -> None:
+    # Two of them: the second one takes away what the first has brought. On a slow machine it does
+    # so when the feed has ended already.
+    options = ["--faults", "rollout", "--events", "3000", "--seconds", "12", "--poison", "0"]
+    report = ran(tmp_path, *options)
+    assert report["holds"]
+    assert report["faults"] == {"rollout": 2}
+    assert report["migrations"] == {"expand": 2, "contract": 1}
+    assert report["applied"] == 3_000
+
+
+@needs_proc
 def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorders_nothing(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "chaos.run", "--into", str(tmp_path)]
     options = ["--events", "4000", "--seconds", "40", "--seed", "4", "--poison", "0.05"]
-    said = subprocess.run(
-        [*command, *options],
-        cwd=RAW.parent,
-        env=environment_in(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert said.returncode == 0, said.stdout
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = ran(tmp_path, *options)
     assert report["holds"]
     assert report["sent"] == 4_000
     assert report["duplicates"] > 400
@@ -750,4 +755,19 @@ def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorder
     assert report["errands"]["requests"] >= report["errands"]["calls"] > 50
     assert report["errands"]["reminders"] > 20
     assert report["errands"]["days dropped"] >= 1
-    assert processes_of(tmp_path) == []
+
+
+def ran(folder: Path, *options: str) -> dict[str, Any]:
+    """Return the report of a round that was run to its end, and left nothing running."""
+    said = subprocess.run(
+        [sys.executable, "-m", "chaos.run", "--into", str(folder), *options],
+        cwd=RAW.parent,
+        env=environment_in(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert said.returncode == 0, said.stdout
+    assert processes_of(folder) == []
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
