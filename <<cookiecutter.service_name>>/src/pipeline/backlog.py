@@ -52,6 +52,8 @@ class Lane:
     token: int
     starts: int
     """Workers that have begun and not come back, this one included."""
+    claimed_at: datetime
+    """By the database's clock: those have seen nothing that was stored since."""
 
 
 class StoredRecord(NamedTuple):
@@ -132,7 +134,7 @@ UPDATE pipeline.backlog_lane
                 ORDER BY due_at LIMIT 1)
         ORDER BY released_at LIMIT 1
           FOR UPDATE SKIP LOCKED)
-RETURNING lane, token, starts
+RETURNING lane, token, starts, clock_timestamp()
 """
 # Written so that the planner, whatever it knows, asks the index for one row of each lane: EXISTS is
 # a join with everything that is due, or looks through the table for a lane that has nothing; and
@@ -160,6 +162,7 @@ WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at
       FROM (SELECT order_key, due_at FROM pipeline.backlog
              WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
+               AND COALESCE(received_at <= $5 OR received_at > statement_timestamp(), true)
              ORDER BY due_at LIMIT $3) AS first
      GROUP BY order_key
 )
@@ -179,6 +182,7 @@ SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_k
  WHERE bytes_before < $4 OR bytes_before IS NULL
  ORDER BY key_due_at, order_key, sequence, partition, "offset"
 """
+# What seems to be stored later than now was stored before the clock was set back.
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
 
@@ -462,9 +466,14 @@ async def take(
     handlers: Handlers,
     consumers: Collection[str],
     limit: int,
+    *,
+    before: datetime | None = None,
 ) -> Taken:
-    """Read what is due; keys take turns, and share the `limit`."""
-    rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES)
+    """Read what is due; keys take turns, and share the `limit`.
+
+    With `before`, only keys of which a row is due that may have been stored by then.
+    """
+    rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before)
     keys: list[bytes] = []
     items: list[Item] = []
     readmitted: dict[bytes, Sequence[Item]] = {}

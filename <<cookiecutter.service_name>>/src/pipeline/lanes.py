@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from time import monotonic
 from typing import TypeVar
 from uuid import uuid4
@@ -160,21 +161,35 @@ class Lanes:
 
     async def _serve(self, lane: Lane) -> None:
         """Handle what is due in the lane, for a while."""
-        turns = 0
-        # After a worker has died, who gives up in the middle would have to begin anew.
-        while turns < _TURNS or lane.starts > 1:
-            turns += 1
+        if lane.starts > 1:
+            await self._clear(lane)
+            lane = replace(lane, starts=1)
+        for _ in range(_TURNS):
+            if self._stopping.is_set():
+                return
             taken = await self._take(lane, self._pace.limit)
-            if not taken.keys or self._stopping.is_set():
+            if not taken.keys:
                 return
             await self._handle(lane, taken)
 
-    async def _take(self, lane: Lane, limit: int) -> Taken:
+    async def _clear(self, lane: Lane) -> None:
+        """Handle one by one what may have killed the worker before, up to what comes again."""
+        tried: set[bytes | None] = set()
+        # To the end: who gives up in the middle would have to begin anew.
+        while not self._stopping.is_set():
+            taken = await self._take(lane, 1, before=lane.claimed_at)
+            if not taken.keys or any(item.row in tried for item in taken.items):
+                return
+            tried.update(item.row for item in taken.items)
+            await self._handle(lane, taken)
+
+    async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> Taken:
         """Read what is due in the lane, and fetch what it refers to, up to the first row that may
         kill the process. Raises `StoreAway`."""
+        handlers, consumers = self._handlers, self._consumers
         taken = await self._ask(
             "reading the backlog",
-            lambda driver: backlog.take(driver, lane, self._handlers, self._consumers, limit),
+            lambda driver: backlog.take(driver, lane, handlers, consumers, limit, before=before),
         )
         harmless = self._harmless(lane, taken.items)
         items = await self._fetched(taken.items[:harmless], validates=True)

@@ -6,6 +6,7 @@ that was nearly empty, and with new ones. Trap 20.
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from uuid import uuid4
 
 import asyncpg
@@ -27,6 +28,8 @@ HOT, NEW, DEAD = (
     order_key("deposit", Deposit(1, account=name).record("t", 0)) for name in ("hot", "new", "dead")
 )
 """Keys whose followers are told to wait, or are not yet; and one that has had many dead letters."""
+
+FAR = datetime(2100, 1, 1, tzinfo=UTC)
 
 _LOAD = """
 ALTER TABLE pipeline.backlog SET (autovacuum_enabled = off);
@@ -105,7 +108,7 @@ async def asked(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Expla
 
 def lane(key: bytes) -> Lane:
     """Return the lane of a key as its worker holds it."""
-    return Lane(lane_of(key, "immediate"), 0, 1)
+    return Lane(lane_of(key, "immediate"), 0, 1, datetime.now(UTC))
 
 
 async def items(*accounts: str) -> list[Item]:
@@ -162,8 +165,12 @@ async def test_the_claim_of_a_lane_when_all_that_is_stored_has_to_wait(asked: Ex
 
 @pytest.mark.parametrize("key", [HOT, NEW], ids=["hot", "new"])
 @pytest.mark.parametrize("limit", [10, 1_000])
-async def test_what_is_due_in_a_lane(asked: Explaining, key: bytes, limit: int) -> None:
-    taken = await backlog.take(asked, lane(key), BANK.handlers, {"", "deposit"}, limit)
+@pytest.mark.parametrize("before", [None, FAR])
+async def test_what_is_due_in_a_lane(
+    asked: Explaining, key: bytes, limit: int, before: datetime | None
+) -> None:
+    consumers = {"", "deposit"}
+    taken = await backlog.take(asked, lane(key), BANK.handlers, consumers, limit, before=before)
     assert 0 < len(taken.items) <= limit
     assert (only(asked).indexes, only(asked).scanned) == (
         {"backlog_due_idx", "backlog_order_idx"},

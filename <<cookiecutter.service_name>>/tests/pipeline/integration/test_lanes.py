@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import asyncpg
 import pytest
@@ -16,6 +17,7 @@ from pipeline.batch import Item
 from pipeline.consume import Consume
 from pipeline.database import autocommitting
 from pipeline.failures import patiently
+from pipeline.lanes import Lanes
 from pipeline.results import Results
 from pipeline.tasks import TURN, in_background
 from pipeline.work import FromLane
@@ -152,6 +154,56 @@ async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(
     assert (assumed["reason"], assumed["attempts"], assumed["died_at"]) == ("process died", 2, None)
     await desk.work_off()
     assert await histories(db) == {"ada": [10, 20]}
+
+
+async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    another = await new_desk(bank.handlers, topic=bank.deposits)
+    await desk.apply(*(Deposit(n) for n in range(20)))
+    await claim(desk, lease=0.0)  # and die
+    take, apply = desk.lanes._take, desk.lanes._apply
+    read: list[int] = []
+    handled: list[int] = []
+
+    async def take_and_count(*args: Any, **options: Any) -> Taken:
+        taken = await take(*args, **options)
+        read.append(len(taken.items))
+        return taken
+
+    async def apply_and_count(consume: Consume, work: FromLane) -> Sequence[Results]:
+        if work.assumed and not handled:
+            await another.apply(*(Deposit(n) for n in range(20, 60)))
+        if not work.assumed:
+            handled.append(len(work.items))
+        return await apply(consume, work)
+
+    monkeypatch.setattr(desk.lanes, "_take", take_and_count)
+    monkeypatch.setattr(desk.lanes, "_apply", apply_and_count)
+    await desk.lanes.work_off()
+    assert bank.calls == list(range(60))
+    assert (handled[:20], read[:20]) == ([1] * 20, [1] * 20)
+    assert len(handled) < 30, "what came since is handled together"
+
+
+async def test_a_row_that_is_due_again_and_again_does_not_keep_a_lane_careful(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, desk = await bank_with(new_desk, policy=Policy(attempts=50, schedule=(0,)))
+    bank.refused = {1}
+    await desk.apply(Deposit(1), Deposit(2))
+    await claim(desk, lease=0.0)  # and die
+    careful: list[int] = []
+
+    async def apply(consume: Consume, work: FromLane) -> Sequence[Results]:
+        careful.append(bool(work.assumed))
+        return await Lanes._apply(desk.lanes, consume, work)
+
+    monkeypatch.setattr(desk.lanes, "_apply", apply)
+    await desk.work_off()
+    assert bank.calls.count(1) == 50
+    assert sum(careful) < 10
 
 
 async def test_a_row_over_which_a_process_died_at_its_last_attempt_is_dead_untried(
