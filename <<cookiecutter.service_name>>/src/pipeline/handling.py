@@ -20,7 +20,7 @@ from .failures import is_of_the_database
 from .handlers import Handler
 from .ordering import Sequenced, SequenceGap, sequence_of
 from .outbox import Outbox
-from .policy import FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, dead, early
+from .policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, dead, early
 from .tasks import Turn
 from .telemetry import Current, ProcessSpans, traceparent
 from .transaction import EventBatch, Rows, Transaction
@@ -270,12 +270,15 @@ def _fate_of_early(item: Item, gap: int) -> Fate | None:
     assert gaps is not None
     error = SequenceGap(item.sequence, gap)
     waited = item.record.stored_for if isinstance(item.record, StoredRecord) else 0.0
+    # An attempt that was spent beforehand was none: for such a one no handler is called.
+    was_tried = item.attempts > 0 and item.reason not in (GAP, DIED)
+    attempts = item.attempts if was_tried else 0
     if waited < gaps.wait:
-        return early(error, attempts=item.attempts, waited=item.waited, due_in=gaps.wait - waited)
+        return early(error, attempts=attempts, waited=item.waited, due_in=gaps.wait - waited)
     # Also of what a person has redriven, who knows of the gap, and of what was tried since.
-    if gaps.then == "apply" or item.reason in (REDRIVEN, PARKED) or item.attempts > 0:
+    if gaps.then == "apply" or item.reason in (REDRIVEN, PARKED) or was_tried:
         return None
-    fate = dead(policy, GAP, error, attempts=item.attempts)
+    fate = dead(policy, GAP, error, attempts=attempts)
     return replace(fate, holds=gaps.then == "hold")
 
 

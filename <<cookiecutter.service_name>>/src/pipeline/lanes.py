@@ -25,7 +25,7 @@ from .failures import StoreAway, StoreSlow, named, patiently
 from .fetching import fetch
 from .handlers import Handlers
 from .health import Health
-from .policy import DIED, SHORTEST, UNDECIDED, Fate, ProcessDied, assumed, dead
+from .policy import DIED, GAP, SHORTEST, UNDECIDED, Fate, ProcessDied, assumed, dead, suspected
 from .results import Results
 from .settings import Settings
 from .work import FromLane, Pace
@@ -322,6 +322,9 @@ def died(item: Item) -> Fate:
         error = ProcessDied(f"a process began with it (attempt {item.attempts}) and died")
         return dead(policy, "attempts used up", error, attempts=item.attempts)
     error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
+    if item.reason == GAP:  # it may have to wait still, and then nobody is called
+        fate = suspected(policy, error)
+        return replace(fate, attempts=item.attempts, waited=item.waited, is_assumed=True)
     return assumed(policy, error, attempts=item.attempts, waited=item.waited)
 
 

@@ -24,7 +24,10 @@ from pipeline import (
     Transaction,
     backlog,
 )
+from pipeline.consume import Consume
 from pipeline.database import autocommitting
+from pipeline.results import Results
+from pipeline.work import FromLane
 
 from .bank import Base, Deposit, Deposited
 from .desk import Desk, NewDesk
@@ -223,6 +226,48 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
         await backlog.let_heads_be_due(driver, [three["lane"]], [three["order_key"]])
     await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
+
+
+async def test_one_over_which_a_process_died_while_it_waited_is_not_applied_over_the_gap(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    service, desk = await following(new_desk, then="hold")
+    await desk.apply(*numbered(1, 3))
+    await db.execute("UPDATE pipeline.backlog SET attempts = 1, reason = 'process died'")
+    await desk.make_due()
+    await desk.work_off()
+    (three,) = await desk.backlog()
+    assert (three["reason"], three["attempts"]) == ("sequence gap", 0), "nobody was called"
+    await deadline_passes(desk, db)
+    assert await history(db) == [1]
+    (three,) = await desk.backlog()
+    assert three["holds"]
+    assert service.seen == [(1, 0)]
+
+
+async def test_one_that_waits_spends_no_attempt_beforehand(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await following(new_desk, policy=Policy(attempts=1, schedule=(0,)))
+    await desk.apply(*numbered(1, 3))
+    await desk.make_due()
+    await db.execute("UPDATE pipeline.backlog_lane SET starts = 1")  # somebody has died
+    apply = desk.lanes._apply
+    seen: list[asyncpg.Record] = []
+
+    async def apply_and_look(consume: Consume, work: FromLane) -> Sequence[Results]:
+        results = await apply(consume, work)
+        if work.assumed:
+            seen.extend(await desk.backlog())
+        return results
+
+    monkeypatch.setattr(desk.lanes, "_apply", apply_and_look)
+    await desk.lanes.work_off()
+    assert [(row["reason"], row["attempts"]) for row in seen] == [("process died", 0)]
+    monkeypatch.undo()
+    await desk.apply(*numbered(2))
+    await desk.work_off()
+    assert await history(db) == [1, 2, 3]
 
 
 async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_handler_parks_it(
