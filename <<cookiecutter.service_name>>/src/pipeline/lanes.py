@@ -38,6 +38,8 @@ _SAMPLE_SECONDS = 30.0
 _COUNT_SECONDS = 60.0
 _ANSWER_SECONDS = 20.0
 """Longer than any question takes: a connection that died without a word is noticed by it."""
+_FAREWELL_SECONDS = 2.0
+"""In which an attempt that was spent beforehand is given back by a process that has to end."""
 
 T = TypeVar("T")
 
@@ -228,6 +230,7 @@ class Lanes:
         async with self._consume.alone() as consume:
             # The worst is assumed before: who does not come back has spent an attempt.
             fate = died(item)
+            before = replace(work, assumed={item.marker.key: untouched(item)})
             await self._apply(consume, replace(work, assumed={item.marker.key: fate}))
             if fate.is_dead:
                 return
@@ -238,8 +241,12 @@ class Lanes:
                 work = replace(work, taken=replace(work.taken, items=items))
                 await self._apply(consume, work)
             except (BreakerOpen, StoreAway):
-                before = {item.marker.key: untouched(item)}
-                await self._apply(consume, replace(work, assumed=before))
+                await self._apply(consume, before)
+                raise
+            except asyncio.CancelledError:  # who ends in order accuses nobody
+                with suppress(Exception):
+                    async with asyncio.timeout(_FAREWELL_SECONDS):
+                        await self._apply(consume, before)
                 raise
 
     async def _apply_singly(self, work: FromLane, results: Sequence[Results]) -> None:

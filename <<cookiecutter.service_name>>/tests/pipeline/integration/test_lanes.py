@@ -206,6 +206,23 @@ async def test_a_row_that_is_due_again_and_again_does_not_keep_a_lane_careful(
     assert sum(careful) < 10
 
 
+async def test_who_is_told_to_end_accuses_no_row(new_desk: NewDesk) -> None:
+    bank, desk = await waiting(new_desk, 1)
+    await desk.make_due()
+    await claim(desk, lease=0.0)  # and die
+    bank.calls.clear()
+    bank.waits = {1: asyncio.Event().wait}  # type: ignore[dict-item]
+    working = asyncio.create_task(desk.lanes.work_off())
+    await eventually(lambda: bank.calls == [1])
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == ("process died", 2)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == ("undecided", 1)
+
+
 async def test_a_row_over_which_a_process_died_at_its_last_attempt_is_dead_untried(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
