@@ -160,7 +160,11 @@ class Caller(Lanes):
                         keeper.result()
                     await asyncio.sleep(_GATHERING)
                     ended = [calls.pop(key) for key, call in list(calls.items()) if call.done()]
-                    await self._settle(lane, [one for call in ended if (one := call.result())])
+                    failed = [call for call in ended if call.cancelled() or call.exception()]
+                    well = [call for call in ended if call not in failed]
+                    await self._settle(lane, [one for call in well if (one := call.result())])
+                    for call in failed:
+                        call.result()  # raises, when what the others led to is stored
             finally:
                 await end(*calls.values())
 

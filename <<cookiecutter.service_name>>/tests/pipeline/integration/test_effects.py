@@ -23,7 +23,7 @@ from pipeline import (
     dead,
 )
 from pipeline.backlog import Lane
-from pipeline.batch import _digest
+from pipeline.batch import Item, _digest
 from pipeline.database import autocommitting
 from pipeline.dead import Which
 from pipeline.outbox import EFFECTS
@@ -183,6 +183,29 @@ async def test_many_calls_of_a_lane_are_under_way_at_once(new_desk: NewDesk) -> 
     await desk.call()
     assert sorted(outside.calls) == [0, 1, 2, 3, 4]
     assert await desk.backlog() == []
+
+
+async def test_what_has_come_out_of_a_call_is_kept_though_another_ends_with_an_error_of_ours(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, desk = await desk_of(new_desk)
+    failing, well = of_one_lane(2, "tell")
+    call, has_ended = desk.caller._call, asyncio.Event()
+
+    async def call_or_fail(lane: Lane, item: Item, **noted: Any) -> object:
+        if item.record.key == failing.encode():
+            await has_ended.wait()
+            raise RuntimeError("of the engine")
+        called = await call(lane, item, **noted)
+        has_ended.set()
+        return called
+
+    monkeypatch.setattr(desk.caller, "_call", call_or_fail)
+    await desk.apply(Deposit(1, failing), Deposit(2, well))
+    with pytest.raises(RuntimeError, match="of the engine"):
+        await desk.caller.work_off()
+    assert outside.calls == [2]
+    assert len(await desk.backlog()) == 1, "the other one is done"
 
 
 async def test_what_comes_while_others_of_the_lane_hang_is_called_all_the_same(
