@@ -273,9 +273,11 @@ async def test_many_that_are_due_at_once_hold_up_no_other_event(
     async with following(kafka, topic) as tail, relaying(settings()):
         await tail.until(lambda: len(tail.records) > 100)
         await stage(db, [event(topic, "other", "other")])
+        before = 100_000 - await db.fetchval("SELECT count(*) FROM pipeline.scheduled")
         # Where a lease ends too early, some come twice.
         await tail.until(lambda: len(tail.records) > 100_000 and len(set(tail.ids)) == 100_001)
-    assert tail.ids.index("other") < 90_000
+    # Behind what had been moved by then, and a few moves.
+    assert list(dict.fromkeys(tail.ids)).index("other") < before + 10 * scheduled._AT_ONCE
 
 
 async def test_who_is_stopped_in_the_middle_of_it_does_not_hold_up_the_others(

@@ -108,6 +108,31 @@ async def test_who_always_comes_too_late_writes_nothing_and_is_told(
     assert len(await told(db)) == 1
 
 
+async def test_writers_that_have_met_pause_for_different_times_of_a_second_at_most(
+    engine: AsyncEngine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(engine, source="/api", max_event_bytes=100_000, attempts=10)
+    await writer.write(want)
+    sleep, pauses = asyncio.sleep, list[float]()
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def outrun(writing: Writing) -> None:
+        seat = await writing.session.get_one(Seat, "1A")
+        await db.execute("UPDATE seat SET version = version + 1")
+        seat.wanted_by = 0
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    for _ in range(2):
+        with pytest.raises(Conflict):
+            await writer.write(outrun)
+    assert len(pauses) == 18
+    assert max(pauses) <= 1
+    assert not set(pauses[:9]) & set(pauses[9:]), "without jitter they meet again"
+
+
 async def test_what_the_work_raises_is_not_tried_again_and_leaves_nothing(
     writer: Writer, db: asyncpg.Connection
 ) -> None:
