@@ -36,6 +36,7 @@ from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
 from .bank import Bank, Base
+from .clock import Clock
 from .desk import Desk, NewDesk
 from .pooler import POOLED, pooling
 
@@ -264,6 +265,14 @@ async def connect(direct_url: str) -> AsyncIterator[Callable[[], Awaitable[async
 async def db(connect: Callable[[], Awaitable[asyncpg.Connection]]) -> asyncpg.Connection:
     """Return a connection to the test's database."""
     return await connect()
+
+
+@pytest.fixture
+async def clock(db: asyncpg.Connection) -> Clock:
+    """Return the clock of the test's database, which can be set."""
+    one = Clock(db)
+    await one.put_up()
+    return one
 
 
 @pytest.fixture

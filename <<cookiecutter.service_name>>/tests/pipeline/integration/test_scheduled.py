@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,10 +15,12 @@ import typer
 
 from pipeline import Event, Handlers, Reject, Transaction, scheduled, scheduled_commands
 from pipeline.outbox import Unpublishable
+from pipeline.retention import keep_house
 from pipeline.scheduled import Scheduled
 from pipeline.settings import Settings
 
 from .bank import Account, Bank, Deposit, Deposited
+from .clock import Clock
 from .conftest import Command, eventually
 from .desk import Desk, NewDesk
 from .outgoing import Running, Tail, event, following, relaying, stage
@@ -315,6 +318,41 @@ async def test_one_that_is_being_taken_back_is_not_waited_for(
     await move_all(db)
     assert await names(db) == []
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 2
+
+
+async def test_a_clock_that_is_set_forward_and_back_loses_no_event_and_publishes_none_twice(
+    db: asyncpg.Connection, connect: Connect, clock: Clock, settings: Callable[..., Settings]
+) -> None:
+    """By up to six hours, either way, while two relays look."""
+    rng = random.Random(7)
+    other = await connect()
+    due: dict[str, datetime] = {}
+    seen: list[str] = []
+    # Days are there for as far back as it goes.
+    await clock.set(-6 * HOUR)
+    await keep_house(db, settings())
+    for number in range(60):
+        await clock.set(rng.uniform(-6, 6) * HOUR)
+        name, at = f"{number:02}", datetime.now(UTC) + rng.uniform(-6, 6) * HOUR
+        due[name] = at
+        await schedule(db, "t", [(name, at)])
+        await asyncio.gather(Scheduled().move(db), Scheduled().move(other))
+        now = await db.fetchval("SELECT clock_timestamp()")
+        ids = await staged(db)
+        assert ids[: len(seen)] == seen, "none is taken back"
+        assert {one for one in ids[len(seen) :] if due[one] > now} == set()
+        assert not {one for one, at in due.items() if at <= now} - set(ids), "what is due is there"
+        seen = ids
+    await clock.set(12 * HOUR)
+    await move_all(db)
+    assert sorted(await staged(db)) == sorted(due)
+    assert await names(db) == []
+
+
+async def staged(db: asyncpg.Connection) -> list[str]:
+    """Return the ids of the events in the outbox, in their order."""
+    rows = await db.fetch("SELECT event_id FROM pipeline.outbox ORDER BY id")
+    return [row["event_id"] for row in rows]
 
 
 async def test_what_is_due_is_found_by_an_index_however_much_waits(db: asyncpg.Connection) -> None:
