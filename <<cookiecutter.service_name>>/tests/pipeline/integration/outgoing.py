@@ -84,14 +84,19 @@ async def make_old_day(db: asyncpg.Connection) -> None:
 
 
 async def stage_long_ago(
-    db: asyncpg.Connection, id: int, topic: str = "missing", key: str = "ada"
+    db: asyncpg.Connection,
+    id: object,
+    topic: str = "missing",
+    key: str = "ada",
+    payload: bytes | None = None,
 ) -> None:
     """Insert an event into the old day."""
     await db.execute(
-        "INSERT INTO pipeline.outbox (topic, key, event_id, source, type, content_type, created_at)"
-        " VALUES ($1, $2, $3, '/bank', 'x', 'y', $4)",
+        "INSERT INTO pipeline.outbox (topic, key, payload, event_id, source, type, content_type,"
+        " created_at) VALUES ($1, $2, $3, $4, '/bank', 'x', 'y', $5)",
         topic,
         key.encode(),
+        payload,
         str(id),
         IN_OLD,
     )

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 import typer
 
-from pipeline import epoch, inbox, partitions, retention, retention_commands
+from pipeline import Park, Reject, epoch, inbox, partitions, retention, retention_commands
 from pipeline.partitions import Partition, State
 from pipeline.retention import Round, keep_house
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -21,14 +21,23 @@ from .conftest import Command, eventually, histories
 from .desk import Desk
 from .outgoing import (
     IN_OLD,
+    LARGE,
     OLD,
+    allow,
+    are_dead,
+    create_topic,
     event,
+    following,
+    ids_in,
     make_old_day,
     publish_all,
     relaying,
     stage,
     stage_long_ago,
+    waits,
 )
+from .outgoing import redrive as redrive_events
+from .test_dead import redrive
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
@@ -90,6 +99,70 @@ async def test_what_a_dropped_generation_remembered_is_too_old_and_what_others_d
 
 def _milliseconds(**change: float) -> int:
     return round((datetime.now(UTC) + timedelta(**change)).timestamp() * 1_000)
+
+
+async def test_what_is_parked_or_dead_is_known_and_applied_once_after_its_generation_has_gone(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    bank, desk = ledger
+    bank.errors = {1: Park("no order yet", after=3_600), 2: Reject("no")}
+    long_ago = _milliseconds(days=-9)
+    sent = [Deposit(1, timestamp=long_ago), Deposit(2, account="bob", timestamp=long_ago)]
+    for one in sent:
+        await desk.apply(one)
+    reasons = {("deposit", 0): "parked by its handler", ("deposit", 1): "rejected"}
+    assert await desk.set_aside() == reasons
+    await close_generation(db, timedelta(days=9) - timedelta(minutes=1))
+    assert (await keep_house(db, settings())).dropped == ["inbox_g1"]
+
+    bank.errors = {}
+    again = await desk.apply(*sent)
+    assert [one.is_new for one in again] == [False, False]
+    assert await desk.set_aside() == reasons, "nor are they too old"
+    assert await histories(db) == {}
+
+    await redrive(desk)
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1], "bob": [2]}
+    assert await desk.backlog() == []
+    again = await desk.apply(*sent)
+    assert [one.is_new for one in again] == [False, False], "their markers are of today"
+    assert await desk.set_aside() == {}
+    assert await histories(db) == {"ada": [1], "bob": [2]}
+
+
+async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    missing: str,
+    quick: Callable[..., Settings],
+) -> None:
+    """Both what is dead and what waits."""
+    small = await new_topic(**{"max.message.bytes": "4000"})
+    chosen = quick(unsent_attempts=2)
+    await make_old_day(db)
+    await stage_long_ago(db, "dead", small, LARGE)
+    await stage_long_ago(db, "waits", missing)
+    async with relaying(chosen):
+        await eventually(are_dead(db, ["dead"]))
+        await eventually(waits(db, ["waits"]))
+
+        async def is_dropped() -> bool:
+            return OLD in (await keep_house(db, chosen)).dropped
+
+        await eventually(is_dropped)
+        await create_topic(kafka, missing)
+        await allow(kafka, small, 100_000)
+        async with following(kafka, small) as first, following(kafka, missing) as second:
+            assert len(await redrive_events(db)) == 1
+            await first.until_ids(["dead"])
+            await second.until_ids(["waits"])
+            await eventually(waits(db, []))
+    assert await ids_in(kafka, small) == ["dead"]
+    assert await ids_in(kafka, missing) == ["waits"]
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
 
 
 async def test_a_clock_that_is_ahead_lets_nothing_take_effect_twice(
