@@ -237,6 +237,15 @@ def test_status_has_a_line_for_each_server(up: Stack) -> None:
         assert str(up.state / f"{server}.log") in line
 
 
+def test_the_addresses_of_a_server_that_is_slow_to_answer_are_told(up: Stack) -> None:
+    addresses = up.addresses()
+    os.kill(up.pid("kafka"), signal.SIGSTOP)
+    try:
+        assert up.addresses() == addresses
+    finally:
+        os.kill(up.pid("kafka"), signal.SIGCONT)
+
+
 def test_the_state_directory_ignores_itself(up: Stack) -> None:
     assert (up.state / ".gitignore").read_text() == "*\n"
 

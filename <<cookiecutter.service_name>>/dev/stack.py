@@ -110,7 +110,8 @@ def command_status(directory: StateDirectory) -> int:
 
 def command_env(directory: StateDirectory) -> int:
     servers = current_servers(directory)
-    if servers is None or not servers.serve():
+    # Not whether they serve: one that is slow to answer has its address all the same.
+    if servers is None or not servers.are_up():
         raise StackError("The servers are not up. Bring them up with `up`.")
     for name, value in servers.addresses().items():
         print(f"export {name}={shlex.quote(value)}")

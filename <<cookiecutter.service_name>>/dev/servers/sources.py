@@ -56,6 +56,10 @@ class Servers(ABC):
     @abstractmethod
     def status(self) -> list[Status]: ...
 
+    @abstractmethod
+    def are_up(self) -> bool:
+        """Whether both are there, as far as that is known here; a busy one may not answer."""
+
     def serve(self) -> bool:
         return bool(self.addresses()) and all(server.serves for server in self.status())
 
@@ -65,6 +69,9 @@ class EnvironmentServers(Servers):
 
     def addresses(self) -> dict[str, str]:
         return {name: os.environ[name] for name in (DATABASE_URL, BOOTSTRAP_SERVERS)}
+
+    def are_up(self) -> bool:
+        return True  # that is for the one to know who has named them
 
     def up(self) -> None:
         deadline = time.monotonic() + 3
@@ -161,7 +168,7 @@ class ComposeServers(OwnServers):
             )
             deadline = time.monotonic() + START_TIMEOUT
             while not self.serve():
-                if time.monotonic() > deadline or self._running() != list(self.records):
+                if time.monotonic() > deadline or not self.are_up():
                     raise StackError(
                         "The containers ended while starting, or did not serve within "
                         f"{START_TIMEOUT:.0f} s.\n{self._run('logs', '--tail=15')}"
@@ -194,6 +201,9 @@ class ComposeServers(OwnServers):
             address = f"{LOOPBACK}:{port}"
             lines.append(Status(title, self.mode, address, "container", serves, log))
         return lines
+
+    def are_up(self) -> bool:
+        return self._running() == list(self.records)
 
     def _running(self) -> list[str]:
         services = self._run("ps", "--services", "--status", "running").split()
@@ -237,6 +247,9 @@ class LocalServers(OwnServers):
         if purge:
             for server in self.servers:
                 server.remove()
+
+    def are_up(self) -> bool:
+        return all(server.runs() for server in self.servers)
 
     def status(self) -> list[Status]:
         return [
