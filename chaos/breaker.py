@@ -49,11 +49,12 @@ class Breaker:
     async def _at_its_time(self, fault: Fault, note: Callable[[str], None]) -> None:
         await asyncio.sleep(fault.at)
         note(f"[red]{fault}[/]")
+        under_way = 0
         match fault.kind:
             case "kill":
                 await self._kill(fault)
             case "pause":
-                await self._pause(fault)
+                under_way = await self._pause(fault)
             case "cut" | "halfopen" | "delay" | "partition":
                 for proxy in self._proxies(fault):
                     await self._on_the_way(proxy, fault)
@@ -73,7 +74,7 @@ class Breaker:
             case "rollout":
                 await self._releases.roll_out(fault.seconds)
             case "retention":
-                await self._memory.next_day()
+                under_way = await self._memory.next_day()
             case "rotation":
                 await self._memory.rotate(fault.seconds)
             case "replay":
@@ -82,7 +83,7 @@ class Breaker:
                 await self._memory.hold_up_moves(fault.seconds)
             case "effects":
                 await self._spoil_the_outside(fault)
-        self.ended.append(Ended(fault.kind, time.time()))
+        self.ended.append(Ended(fault.kind, time.time(), under_way))
 
     def _member(self, fault: Fault) -> Member:
         return self._system.members[fault.target]
@@ -94,14 +95,18 @@ class Breaker:
             await asyncio.sleep(fault.seconds)
             await member.service.start()
 
-    async def _pause(self, fault: Fault) -> None:
+    async def _pause(self, fault: Fault) -> int:
+        """Stop a process for a while; return how many calls it may have been on the way with."""
         member = self._member(fault)
         async with member.busy:
             member.service.send(signal.SIGSTOP)
             try:
-                await asyncio.sleep(fault.seconds)
+                async with asyncio.TaskGroup() as group:
+                    counting = group.create_task(self._memory.calls_under_way())
+                    await asyncio.sleep(fault.seconds)
             finally:
                 member.service.send(signal.SIGCONT)
+        return counting.result() if member.command == "consume" else 0
 
     def _proxies(self, fault: Fault) -> list[Proxy]:
         return [member.proxies[fault.server] for member in self._system.targets(fault.target)]

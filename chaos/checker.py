@@ -6,13 +6,16 @@ It goes to the servers directly, and asks the service nothing.
 import argparse
 import asyncio
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
+from datetime import time as time_of_day
 from pathlib import Path
+from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
@@ -64,18 +67,15 @@ SELECT consumer, partition, "offset", record_key, source, id, reason, attempts, 
 TALLIED = f"""
 SELECT '/scanners/' || scanner AS source, number::text AS id, parcel_id FROM {TALLY} ORDER BY n
 """
-INTERRUPTING = {
-    **dict.fromkeys(("kill", "pause", "partition", "halfopen", "rebalance"), 1),
-    # All leases end with the day: three consumers have two workers each.
-    "retention": 6,
-}
-"""Faults after which workers may find that their lane has gone to another, and how many may."""
+UNSAID = {"kill": 2, "rebalance": 2, "halfopen": 6, "rollout": 6}
+"""Faults after which workers may have lost a lane and not say so, and how many may: those of a
+consumer that ends, two, or of all three. All other ones say so, see `lanes_lost`."""
+LANE_LOST = re.compile(r"backlog lane (\d+) went to somebody else")
+OF_CALLS = 64
+"""The first of the lanes in which no scans wait, but calls."""
 WRONG = ("lost", "doubled", "reordered", "misjudged")
 OUTBOX_AGE = timedelta(hours=26)
 """From the beginning of a day until it is old enough to be dropped."""
-STOPPING = {"pause": 2, "retention": 10}
-"""Faults after which calls may be made late, and how many may: who makes them was stopped on the
-way to the outside, or the time in which nobody was to ask went by in a moment."""
 LOOK_EVERY = 0.5
 FINDINGS = 50
 """So many are told; all of them are counted."""
@@ -169,10 +169,10 @@ class Checker:
                 return Backlog(unread, waiting, 0)
             staged = {row[0] for row in await connection.fetch(STAGED)}
             due = sum(is_due for _, is_due in await connection.fetch(SCHEDULED))
-            kept = _kept(await connection.fetchrow(PARTITIONS))
+            unneeded = kept(await connection.fetchrow(PARTITIONS))
         finally:
             await connection.close()
-        return Backlog(unread, waiting, len(staged - self._seen()), due, kept)
+        return Backlog(unread, waiting, len(staged - self._seen()), due, unneeded)
 
     def _seen(self) -> set[str]:
         return self._witness.events | self._reminded.events
@@ -298,11 +298,22 @@ def complete(evidence: Evidence, books: Books, applied: Sequence[Identity]) -> E
     return replace(evidence, sent=[scan for one in applied if (scan := first[one].scan)])
 
 
-def _kept(partitions: asyncpg.Record) -> int:
+def kept(partitions: Mapping[str, Any]) -> int:
     """Count the days and generations that should be gone."""
-    past, oldest = (partitions["now"] - OUTBOX_AGE).date(), partitions["oldest"]
-    days = [day for day in partitions["days"] if day < past]
-    return len(days) + len([one for one in partitions["generations"] if one < oldest])
+    began = partitions["now"] - OUTBOX_AGE
+    days = [day for day in partitions["days"] if _midnight(day) < began]
+    forgotten = [one for one in partitions["generations"] if one < partitions["oldest"]]
+    return len(days) + len(forgotten)
+
+
+def _midnight(day: date) -> datetime:
+    return datetime.combine(day, time_of_day(), UTC)
+
+
+def lanes_lost(logs: Path) -> int:
+    """Count how often a worker says that the lane of scans that it worked at was another's."""
+    lost = [n for log in logs.glob("*.log") for n in LANE_LOST.findall(log.read_text("utf-8"))]
+    return sum(int(lane) < OF_CALLS for lane in lost)
 
 
 def _time(record: Record) -> datetime:
@@ -338,6 +349,7 @@ async def main() -> None:
     parser.add_argument("--database", required=True)
     parser.add_argument("--calls", type=Path, required=True)
     parser.add_argument("--requests", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--work", required=True)
     parser.add_argument("--patience", type=float, required=True)
     parser.add_argument("--quiet", type=float, required=True)
@@ -355,14 +367,14 @@ async def main() -> None:
                 following.cancel()
                 ended = [Ended(*one) for one in json.loads(rest)]
                 evidence, books = await checker.gather()
+                unsaid = sum(UNSAID.get(one.kind, 0) for one in ended)
                 books = replace(
                     books,
                     holds=chosen.after_death == "hold",
-                    interruptions=sum(INTERRUPTING.get(one.kind, 0) for one in ended),
+                    interruptions=unsaid + lanes_lost(chosen.logs),
                 )
                 done, counts = await checker.errands(evidence.output)
-                late = sum(STOPPING.get(one.kind, 0) for one in ended)
-                done = replace(done, late=late)
+                done = replace(done, late=sum(one.under_way for one in ended))
                 judgement = judge(books)
                 evidence = complete(evidence, books, judgement.applied[CONSUMER])
                 recovered = checker.recovered(ended, evidence, books)

@@ -54,7 +54,7 @@ class Books:
     """What the deferred consumer wrote down, in its order, and the parcel of each."""
     calls: Sequence[Call]
     interruptions: int = 0
-    """Faults that may have ended a process's work on a lane, each of which may cost an attempt."""
+    """How often a worker may have lost its lane, each of which may cost an attempt."""
     holds: bool = True
     """Whether a death at the deferred consumer holds its key."""
 
@@ -211,9 +211,10 @@ class _Consumer:
         if len(became) > 1:
             return must, [*found, Finding("doubled", f"{name} has become {_told(became)}")]
         is_ = became[0] if became else Fate("skipped")
-        unearned = self._spent.count(self._name, identity, is_.attempts) if _tried(is_) else 0
+        is_dead = is_.state == "dead"
+        unearned = self._spent.count(self._name, identity, is_.attempts) if is_dead else 0
         if _agree(is_, must, unearned):
-            return (is_ if is_.state == "dead" else must), found
+            return (is_ if is_dead else must), found
         kind: Literal["lost", "misjudged"] = "lost" if is_.state == "skipped" else "misjudged"
         return must, [*found, Finding(kind, f"{name} is {_told([is_])}, not {_told([must])}")]
 
@@ -233,16 +234,14 @@ class _Consumer:
             yield Finding("doubled", f"{self._name}: {identity} has a trace, and nobody sent that")
 
 
-def _tried(became: Fate) -> bool:
-    return became.state == "dead" and became.reason in ("attempts used up", "rejected")
-
-
 def _agree(is_: Fate, must: Fate, unearned: int) -> bool:
     """Whether a message has become what it must, given attempts that were spent on nothing."""
     if is_.state == "applied":
         return must.state == "applied"
     if is_.state == "dead" and unearned:
-        return is_.attempts - unearned <= must.attempts and is_.attempts <= ATTEMPTS
+        is_used_up = (is_.reason, is_.attempts) == ("attempts used up", ATTEMPTS)
+        earned = is_.attempts - unearned
+        return (is_used_up or is_.reason == must.reason) and earned <= must.attempts
     if is_.state == "waiting":
         return must.state == "waiting"
     return is_ == must

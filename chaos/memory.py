@@ -7,11 +7,13 @@ by them: what the service is then free to forget is never sent again and never r
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
 import asyncpg  # type: ignore[import-untyped]
 
+from chaos.errands import CHARGE
 from chaos.system import AWAY, Member, Servers
 from chaos.talk import Helper
 from demo import feed, witness
@@ -39,6 +41,16 @@ CREATE TABLE rig.marker (
 
 # A day is over and old enough: the service keeps the outbox for two hours, the shortest there is.
 NEXT_DAY = "UPDATE rig.clock SET ahead = ahead + interval '27 hours'"
+# Whoever notes that a call begins holds a lane meanwhile. Nobody is made to wait for long.
+NOBODY_NOTES = (
+    "SET LOCAL lock_timeout = '1s'",
+    "LOCK TABLE pipeline.backlog_lane IN SHARE MODE",
+)
+# They are noted before, and until it is known what came of them.
+UNDER_WAY = f"""
+SELECT count(*) FROM pipeline.backlog
+ WHERE consumer = '{CHARGE}' AND reason = 'outcome unknown' AND died_at IS NULL
+"""
 CLOSE = "UPDATE pipeline.inbox_generation SET opened_at = opened_at - interval '1 hour'"
 CLOSED = "SELECT generation FROM pipeline.inbox_closed ORDER BY generation"
 POSITIONS = "SELECT partition, next_offset FROM pipeline.position WHERE topic = $1"
@@ -110,12 +122,33 @@ class Memory:
                 await self._forget()
             await asyncio.sleep(LOOK_EVERY)
 
-    async def next_day(self) -> None:
-        """Let the database's clock go on by more than a day."""
+    async def next_day(self) -> int:
+        """Let the database's clock go on by more than a day; return how many calls are under way.
+
+        By the leases' clock all of them are over then, and somebody else may call meanwhile.
+        """
+        return await self._count_calls(before=NOBODY_NOTES, then=[NEXT_DAY])
+
+    async def calls_under_way(self) -> int:
+        """Return how many calls are under way that must not be repeated blindly, at most."""
+        return await self._count_calls()
+
+    async def _count_calls(self, before: Sequence[str] = (), then: Sequence[str] = ()) -> int:
+        """Count them in one transaction with other statements."""
         while True:
             with suppress(*AWAY):
-                await self._servers.execute(_MAY_WRITE, NEXT_DAY)
-                return
+                connection = await asyncpg.connect(self._servers.stack.database)
+                try:
+                    await connection.execute(_MAY_WRITE)
+                    async with connection.transaction():
+                        for statement in before:
+                            await connection.execute(statement)
+                        under_way: int = await connection.fetchval(UNDER_WAY)
+                        for statement in then:
+                            await connection.execute(statement)
+                    return under_way
+                finally:
+                    connection.terminate()
             await asyncio.sleep(LOOK_EVERY)
 
     async def replay(self, member: Member, seconds: float) -> None:

@@ -22,6 +22,8 @@ class Ended(NamedTuple):
     kind: str
     at: float
     """Seconds since 1970."""
+    under_way: int = 0
+    """Calls to the outside that it may have made late: those that were under way when it began."""
 
 
 class Recovery(NamedTuple):

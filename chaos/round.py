@@ -155,6 +155,7 @@ class Round:
             database=stack.database,
             calls=self._calls,
             requests=self._requests,
+            logs=self._folder,
             work=",".join(self._plan.work),
             **{"after-death": self._plan.after_death},
             patience=self._plan.patience,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 
 from chaos import errands, feed, schedule
 from chaos import poison as poisons
-from chaos.checker import Backlog
+from chaos.checker import Backlog, kept, lanes_lost
 from chaos.checker import unordered as parcels_without_order
 from chaos.edit import Edit, Outdated
 from chaos.errands import AFTER, CHARGE, TELL, Done, Errand, Reminder, Request
@@ -177,6 +177,28 @@ def test_a_backlog_says_what_is_left() -> None:
     assert str(Backlog({}, 0, 2)) == "2 events of the outbox unpublished"
     assert str(Backlog({}, 0, 0, 3)) == "3 scheduled events due"
     assert str(Backlog({}, 0, 0, 0, 4)) == "4 days and generations kept that nobody needs"
+
+
+@pytest.mark.parametrize("hour", range(24))
+def test_a_day_that_is_over_is_waited_for_at_whatever_hour_the_round_begins(hour: int) -> None:
+    jumped = datetime(2026, 1, 1, hour, 30, tzinfo=UTC) + timedelta(hours=27)
+    days = [date(2026, 1, 1) + n * timedelta(days=1) for n in range(4)]
+    there = {"now": jumped, "oldest": 3, "days": days, "generations": [2, 3, 4]}
+    assert kept(there) == (3 if hour == 23 else 2), "the days, and a generation"
+    assert kept({**there, "days": days[2:], "generations": [3, 4]}) == 0
+
+
+def test_lanes_that_were_lost_are_counted_by_the_words_of_those_who_lost_them(
+    tmp_path: Path,
+) -> None:
+    engine = RAW / "src" / "pipeline"
+    lost = 'LaneLost(f"backlog lane {lane.number} went to somebody else")'
+    assert lost in (engine / "backlog.py").read_text()
+    assert "\nLANES = 32\n" in (engine / "schema.py").read_text()
+    for name, lanes in (("consume-1", (0, 63, 64)), ("consume-2", (5, 5)), ("relay-1", ())):
+        lines = [f'{{"message": "backlog lane {lane} went to somebody else"}}' for lane in lanes]
+        (tmp_path / f"{name}.log").write_text("\n".join(["started", *lines, ""]))
+    assert lanes_lost(tmp_path) == 4, "in lanes of calls no attempt of a scan is spent"
 
 
 def given(one: Scan, partition: int, offset: int = 0, poison: Poison | None = None) -> Given:
@@ -351,6 +373,22 @@ def test_what_became_of_messages_is_checked(tamper: Callable[[Books], Books], ki
 def test_an_attempt_may_be_spent_beforehand_where_processes_die() -> None:
     interrupted = replace(BOOKS, calls=BOOKS.calls[1:], interruptions=1)
     assert judge(interrupted).findings == []
+
+
+def test_a_lane_that_is_lost_between_note_and_verdict_may_cost_an_attempt_whatever_the_reason() -> (
+    None
+):
+    for place in (5, 6):  # of one whose payload does not fit, at each consumer
+        spent = changed(BOOKS, place, attempts=1)
+        assert judge(replace(spent, interruptions=1)).findings == []
+        assert {finding.kind for finding in judge(spent).findings} == {"misjudged"}
+
+
+def test_a_lost_lane_excuses_no_other_reason() -> None:
+    wrongly = changed(BOOKS, 6, reason="rejected", attempts=1)
+    assert "misjudged" in {
+        finding.kind for finding in judge(replace(wrongly, interruptions=1)).findings
+    }
 
 
 def test_where_deaths_hold_nothing_nothing_waits() -> None:
