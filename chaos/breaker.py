@@ -13,7 +13,7 @@ from chaos.proxy import Proxy
 from chaos.recovery import Ended
 from chaos.releases import Releases
 from chaos.schedule import Fault
-from chaos.system import AWAY, STOP, Member, System
+from chaos.system import AWAY, BOOTED_WITHIN, GONE_WITHIN, STOP, Member, System
 from chaos.talk import Helper
 from demo.processes import NAME
 
@@ -64,7 +64,7 @@ class Breaker:
             case "terminate":
                 await self._terminate()
             case "database" | "broker" | "both":
-                await self._stop_servers(fault)
+                await self._stop_servers(fault, note)
             case "readonly":
                 await self._make_read_only(fault)
             case "connections":
@@ -134,11 +134,13 @@ class Breaker:
         with suppress(*AWAY):
             await self._system.servers.execute(TERMINATE)
 
-    async def _stop_servers(self, fault: Fault) -> None:
+    async def _stop_servers(self, fault: Fault, note: Callable[[str], None]) -> None:
         servers = self._system.servers
         async with servers.busy:
             for name in fault.target.split(" and "):
-                await servers.stop(name, signal.SIGKILL if fault.hard else STOP[name])
+                number = signal.SIGKILL if fault.hard else STOP[name]
+                if not await servers.stop(name, number):
+                    note(f"[red]{name} did not end within {GONE_WITHIN:.0f} s, and was killed[/]")
             await asyncio.sleep(fault.seconds)
             await servers.start()
 
@@ -177,6 +179,7 @@ class Breaker:
         member = self._member(fault)
         async with member.busy:
             await member.service.start()
+            await member.service.ready(BOOTED_WITHIN)
             await asyncio.sleep(fault.seconds)
             if fault.hard:
                 await member.service.kill()

@@ -107,6 +107,7 @@ class Memory:
 
     async def watch(self) -> None:
         """Keep what generations remember that were closed, and note what had been sent by then."""
+        await self._feed.says("ready")  # it says what it has sent from then on
         while True:
             with suppress(*AWAY):
                 await self._keep()

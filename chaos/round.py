@@ -26,11 +26,13 @@ from demo.display import Display, say
 CONSUMERS = ("consume-1", "consume-2", "consume-3")
 RELAYS = ("relay-1", "relay-2")
 EXTRA = ("consume-extra", "relay-extra")
-PATIENCE = 150.0
+NOTICED = {"postgres": 60.0, "kafka": 40.0}
+"""Seconds after which the engine gives up a connection to a server that died without a word."""
+PATIENCE = 1.5 * (2 * NOTICED["postgres"] + NOTICED["kafka"])
 """Seconds without any progress after which the healed system counts as stuck.
 
-Longer than the minute after which asyncpg gives up a connection that died without a word, and
-the 40 s after which aiokafka does, one after the other.
+Whoever stands still notices one after the other: the connection with the transaction, the one from
+the pool that it is tried on next, and that to Kafka. A busy machine takes its time on top.
 """
 
 
@@ -125,7 +127,7 @@ class Round:
                 outside.tell("end")
                 await serving
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            raise reason_of(failures) from None
         finally:
             await system.close()
         return self._report(checker.said, ended, releases.migrated, [*stuck, *system.ended])
@@ -225,13 +227,21 @@ class Round:
         return breaker.ended
 
     async def _drain(self, checker: Helper) -> list[str]:
-        """Wait until all is done; return what is not, and why, if it does not go on."""
+        """Wait until all is done, by members that are ready; return what is left, and why."""
         say(self._console, "healed", "waiting until all is done")
         healed = time.monotonic()
         checker.tell("drain")
         left = await checker.says("left")
-        if not left:
+        obstacles = await self._system.obstacles(0 if left else PATIENCE)
+        if not left and not any(obstacles.values()):
             say(self._console, "drained", f"after {time.monotonic() - healed:.1f} s")
             return []
-        obstacles = await self._system.obstacles()
-        return [left, *(f"{name}: {reason or 'ready'}" for name, reason in obstacles.items())]
+        ready = [f"{name}: {reason or 'ready'}" for name, reason in obstacles.items()]
+        return [left, *ready] if left else ready
+
+
+def reason_of(failures: BaseException) -> BaseException:
+    """Return the first failure of a group, however many groups it lies in."""
+    while isinstance(failures, BaseExceptionGroup):
+        failures = failures.exceptions[0]
+    return failures

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ SETTINGS = {
     "PIPELINE_TRANSACTION_TIMEOUT": "3",
     "PIPELINE_LOCK_TIMEOUT": "1.5",
     "PIPELINE_RELAY_LEASE": str(LEASE),
-    # Longer than a server is away, so that what is spent beforehand is spent by deaths alone.
+    # Longer than a server is away, mostly, so that an outage costs no lane.
     "PIPELINE_BACKLOG_LEASE": "7",
     "PIPELINE_RETRY_PAUSE": "1",
     "PIPELINE_OFFSET_COMMIT_INTERVAL": "2",
@@ -45,7 +46,11 @@ CREATE TABLE IF NOT EXISTS {TALLY} (
 """
 STOP = {"postgres": signal.SIGINT, "kafka": signal.SIGTERM}
 """What asks a server to end without waiting for its clients."""
+BOOTED_WITHIN = 240.0
+"""Seconds; a busy machine starts several at once, and a server may be away meanwhile."""
 GONE_WITHIN = 30.0
+"""Seconds until a server that was asked to end is killed, as its platform would."""
+LOOK_EVERY = 0.1
 AWAY = (
     OSError,
     asyncpg.PostgresError,
@@ -144,14 +149,20 @@ class Servers:
         finally:
             await connection.close()
 
-    async def stop(self, server: str, number: signal.Signals) -> None:
-        """End a server by a signal; return when it is gone."""
+    async def stop(self, server: str, number: signal.Signals) -> bool:
+        """End a server by a signal; say when it is gone whether that was enough, in time."""
         pid = json.loads((self.stack.state / "state.json").read_text())[server]["pid"]
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-        async with asyncio.timeout(GONE_WITHIN):
-            while _is_alive(pid):  # noqa: ASYNC110  # no child of ours: nobody tells us
-                await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(GONE_WITHIN):
+                await _end_of(pid)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            await _end_of(pid)
+            return False
+        return True
 
     async def start(self) -> None:
         """Bring both up; return when they serve."""
@@ -202,7 +213,7 @@ class System:
         for name in members:
             await self.members[name].service.start()
         for name in members:
-            await self.members[name].service.ready()
+            await self.members[name].service.ready(BOOTED_WITHIN)
 
     async def guard(self) -> None:
         """Start a member again that ends by itself, as its platform would, and take a note."""
@@ -224,14 +235,24 @@ class System:
         """Return the member of that name, or every one."""
         return list(self.members.values()) if name == EVERYBODY else [self.members[name]]
 
-    async def obstacles(self) -> dict[str, str]:
-        """Return what keeps the members that run from being ready, in their own words."""
-        running = [m for m in self.members.values() if m.service.pid is not None]
-        said = await asyncio.gather(*(member.service.obstacle() for member in running))
-        return {member.name: reason for member, reason in zip(running, said, strict=True)}
+    async def obstacles(self, patience: float = 0.0) -> dict[str, str]:
+        """Return what keeps the members that run from being ready, in their own words.
+
+        Waits for so many seconds at most until nothing does.
+        """
+        until = time.monotonic() + patience
+        while True:
+            running = [m for m in self.members.values() if m.service.pid is not None]
+            said = await asyncio.gather(*(member.service.obstacle() for member in running))
+            if not any(said) or time.monotonic() >= until:
+                return {member.name: why for member, why in zip(running, said, strict=True)}
+            await asyncio.sleep(LOOK_EVERY)
 
     async def stop(self) -> list[str]:
-        """Ask the members to end; return the names of those that did not do so properly."""
+        """Ask the members to end; return the names of those that did not do so properly.
+
+        They must be ready: who still starts knows no signal yet.
+        """
         members = list(self.members.values())
         properly = await asyncio.gather(*(member.service.stop() for member in members))
         return [m.name for m, well in zip(members, properly, strict=True) if not well]
@@ -241,6 +262,11 @@ class System:
         for member in self.members.values():
             await member.close()
         await self.servers.stack.down(self.setup_log)
+
+
+async def _end_of(pid: int) -> None:
+    while _is_alive(pid):  # noqa: ASYNC110  # no child of ours: nobody tells us
+        await asyncio.sleep(0.05)
 
 
 def _is_alive(pid: int) -> bool:

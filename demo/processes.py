@@ -198,13 +198,12 @@ class Service:
             lock.write(str(self._process.pid))
         self._started.set()
 
-    async def ready(self) -> None:
-        """Wait until the service says that it is ready."""
+    async def ready(self, within: float = READY_WITHIN) -> None:
+        """Wait until the service says that it is ready. Raises `ProcessFailed` after `within` s."""
         began = time.monotonic()
         while obstacle := await self.obstacle():
-            if time.monotonic() - began > READY_WITHIN:
-                within = f"{READY_WITHIN:.0f} s"
-                raise ProcessFailed(f"the service was not ready within {within}: {obstacle}")
+            if time.monotonic() - began > within:
+                raise ProcessFailed(f"the service was not ready within {within:.0f} s: {obstacle}")
             await asyncio.sleep(0.1)
 
     async def obstacle(self) -> str:

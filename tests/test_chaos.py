@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -19,25 +20,30 @@ from typing import Any
 import httpx
 import pytest
 
-from chaos import errands, feed, schedule
+from chaos import errands, feed, schedule, system
 from chaos import poison as poisons
+from chaos.breaker import Breaker
 from chaos.checker import Backlog, kept, lanes_lost
 from chaos.checker import unordered as parcels_without_order
 from chaos.edit import Edit, Outdated
 from chaos.errands import AFTER, CHARGE, TELL, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Stored, judge
+from chaos.memory import Memory
 from chaos.outside import Outside
 from chaos.poison import ATTEMPTS, ILLEGIBLE, TALLY, Given, Poison, understand
 from chaos.proxy import HOST, Proxy
 from chaos.recovery import Ended, Recovery, measure, undisturbed
+from chaos.releases import Releases
 from chaos.report import Report
-from chaos.round import CONSUMERS, RELAYS
+from chaos.round import CONSUMERS, NOTICED, PATIENCE, RELAYS, reason_of
 from chaos.sabotage import LOADS, SABOTAGES, Sabotage
 from chaos.schedule import KINDS, Fault
+from chaos.system import Member, Servers, System
+from chaos.talk import Helper
 from demo.evidence import Evidence
 from demo.flights import Scan
 from demo.ledger import audit
-from demo.processes import last_lines
+from demo.processes import PACKAGE, ProcessFailed, last_lines
 from demo.witness import CONSUMER
 
 from tests.baked import RAW
@@ -590,6 +596,96 @@ GOOD = Report(
 def test_a_report_holds_only_if_nothing_is_wrong(change: dict[str, Any]) -> None:
     assert GOOD.holds
     assert not replace(GOOD, **change).holds
+
+
+SLOWLY = """
+import os, signal, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        Path("ready").touch()
+        self.send_response(200)
+        self.end_headers()
+
+time.sleep(1)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+HTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Ready).serve_forever()
+"""
+"""A service that takes a while until it knows of signals, and answers."""
+
+
+@asynccontextmanager
+async def slow_system(folder: Path, *names: str) -> AsyncIterator[System]:
+    """A system whose processes do nothing but begin slowly; none is started yet."""
+    package = folder / "src" / PACKAGE
+    package.mkdir(parents=True)
+    (package.parent / "slowly.py").write_text(SLOWLY)
+    (package / "tables.py").touch()
+    slow = System(folder, folder, module="slowly")
+    slow.servers.stack.addresses |= {"PIPELINE_DATABASE_URL": "postgresql+asyncpg://me@there/db"}
+    try:
+        for name in names:
+            slow.members[name] = Member(name, folder, folder, slow.servers, "slowly")
+            await slow.members[name].prepare({})
+        yield slow
+    finally:
+        for member in slow.members.values():
+            await member.close()
+
+
+@needs_proc
+async def test_who_still_starts_is_asked_to_end_when_it_is_ready(tmp_path: Path) -> None:
+    async with slow_system(tmp_path, "relay-1", "relay-extra") as slow:
+        await slow.members["relay-1"].service.start()
+        assert (await slow.obstacles())["relay-1"]
+        assert await slow.obstacles(patience=60) == {"relay-1": ""}
+        assert await slow.stop() == []
+
+
+@needs_proc
+async def test_who_joins_for_a_while_has_joined(tmp_path: Path) -> None:
+    async with slow_system(tmp_path, "relay-extra") as slow:
+        nobody = Helper("nobody", tmp_path / "nobody.log")
+        memory, releases = Memory(slow.servers, nobody), Releases(slow, tmp_path)
+        breaker = Breaker(slow, memory, nobody, releases)
+        await breaker.run([Fault(0, "relays", "relay-extra")], lambda _: None)
+        assert (tmp_path / "ready").exists()
+        assert [one.kind for one in breaker.ended] == ["relays"]
+
+
+@needs_proc
+async def test_a_server_that_does_not_end_when_asked_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "GONE_WITHIN", 0.2)
+    servers = Servers(tmp_path, tmp_path, tmp_path / "log")
+    servers.stack.state.mkdir()
+    for ignores, goes in (("", True), ("trap '' TERM; ", False)):
+        script = f"{ignores}echo; while :; do sleep 0.05; done"
+        server = await asyncio.create_subprocess_exec(
+            "sh", "-c", script, stdout=asyncio.subprocess.PIPE
+        )
+        assert server.stdout is not None
+        await server.stdout.readline()
+        state = json.dumps({"kafka": {"pid": server.pid}})
+        (servers.stack.state / "state.json").write_text(state)
+        assert await servers.stop("kafka", signal.SIGTERM) is goes
+        assert await server.wait() == -(signal.SIGTERM if goes else signal.SIGKILL)
+
+
+def test_the_reason_of_a_failure_is_told_however_deep_it_lies() -> None:
+    failure = ProcessFailed("the service was not ready")
+    groups = ExceptionGroup("a", [ExceptionGroup("b", [ExceptionGroup("c", [failure])])])
+    assert reason_of(groups) is failure
+
+
+def test_nobody_counts_as_stuck_before_dead_connections_can_have_been_noticed() -> None:
+    engine = RAW / "src" / "pipeline"
+    assert f"_COMMAND_SECONDS = {NOTICED['postgres']}\n" in (engine / "database.py").read_text()
+    assert f"_ANSWERS_WITHIN = {NOTICED['kafka']}\n" in (engine / "clients.py").read_text()
+    assert 2 * NOTICED["postgres"] + NOTICED["kafka"] < PATIENCE
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.name)
