@@ -27,7 +27,7 @@ def group(archive: Archive) -> typer.Typer:
     """Return the commands for an archive."""
     app = typer.Typer(help="Days of the outbox that are gone.", no_args_is_help=True)
 
-    @app.command("list")
+    @app.command("list", epilog="For example: service archive list")
     def list_days(as_json: Json = False) -> None:
         """List the days that are archived."""
         run_to_end(_list(archive, as_json=as_json))

@@ -12,7 +12,7 @@ def group(service: Service) -> typer.Typer:
     """Return the command for a service."""
     app = typer.Typer(help="Serve the operations page.", invoke_without_command=True)
 
-    @app.callback()
+    @app.callback(epilog="For example: service page")
     def page() -> None:
         """Serve the operations page, until SIGTERM or SIGINT."""
         settings, chosen = read_settings_and(service, PageSettings)

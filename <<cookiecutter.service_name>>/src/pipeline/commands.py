@@ -72,17 +72,17 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
     relays = typer.Typer(invoke_without_command=True)
     app.add_typer(relays, name="relay")
 
-    @app.command("run")
+    @app.command("run", epilog="For example: service run")
     def run_all() -> None:
         """Consume, relay and keep house, in one process."""
         run_to_end(run(service, read_settings(service), Part.CONSUME | Part.RELAY))
 
-    @app.command()
+    @app.command(epilog="For example: service consume  # beside service relay")
     def consume() -> None:
         """Consume and keep house, without a relay."""
         run_to_end(run(service, read_settings(service), Part.CONSUME))
 
-    @relays.callback()
+    @relays.callback(epilog="For example: service relay  # beside service consume")
     def relay(context: typer.Context) -> None:
         """Publish the outbox and keep house, without consuming."""
         if context.invoked_subcommand is None:
@@ -118,7 +118,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         """Tell when, where and with which outcome an event was handled."""
         run_to_end(_show(service, read_settings(service), id, source, as_json=as_json))
 
-    @app.command()
+    @app.command(epilog="For example: service migrate")
     def migrate(as_json: Json = False) -> None:
         """Bring the database to the newest schema, the engine's and yours."""
         settings = read_settings(service)
