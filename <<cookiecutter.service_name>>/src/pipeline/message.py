@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -25,9 +26,12 @@ LONGEST_KEPT_KEY = 64
 """Bytes. What is known of longer keys is not kept: caches are bounded by number, not by size."""
 
 _REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
+_required = itemgetter(*_REQUIRED)
 _OPTIONAL = ("ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_datacontenttype")
 _REFERENCE = ("ce_dataref", "ce_datalength", "ce_datachecksum")
-_TRACE = ("traceparent", "tracestate", "ce_traceparent", "ce_tracestate", "baggage")
+_TRACES = (("traceparent", "tracestate"), ("ce_traceparent", "ce_tracestate"))
+"""Parent and state, by HTTP's names first."""
+_TRACE = (*_TRACES[0], *_TRACES[1], "baggage")
 
 # PostgreSQL's text holds no NUL; a surrogate stands for a byte that was not UTF-8.
 _UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
@@ -205,7 +209,8 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
     if not values.isascii() or "\0" in values:
         headers = _storable(headers)
     content_type = headers.get("content-type") or headers.get("ce_datacontenttype")
-    if structured or not headers.keys().isdisjoint(_REQUIRED):
+    # Nearly all have the first one: that is quicker to ask.
+    if structured or "ce_specversion" in headers or not headers.keys().isdisjoint(_REQUIRED):
         source, id, type = _identity(headers)
     elif plain is not None:
         source, id, type = f"kafka:{record.topic}", _plain_id(record, plain, headers), plain.type
@@ -219,6 +224,7 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
     reference = None
     if not data and "ce_dataref" in headers and "ce_id" in headers:
         reference, data = _reference(headers), b""
+    time = headers.get("ce_time")
     traceparent, tracestate = _trace(headers)
     return Message(
         record.topic,
@@ -229,7 +235,7 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
         source,
         id,
         type,
-        _time(headers["ce_time"]) if "ce_time" in headers else None,
+        None if time is None else _time(time),
         headers.get("ce_subject"),
         headers.get("ce_sequence"),
         headers.get("ce_dataschema"),
@@ -256,8 +262,15 @@ def names_of(record: Record) -> tuple[str | None, str | None]:
 
 def marker_key(consumer: str, source: str, id: str) -> bytes:
     """Return the 16 bytes under which the inbox remembers that a consumer took an event."""
-    text = f"{len(consumer)}:{len(source)}:{consumer}{source}{id}"
-    return blake2b(text.encode(), digest_size=16).digest()
+    hash = _begun_key(consumer, len(source)).copy()
+    hash.update((source + id).encode())
+    return hash.digest()
+
+
+@lru_cache(maxsize=1_024)
+def _begun_key(consumer: str, source_length: int) -> blake2b:
+    """Return a key's hash as it begins: to copy it takes half of the time that to make it does."""
+    return blake2b(f"{len(consumer)}:{source_length}:{consumer}".encode(), digest_size=16)
 
 
 def event_headers(
@@ -308,20 +321,21 @@ def _constant_headers(
 
 
 def _identity(headers: Mapping[str, str]) -> tuple[str, str, str]:
-    for name in _REQUIRED:
-        if name not in headers:
-            raise Undecodable(
-                Reason.MISSING_ATTRIBUTE,
-                f"the CloudEvents attribute {name[3:]} is missing or empty: let the producer set it"
-                f" (in binary mode as header {name})",
-            )
-    version = headers["ce_specversion"]
+    try:
+        version, id, source, type = _required(headers)
+    except KeyError as error:  # of the first one that is missing
+        name = error.args[0]
+        raise Undecodable(
+            Reason.MISSING_ATTRIBUTE,
+            f"the CloudEvents attribute {name[3:]} is missing or empty: let the producer set it"
+            f" (in binary mode as header {name})",
+        ) from None
     if version != "1.0":
         raise Undecodable(
             Reason.UNSUPPORTED_SPECVERSION,
             f"specversion is {version[:80]!r}: let the producer send CloudEvents 1.0",
         )
-    return headers["ce_source"], headers["ce_id"], headers["ce_type"]
+    return source, id, type
 
 
 def _plain_id(record: Record, plain: Plain, headers: Mapping[str, str]) -> str:
@@ -429,7 +443,7 @@ def _reference(headers: Mapping[str, str]) -> Reference:
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-    for parent, state in (_TRACE[:2], _TRACE[2:4]):
+    for parent, state in _TRACES:
         traceparent = headers.get(parent)
         if traceparent is not None and _TRACEPARENT.fullmatch(traceparent):
             return traceparent, headers.get(state)

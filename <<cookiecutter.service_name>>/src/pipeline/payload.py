@@ -1,6 +1,7 @@
 """Payloads: when two are the same, whatever JSON they are written in."""
 
 import json
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +24,16 @@ def payload_hash(type: str, content_type: str | None, data: bytes | None) -> byt
         kind, data = "none", b""
     elif is_json(content_type) and (canonical := _canonical(data)) is not None:
         kind, data = "json", canonical
-    return blake2b(f"{kind}:{len(type)}:{type}".encode() + data, digest_size=16).digest()
+    hash = _begun_hash(kind, len(type)).copy()
+    hash.update(type.encode())
+    hash.update(data)
+    return hash.digest()
+
+
+@lru_cache(maxsize=1_024)
+def _begun_hash(kind: str, type_length: int) -> blake2b:
+    """Return a hash as it begins: to copy it takes half of the time that to make it does."""
+    return blake2b(f"{kind}:{type_length}:".encode(), digest_size=16)
 
 
 def is_json(content_type: str | None) -> bool:
