@@ -30,6 +30,8 @@ _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
 
+_BEGUN = blake2b(digest_size=16)
+
 
 class Unpublishable(ValueError):
     """An event that could never be sent. Nothing was staged; the handler sees this error."""
@@ -120,7 +122,9 @@ def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
 
     `ordinal` counts the events that one handler stages for one message, from 0.
     """
-    return blake2b(b"%b%b%d" % (marker_key, payload_hash, ordinal), digest_size=16).hexdigest()
+    hash = _BEGUN.copy()  # quicker than to make one
+    hash.update(b"%b%b%d" % (marker_key, payload_hash, ordinal))
+    return hash.hexdigest()
 
 
 class Outbox:
