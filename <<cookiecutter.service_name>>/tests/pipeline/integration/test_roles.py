@@ -392,6 +392,27 @@ async def test_a_role_may_do_every_statement_of_its_part(granted: Roles, role: s
     assert denied == []
 
 
+BEYOND_THE_DATABASE = [
+    "CREATE ROLE somebody",
+    "CREATE DATABASE somewhere",
+    "DROP DATABASE postgres",
+    "ALTER ROLE service PASSWORD 'guessed'",  # the superuser of the tests
+    "ALTER ROLE CURRENT_USER SUPERUSER",
+    "SET ROLE service",
+    "GRANT pg_read_all_data TO CURRENT_USER",
+    "ALTER SYSTEM SET fsync = off",
+    "SELECT rolpassword FROM pg_authid",
+    "SELECT pg_read_file('PG_VERSION')",
+    "COPY account TO '/tmp/account'",
+    "COPY account TO PROGRAM 'cat'",
+    "UPDATE pg_class SET relname = 'x'",
+    "SELECT FROM neighbour.ledger",
+    "DROP TABLE neighbour.ledger",
+    "DROP SCHEMA neighbour CASCADE",
+    "CREATE TABLE neighbour.mine (a int)",
+]
+"""What those may not do that own the tables; a neighbour's are in the same database."""
+
 FORBIDDEN = {
     "service": [
         f"INSERT INTO pipeline.outbox (id, {COLUMNS}) OVERRIDING SYSTEM VALUE VALUES (1, {VALUES})",
@@ -442,13 +463,16 @@ FORBIDDEN = {
         "DROP TABLE pipeline.backlog",
         "CREATE TABLE pipeline.mine (a int)",
     ],
-    "retention": ["CREATE ROLE somebody", "CREATE DATABASE somewhere"],
-    "owner": ["CREATE ROLE somebody", "CREATE DATABASE somewhere"],
+    "retention": BEYOND_THE_DATABASE,
+    "owner": BEYOND_THE_DATABASE,
 }
 
 
 @pytest.mark.parametrize("role", FORBIDDEN)
-async def test_what_a_role_does_not_need_is_denied(granted: Roles, role: str) -> None:
+async def test_what_a_role_does_not_need_is_denied(
+    granted: Roles, db: asyncpg.Connection, role: str
+) -> None:
+    await db.execute("CREATE SCHEMA neighbour; CREATE TABLE neighbour.ledger ()")
     allowed = []
     async with granted.connected(role) as connection:
         for statement in FORBIDDEN[role]:
@@ -458,6 +482,16 @@ async def test_what_a_role_does_not_need_is_denied(granted: Roles, role: str) ->
                 continue
             allowed.append(statement)
     assert allowed == []
+
+
+async def test_retention_may_do_with_all_tables_what_their_owner_may(granted: Roles) -> None:
+    async with granted.connected("retention") as connection:
+        change = connection.transaction()
+        await change.start()
+        await connection.execute("UPDATE account SET balance = 0")
+        await connection.execute("UPDATE pipeline.position SET next_offset = 0")
+        await connection.execute("DROP TABLE account, pipeline.backlog")
+        await change.rollback()
 
 
 async def test_to_grant_takes_what_was_given_before(
