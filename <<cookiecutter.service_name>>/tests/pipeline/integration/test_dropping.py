@@ -143,7 +143,7 @@ async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
     small = await new_topic(**{"max.message.bytes": "4000"})
     chosen = quick(unsent_attempts=2)
     await make_old_day(db)
-    await stage_long_ago(db, "dead", small, LARGE)
+    await stage_long_ago(db, "dead", small, payload=LARGE)
     await stage_long_ago(db, "waits", missing)
     async with relaying(chosen):
         await eventually(are_dead(db, ["dead"]))
