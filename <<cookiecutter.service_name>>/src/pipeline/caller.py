@@ -8,7 +8,6 @@ tried again, put off, dead or done like any other.
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -130,14 +129,16 @@ class Caller(Lanes):
     @property
     def _consumers(self) -> set[str]:
         """Whose rows are looked for: of those who may call now."""
+        left = self._settings.effect_calls - len(self._under_way)
+        if left <= 0:
+            return set()
+        callers = {*self._handlers.callers}
+        under_way = {*self._under_way.values()}
+        # Slow ones leave a place for each of those that have no call under way.
+        full = under_way if left <= len(callers - under_way) else set()
         spent = {name for name, one in self._limiters.items() if not one.has_capacity()}
         # Of those that fail for whatever comes one call at a time tells whether they still do.
-        under_way = Counter(self._under_way.values())
-        probing = self._breaker.open & under_way.keys()
-        # A slow one leaves a place for each of the others.
-        callers = {*self._handlers.callers}
-        share = max(1, self._settings.effect_calls - len(callers) + 1)
-        full = {name for name, calls in under_way.items() if calls >= share}
+        probing = self._breaker.open & under_way
         return callers - self._breaker.resting - spent - probing - full
 
     async def _serve(self, lane: Lane) -> None:
@@ -232,7 +233,7 @@ class Caller(Lanes):
     async def _has_room_for(self, item: Item) -> bool:
         """Take a place for a call, if there is one for this effect."""
         consumer = item.marker.consumer
-        if len(self._under_way) >= self._settings.effect_calls or consumer not in self._consumers:
+        if consumer not in self._consumers:
             return False
         rate = _effect_of(item).per_second
         if rate is not None:
