@@ -74,7 +74,9 @@ async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
     answer = await client.post(
         webhook or "", json=delayed.model_dump(), headers={"Idempotency-Key": call.id}
     )
-    return answer.raise_for_status().status_code
+    if not answer.is_success:  # raise_for_status() would quote the URL, and the log the error
+        raise httpx.HTTPError(f"the webhook answered {answer.status_code}")
+    return answer.status_code
 
 
 # <%- endif +%>

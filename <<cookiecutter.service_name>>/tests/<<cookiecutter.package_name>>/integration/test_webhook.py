@@ -81,8 +81,11 @@ async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers
     twice = "204 No Content, then 204 No Content"
     unavailable = "503 Service Unavailable"
     webhook = Webhook([unavailable, "hang", "cut", twice, unavailable])
+    errors = set[str]()
 
     async def told() -> bool:
+        rows = await db.fetch("SELECT error FROM pipeline.backlog WHERE error IS NOT NULL")
+        errors.update(row["error"] for row in rows)
         # Nobody waits for the next attempt here.
         await db.execute("UPDATE pipeline.backlog SET due_at = now() WHERE due_at > now()")
         return not await db.fetchval("SELECT count(*) FROM pipeline.backlog")
@@ -99,6 +102,8 @@ async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers
     assert len(set(keys[:4])) == 1, "the same call, each time"
     assert len(set(keys[4:])) == 1, "what was answered 503 is called again"
     assert keys[4] != keys[0]
+    assert any("answered 503" in error for error in errors)
+    assert not any("delays" in error for error in errors), "a webhook's path may be its secret"
 
 
 async def test_a_webhook_that_gets_a_call_twice_gets_its_key_again_and_settles_it_once(
