@@ -1,6 +1,6 @@
 """The transaction as a handler sees it: load and change rows, publish events."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Generic, TypeVar, cast
 
@@ -23,6 +23,17 @@ E = TypeVar("E", bound=Event)
 class BatchSession(Session):
     """The session of a batch. A handler that committed it would lose its neighbours' events."""
 
+    has_deleted = False
+    """Whether anything was deleted: to ask each time what that is would cost every message."""
+
+    def delete(self, instance: object) -> None:
+        self.has_deleted = True
+        super().delete(instance)
+
+    def delete_all(self, instances: Iterable[object]) -> None:
+        self.has_deleted = True
+        super().delete_all(instances)
+
     def commit(self) -> None:
         raise TypeError("leave session.commit() out: the whole batch commits after its handlers")
 
@@ -32,7 +43,8 @@ class Rows:
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
-        self._known = session.sync_session  # which answers three times as quickly
+        # It answers three times as quickly.
+        self._known = cast(BatchSession, session.sync_session)
         self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
         self._added: set[object] = set()
         # What a handler adds and flushes itself is nobody else's either. The session must not know
@@ -52,7 +64,8 @@ class Rows:
             await self.lock(entity, {key})
         row = self._rows[entity, key]
         # Another message of the batch may have deleted it, flushed or not.
-        if row is None or row not in self._known or row in self._known.deleted:
+        known = self._known
+        if row is None or row not in known or (known.has_deleted and row in known.deleted):
             return None
         return cast(A, row)
 
