@@ -1,7 +1,8 @@
 """Aggregates: rows that handlers change in order, fetched and locked for a whole batch at once."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, Self, TypeVar
 
 import orjson
@@ -34,6 +35,7 @@ class Aggregate:
 A = TypeVar("A", bound=Aggregate)
 
 _PRIMARY_KEYS: dict[type[Aggregate], tuple[str, ...]] = {}
+_READING: dict[type[Aggregate], Callable[[Aggregate], Key]] = {}
 _LOCKING: dict[type[Aggregate], sa.Select[Any]] = {}
 
 
@@ -87,7 +89,17 @@ def _python_type(entity: type[Aggregate], attribute: str) -> type[Any] | None:
 
 def key_of(row: Aggregate) -> Key:
     """Return the primary key of a row."""
-    return tuple([getattr(row, name) for name in primary_key(type(row))])
+    entity = type(row)
+    if entity not in _READING:
+        _READING[entity] = _build_reading(entity)
+    return _READING[entity](row)
+
+
+def _build_reading(entity: type[Aggregate]) -> Callable[[Aggregate], Key]:
+    read, *more = (attrgetter(name) for name in primary_key(entity))
+    if more:
+        return attrgetter(*primary_key(entity))
+    return lambda row: (read(row),)
 
 
 def record_key(values: Key) -> str:
