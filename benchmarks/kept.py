@@ -20,6 +20,12 @@ PLOTS = ROOT / "docs" / "performance"
 REPORT = PLOTS / "report.json"
 PAGE = ROOT / "docs" / "performance.md"
 
+LAYERED = (
+    *("bare", "ours-sql", "ours", "ours, flights"),
+    *("ours, traced, off", "ours, telemetry on"),
+)
+"""Whose layers are told, in this order."""
+
 Report = Mapping[str, Any]
 
 
@@ -89,7 +95,8 @@ def told(page: str, report: Report) -> str:
     page = _with_table(page, "| mark ", _marks(report))
     page = _with_table(page, "| commit ", _sources(report))
     page = _with_table(page, "| what ", _results(book))
-    return _with_table(page, "| layer ", _layers(book))
+    head, *rows = _layers(book)
+    return _with_table(page, "| layer ", rows, head)
 
 
 def _marks(report: Report) -> Iterable[Sequence[str]]:
@@ -151,20 +158,23 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
 
 
 def _layers(book: Book) -> Iterable[Sequence[str]]:
-    who = ("bare", "ours-sql", "ours", "ours, flights", "ours, telemetry on")
-    sides = [book.rounds("layers", one) for one in who]
-    for layer in sides[-1][0] if all(sides) else ():
-        # Bare has fewer.
-        of = [[values[layer] for values in side if layer in values] for side in sides]
+    """Say what each layer takes, below a head that names whose were taken."""
+    sides = {one: rounds for one in LAYERED if (rounds := book.rounds("layers", one))}
+    yield "layer", *sides
+    # Bare has fewer.
+    for layer in max((rounds[0] for rounds in sides.values()), key=len, default={}):
+        of = [[values[layer] for values in side if layer in values] for side in sides.values()]
         yield layer, *(f"{median(one):.1f}" if one else "" for one in of)
 
 
-def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return the page with other rows in the table that begins so."""
+def _with_table(
+    page: str, header: str, rows: Iterable[Sequence[str]], head: Sequence[str] | None = None
+) -> str:
+    """Return the page with other rows in the table that begins so, and another head if given."""
     lines = page.splitlines(keepends=True)
     first = next(n for n, line in enumerate(lines) if line.startswith(header))
     last = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
-    head = [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
+    head = head or [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
     table = [head, ["-" * len(cell) for cell in head], *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     table[1] = ["-" * width for width in widths]

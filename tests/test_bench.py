@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,6 +322,24 @@ def test_a_measure_that_is_taken_anew_stands_beside_the_others() -> None:
     page = kept.told(kept.PAGE.read_text("utf-8"), after)
     assert re.search(r"^\| fffffff +\| \S+ +\| `idle` +\|$", page, re.MULTILINE)
     assert re.search(r"^\| idle service +\| [^|]+\| 0.5 ", page, re.MULTILINE)
+
+
+def test_whose_layers_were_taken_has_a_column() -> None:
+    report = kept_report()
+    runs = [one for one in report["runs"] if one["measure"] == "layers"]
+    others = [one for one in report["runs"] if one["measure"] != "layers"]
+    who = dict.fromkeys(one["contestant"] for one in runs)
+    assert set(who) <= set(kept.LAYERED)
+
+    def head(names: Collection[str]) -> list[str]:
+        of = [runs[0] | {"contestant": name} for name in names]
+        page = kept.told(kept.PAGE.read_text("utf-8"), {**report, "runs": others + of})
+        (line,) = re.findall(r"^\| (layer .*?) *\|$", page, re.MULTILINE)
+        return [cell.strip() for cell in line.split("|")]
+
+    # Whatever was kept before had none of these, or more.
+    assert head(["ours", "bare"]) == ["layer", "bare", "ours"]
+    assert head(kept.LAYERED) == ["layer", *kept.LAYERED]
 
 
 def test_a_measure_that_was_taken_otherwise_is_not_kept_beside_the_others(

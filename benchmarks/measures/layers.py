@@ -26,6 +26,8 @@ async def layers(bench: Bench) -> None:
             "ours-sql": partial(_layers, bench, OURS_SQL, one),
             "bare": partial(_layers, bench, BARE, one),
             "ours, flights": partial(_layers, bench, OURS, of_flights),
+            # The same records as the next one's: who compares `telemetry` compares these.
+            "ours, traced, off": partial(_layers, bench, OURS, with_traces),
             "ours, telemetry on": partial(_traced, bench, with_traces),
         },
         warm_up=False,
