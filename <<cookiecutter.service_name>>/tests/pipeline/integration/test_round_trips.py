@@ -1,18 +1,21 @@
 """How often the service waits for a server: for a batch, not for a message."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import asyncpg
 import pytest
 from sqlalchemy import make_url
 
+from pipeline import Policy
 from pipeline.settings import Settings
 
 from .bank import Bank, Deposit
+from .conftest import eventually
 from .desk import Desk, NewDesk
 from .languages import Postgres
+from .outgoing import following, numbered, relaying, stage
 from .test_inbox import close_generation
 from .wire import Wire
 
@@ -33,20 +36,31 @@ NEW = Counter(
 """Of a batch of new messages about rows that are there."""
 
 
-@pytest.fixture
-async def wired(
-    settings: Callable[..., Settings], new_desk: NewDesk
-) -> AsyncIterator[tuple[Bank, Desk, Wire]]:
-    """Return a bank, its desk, and what passes between them and PostgreSQL."""
-    url = make_url(settings().database_url.get_secret_value())
+@asynccontextmanager
+async def wiring(settings: Settings) -> AsyncIterator[tuple[Wire, str]]:
+    """Lead to PostgreSQL through a wire, as long as the block lasts; says by which URL."""
+    url = make_url(settings.database_url.get_secret_value())
     wire = Wire()
     wire.lead_to(lambda: None)
     async with AsyncExitStack() as stack:
         assert url.host is not None
         port = await wire.serve(stack, url.host, url.port or 5432, lambda _: Postgres())
         through = url.set(host="127.0.0.1", port=port, query={"ssl": "disable"})
-        there = through.render_as_string(hide_password=False)
-        bank = Bank(deposits="deposits", balances="balances", name="bank")
+        yield wire, through.render_as_string(hide_password=False)
+
+
+@pytest.fixture
+async def wired(
+    settings: Callable[..., Settings], new_desk: NewDesk
+) -> AsyncIterator[tuple[Bank, Desk, Wire]]:
+    """Return a bank, its desk, and what passes between them and PostgreSQL."""
+    async with wiring(settings()) as (wire, there):
+        bank = Bank(
+            deposits="deposits",
+            balances="balances",
+            name="bank",
+            options={"policy": Policy(schedule=(0,))},
+        )
         changed = {"database_url": there, "concurrency": 1, "backlog_workers": 1}
         desk = await new_desk(bank.handlers, topic=bank.deposits, **changed)
         yield bank, desk, wire
@@ -109,3 +123,85 @@ async def test_a_batch_of_duplicates_takes_fewer(wired: tuple[Bank, Desk, Wire])
             "consume: commit",
         ]
     )
+
+
+PAGE = 100
+"""Events of a page of the relay."""
+SELDOM = dict.fromkeys(
+    ("relay_cursor_interval", "relay_lease", "relay_poll_min", "relay_poll_max"), 3_600
+)
+"""So often the relay does beside it what it does by the clock."""
+
+
+def of_relay(wire: Wire) -> Counter[str]:
+    """Return what relays have asked for so far, beside what is due by the clock."""
+    return Counter({what: n for what, n in wire.seen.items() if what.startswith("relay: ")})
+
+
+@pytest.mark.parametrize("pages", [0, 1, 10])
+async def test_a_page_of_the_relay_takes_one_statement_however_many_events_it_has(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    pages: int,
+) -> None:
+    topic = await new_topic()
+    numbers = range(pages * PAGE + PAGE // 2)
+    async with (
+        wiring(settings()) as (wire, there),
+        following(kafka, topic) as tail,
+        relaying(settings(database_url=there, relay_page=PAGE, **SELDOM)) as one,
+    ):
+        await eventually(lambda: not one.health.reasons)
+        before = of_relay(wire)
+        await stage(db, numbered(topic, numbers))
+        one.relay.wake(len(numbers))
+        await tail.until_ids(numbers)
+        # Behind the last page of a window it looks for what was committed meanwhile.
+        asked = Counter({"relay: read a fresh window": 2 if pages else 1})
+        asked += Counter({"relay: read a page": pages})
+        await eventually(lambda: of_relay(wire) - before >= asked)
+        await one.stop()
+    # To stop, it looks once more.
+    asked += Counter(["relay: read a fresh window", "relay: give shards back", "relay: leave"])
+    assert of_relay(wire) - before == asked
+
+
+PARKED = Counter(
+    [
+        *["backlog: claim a lane", "backlog: take what is due"],
+        "consume: begin",
+        "consume: limit and lock",
+        "backlog: hold the lane",
+        "consume: mark",
+        "consume: lock accounts",
+        "consume: update accounts",
+        "consume: begin to copy the outbox",
+        "consume: end the copy",
+        "backlog: delete what is done",
+        "backlog: let heads be due",
+        "backlog: commit",
+        # Nothing more is due.
+        *["backlog: take what is due", "backlog: give the lane back", "backlog: claim a lane"],
+    ]
+)
+"""Of rows of one key that are due, and succeed."""
+
+
+@pytest.mark.parametrize("count", [10, 100])
+async def test_a_transaction_of_the_backlog_takes_the_same_round_trips_for_any_number_of_rows(
+    wired: tuple[Bank, Desk, Wire], count: int
+) -> None:
+    bank, desk, wire = wired
+
+    async def work_off(first: int, count: int) -> Counter[str]:
+        bank.refused = {first}  # and the others follow it
+        await desk.apply(*(Deposit(number) for number in range(first, first + count)))
+        bank.refused = set()
+        before = wire.seen.copy()
+        await desk.work_off()
+        return wire.seen - before
+
+    await work_off(0, 10)
+    assert await work_off(10, count) == PARKED
