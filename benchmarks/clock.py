@@ -31,25 +31,32 @@ class Clock:
     """Their names, in the order in which they were noted."""
     _inner: list[float] = field(default_factory=list)
 
-    def note(self, owner: Any, name: str, layer: str, *, for_each: bool = False) -> None:
-        """Watch a function of a module or a class; `for_each` message it may not wait."""
+    def note(
+        self, owner: Any, name: str, layer: str, *, for_each: bool = False, waits: bool = False
+    ) -> None:
+        """Watch a function of a module or a class.
+
+        A coroutine function may wait unless it runs `for_each` message, another one if it `waits`.
+        """
         self.layers[layer] = None
         function = getattr(owner, name)
-        is_async = iscoroutinefunction(function)
-        watched = self.awaited(layer, function, perf_counter if for_each else process_time)
-        setattr(owner, name, watched if is_async else self.called(layer, function))
+        if iscoroutinefunction(function):
+            watched = self.awaited(layer, function, perf_counter if for_each else process_time)
+        else:
+            watched = self.called(layer, function, process_time if waits else perf_counter)
+        setattr(owner, name, watched)
 
-    def called(self, layer: str, function: Function) -> Function:
-        """Watch a function that is called for each message, by a clock that costs little."""
+    def called(self, layer: str, function: Function, now: Callable[[], float]) -> Function:
+        """Watch a function; `perf_counter` costs little where that is called for each message."""
 
         @wraps(function)
         def watched(*args: Any, **options: Any) -> Any:
             self._inner.append(0.0)
-            begun = perf_counter()
+            begun = now()
             try:
                 return function(*args, **options)
             finally:
-                self._end(layer, perf_counter() - begun)
+                self._end(layer, now() - begun)
 
         return watched
 

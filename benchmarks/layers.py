@@ -109,7 +109,8 @@ def watch(clock: Clock) -> None:
     clock.note(Rows, "lock", "load")
     clock.note(Transaction, "publish", "stage")
     clock.note(handling, "_handle", "handlers", for_each=True)
-    clock.note(BatchSession, "flush", "flush")
+    # Within SQLAlchemy's greenlet it waits for PostgreSQL.
+    clock.note(BatchSession, "flush", "flush", waits=True)
     clock.note(Outbox, "write", "COPY")
     clock.note(Consume, "apply", "commit, and the rest")
     clock.note(window, "fresh", "relay: read")

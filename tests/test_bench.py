@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +18,7 @@ from rich.console import Console
 from benchmarks import figures, kept, load, machine, producer, run
 from benchmarks.bench import Bench, Book, Options, Run
 from benchmarks.check import Check, CheckFailed, require
+from benchmarks.clock import Clock
 from benchmarks.load import SAMPLED
 from benchmarks.marks import GOALS, Mark, Values, quantile, ratios
 from benchmarks.measures import MEASURES
@@ -176,6 +178,18 @@ def test_what_was_not_measured_is_not_met() -> None:
     mark = goal("SQL handler, 1 key")
     assert not mark.is_met
     assert mark.as_json()["remark"] == "not measured"
+
+
+def test_a_layer_that_waits_has_not_spent_its_waiting() -> None:
+    waiting = SimpleNamespace(flush=lambda: sleep(0.2), decode=lambda: sleep(0.2))
+    clock = Clock()
+    clock.note(waiting, "flush", "flush", waits=True)
+    clock.note(waiting, "decode", "decode")
+    waiting.flush()
+    waiting.decode()
+    assert clock.spent["flush"] < 0.1
+    # What is called for each message is not asked to wait: its clock is cheap and goes on.
+    assert clock.spent["decode"] > 0.1
 
 
 def test_sides_are_compared_round_by_round() -> None:
