@@ -81,6 +81,21 @@ def test_the_constants_are_those_of_the_run_whose_plots_are_kept() -> None:
     assert unlike(json.loads((PLOTS / "report.json").read_text("utf-8"))) == []
 
 
+@pytest.mark.skipif(not PLOTS.exists(), reason="the plots of a full run are not kept yet")
+def test_both_pages_say_what_a_marker_takes_in_small_and_in_large_tables() -> None:
+    runs = json.loads((PLOTS / "report.json").read_text("utf-8"))["runs"]
+    markers = {run["contestant"]: run["values"].get("marker_bytes") for run in runs}
+    assert markers["rows 1000000"] == pytest.approx(capacity.MARKER_BYTES, rel=0.1)
+    assert markers["payload 250"] == pytest.approx(260, rel=0.1)
+    of_guide = (
+        f"{capacity.MARKER_BYTES} bytes in large tables, as these are; after 100,000 messages"
+    )
+    assert f"takes {of_guide} it was 260" in TEXT
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8").replace("\n", " ")
+    assert "a marker of 260 bytes" in page
+    assert f"among a million others a marker takes {capacity.MARKER_BYTES}" in page
+
+
 def test_filters_are_as_large_as_the_engine_makes_them() -> None:
     engine = (ENGINE / "filters.py").read_text("utf-8")
     settings = (ENGINE / "settings.py").read_text("utf-8")
