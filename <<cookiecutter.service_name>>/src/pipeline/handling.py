@@ -179,7 +179,7 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
         await attempt.rows.lock(entity, keys)
     handled = Handled()
     behind: set[bytes] = set()
-    holding: set[bytes] = set()
+    waiting: set[bytes] = set()
     begun = perf_counter()
     turn = Turn()
     for one in _runs(items):
@@ -195,11 +195,11 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
                 if gap < 0:
                     handled.stale.append(run[0])
                     continue
-                held = run[0].order_key in holding
-                if gap > 0 and (fate := FOLLOWER if held else _fate_of_early(run[0], gap)):
+                follows = run[0].order_key in waiting  # also after a deadline of its own
+                if gap > 0 and (fate := FOLLOWER if follows else _fate_of_early(run[0], gap)):
                     handled.early.append((run[0], fate))
-                    if fate.holds:
-                        holding.add(run[0].order_key)
+                    if not fate.is_dead or fate.holds:
+                        waiting.add(run[0].order_key)
                     continue
             result = await _handle(run, attempt, gap)
             if result is not None:

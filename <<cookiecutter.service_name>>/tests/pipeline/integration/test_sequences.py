@@ -228,6 +228,26 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
     assert await history(db) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("then", ["apply", "die", "hold"])
+async def test_one_whose_deadline_has_passed_still_waits_for_what_waits_before_it(
+    new_desk: NewDesk, db: asyncpg.Connection, then: str
+) -> None:
+    _, desk = await following(new_desk, then=then)
+    await desk.apply(*numbered(1, 5))
+    await db.execute("UPDATE pipeline.backlog SET received_at = received_at - interval '1 day'")
+    await desk.apply(*numbered(4))
+    await desk.make_due()
+    await desk.work_off()
+    assert await history(db) == [1]
+    assert [(row["sequence"], row["died_at"]) for row in await desk.backlog()] == [
+        (5, None),
+        (4, None),
+    ]
+    await desk.apply(*numbered(3, 2))
+    await desk.work_off()
+    assert await history(db) == [1, 2, 3, 4, 5]
+
+
 async def test_one_over_which_a_process_died_while_it_waited_is_not_applied_over_the_gap(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
