@@ -52,8 +52,10 @@ async def send(told: argparse.Namespace, servers: str) -> None:
         print(f"sent {told.type} {told.id!r} of {told.source!r}")
         if told.watch and not await _print_what_comes(consumer, told.key.encode()):
             print(
-                f"nothing was published in {SECONDS} s: a duplicate, a dead letter (`service dead"
-                " list`), or it waits; /health/ready tells whether the service is at work"
+                f"nothing was published in {SECONDS} s: its handler publishes nothing (`service"
+                f" inbox show {told.id}` tells whether it was handled), no handler takes"
+                f" {told.type}, it is a duplicate or a dead letter (`service dead list`), or it"
+                " waits; /health/ready tells whether the service is at work"
             )
 
 

@@ -361,7 +361,8 @@ def _of_scheduled(status: Status) -> str:
 def _of_memory(status: Status) -> str:
     since = status.remembered_since
     memory = f"all since {since.astimezone(UTC):%Y-%m-%d %H:%M}Z" if since else "everything"
-    return f"{memory}, in {status.generations} generations"
+    count = status.generations
+    return f"{memory}, in {count} {'generation' if count == 1 else 'generations'}"
 
 
 def _of_outbox(status: Status) -> str:

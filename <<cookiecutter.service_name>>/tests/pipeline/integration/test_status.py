@@ -135,7 +135,7 @@ async def test_what_is_scheduled_refused_and_held_is_told(
     assert screen["scheduled"] == ["1, next 2030-01-02 03:04:00Z"]
     assert screen["refused"] == ["2 waiting, 1 dead"]
     assert screen["held"][0].startswith("outbox_p20200101: it is not closed yet")
-    assert screen["remembers"] == ["everything, in 1 generations"]
+    assert screen["remembers"] == ["everything, in 1 generation"]
     last = await db.fetchval("SELECT (now() AT TIME ZONE 'UTC')::date + 7")
     assert screen["ahead"][0] in {
         f"partitions until {day}" for day in (last, last - timedelta(days=1))
