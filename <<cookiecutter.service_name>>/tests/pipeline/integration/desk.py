@@ -74,12 +74,15 @@ class Desk:
             start = await self.position()
         return await self.apply_batch(await self.read(*deposits, start=start))
 
-    async def apply_batch(self, batch: Batch) -> Sequence[Outcome]:
-        """Apply the batch as the reader does: infrastructure is tried again for ever."""
+    async def apply_batch(self, batch: Batch, *, deaths: int = 0) -> Sequence[Outcome]:
+        """Apply the batch as the reader does: infrastructure is tried again for ever.
+
+        A single record may be one over which so many processes have died.
+        """
         attempts = patiently(
             "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
         )
-        results = await self.consume.apply(FromPartition(self.slot, batch), attempts)
+        results = await self.consume.apply(FromPartition(self.slot, batch, deaths=deaths), attempts)
         return outcomes_of(batch.items, results)
 
     async def work_off(self) -> None:

@@ -1,6 +1,5 @@
 """Events that bring their order along: what was overtaken, what comes early, what never comes."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from pipeline.work import FromLane
 
 from .bank import Base, Deposit, Deposited
 from .desk import Desk, NewDesk
+from .lives import Life
 from .test_backlog import QUICK
 
 TOPIC = "moves"
@@ -59,8 +59,8 @@ class Following:
     """How often the handler fails at a number."""
     parks: set[int] = field(default_factory=set)
     """Numbers at which the handler parks, once."""
-    crashes: Counter[int] = field(default_factory=Counter)
-    """How often the process dies at a number: what is not committed is not done."""
+    life: Life | None = None
+    """Of the process that it runs in, where that may die."""
     seen: list[tuple[int, int]] = field(default_factory=list)
     """Numbers and gaps that the handler was called with."""
     handlers: Handlers = field(default_factory=Handlers)
@@ -78,12 +78,8 @@ class Following:
             self.seen.append((event.amount, tx.gap))
             row = await tx.load_or_create(Follower, event.account)
             row.history += f"{event.amount},"
-            if self.crashes[event.amount]:
-                self.crashes[event.amount] -= 1
-                task = asyncio.current_task()
-                assert task is not None
-                task.cancel()
-                await asyncio.sleep(1)
+            if self.life is not None:
+                await self.life.called()
             if event.amount in self.parks:
                 self.parks.remove(event.amount)
                 raise Park("not there yet", after=1)
