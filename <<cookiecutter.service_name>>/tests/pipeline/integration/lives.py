@@ -45,8 +45,10 @@ class Life:
         self._death = death
         self._moments = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._connections: list[asyncpg.Connection] = []
         engine = desk.engine.sync_engine
         self._commit = engine.dialect.do_commit
+        sa.event.listen(engine, "connect", self._connected)
         sa.event.listen(engine, "checkout", self._let_out)
         engine.dialect.do_commit = self._do_commit  # type: ignore[assignment, method-assign]
 
@@ -76,6 +78,16 @@ class Life:
         if self._dies_at(Moment.COMMITTED):
             raise asyncio.CancelledError
 
+    def _connected(self, connection: Any, _: object) -> None:
+        self._connections.append(connection.driver_connection)
+
+    def _end(self) -> None:
+        """Close the sockets, as the kernel does: no lock outlives the process."""
+        for task in self._tasks:
+            task.cancel()
+        for connection in self._connections:
+            connection.terminate()
+
     def _let_out(self, *_: object) -> None:
         if self.is_over:
             raise _Gone
@@ -86,8 +98,7 @@ class Life:
         self._moments += 1
         self.is_over = self._moments == self._death.occurrence
         if self.is_over:
-            for task in self._tasks:
-                task.cancel()
+            asyncio.get_running_loop().call_soon(self._end)
         return self.is_over
 
 
