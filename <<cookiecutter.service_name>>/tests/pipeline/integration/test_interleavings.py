@@ -95,8 +95,9 @@ def streets(draw: st.DrawFn) -> Street:
 class City:
     """Streets whose processes work at once, and share the lanes of the backlog."""
 
-    def __init__(self, new_desk: NewDesk, gaps: Gaps | None) -> None:
+    def __init__(self, new_desk: NewDesk, db: asyncpg.Connection, gaps: Gaps | None) -> None:
         self._new_desk = new_desk
+        self._db = db
         self._gaps = gaps
         self._reading = 0
         self._dead: list[Desk] = []
@@ -108,6 +109,8 @@ class City:
         async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
             for partition, street in enumerate(streets):
                 group.create_task(self._live_in(partition, street, names[partition]))
+        # The next city has the same lanes, and who has died last may still have one.
+        await self._db.execute("UPDATE pipeline.backlog_lane SET lease_until = now()")
         return names
 
     async def _live_in(self, partition: int, street: Street, names: list[str]) -> None:
@@ -329,7 +332,7 @@ def many(examples: int) -> settings:
 async def test_those_that_bring_their_order_along_end_in_it(
     new_desk: NewDesk, db: asyncpg.Connection, streets: Sequence[Street]
 ) -> None:
-    names = await City(new_desk, Gaps()).live(streets)
+    names = await City(new_desk, db, Gaps()).live(streets)
     for street, accounts in zip(streets, names, strict=True):
         for place, account in enumerate(accounts):
             assert await history(db, account) == sorted(set(numbers_of(place, street.log)))
@@ -340,7 +343,7 @@ async def test_those_that_bring_their_order_along_end_in_it(
 async def test_the_others_end_in_the_order_in_which_each_came_first(
     new_desk: NewDesk, db: asyncpg.Connection, streets: Sequence[Street]
 ) -> None:
-    names = await City(new_desk, None).live(streets)
+    names = await City(new_desk, db, None).live(streets)
     for street, accounts in zip(streets, names, strict=True):
         for place, account in enumerate(accounts):
             assert await history(db, account) == list(dict.fromkeys(numbers_of(place, street.log)))
