@@ -194,11 +194,7 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
     try:
         headers = {name.lower(): value.decode() for name, value in record.headers if value}
     except UnicodeDecodeError:
-        headers = {
-            name.lower(): value.decode("utf-8", "surrogateescape")
-            for name, value in record.headers
-            if value
-        }
+        headers = _lenient(record)
     data = record.value
     media_type = headers.get("content-type", "")
     structured = media_type[:23].lower() == "application/cloudevents"
@@ -251,13 +247,18 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
 
 def names_of(record: Record) -> tuple[str | None, str | None]:
     """Return the CloudEvents id and `traceparent` that are in the headers, decodable or not."""
-    headers = {
+    headers = _lenient(record)
+    id = headers.get("ce_id")
+    return None if id is None or _UNUSABLE.search(id) else id, _trace(headers)[0]
+
+
+def _lenient(record: Record) -> dict[str, str]:
+    """Return the headers, with surrogates for bytes that are not UTF-8."""
+    return {
         name.lower(): value.decode("utf-8", "surrogateescape")
         for name, value in record.headers
         if value
     }
-    id = headers.get("ce_id")
-    return None if id is None or _UNUSABLE.search(id) else id, _trace(headers)[0]
 
 
 def marker_key(consumer: str, source: str, id: str) -> bytes:
