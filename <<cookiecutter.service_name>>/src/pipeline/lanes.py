@@ -125,8 +125,8 @@ class Lanes:
         if self._stopping.is_set():
             return True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), seconds)
-            return True
+            async with asyncio.timeout(seconds):
+                return await self._woken.wait()
         return False
 
     async def work_off(self) -> bool:

@@ -249,9 +249,10 @@ class Relay:
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep, or wake up for `wake` and `stop`; says whether it was woken."""
+        # Without the task of `asyncio.wait_for`, several times a second.
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._staged.wait(), seconds)
-            return True
+            async with asyncio.timeout(seconds):
+                return await self._staged.wait()
         return False
 
     async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
