@@ -5,10 +5,9 @@ from datetime import date, datetime
 from typing import Annotated
 
 import typer
-from pydantic_core import to_json
 
 from pipeline.operations import Refused
-from pipeline.terminal import run_to_end
+from pipeline.terminal import Json, run_to_end, tell_program
 
 from . import reading
 from .days import Archive
@@ -16,7 +15,6 @@ from .files import MANIFEST, Damaged
 from .reading import Verdict
 from .store import Missing, Store
 
-Json = Annotated[bool, typer.Option("--json", help="for programs: a line each")]
 Days = Annotated[
     list[datetime] | None,
     typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...", help="only these; else all there are"),
@@ -71,7 +69,7 @@ async def _list(archive: Archive, *, as_json: bool) -> None:
     for day in await _days(archive, store, as_json=as_json):
         one = await reading.listed(archive, store, day)
         if as_json:
-            typer.echo(to_json(one).decode())
+            tell_program(one)
         elif one.wrong or not one.finished_at:
             typer.echo(f"{day}  {one.wrong or 'not finished'}")
         else:
@@ -95,7 +93,7 @@ async def _verify(archive: Archive, chosen: Sequence[date], *, as_json: bool) ->
 
 def _tell(verdict: Verdict, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(to_json(verdict).decode())
+        tell_program(verdict)
         return
     well = f"{verdict.rows:,} events in {verdict.size:,} bytes are as written"
     for said in verdict.wrong or (well,):
@@ -108,7 +106,7 @@ async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
     for day in chosen or await reading.days(archive, store):
         try:
             async for event in reading.find(archive, store, day, id):
-                typer.echo(to_json(event).decode())
+                tell_program(event)
                 found += 1
         except Missing:
             unread = True

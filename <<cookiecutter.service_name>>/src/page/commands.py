@@ -3,7 +3,7 @@
 import typer
 
 from pipeline import Service
-from pipeline.terminal import read_settings_and, run_to_end
+from pipeline.terminal import read_settings_and, run_to_end, serving
 
 from .settings import PageSettings
 
@@ -15,10 +15,11 @@ def group(service: Service) -> typer.Typer:
     @app.callback(epilog="For example: service page")
     def page() -> None:
         """Serve the operations page, until SIGTERM or SIGINT."""
-        settings, chosen = read_settings_and(service, PageSettings)
-        # Here, because no other command needs a web server.
-        from .serving import serve
+        with serving() as tell:
+            settings, chosen = read_settings_and(service, PageSettings, tell)
+            # Here, because no other command needs a web server.
+            from .serving import serve
 
-        run_to_end(serve(service, settings, chosen))
+            run_to_end(serve(service, settings, chosen), tell)
 
     return app

@@ -3,12 +3,18 @@
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from pipeline.settings import Seconds
+from pipeline.settings import Seconds, written
 
-_ORIGIN = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?$"
+_ORIGIN = r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
+
+
+def _hard_to_guess(token: SecretStr) -> SecretStr:
+    if len(token.get_secret_value()) < 16:
+        raise ValueError("at least 16 characters (`openssl rand -hex 24` makes some)")
+    return token
 
 
 class PageSettings(BaseSettings):
@@ -25,17 +31,24 @@ class PageSettings(BaseSettings):
     """Another address than loopback lets other machines in: put TLS before it."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_081
     """0 picks a free port and logs it."""
-    token: Annotated[SecretStr, Field(min_length=16)] | None = None
+    token: Annotated[SecretStr, AfterValidator(_hard_to_guess)] | None = None
     """People log in by it, and by their name; at least 16 characters."""
-    proxy_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = None
+    proxy_header: (
+        Annotated[str, written(r"[A-Za-z0-9-]+", "a header's name, of letters, digits and '-'")]
+        | None
+    ) = None
     """A proxy that has logged people in says in this header who they are; instead of the token."""
     proxies: Annotated[frozenset[IPv4Address | IPv6Address], NoDecode] = frozenset()
     """Addresses that this header is taken from, several separated by commas; from others it means
     nothing."""
-    origin: Annotated[str, Field(pattern=_ORIGIN)] | None = None
+    origin: (
+        Annotated[str, written(_ORIGIN, "https://host or https://host:port, and no path")] | None
+    ) = None
     """What browsers see, if a proxy stands before the page: `https://ops.example.org`. With https
     cookies travel by that only."""
-    trace_url: Annotated[str, Field(pattern=r"^https?://.*\{trace_id\}")] | None = None
+    trace_url: (
+        Annotated[str, written(r"https?://.*\{trace_id\}.*", "a URL with {trace_id} in it")] | None
+    ) = None
     """Where a trace is shown: `https://traces.example.org/trace/{trace_id}`."""
     session: Seconds = 28_800.0
     """After this long people log in again."""

@@ -9,11 +9,11 @@ from datetime import datetime, timedelta
 from typing import Annotated, Protocol, TypeVar
 
 import typer
-from pydantic_core import to_json
 
 from .dead import Became, OutcomeT, Shown, State
 from .operations import Refused
 from .tables import harmless, one_line
+from .terminal import tell_program
 
 PROGRESS = 10_000
 """After so many there is a line on standard error."""
@@ -174,7 +174,7 @@ class Progress:
 
     def tell_program(self, **more: object) -> None:
         """Write what came of it for programs."""
-        typer.echo(to_json({"found": self._found, self._verb: self._number} | more))
+        tell_program({"found": self._found, self._verb: self._number} | more)
 
 
 def tell_what_became(

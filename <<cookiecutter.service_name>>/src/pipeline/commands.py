@@ -38,6 +38,7 @@ from .terminal import (
     of_postgresql,
     read_settings,
     run_to_end,
+    serving,
     tell_program,
 )
 
@@ -72,21 +73,25 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
     relays = typer.Typer(invoke_without_command=True)
     app.add_typer(relays, name="relay")
 
+    def serve(parts: Part) -> None:
+        with serving() as tell:
+            run_to_end(run(service, read_settings(service, tell), parts), tell)
+
     @app.command("run", epilog="For example: service run")
     def run_all() -> None:
         """Consume, relay and keep house, in one process."""
-        run_to_end(run(service, read_settings(service), Part.CONSUME | Part.RELAY))
+        serve(Part.CONSUME | Part.RELAY)
 
     @app.command(epilog="For example: service consume  # beside service relay")
     def consume() -> None:
         """Consume and keep house, without a relay."""
-        run_to_end(run(service, read_settings(service), Part.CONSUME))
+        serve(Part.CONSUME)
 
     @relays.callback(epilog="For example: service relay  # beside service consume")
     def relay(context: typer.Context) -> None:
         """Publish the outbox and keep house, without consuming."""
         if context.invoked_subcommand is None:
-            run_to_end(run(service, read_settings(service), Part.RELAY))
+            serve(Part.RELAY)
 
     @relays.command(epilog="For example: service relay reset")
     def reset(
@@ -342,7 +347,7 @@ async def _show(
         whose = f" of source {source!r}" if source else ""
         raise Refused(f"no event {id!r}{whose} is remembered: never handled, or forgotten")
     if as_json:
-        tell_program(found)
+        tell_program(*found)
     else:
         typer.echo("\n\n".join(_told(one) for one in found))
 
@@ -387,7 +392,7 @@ async def _seek(
                 await inbox.seek(connection, one.slot, one.new)
             typer.echo(_moved(one, "would go" if dry_run else "goes"), err=as_json)
     if as_json:
-        tell_program(found)
+        tell_program(*found)
 
 
 def _moved(one: Move, verb: str) -> str:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import asyncpg
 import typer
-from pydantic_core import to_json
 
 from . import dead, dead_event_commands, dead_events
 from .asking import (
@@ -195,7 +194,7 @@ async def _list(
         which = await asked.which(connection)
         async for letter in dead.letters(connection, state, which, limit):
             if as_json:
-                typer.echo(to_json(letter))
+                tell_program(letter)
             else:
                 rows.append(_row(letter))
         if as_json:
@@ -211,8 +210,7 @@ async def _summary(
     async with connected(service, settings) as connection:
         groups = await dead.count(connection, state, await asked.which(connection))
         if as_json:
-            for one in groups[:limit]:
-                typer.echo(to_json(one))
+            tell_program(*groups[:limit])
             return
         _tell_groups(groups[:limit])
         typer.echo(f"{total(groups):,} {state}")

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import asyncpg
 import typer
-from pydantic_core import to_json
 
 from . import dead_events
 from .asking import (
@@ -186,7 +185,7 @@ async def _list(
         which = await asked.which(connection)
         async for event in dead_events.events(connection, state, which, limit):
             if as_json:
-                typer.echo(to_json(event))
+                tell_program(event)
             else:
                 rows.append(_row(event))
         if not as_json:
@@ -201,8 +200,7 @@ async def _summary(
     async with connected(service, settings) as connection:
         groups = await dead_events.count(connection, state, await asked.which(connection))
     if as_json:
-        for one in groups[:limit]:
-            typer.echo(to_json(one))
+        tell_program(*groups[:limit])
     else:
         _tell_groups(groups[:limit])
         typer.echo(f"{total(groups):,} {state}")

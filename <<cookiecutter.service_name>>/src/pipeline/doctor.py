@@ -3,7 +3,7 @@
 A check that can't be made says so and keeps none of the others from being made.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
@@ -32,6 +32,19 @@ _CLOCKS_APART = 2.0
 _FOR_EVER = -1
 _ENVELOPE = 10_000
 """Bytes that an event's headers and its record take beside the payload, with room."""
+
+# By the catalogue: what others may be seen of depends on no grant there.
+_LACKING = """
+SELECT schema, name, array_agg(field ORDER BY place) AS fields
+  FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY
+       AS declared (schema, name, field, place)
+ WHERE NOT EXISTS (
+       SELECT FROM pg_namespace AS space
+         JOIN pg_class AS relation ON relation.relnamespace = space.oid
+         JOIN pg_attribute AS attribute ON attribute.attrelid = relation.oid
+        WHERE nspname = schema AND relname = name AND attname = field AND NOT attisdropped)
+ GROUP BY schema, name ORDER BY min(place)
+"""
 
 _LONG_TRANSACTIONS = """
 SELECT format('process %s of %s, since %s', pid,
@@ -212,6 +225,23 @@ async def _schema(patient: Patient) -> Findings:
         return
     if missing := await revisions.missing(patient.connection, migrations):
         yield _wrong(f"not migrated to {', '.join(sorted(missing))}", "run `service migrate`")
+
+
+async def _tables(patient: Patient) -> Findings:
+    """Find what the service's code has and no migration has made."""
+    declared = [
+        (table.schema or "public", table.name, column.name)
+        for table in patient.service.metadata.sorted_tables
+        for column in table.columns
+    ]
+    columns = [list(names) for names in zip(*declared, strict=True)] or [[], [], []]
+    for row in await patient.connection.fetch(_LACKING, *columns):
+        yield _wrong(
+            f"the table {row['schema']}.{row['name']} lacks {', '.join(row['fields'])}, which the"
+            " code has",
+            "write the migration (`alembic revision --autogenerate --head service@head -m …`), and"
+            " run `service migrate`",
+        )
 
 
 async def _outbox_epoch(patient: Patient) -> Findings:
@@ -448,23 +478,38 @@ def _not_told(topic: Topic) -> Finding:
 
 
 async def _lag(patient: Patient) -> Findings:
+    behind: dict[tuple[str, int], int] = {}
     for row in await patient.connection.fetch(_STANDING, patient.service.name, _STANDS_STILL):
         topic = (patient.topics or {}).get(row["topic"])
         if topic is None or row["topic"] not in patient.service.handlers.topics:
             continue
-        place = f"{row['topic']}/{row['partition']}"
-        behind = topic.end.get(row["partition"], 0) - row["next_offset"]
-        if row["next_offset"] < topic.first.get(row["partition"], 0) or behind < 0:
+        place = row["topic"], row["partition"]
+        lag = topic.end.get(row["partition"], 0) - row["next_offset"]
+        if row["next_offset"] < topic.first.get(row["partition"], 0) or lag < 0:
             yield _wrong(
-                f"{place} stands at offset {row['next_offset']}, which the brokers don't have",
+                f"{row['topic']}/{row['partition']} stands at offset {row['next_offset']}, which"
+                " the brokers don't have",
                 f"see what was lost, then `service topics seek {row['topic']} --partition"
                 f" {row['partition']} --to earliest`, first with --dry-run",
             )
-        elif behind > 0:
-            yield _warning(
-                f"{place} has stood still for over a minute, {behind:,} offsets before the end",
-                "see `/health/ready` of the service, or start it by `service run`",
-            )
+        elif lag > 0:
+            behind[place] = lag
+    readers = await _readers(patient) if behind else None
+    for (name, partition), lag in behind.items():
+        told = f"{name}/{partition} has stood still for over a minute, {lag:,} offsets before the"
+        if readers is not None and (name, partition) not in readers:
+            advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"
+            yield _wrong(f"{told} end: nobody reads it", advice)
+        else:
+            yield _warning(f"{told} end", "see `/health/ready` of the service")
+
+
+async def _readers(patient: Patient) -> Mapping[tuple[str, int], str] | None:
+    """Return who reads which partition; None where the brokers don't tell."""
+    try:
+        return await topics.readers(patient.settings, patient.service.name)
+    except (KafkaError, OSError, TimeoutError):
+        return None
 
 
 def _read(patient: Patient) -> list[Topic]:
@@ -476,6 +521,7 @@ CHECKS: tuple[Check, ...] = (
     _settings,
     _server,
     _schema,
+    _tables,
     _outbox_epoch,
     _outbox,
     _partitions_ahead,

@@ -115,7 +115,8 @@ def _text(error: BaseException) -> str:
     if is_of_the_database(error):
         text = text.partition("\n")[0]
         if _is_about_a_value(as_raised(error)):
-            text = _VALUE.split(text, maxsplit=1)[0]
+            before, *value = _VALUE.split(text, maxsplit=1)
+            text = f"{before.rstrip()} …" if value else text
     return text
 
 

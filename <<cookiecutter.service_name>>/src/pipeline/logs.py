@@ -55,13 +55,17 @@ def configure(*, level: str, json: bool | None) -> None:
         root.removeHandler(former)
     handler = logging.StreamHandler(sys.stderr)
     handler.name = _HANDLER
-    as_json = not sys.stderr.isatty() if json is None else json
     handler.addFilter(_Repetitions())
-    handler.setFormatter(_Json() if as_json else _Readable())
+    handler.setFormatter(_Json() if is_json(json) else _Readable())
     root.addHandler(handler)
     # The standard one raises when a field is named like an attribute of LogRecord, and a handler
     # must not fail for its log line. Loggers exist before this runs: a logger class is too late.
     logging.Logger.makeRecord = _make_record  # type: ignore[method-assign]
+
+
+def is_json(json: bool | None) -> bool:
+    """Whether lines are JSON where `configure` is told this."""
+    return not sys.stderr.isatty() if json is None else json
 
 
 class _Repetitions(logging.Filter):

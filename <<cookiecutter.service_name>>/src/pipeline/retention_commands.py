@@ -76,7 +76,7 @@ async def _forgo(service: Service, settings: Settings, days: list[date], *, as_j
     async with connected(service, settings) as connection:
         let_go = await retention.forgo(connection, days or None)
     if as_json:
-        tell_program(let_go)
+        tell_program(*let_go)
     else:
         for day in let_go:
             typer.echo(f"{day} goes unarchived")
@@ -88,7 +88,7 @@ async def _status(service: Service, settings: Settings, *, as_json: bool) -> Non
     async with connected(service, settings) as connection:
         found = [one async for one in retention.survey(connection, settings)]
     if as_json:
-        tell_program(found)
+        tell_program(*found)
         return
     tell_table(("name", "kept"), ((one.name, _told(one)) for one in found))
 

@@ -1,10 +1,8 @@
 """The commands `service scheduled …`: what is to be published later, and taking it back."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from pydantic_core import to_json
 
 from . import scheduled
 from .asking import at
@@ -42,8 +40,7 @@ async def _list(service: Service, settings: Settings, limit: int, *, as_json: bo
     async with connected(service, settings) as connection:
         found = [one async for one in scheduled.waiting(connection, limit)]
     if as_json:
-        for one in found:
-            typer.echo(to_json(asdict(one)))
+        tell_program(*found)
         return
     rows = ((at(one.due_at), one.name, one.type, one.topic, one.key or "-") for one in found)
     tell_table(("due", "name", "type", "topic", "key"), rows)
@@ -55,7 +52,7 @@ async def _cancel(service: Service, settings: Settings, names: list[str], *, as_
     async with connected(service, settings) as connection:
         cancelled = await scheduled.cancel(connection, names)
     if as_json:
-        tell_program(cancelled)
+        tell_program(*cancelled)
     else:
         for name in cancelled:
             typer.echo(f"cancelled {name}")

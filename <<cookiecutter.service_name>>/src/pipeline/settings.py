@@ -4,6 +4,7 @@ Every field is the variable `PIPELINE_<FIELD>`. Wrong values are refused, all mi
 Durations are in seconds.
 """
 
+import re
 import ssl
 from collections.abc import Iterator
 from datetime import timedelta
@@ -32,6 +33,17 @@ def _ends(seconds: float) -> float:
     if not seconds <= 100 * 365 * 86_400:
         raise ValueError("at most a hundred years, in seconds: times end somewhere")
     return seconds
+
+
+def written(pattern: str, how: str) -> AfterValidator:
+    """Refuse a text that does not fit the pattern as a whole; `how` says how to write it."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"write {how}")
+        return text
+
+    return AfterValidator(check)
 
 
 Seconds = Annotated[float, Field(gt=0), AfterValidator(_ends), SECONDS]
@@ -72,7 +84,9 @@ class Settings(BaseSettings):
     database_pooler: bool = False
     """A pooler in transaction mode (PgBouncer) stands before the database. Set `jit = off` for the
     role then: a session can't."""
-    kafka_bootstrap_servers: Annotated[str, Field(pattern=r"^[^,\s]+:\d+(,[^,\s]+:\d+)*$")]
+    kafka_bootstrap_servers: Annotated[
+        str, written(r"[^,\s]+:\d+(,[^,\s]+:\d+)*", "host:port, several separated by commas")
+    ]
     """`host:port`, several separated by commas"""
 
     database_tls: bool = False
@@ -164,7 +178,13 @@ class Settings(BaseSettings):
     fences: a relay that was stopped cannot send late. For consumers that can't drop repeats by id;
     they must read committed. Repeats after a crash remain."""
 
-    dead_letter_topic: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")] | None = None
+    dead_letter_topic: (
+        Annotated[
+            str,
+            written(r"[a-zA-Z0-9._-]{1,249}", "a topic's name, of letters, digits, '.', '_', '-'"),
+        ]
+        | None
+    ) = None
     """Dead letters are sent there too: records as they came, with the reason in more headers."""
 
     unsent_pause: Seconds = 5.0
@@ -209,7 +229,9 @@ class Settings(BaseSettings):
     """Address that the next one listens on; `0.0.0.0` for all, where something else protects it."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
-    otlp_endpoint: Annotated[str, Field(pattern="^https?://[^/]")] | None = None
+    otlp_endpoint: (
+        Annotated[str, written("https?://[^/].*", "http://host:port or https://host:port")] | None
+    ) = None
     """Base URL of an OTLP/HTTP receiver; without it nothing is exported."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of the traces started here that are recorded; a caller's decision is followed."""
@@ -331,13 +353,13 @@ class Settings(BaseSettings):
         # A stopped process must not hold locks after the group has given its partitions away.
         if not self.lock_timeout < self.transaction_timeout < self.kafka_session_timeout:
             yield (
-                "lock_timeout < transaction_timeout < kafka_session_timeout must hold; they are"
-                f" {self.lock_timeout}, {self.transaction_timeout} and"
-                f" {self.kafka_session_timeout} seconds"
+                "PIPELINE_LOCK_TIMEOUT < PIPELINE_TRANSACTION_TIMEOUT <"
+                f" PIPELINE_KAFKA_SESSION_TIMEOUT must hold; they are {self.lock_timeout},"
+                f" {self.transaction_timeout} and {self.kafka_session_timeout} seconds"
             )
         if not self.transaction_timeout < self.backlog_lease:
             yield (
-                "transaction_timeout < backlog_lease must hold; they are"
+                "PIPELINE_TRANSACTION_TIMEOUT < PIPELINE_BACKLOG_LEASE must hold; they are"
                 f" {self.transaction_timeout} and {self.backlog_lease} seconds"
             )
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import asyncpg
 import typer
-from pydantic_core import to_json
 
 from . import doctor, status
 from .service import Service
@@ -54,7 +53,7 @@ async def _show(
                 while True:
                     found = await status.look(connection, service, settings)
                     if as_json:
-                        typer.echo(to_json(found, indent=None if again_after else 2).decode())
+                        tell_program(found)
                     else:
                         typer.echo((_CLEAR if again_after else "") + "\n".join(status.told(found)))
                     if again_after is None:
@@ -76,7 +75,7 @@ async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_
         away = doctor.Finding("postgresql", "wrong", str(error), advice)
         found = [away, *await _findings(None, service, settings)]
     if as_json:
-        tell_program(found)
+        tell_program(*found)
     else:
         tell_table(("level", "check", "found"), (row for one in found for row in _rows(one)))
     levels = {one.level for one in found}

@@ -1,22 +1,25 @@
 """What every command of the command line rests on: settings, a loop, a connection, an end."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 import asyncpg
 import typer
 from aiokafka.errors import KafkaError
 from alembic.util import CommandError
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
+from . import logs
 from .database import autocommitting, create_engine
 from .failures import StoreAway, is_infrastructure, named
 from .health import CannotListen
@@ -26,10 +29,17 @@ from .revisions import NotMigrated
 from .service import Misconfigured, Service
 from .settings import Settings, mistakes
 
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+log = logging.getLogger(__name__)
+
+Json = Annotated[bool, typer.Option("--json", help="for programs: a line each")]
+
+Tell = Callable[[str], None]
+"""Says to a person what has gone wrong."""
 
 PREFIX = "PIPELINE_"
 """Of every variable that is a setting, of the engine or of a package beside it."""
+
+_AS_JSON = TypeAdapter(bool | None)
 
 _NOT_LET_IN = ("28", "3D", "42501")
 """How PostgreSQL's errors begin for a wrong user, password or name of the database; and the one for
@@ -43,12 +53,18 @@ class Away(Exception):
     """A server can't be used; the text names it, and the variable that says where it is."""
 
 
-def read_settings(service: Service) -> Settings:
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def read_settings(service: Service, tell: Tell = _tell) -> Settings:
     """Read the settings, or say everything that is wrong with them and those of the packages."""
-    return read_settings_and(service, Settings)[0]
+    return read_settings_and(service, Settings, tell)[0]
 
 
-def read_settings_and(service: Service, others: type[SettingsT]) -> tuple[Settings, SettingsT]:
+def read_settings_and(
+    service: Service, others: type[SettingsT], tell: Tell = _tell
+) -> tuple[Settings, SettingsT]:
     """Read the settings and others, or say everything that is wrong with all of them."""
     kinds: list[type[BaseSettings]] = [Settings, *service.settings, others]
     found: dict[type[BaseSettings], BaseSettings] = {}
@@ -60,9 +76,7 @@ def read_settings_and(service: Service, others: type[SettingsT]) -> tuple[Settin
             wrong += mistakes(error, kind)
     wrong += _unknown_variables()
     if wrong:
-        typer.echo("The settings are wrong:", err=True)
-        for text in wrong:
-            typer.echo(f"  {text}", err=True)
+        tell("\n  ".join(("The settings are wrong:", *wrong)))
         raise typer.Exit(2)
     return cast(Settings, found[Settings]), cast(SettingsT, found[others])
 
@@ -90,24 +104,46 @@ def _below(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
         yield from _below(sub)
 
 
-def tell_program(found: object) -> None:
-    """Write what was found, or done, for programs."""
-    typer.echo(to_json(found, indent=2).decode())
+def tell_program(*found: object) -> None:
+    """Write what was found, or done, for programs: a line of JSON for each."""
+    for one in found:
+        typer.echo(to_json(one))
 
 
-def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+@contextmanager
+def serving() -> Iterator[Tell]:
+    """Let the log have what ends a process that serves, also what nobody expected.
+
+    Lends what tells a sentence, in a line of the log if that is JSON. So the log begins here,
+    before the settings are read.
+    """
+    try:
+        as_json = _AS_JSON.validate_python(os.environ.get(f"{PREFIX}LOG_JSON"))
+    except ValidationError:  # which is told with the other mistakes
+        as_json = None
+    logs.configure(level="INFO", json=as_json)
+    try:
+        yield partial(log.critical, "%s") if logs.is_json(as_json) else _tell
+    except typer.Exit:
+        raise
+    except Exception as error:
+        log.critical("what nobody expected has ended the process", exc_info=error)
+        raise typer.Exit(1) from error
+
+
+def run_to_end(work: Coroutine[Any, Any, None], tell: Tell = _tell) -> None:
     """Run to the end on uvloop where there is one."""
-    with in_a_sentence(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with in_a_sentence(tell), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(work)
 
 
 @contextmanager
-def in_a_sentence() -> Iterator[None]:
+def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
     """End the command with exit code 1 and one sentence when it fails as one may expect."""
     try:
         yield
     except (Away, StoreAway) as error:  # they say whose outage it is
-        typer.echo(error, err=True)
+        tell(str(error))
     except (
         Misconfigured,
         NotMigrated,
@@ -118,13 +154,13 @@ def in_a_sentence() -> Iterator[None]:
         Refused,
         OSError,
     ) as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        tell(f"{type(error).__name__}: {error}")
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = getattr(getattr(error, "orig", error), "sqlstate", None) or ""
         if state.startswith(_NOT_LET_IN):
-            typer.echo(f"PIPELINE_DATABASE_URL: {getattr(error, 'orig', error)}", err=True)
+            tell(f"PIPELINE_DATABASE_URL: {getattr(error, 'orig', error)}")
         elif is_infrastructure(error):
-            typer.echo(f"PostgreSQL: {named(error)}", err=True)
+            tell(f"PostgreSQL: {named(error)}")
         else:
             raise
     else:

@@ -53,7 +53,7 @@ async def test_mistakes_of_all_packages_are_told_at_once_whatever_the_command(
     }
     for name, value in wrong.items():
         monkeypatch.setenv(f"PIPELINE_{name}", value)
-    for asked in ("run",), ("dead", "list"), ("doctor",):
+    for asked in ("migrate",), ("dead", "list"), ("doctor",):
         done = await command(*asked)
         assert done.exit_code == 2
         for name in wrong:
@@ -68,7 +68,7 @@ async def test_settings_that_do_not_go_together_are_told_before_any_server_is_as
     monkeypatch.setenv("PIPELINE_ARCHIVE_URL", "file:///no/such/folder")
     monkeypatch.setenv("PIPELINE_CLAIM_AGE", "172800")
     monkeypatch.setenv("PIPELINE_HEALTH_PORT", "0")
-    doctor = json.loads((await command("doctor", "--json")).stdout)
+    doctor = map(json.loads, (await command("doctor", "--json")).stdout.splitlines())
     (told,) = [one["found"] for one in doctor if one["check"] == "settings"]
     archive, claims = told.splitlines()
     assert archive.startswith("PIPELINE_ARCHIVE_URL: 'file:///no/such/folder'")

@@ -136,3 +136,13 @@ async def test_a_page_that_nobody_could_log_in_to_is_not_served(start: Start) ->
     refused = await start("page")
     assert await refused.ended() == 2
     assert "PIPELINE_PAGE_TOKEN" in refused.output
+
+
+async def test_what_is_wrong_with_the_service_and_with_the_page_is_told_at_once(
+    start: Start,
+) -> None:
+    refused = await start("page", batch_size=0, page_port="x", page_token="short", page_prot=1)
+    assert await refused.ended() == 2
+    for name in "BATCH_SIZE", "PAGE_PORT", "PAGE_TOKEN", "PAGE_PROT":
+        assert f"  PIPELINE_{name}: " in refused.output
+    assert "short" not in refused.output

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 import settings_guide
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
-from page.commands import group
 from page.settings import PageSettings
 
 from .conftest import TOKEN
-from tests.pipeline.integration.bank import Bank
 
 GUIDE = Path(__file__).parents[2] / "docs/operations-page.md"
 PROXY = {"proxy_header": "X-User", "proxies": ["10.0.0.1"]}
@@ -46,19 +43,6 @@ def test_wrong_settings_are_refused_and_named(given: dict[str, object], named: s
     said = str(refused.value)
     assert named in said
     assert TOKEN not in said
-
-
-def test_what_is_wrong_with_the_service_and_with_the_page_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wrong = {"BATCH_SIZE": "0", "PAGE_PORT": "x", "PAGE_TOKEN": "short", "PAGE_PROT": "1"}
-    for name, value in wrong.items():
-        monkeypatch.setenv(f"PIPELINE_{name}", value)
-    done = CliRunner().invoke(group(Bank("in", "out", "bank").service), [])
-    assert done.exit_code == 2
-    for name in wrong:
-        assert f"  PIPELINE_{name}: " in done.stderr
-    assert "short" not in done.stderr
 
 
 def test_proxies_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 import typer
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from sqlalchemy import MetaData
 
 from pipeline import Reject, Retry, doctor, roles, status_commands
@@ -367,7 +367,7 @@ async def test_a_position_that_stands_still_or_that_the_brokers_do_not_have_is_t
 
 
 async def test_a_position_that_stands_still_before_the_end_is_told(
-    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer
+    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer, kafka: str
 ) -> None:
     for amount in (1, 2, 3):
         await Deposit(amount).send(producer, bank.deposits)
@@ -378,9 +378,32 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
         bank.deposits,
     )
     found = (await examine())["lag"]
-    assert (found.level, "2 offsets before the end" in found.found) == ("warning", True)
+    assert found.found.endswith("2 offsets before the end: nobody reads it")
+    assert (found.level, "`service consume`" in found.advice) == ("wrong", True)
+    async with AIOKafkaConsumer(
+        bank.deposits, bootstrap_servers=kafka, group_id=bank.name, enable_auto_commit=False
+    ) as consumer:
+        await eventually(lambda: bool(consumer.assignment()))
+        found = (await examine())["lag"]
+    assert found.found.endswith("2 offsets before the end")
+    assert (found.level, found.advice) == ("warning", "see `/health/ready` of the service")
     await db.execute("UPDATE pipeline.position SET moved_at = now()")
     assert await examine() == {}
+
+
+async def test_a_migration_that_was_forgotten_is_told(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute("ALTER TABLE account DROP COLUMN balance, DROP COLUMN version")
+    found = (await examine())["tables"]
+    assert found.level == "wrong"
+    assert re.fullmatch(
+        "the table public.account lacks (balance, version|version, balance), which the code has",
+        found.found,
+    )
+    assert "`service migrate`" in found.advice
+    await db.execute("DROP TABLE account CASCADE")
+    assert "history" in (await examine())["tables"].found
 
 
 async def test_partitions_that_were_added_are_told_until_they_are_read(
@@ -562,7 +585,7 @@ async def test_the_exit_code_says_whether_something_is_wrong(
     await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
     process = await command("--json")
     assert await process.ended() == 1
-    levels = {one["check"]: one["level"] for one in json.loads(process.output)}
+    levels = {one["check"]: one["level"] for one in map(json.loads, process.output.splitlines())}
     assert levels["outbox epoch"] == "wrong"
     assert levels["kafka"] == "ok"
     assert await (await command("--dance")).ended() == 2
@@ -581,7 +604,7 @@ async def test_a_database_that_is_away_is_told_and_the_rest_is_checked(
     assert away in done.stderr
     done = await service("doctor", "--json")
     assert done.exit_code == 1
-    found = {one["check"]: one for one in json.loads(done.stdout)}
+    found = {one["check"]: one for one in map(json.loads, done.stdout.splitlines())}
     assert found["postgresql"]["level"] == "wrong"
     assert away in found["postgresql"]["found"]
     assert found["kafka"]["level"] == found["settings"]["level"] == "ok"

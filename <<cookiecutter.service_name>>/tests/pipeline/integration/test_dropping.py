@@ -614,7 +614,7 @@ async def test_the_commands_tell_what_is_kept_until_when_and_what_holds_it_back(
     assert held in kept.stdout
     done = await service("run")
     assert f"held     {held}" in done.stdout
-    told = json.loads((await service("status", "--json")).stdout)
+    told = map(json.loads, (await service("status", "--json")).stdout.splitlines())
     assert {one["table"] for one in told} == {"inbox", "outbox"}
     (one,) = json.loads((await service("run", "--json")).stdout)["held"]
     assert one["partition"] == [OLD, "attached"]

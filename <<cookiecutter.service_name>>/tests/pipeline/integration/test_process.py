@@ -353,6 +353,28 @@ async def test_all_wrong_settings_are_told_at_once(start: Start) -> None:
     assert "Traceback" not in process.output
 
 
+@pytest.mark.parametrize("wrong", ["a setting", "the database", "the code"])
+async def test_what_ends_a_process_that_serves_is_a_line_of_its_log(
+    start: Start, server_url: str, used_databases: list[str], wrong: str, tmp_path: Path
+) -> None:
+    match wrong:
+        case "a setting":
+            process = await start("consume", batch_size=0)
+            said = "The settings are wrong:\n  PIPELINE_BATCH_SIZE: "
+        case "the database":
+            empty = await empty_database(server_url, used_databases)
+            process = await start("consume", database_url=empty)
+            said = "NotMigrated: "
+        case _:
+            (tmp_path / "alembic.ini").mkdir()  # which nobody has thought of
+            process = await start("consume", cwd=tmp_path)
+            said = "what nobody expected has ended the process"
+    assert await process.ended() in (1, 2)
+    *_, line = map(json.loads, process.output.splitlines())
+    assert (line["level"], line["message"].startswith(said)) == ("CRITICAL", True), line
+    assert ("exception" in line) == (wrong == "the code")
+
+
 async def test_a_password_in_a_wrong_setting_is_not_printed(start: Start) -> None:
     process = await start("run", database_url="postgresql://service:secret@localhost/service")
     assert await process.ended() == 2

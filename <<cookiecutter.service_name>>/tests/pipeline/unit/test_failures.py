@@ -175,6 +175,18 @@ def test_what_a_database_adds_to_its_message_is_not_told() -> None:
     assert told(ValueError("one\ntwo")) == "one\ntwo"
 
 
+def test_what_a_database_quotes_is_left_out_and_it_is_seen_that_something_is() -> None:
+    unreadable = asyncpg.CharacterNotInRepertoireError(
+        'invalid byte sequence for encoding "UTF8": 0x00'
+    )
+    assert told(unreadable) == "invalid byte sequence for encoding …"
+    no_number = asyncpg.InvalidTextRepresentationError(
+        'invalid input syntax for type integer: "secret"'
+    )
+    assert told(no_number) == "invalid input syntax for type integer …"
+    assert told(asyncpg.DivisionByZeroError("division by zero")) == "division by zero"
+
+
 def test_an_error_is_named_as_the_driver_has_raised_it() -> None:
     full = asyncpg.TooManyConnectionsError("sorry, too many clients already")
     assert named(wrapped(full)) == "TooManyConnectionsError: sorry, too many clients already"

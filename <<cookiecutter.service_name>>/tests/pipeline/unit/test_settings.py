@@ -8,7 +8,7 @@ import pytest
 import settings_guide
 from pydantic import ValidationError
 
-from pipeline.settings import Settings
+from pipeline.settings import Settings, mistakes
 
 URL = "postgresql+asyncpg://service:hunter2@db:5432/service"
 
@@ -55,6 +55,25 @@ def test_all_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+def test_each_mistake_has_the_name_of_its_variable_and_says_what_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {
+        "KAFKA_BOOTSTRAP_SERVERS": "write host:port, several separated by commas",
+        "DEAD_LETTER_TOPIC": "write a topic's name, of letters, digits, '.', '_', '-'",
+        "OTLP_ENDPOINT": "write http://host:port or https://host:port",
+        "BATCH_SIZE": "Input should be greater than or equal to 1",
+        "LOG_LEVEL": "Input should be 'DEBUG', 'INFO', 'WARNING' or 'ERROR'",
+    }
+    for name in told:
+        monkeypatch.setenv(f"PIPELINE_{name}", "-1 /")
+    monkeypatch.setenv("PIPELINE_BATCH_SIZE", "0")
+    with pytest.raises(ValidationError) as errors:
+        Settings()
+    said = list(mistakes(errors.value, Settings))
+    assert sorted(said) == sorted(f"PIPELINE_{name}: {text}" for name, text in told.items())
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -81,7 +100,9 @@ def test_the_password_is_never_printed() -> None:
 
 def test_a_mistake_elsewhere_does_not_print_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINE_LOCK_TIMEOUT", "9")
-    with pytest.raises(ValidationError, match="lock_timeout < transaction_timeout") as error:
+    with pytest.raises(
+        ValidationError, match="LOCK_TIMEOUT < PIPELINE_TRANSACTION_TIMEOUT"
+    ) as error:
         Settings()
     assert "hunter2" not in str(error.value)
 
@@ -114,7 +135,9 @@ def test_a_worker_of_the_backlog_is_given_up_after_its_transaction(
     if good:
         Settings()
     else:
-        with pytest.raises(ValidationError, match="transaction_timeout < backlog_lease must hold"):
+        with pytest.raises(
+            ValidationError, match="TRANSACTION_TIMEOUT < PIPELINE_BACKLOG_LEASE must hold"
+        ):
             Settings()
 
 
@@ -188,7 +211,11 @@ def files(tmp_path: Path) -> Path:
         ),
         (
             {"KAFKA_CA_FILE": "own.pem", "DATABASE_CA_FILE": "own.pem", "BACKLOG_LEASE": "3"},
-            ["KAFKA_CA_FILE is set, and", "DATABASE_TLS is not set", "< backlog_lease must hold"],
+            [
+                "KAFKA_CA_FILE is set, and",
+                "DATABASE_TLS is not set",
+                "< PIPELINE_BACKLOG_LEASE must hold",
+            ],
         ),
         (
             {"DATABASE_TLS": "1", "DATABASE_CA_FILE": "none.pem"},
