@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from email.utils import getaddresses
 from itertools import combinations, product
@@ -120,6 +121,22 @@ def test_nothing_of_the_template_is_left_in_a_variant(variant: BakedProject) -> 
             text = content.decode()
             assert not re.search(r"<<|>>|# <%|%>|# <#|cookiecutter\.[a-z]+_", text), name
             assert "\n\n\n\n" not in text, name
+
+
+def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_not(
+    variant: BakedProject,
+) -> None:
+    pages = "".join(text.decode() for name, text in variant.files().items() if name.endswith(".md"))
+    has = set(re.findall(r"^\| `(PIPELINE_\w+)` \|", pages, re.MULTILINE))
+    assert {"PIPELINE_DATABASE_URL", "PIPELINE_OUTBOX_AGE"} < has
+    # Those of a whole group are told by its beginning: PIPELINE_OUTBOX_…
+    named = set(re.findall(r"PIPELINE_[A-Z_]*[A-Z](?![A-Z_…])", pages))
+    assert named - has == set()
+    for feature, command in (
+        ("object_store", "service (archive|claims)"),
+        ("operations_page", "service page"),
+    ):
+        assert bool(re.search(command, pages)) == (variant.answers[feature] == "yes")
 
 
 def test_the_engine_is_copied_byte_for_byte(default_project: BakedProject) -> None:
@@ -387,6 +404,51 @@ def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) 
     assert re.search(r"^consumer  count-openings$", shown.stdout, re.MULTILINE)
 
 
+def test_a_service_whose_example_is_taken_out_as_the_readme_says_is_one_without_it(
+    template: Template, tmp_path: Path
+) -> None:
+    project, without = template.bake(tmp_path / "a"), template.bake(tmp_path, worked_example="no")
+    chapter = project.read("README.md").split("\n## Without the worked example\n")[1]
+    unit, one, other, folder = re.search(
+        r"^Delete `(.+?)`, and `(.+?)` and `(.+?)` in `(.+?)`\.", chapter.lstrip(), re.DOTALL
+    ).groups()  # type: ignore[union-attr]
+    shutil.rmtree(project.path / unit)
+    for name in one, other:
+        (project.path / folder / name).unlink()
+    assert "Take the classes out of `events.py` and `tables.py` (all but `Base`)" in chapter
+    assert "and the table out of `migrations/versions/0001_service.py`" in chapter.replace(
+        "\n", " "
+    )
+    package = project.path / "src" / project.package
+    for name in "events.py", "tables.py":
+        take_out(package / name, lambda one: isinstance(one, ast.ClassDef) and one.name != "Base")
+    migration = project.path / "migrations/versions/0001_service.py"
+    take_out(migration, lambda one: isinstance(one, ast.Expr) and "op." in ast.unparse(one))
+    handlers = package / "handlers.py"
+    above, made, _ = handlers.read_text("utf-8").partition("handlers = Handlers()\n")
+    handlers.write_text(above + made, "utf-8")
+
+    project.make("format", "check")
+
+    ours = re.compile(f"(src|tests)/{project.package}/|migrations/")
+    left, expected = (
+        {name: text for name, text in each.files().items() if ours.match(name)}
+        for each in (project, without)
+    )
+    assert left == expected
+
+
+def take_out(path: Path, unwanted: Callable[[ast.AST], bool]) -> None:
+    """Delete the lines of what nobody wants any more."""
+    text = path.read_text("utf-8")
+    lines = text.splitlines(keepends=True)
+    for one in ast.walk(ast.parse(text)):
+        if isinstance(one, ast.stmt) and unwanted(one):
+            assert one.end_lineno is not None
+            lines[one.lineno - 1 : one.end_lineno] = [""] * (one.end_lineno - one.lineno + 1)
+    path.write_text("".join(lines), "utf-8")
+
+
 ELSEWHERE = {
     "make run": "is what `test_make_run_serves_until_ctrl_c` does",
     "dev/send.py scans": "there, too",
@@ -453,6 +515,7 @@ async def furnish(url: str, kafka: str) -> None:
     db = await asyncpg.connect(url)
     await db.execute(
         "CREATE ROLE parcels_service; CREATE ROLE parcels_relay; CREATE ROLE parcels_operator;"
+        "CREATE ROLE parcels_retention;"
         f"INSERT INTO pipeline.scheduled (name, due_at, {EVENT}) VALUES"
         " ('payment-due-4711', 'tomorrow', 'parcel-events', 'a', '/s', 't', 'y');"
         "INSERT INTO pipeline.outbox_unsent"

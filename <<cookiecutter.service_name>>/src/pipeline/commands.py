@@ -144,10 +144,13 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
         to_service: Annotated[str | None, typer.Option(help="role that consumes")] = None,
         to_relay: Annotated[str | None, typer.Option(help="role that publishes")] = None,
         to_operator: Annotated[str | None, typer.Option(help="role of a person")] = None,
+        to_retention: Annotated[
+            str | None, typer.Option(help="role that makes and drops partitions, and owns them")
+        ] = None,
         as_json: Json = False,
     ) -> None:
         """Let roles of the database do their work and no more; after every `service migrate`."""
-        given = (to_service, to_relay, to_operator)
+        given = (to_service, to_relay, to_operator, to_retention)
         names = {one: name for one, name in zip(roles.ROLES, given, strict=True) if name}
         if not names:
             raise typer.BadParameter("name a role, as by --to-service")

@@ -79,7 +79,7 @@ _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_unsent", "position",
 
 _USER = """
 SELECT current_user, pg_has_role(relowner, 'USAGE')
-  FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
+  FROM pg_class WHERE oid = 'pipeline.position'::regclass
 """
 
 _SIZES = """

@@ -89,7 +89,7 @@ class NotOwner(PermissionError):
 
 
 async def must_own(connection: asyncpg.Connection) -> None:
-    """Raise `NotOwner` unless the connection's role is the tables' owner, or a member of it."""
+    """Raise `NotOwner` unless the connection's role owns partitions, or is a member of who does."""
     who, owner, is_owner = await connection.fetchrow(_IS_OWNER)
     if not is_owner:
         raise NotOwner(

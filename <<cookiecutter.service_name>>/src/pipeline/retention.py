@@ -166,9 +166,9 @@ SELECT who, since FROM running
 
 _DELETE_DISCARDED = """
 WITH old AS (
-    SELECT ctid FROM pipeline.{table}
+    SELECT {key} FROM pipeline.{table}
      WHERE discarded_at < $1 ORDER BY discarded_at LIMIT $2 FOR UPDATE SKIP LOCKED)
-DELETE FROM pipeline.{table} WHERE ctid = ANY (ARRAY(SELECT ctid FROM old))
+DELETE FROM pipeline.{table} WHERE {key} = ANY (ARRAY(SELECT {key} FROM old))
 """
 
 
@@ -629,15 +629,15 @@ async def _delete_discarded(
     before = generation["now"] - timedelta(seconds=settings.discarded_age)
     if generation["since"] is not None:
         forgotten = generation["since"] - CLOCK_MARGIN
-        done.discarded += await _delete(connection, "backlog", min(before, forgotten))
-    done.discarded += await _delete(connection, "outbox_unsent", before)
+        done.discarded += await _delete(connection, "backlog", "key", min(before, forgotten))
+    done.discarded += await _delete(connection, "outbox_unsent", "id", before)
 
 
-async def _delete(connection: asyncpg.Connection, table: str, before: datetime) -> int:
+async def _delete(connection: asyncpg.Connection, table: str, key: str, before: datetime) -> int:
     deleted, last = 0, _DISCARDED_AT_ONCE
     while last == _DISCARDED_AT_ONCE:
         tag = await connection.execute(
-            _DELETE_DISCARDED.format(table=table), before, _DISCARDED_AT_ONCE
+            _DELETE_DISCARDED.format(table=table, key=key), before, _DISCARDED_AT_ONCE
         )
         last = int(tag.split()[1])
         deleted += last

@@ -1,7 +1,7 @@
 """What the database lets each part of a service do, where the parts have roles of their own.
 
 The owner of the tables migrates. Retention makes and drops partitions, which PostgreSQL lets
-nobody do but the owner: its role is a member of the owner's, and has no grants of its own.
+nobody do but their owner: its role owns the tables that have partitions, and no others.
 """
 
 import re
@@ -14,24 +14,36 @@ from sqlalchemy import MetaData, Table
 from .outbox import COLUMNS
 from .schema import SCHEMA
 
-ROLES = ("service", "relay", "operator")
-"""Those that get grants: who consumes, who publishes, and a person at the command line."""
+RETENTION = "retention"
+ROLES = ("service", "relay", "operator", RETENTION)
+"""Who consumes, who publishes, a person at the command line, and who keeps house."""
+
+PARTITIONED = ("inbox", "outbox")
+"""The tables that retention owns, with their partitions."""
 
 # The server gives each event its `id` and `xid`; any other would break the order, or hide it.
 _PUT_EVENTS = f"INSERT ({COLUMNS})"
 _ALL = "SELECT, INSERT, UPDATE, DELETE"
+# What was discarded, locked by one of its columns.
+_DELETE = "UPDATE (discarded_at), DELETE"
 _JUDGE = "UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why, {more})"
 
 # To lock a row takes the right to update one of its columns; such are those of a single column.
 GRANTS: dict[str, dict[str, str]] = {
     "position": {"service": "SELECT, INSERT, UPDATE", "operator": "SELECT"},
-    "inbox_generation": dict.fromkeys(ROLES, "SELECT"),
-    "inbox_closed": {"service": "SELECT", "operator": "SELECT"},
+    "inbox_generation": dict.fromkeys(ROLES, "SELECT") | {RETENTION: "SELECT, UPDATE"},
+    "inbox_closed": {"service": "SELECT", "operator": "SELECT", RETENTION: _ALL},
     "inbox": {"service": _ALL, "operator": "SELECT"},
-    "inbox_filter": {"service": "SELECT, DELETE", "relay": "SELECT, DELETE", "operator": "SELECT"},
+    "inbox_filter": {
+        "service": "SELECT, DELETE",
+        "relay": "SELECT, DELETE",
+        "operator": "SELECT",
+        RETENTION: _ALL,
+    },
     "backlog": {
         "service": _ALL,
         "operator": f"SELECT, {_JUDGE.format(more='waited, due_at, holds')}",
+        RETENTION: f"SELECT (key, discarded_at), {_DELETE}",
     },
     "backlog_effect_seq": {"service": "USAGE"},
     "backlog_lane": {
@@ -47,23 +59,34 @@ GRANTS: dict[str, dict[str, str]] = {
         "service": _ALL,
         "relay": "SELECT, DELETE, UPDATE (scheduled_at)",
         "operator": "SELECT, DELETE",
+        RETENTION: "SELECT (event_id, dataref)",
     },
-    "claim": {"service": "INSERT", "operator": "SELECT"},
-    "outbox_closed": {"operator": "SELECT"},
+    "claim": {
+        "service": "INSERT",
+        "operator": "SELECT",
+        RETENTION: "SELECT, UPDATE (published_at), DELETE",
+    },
+    "outbox_closed": {"operator": "SELECT", RETENTION: _ALL},
     "outbox_unsent": {
         "relay": _ALL,
         "operator": f"SELECT, {_JUDGE.format(more='parked_at, error, queue')}",
+        RETENTION: f"SELECT (id, event_id, dataref, discarded_at), {_DELETE}",
     },
-    "outbox_cursor": {"relay": "SELECT, UPDATE", "operator": "SELECT, UPDATE (owner)"},
-    "outbox_epoch": {"relay": "SELECT", "operator": "SELECT"},
+    "outbox_cursor": {
+        "relay": "SELECT, UPDATE",
+        "operator": "SELECT, UPDATE (owner)",
+        RETENTION: "SELECT",
+    },
+    "outbox_epoch": dict.fromkeys(("relay", "operator", RETENTION), "SELECT"),
     "outbox_relay": {"relay": _ALL, "operator": "SELECT"},
     "retention_lease": {
         "service": "SELECT, UPDATE (archives)",
         "relay": "SELECT, UPDATE (archives)",
         "operator": "SELECT",
+        RETENTION: "SELECT, UPDATE",
     },
 }
-"""What each role may do with each of the engine's tables, and sequences of their own."""
+"""What each role may do with each of the engine's tables that it does not own, and sequences."""
 
 
 class TooMighty(Exception):
@@ -83,13 +106,37 @@ class Need(NamedTuple):
         return f"{self.privilege}{which} on {SCHEMA}.{self.table}"
 
 
-# A superuser is a member of every role.
+# A superuser is a member of every role. $1 are roles for a part, $2 is to own partitions.
 _OWNER = """
 SELECT pg_get_userbyid(relowner) AS owner,
        (SELECT array_agg(name::text) FROM unnest($1::name[]) AS name
          WHERE CASE name WHEN 'public' THEN true
-                         ELSE pg_has_role(name, relowner, 'MEMBER') END) AS mighty
-  FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
+                         ELSE pg_has_role(name, relowner, 'MEMBER')
+                              OR name <> COALESCE($2, '') AND pg_has_role(name, heir, 'MEMBER')
+                END) AS mighty
+  FROM pg_class, COALESCE((SELECT oid FROM pg_roles WHERE rolname = $2),
+                          (SELECT relowner FROM pg_class
+                            WHERE oid = 'pipeline.outbox'::regclass)) AS heir
+ WHERE pg_class.oid = 'pipeline.position'::regclass
+"""
+
+_OWNS = """
+SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
+"""
+
+_HEIR = """
+SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
+"""
+
+_WAIT_SHORTLY = "SELECT set_config('lock_timeout', '2s', true)"
+
+# Also partitions on their way out, which are detached.
+_ANOTHERS = """
+SELECT relname FROM pg_class
+ WHERE relnamespace = 'pipeline'::regnamespace AND relkind IN ('r', 'p')
+   AND relname ~ ('^(' || array_to_string($1::text[], '|') || ')(_[gp][0-9]+)?$')
+   AND pg_get_userbyid(relowner) <> $2
+ ORDER BY relname
 """
 
 _HELD = """
@@ -115,38 +162,63 @@ def needs(role: str) -> set[Need]:
 async def lacks(connection: asyncpg.Connection) -> dict[str, set[Need]]:
     """Return the roles that the connection's one stands for, and what it lacks for each.
 
-    It stands for those of which it has a privilege that no other role needs on that table, on
-    whichever columns; for none at all if it has no such. Its name says nothing of it.
+    It stands for retention if it owns the partitions. For another it does if it has a privilege
+    that no other of them needs on that table, on whichever columns, and that retention has not; for
+    none at all if it has no such. Its name says nothing of it.
     """
     every = {role: needs(role) for role in ROLES}
-    kinds = Counter(kind for needed in every.values() for kind in {one[:2] for one in needed})
+    kinds = Counter(
+        kind
+        for role, needed in every.items()
+        if role != RETENTION
+        for kind in {one[:2] for one in needed}
+    )
     asked = sorted(one for needed in every.values() for one in needed)
     rows = await connection.fetch(_HELD, *map(list, zip(*asked, strict=True)))
     held = {Need(*row) for row in rows}
-    return {
+    owns = await connection.fetchval(_OWNS)
+    retentions = {one[:2] for one in every.pop(RETENTION)} if owns else set()
+    found = {
         role: needed - held
         for role, needed in every.items()
-        if any(kinds[one[:2]] == 1 for one in needed & held)
+        if any(
+            kinds[one[:2]] == 1
+            and one[:2] not in retentions
+            and not (owns and one.table in PARTITIONED)
+            for one in needed & held
+        )
     }
+    return found | ({RETENTION: needs(RETENTION) - held} if owns else {})
 
 
-def statements(owner: str, names: dict[str, str], tables: MetaData) -> list[str]:
+def statements(owners: set[str], names: dict[str, str], tables: MetaData) -> list[str]:
     """Return what gives the roles of these names all that they need, and takes what they don't.
 
-    `owner` owns the tables. `names` are the database's, by those of `ROLES`; one may stand for
-    several. `tables` are the service's own: its handlers use them, and the others don't.
+    `owners` own the engine's tables, or will. `names` are the database's, by those of `ROLES`; one
+    may stand for several. `tables` are the service's own: its handlers use them, and the others
+    don't.
     """
     granted = {one: _quoted(name) for one, name in names.items()}
+    heir = granted.get(RETENTION)
     everyone = ", ".join(sorted(set(granted.values())))
-    later = f"ALTER DEFAULT PRIVILEGES FOR ROLE {_quoted(owner)} IN SCHEMA {SCHEMA}"
+    # An owner from whom something is taken has it no more.
+    others = sorted(set(granted.values()) - {heir})
+    makers = ", ".join(sorted(map(_quoted, owners)))
+    later = f"ALTER DEFAULT PRIVILEGES FOR ROLE {makers} IN SCHEMA {SCHEMA}"
     made = [
         f"REVOKE ALL ON SCHEMA {SCHEMA} FROM PUBLIC, {everyone}",
-        f"REVOKE ALL ON ALL TABLES IN SCHEMA {SCHEMA} FROM PUBLIC, {everyone}",
-        f"REVOKE ALL ON ALL SEQUENCES IN SCHEMA {SCHEMA} FROM PUBLIC, {everyone}",
-        f"{later} REVOKE ALL ON TABLES FROM {everyone}",
+        f"REVOKE ALL ON ALL TABLES IN SCHEMA {SCHEMA} FROM {', '.join(('PUBLIC', *others))}",
+        f"REVOKE ALL ON ALL SEQUENCES IN SCHEMA {SCHEMA} FROM {', '.join(('PUBLIC', *others))}",
         f"GRANT USAGE ON SCHEMA {SCHEMA} TO {everyone}",
         f"GRANT SELECT ON alembic_version TO {everyone}",  # what a process looks at when it starts
     ]
+    if others:
+        made.append(f"{later} REVOKE ALL ON TABLES FROM {', '.join(others)}")
+    if heir:
+        made.append(f"GRANT CREATE ON SCHEMA {SCHEMA} TO {heir}")
+        made += [
+            f"REVOKE ALL ON {SCHEMA}.{name} FROM {heir}" for name in GRANTS.keys() - PARTITIONED
+        ]
     made += [
         f"REVOKE ALL ON {_quoted(*_path(one))} FROM PUBLIC, {everyone}"
         for one in tables.sorted_tables
@@ -187,15 +259,24 @@ def _quoted(*names: str) -> str:
 async def grant(connection: asyncpg.Connection, names: dict[str, str], tables: MetaData) -> None:
     """Let the roles do their work and no more: all of it or nothing. Harmless to repeat.
 
-    The connection's role owns the tables. Raises `asyncpg.UndefinedObjectError` for a role that
-    does not exist, and `TooMighty` for one that can't be held to it.
+    The connection's role owns the tables, and is a member of retention's, which is made the owner
+    of those that have partitions. Raises `asyncpg.UndefinedObjectError` for a role that does not
+    exist, and `TooMighty` for one that can't be held to it.
     """
+    heir = names.get(RETENTION)
     async with connection.transaction():
-        owner, mighty = await connection.fetchrow(_OWNER, list(names.values()))
+        owner, mighty = await connection.fetchrow(_OWNER, list(names.values()), heir)
         if mighty:
             raise TooMighty(
                 f"{', '.join(sorted(set(mighty)))}: no role for a single part. It is everybody, a"
-                f" superuser, or a member of {owner}, which owns the tables: make one of its own"
+                f" superuser, or a member of {owner} or of retention's role, which own the tables:"
+                " make one of its own"
             )
-        for statement in statements(owner, names, tables):
+        heir = heir or await connection.fetchval(_HEIR)
+        for statement in statements({owner, heir}, names, tables):
             await connection.execute(statement)
+        await connection.execute(_WAIT_SHORTLY)
+        for row in await connection.fetch(_ANOTHERS, PARTITIONED, heir):
+            await connection.execute(
+                f"ALTER TABLE {SCHEMA}.{row['relname']} OWNER TO {_quoted(heir)}"
+            )

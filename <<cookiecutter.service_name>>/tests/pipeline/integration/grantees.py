@@ -51,11 +51,11 @@ async def splitting(
     They may do what they may as of after a second migration.
     """
     mark = uuid4().hex[:8]
-    every = ("owner", "retention", *roles.ROLES)
+    every = ("owner", *roles.ROLES)
     names = {one: f"{one}_{mark}" for one in every}
     for name in names.values():
         await administer(server_url, f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}'")
-    await administer(server_url, f"GRANT {names['owner']} TO {names['retention']}")
+    await administer(server_url, f"GRANT {names['retention']} TO {names['owner']}")
     # What else the owner of a new database makes by migrating.
     await db.execute(f"ALTER SCHEMA pipeline OWNER TO {names['owner']}")
     tables = await db.fetch(

@@ -26,7 +26,10 @@ from .doors import Door
 from .grantees import Roles, splitting
 from .kafka_wire import Wire
 from .outgoing import (
+    LARGE,
     OLD,
+    SMALL,
+    allow,
     create_topic,
     event,
     following,
@@ -381,6 +384,35 @@ async def test_events_that_kafka_refuses_alert_until_their_topic_is_there(
     assert f"{missing}: created with 8 partitions" in create.output
     over = await tells(process, "pipeline_outbox_unsent", zero, **waits)
     check(tmp_path, [fires, over], quiet=ALERTS)
+
+
+@pytest.mark.parametrize("reason", ["too large", "topic not allowed"])
+async def test_events_that_kafka_refuses_alert_until_it_may_take_them(
+    start: Start,
+    command: Command,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    tmp_path: Path,
+    reason: str,
+) -> None:
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    async with Wire(kafka).listening() as wire:
+        if reason == "topic not allowed":
+            wire.forbid(topic)
+        process = await start("run", kafka_bootstrap_servers=wire.address)
+        await stage(db, [event(topic, 1, payload=LARGE if reason == "too large" else SMALL)])
+        waits = {"pipeline_outcome": "waiting"}
+        fires = await tells(process, "pipeline_outbox_unsent", positive, **waits)
+        check(tmp_path, [fires], firing=["EventsUnsent"], quiet=["DeadEvents"])
+        found = await command("dead", "events", "list", "--waiting", "--summary")
+        assert reason in found.stdout
+        if reason == "too large":
+            await allow(kafka, topic, 100_000)
+        else:
+            wire.go_on()
+        over = await tells(process, "pipeline_outbox_unsent", zero, **waits)
+        check(tmp_path, [fires, over], quiet=ALERTS)
 
 
 async def test_rounds_of_retention_that_fail_alert(

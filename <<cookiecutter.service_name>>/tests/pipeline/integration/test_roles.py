@@ -26,6 +26,7 @@ from pipeline import (
     partitions,
     relay,
     replay,
+    retention,
     roles,
     scheduled,
     status,
@@ -60,12 +61,17 @@ PARTS: dict[str, tuple[ModuleType, ...]] = {
     "service": (inbox, backlog, filters, outbox, replay),
     "relay": (relay, window, unsent, scheduled, filters),
     "operator": (status, dead, dead_events, operations),
+    "retention": (retention, filters),
 }
 """Modules whose statements each role executes."""
 
-BY_OTHERS = {
-    *(inbox._CLOSE_GENERATION, inbox._FORGET),  # retention
+BY_RETENTION = (
+    *(inbox._CLOSE_GENERATION, inbox._FORGET),
     *(filters._FORGET, filters._STORE, filters._NEXT_WITHOUT_FILTER, filters._COUNT),
+)
+
+BY_OTHERS = {
+    *BY_RETENTION,
     *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),  # a person
     scheduled._LIST,
 }
@@ -191,7 +197,7 @@ async def set_up(server_url: str) -> AsyncIterator[Roles]:
         for statement in page.splitlines():
             await administer(server_url, statement)
         url = make_url(server_url).set(database=parcels)
-        every = ("migration", "retention", *roles.ROLES)
+        every = ("migration", *roles.ROLES)
         names = {one: f"{parcels}_{one}" for one in every}
         yield Roles(names, url.render_as_string(hide_password=False))
     finally:
@@ -246,7 +252,8 @@ async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_super
         process = await start("doctor", database_url=set_up.of(role))
         await process.ended()
         assert not re.search("Traceback|lacks|may do nothing", process.output), process.output
-        assert ("pg_read_all_stats" in process.output) == (role != "operator"), process.output
+        sees_all = role in ("operator", "retention")
+        assert ("pg_read_all_stats" in process.output) != sees_all, process.output
     for process in (consuming, relaying):
         assert process.is_running
         assert "permission denied" not in process.output, process.output
@@ -281,7 +288,7 @@ async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:
         )
 
 
-async def test_retention_makes_and_drops_partitions_that_belong_to_the_owner(
+async def test_retention_makes_and_drops_partitions_which_belong_to_it(
     granted: Roles, start: Start, db: asyncpg.Connection
 ) -> None:
     (gone,) = await db.fetchrow(
@@ -291,7 +298,7 @@ async def test_retention_makes_and_drops_partitions_that_belong_to_the_owner(
     await db.execute(
         "CREATE TABLE pipeline.outbox_p20200101 PARTITION OF pipeline.outbox"
         " FOR VALUES FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00');"
-        f"ALTER TABLE pipeline.outbox_p20200101 OWNER TO {granted.names['owner']};"
+        f"ALTER TABLE pipeline.outbox_p20200101 OWNER TO {granted.names['retention']};"
         "UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()"
     )
     for _ in range(2):  # the first one notes that the day is over
@@ -299,8 +306,11 @@ async def test_retention_makes_and_drops_partitions_that_belong_to_the_owner(
         assert await process.ended() == 0, process.output
         await db.execute("UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()")
     assert await db.fetchval("SELECT to_regclass('pipeline.outbox_p20200101') IS NULL")
-    owner = await db.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = $1", gone)
-    assert owner == granted.names["owner"]
+    async with granted.connected("owner") as connection:
+        await partitions.attach(connection, "inbox", "inbox_g999", "IN (999)")
+    for one in gone, "inbox_g999":  # whoever has made it
+        owner = await db.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = $1", one)
+        assert owner == granted.names["retention"]
 
 
 async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_run_out(
@@ -308,7 +318,7 @@ async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_r
 ) -> None:
     process = await start("retention", "run", database_url=granted.of("service"))
     assert await process.ended() == 1
-    assert f"a member of their owner {granted.names['owner']}" in process.output
+    assert f"a member of their owner {granted.names['retention']}" in process.output
     assert "Traceback" not in process.output
 
     days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1"
@@ -373,9 +383,9 @@ def statements(role: str) -> list[str]:
     found = [value for module in PARTS[role] for value in vars(module).values()]
     found += [one for value in found if isinstance(value, dict) for one in value.values()]
     mine = [one for one in found if isinstance(one, str) and SQL.match(one)]
-    return [one for one in mine if one not in BY_OTHERS] + [
-        one for one in BY_A_PERSON if role == "operator"
-    ]
+    mine += {"operator": BY_A_PERSON, "retention": BY_RETENTION}.get(role, ())
+    ours = {"operator": set(BY_A_PERSON), "retention": set(BY_RETENTION)}.get(role, set())
+    return [one for one in mine if one in ours or (one not in BY_OTHERS and "{" not in one)]
 
 
 @pytest.mark.parametrize("role", PARTS)
@@ -463,7 +473,31 @@ FORBIDDEN = {
         "DROP TABLE pipeline.backlog",
         "CREATE TABLE pipeline.mine (a int)",
     ],
-    "retention": BEYOND_THE_DATABASE,
+    "retention": [
+        *BEYOND_THE_DATABASE,
+        "SELECT FROM account",
+        "UPDATE account SET balance = 0",
+        "DROP TABLE account",
+        "CREATE TABLE public.mine (a int)",
+        "SELECT FROM pipeline.position",
+        "UPDATE pipeline.position SET next_offset = 0",
+        "SELECT value FROM pipeline.backlog",
+        "SELECT error FROM pipeline.backlog",
+        "UPDATE pipeline.backlog SET died_at = now()",
+        "SELECT payload FROM pipeline.outbox_unsent",
+        "SELECT payload FROM pipeline.scheduled",
+        "DELETE FROM pipeline.scheduled",
+        "UPDATE pipeline.outbox_cursor SET last_id = 0",
+        "UPDATE pipeline.outbox_epoch SET system_identifier = NULL",
+        "DELETE FROM pipeline.outbox_relay",
+        "INSERT INTO pipeline.claim (name, event_id) VALUES ('n', 'e')",
+        "UPDATE alembic_version SET version_num = 'x'",
+        "DROP TABLE pipeline.backlog",
+        "DROP TABLE pipeline.position",
+        "TRUNCATE pipeline.backlog",
+        "DROP SCHEMA pipeline CASCADE",
+        "ALTER TABLE pipeline.backlog ADD b int",
+    ],
     "owner": BEYOND_THE_DATABASE,
 }
 
@@ -484,14 +518,50 @@ async def test_what_a_role_does_not_need_is_denied(
     assert allowed == []
 
 
-async def test_retention_may_do_with_all_tables_what_their_owner_may(granted: Roles) -> None:
-    async with granted.connected("retention") as connection:
-        change = connection.transaction()
-        await change.start()
-        await connection.execute("UPDATE account SET balance = 0")
-        await connection.execute("UPDATE pipeline.position SET next_offset = 0")
-        await connection.execute("DROP TABLE account, pipeline.backlog")
-        await change.rollback()
+async def test_the_partitions_go_to_another_role_while_the_service_runs(
+    granted: Roles,
+    start: Start,
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    server_url: str,
+    db: asyncpg.Connection,
+) -> None:
+    consuming = await start("consume", database_url=granted.of("service"))
+    await eventually(consuming.is_ready)
+    await Deposit(5).send(producer, bank.deposits)
+    await eventually(lambda: db.fetchval("SELECT count(*) = 1 FROM pipeline.inbox"))
+    heir = f"heir_{uuid4().hex[:8]}"
+    await administer(server_url, f"CREATE ROLE {heir}; GRANT {heir} TO {granted.names['owner']}")
+    try:
+        grant = ("grant", "--to-retention", heir)
+        process = await start(*grant, database_url=granted.of("owner"))
+        assert await process.ended() == 0, process.output
+        owners = "SELECT array_agg(DISTINCT tableowner::text) FROM pg_tables WHERE tablename ~ $1"
+        assert await db.fetchval(owners, "^(inbox_g|outbox_p|inbox$|outbox$)") == [heir]
+        await Deposit(7).send(producer, bank.deposits)
+        await eventually(lambda: db.fetchval("SELECT count(*) = 2 FROM pipeline.inbox"))
+        former = await start("retention", "run", database_url=granted.of("retention"))
+        assert await former.ended() == 1
+        assert f"a member of their owner {heir}" in former.output
+    finally:
+        await db.execute(f"REASSIGN OWNED BY {heir} TO {granted.names['retention']}")
+        await db.execute(f"DROP OWNED BY {heir}")
+        await administer(server_url, f"DROP ROLE {heir}")
+
+
+async def test_who_migrates_and_is_no_member_of_retention_is_told_so(
+    granted: Roles, start: Start, server_url: str
+) -> None:
+    stranger = f"stranger_{uuid4().hex[:8]}"
+    await administer(server_url, f"CREATE ROLE {stranger}")
+    try:
+        grant = ("grant", "--to-retention", stranger)
+        process = await start(*grant, database_url=granted.of("owner"))
+        assert await process.ended() == 1
+        assert stranger in process.output
+        assert "Traceback" not in process.output
+    finally:
+        await administer(server_url, f"DROP ROLE {stranger}")
 
 
 async def test_to_grant_takes_what_was_given_before(
@@ -550,7 +620,11 @@ async def test_the_doctor_names_what_a_role_lacks(
 ) -> None:
     async with granted.connected(role) as connection:
         assert await roles.lacks(connection) == {role: set()}
-        mine = {one for one in roles.needs(role) if one.table == "inbox_generation"}
+        mine = {
+            one
+            for one in roles.needs(role)
+            if (one.table, one.privilege) == ("inbox_generation", "SELECT")
+        }
         await db.execute(f"REVOKE SELECT ON pipeline.inbox_generation FROM {granted.names[role]}")
         assert await roles.lacks(connection) == {role: mine}
         assert mine
