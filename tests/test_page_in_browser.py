@@ -23,6 +23,32 @@ from tests.baked import RAW
 
 TOKEN = "a token of the tests"
 PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention"]
+SCROLLS = """
+[...document.querySelectorAll(".wide")]
+  .filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)
+"""
+"""Lists that can be seen as a whole only by moving them sideways."""
+FAINT = """() => {
+  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+  const linear = part => part <= 10 ? part / 255 / 12.92 : ((part / 255 + .055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
+  const behind = one => {
+    for (; one; one = one.parentElement) {
+      const colour = numbers(getComputedStyle(one).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0) return colour;
+    }
+  };
+  const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const text = texts.currentNode.data.trim(), one = texts.currentNode.parentElement;
+    if (!text || !one.checkVisibility()) continue;
+    const [dark, light] = [numbers(getComputedStyle(one).color), behind(one)]
+      .map(luminance).sort((a, b) => a - b);
+    if ((light + .05) / (dark + .05) < 4.5) found.push(text);
+  }
+  return found;
+}"""
+"""Texts whose contrast is less than WCAG 2.2 asks for, 1.4.3."""
 SHOTS = os.environ.get("PAGE_SHOTS")
 """A folder for screenshots, for who wants to look."""
 
@@ -182,6 +208,8 @@ def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None
     for path in [*PAGES, letter, "/events/1"]:
         page.goto(path)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+        assert page.evaluate(SCROLLS) == [], path
+        assert page.evaluate(FAINT) == [], path
         assert (page.evaluate(back) < 100) == (scheme == "dark")
         if SHOTS:
             name = path.strip("/").replace("/", "-")[:12] or "overview"

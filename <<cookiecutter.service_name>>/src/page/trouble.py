@@ -1,6 +1,6 @@
 """What keeps PostgreSQL from answering the page, in words for who asks."""
 
-from pipeline.failures import is_infrastructure, named
+from pipeline.failures import as_raised, is_infrastructure, named
 from pipeline.revisions import NotMigrated
 from pipeline.settings import Settings
 
@@ -16,6 +16,8 @@ def told(error: Exception, settings: Settings) -> str | None:
         return str(NotMigrated())
     if state.startswith(_NOT_LET_IN):
         return f"{named(error)}. PIPELINE_DATABASE_URL has to be that of the operator's role."
-    if is_infrastructure(error):
+    if isinstance(as_raised(error), TimeoutError):
         return f"{settings.postgresql} does not answer in time; try again."
+    if is_infrastructure(error):
+        return f"{settings.postgresql} can't be used: {named(error)}; try again."
     return None

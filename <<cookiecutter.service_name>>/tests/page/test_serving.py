@@ -146,3 +146,17 @@ async def test_what_is_wrong_with_the_service_and_with_the_page_is_told_at_once(
     for name in "BATCH_SIZE", "PAGE_PORT", "PAGE_TOKEN", "PAGE_PROT":
         assert f"  PIPELINE_{name}: " in refused.output
     assert "short" not in refused.output
+
+
+async def test_a_database_that_refuses_connections_is_told_at_once(
+    start: Start, port: int, browser: httpx.AsyncClient, unused_tcp_port: int
+) -> None:
+    nowhere = f"postgresql+asyncpg://x:x@127.0.0.1:{unused_tcp_port}/x"
+    page = await start("page", page_token=TOKEN, page_port=port, database_url=nowhere)
+    await page.says(f"the page is at http://127.0.0.1:{port}/")
+    await log_in(browser)
+    answer = await browser.get("/dead")
+    assert answer.status_code == 503
+    assert f"PostgreSQL at 127.0.0.1:{unused_tcp_port} can&#39;t be used: " in answer.text
+    assert "ConnectionRefusedError" in answer.text
+    assert "in time" not in answer.text
