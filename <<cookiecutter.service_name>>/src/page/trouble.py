@@ -15,7 +15,8 @@ def told(error: Exception, settings: Settings) -> str | None:
     if state in _NO_TABLES:
         return str(NotMigrated())
     if state.startswith(_NOT_LET_IN):
-        return f"{named(error)}. PIPELINE_DATABASE_URL has to be that of the operator's role."
+        why = "See to PIPELINE_DATABASE_URL, which has to be that of the operator's role."
+        return f"{named(error)}. {why}"
     if isinstance(as_raised(error), TimeoutError):
         return f"{settings.postgresql} does not answer in time; try again."
     if is_infrastructure(error):

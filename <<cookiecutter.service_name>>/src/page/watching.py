@@ -61,9 +61,10 @@ class Watch:
             try:
                 await self._look()
             except Exception as error:
-                why = named(error)
+                said = trouble.told(error, self._settings)
+                why = said or named(error)
                 if why != self._course.failed:  # else it was told
-                    if trouble.told(error, self._settings) is None:
+                    if said is None:
                         log.exception("the overview is not known")
                     else:
                         log.warning("the overview is not known: %s", why)

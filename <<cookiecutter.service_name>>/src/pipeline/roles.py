@@ -167,28 +167,22 @@ async def lacks(connection: asyncpg.Connection) -> dict[str, set[Need]]:
     none at all if it has no such. Its name says nothing of it.
     """
     every = {role: needs(role) for role in ROLES}
-    kinds = Counter(
-        kind
-        for role, needed in every.items()
-        if role != RETENTION
-        for kind in {one[:2] for one in needed}
-    )
-    asked = sorted(one for needed in every.values() for one in needed)
+    asked = sorted(set().union(*every.values()))
     rows = await connection.fetch(_HELD, *map(list, zip(*asked, strict=True)))
     held = {Need(*row) for row in rows}
-    owns = await connection.fetchval(_OWNS)
-    retentions = {one[:2] for one in every.pop(RETENTION)} if owns else set()
+    retentions = every.pop(RETENTION)
+    kinds = Counter(kind for needed in every.values() for kind in {one[:2] for one in needed})
+    if owns := await connection.fetchval(_OWNS):
+        for kind in {one[:2] for one in retentions}:
+            kinds[kind] = 0
     found = {
         role: needed - held
         for role, needed in every.items()
         if any(
-            kinds[one[:2]] == 1
-            and one[:2] not in retentions
-            and not (owns and one.table in PARTITIONED)
-            for one in needed & held
+            kinds[one[:2]] == 1 and not (owns and one.table in PARTITIONED) for one in needed & held
         )
     }
-    return found | ({RETENTION: needs(RETENTION) - held} if owns else {})
+    return found | ({RETENTION: retentions - held} if owns else {})
 
 
 def statements(owners: set[str], names: dict[str, str], tables: MetaData) -> list[str]:
@@ -217,7 +211,9 @@ def statements(owners: set[str], names: dict[str, str], tables: MetaData) -> lis
     if heir:
         made.append(f"GRANT CREATE ON SCHEMA {SCHEMA} TO {heir}")
         made += [
-            f"REVOKE ALL ON {SCHEMA}.{name} FROM {heir}" for name in GRANTS.keys() - PARTITIONED
+            f"REVOKE ALL ON {SCHEMA}.{name} FROM {heir}"
+            for name in GRANTS
+            if name not in PARTITIONED
         ]
     made += [
         f"REVOKE ALL ON {_quoted(*_path(one))} FROM PUBLIC, {everyone}"

@@ -145,7 +145,8 @@ class Status:
 
 async def look(connection: asyncpg.Connection, service: Service, settings: Settings) -> Status:
     """Ask PostgreSQL and Kafka. Raises what PostgreSQL fails with when it can't be used at all."""
-    found = Status(service.name, await connection.fetchval("SELECT clock_timestamp()"))
+    async with asyncio.timeout(_SECONDS):
+        found = Status(service.name, await connection.fetchval("SELECT clock_timestamp()"))
     ask = _Ask(connection, service, settings, found)
     for part, question in (
         ("positions", ask.positions),
