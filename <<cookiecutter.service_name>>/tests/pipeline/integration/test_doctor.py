@@ -210,8 +210,9 @@ async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
                 f"{role} lacks DELETE on pipeline.backlog",
             )
             _, command = found.advice.split("service grant ")
-            assert command == " ".join(f"--to-{one} {role}" for one in roles.ROLES)
-            await roles.grant(db, dict.fromkeys(roles.ROLES, role), MetaData())
+            stands_for = [one for one in roles.ROLES if one != roles.RETENTION]
+            assert command == " ".join(f"--to-{one} {role}" for one in stands_for)
+            await roles.grant(db, dict.fromkeys(stands_for, role), MetaData())
             assert await lacking() == []
             for kind in ("TABLES", "SEQUENCES"):
                 await db.execute(f"REVOKE ALL ON ALL {kind} IN SCHEMA pipeline FROM {role}")

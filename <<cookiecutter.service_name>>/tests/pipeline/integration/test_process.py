@@ -359,17 +359,19 @@ async def test_what_ends_a_process_that_serves_is_a_line_of_its_log(
 ) -> None:
     match wrong:
         case "a setting":
-            process = await start("consume", batch_size=0)
+            process = await start("consume", batch_size=0, log_json=True)
             said = "The settings are wrong:\n  PIPELINE_BATCH_SIZE: "
         case "the database":
             empty = await empty_database(server_url, used_databases)
-            process = await start("consume", database_url=empty)
+            process = await start("consume", database_url=empty, log_json=True)
             said = "NotMigrated: "
         case _:
-            (tmp_path / "alembic.ini").mkdir()  # which nobody has thought of
-            process = await start("consume", cwd=tmp_path)
+            (tmp_path / "alembic.ini").write_text("[alembic]\nscript_location = %(here)s")
+            (tmp_path / "versions").mkdir()
+            (tmp_path / "versions" / "broken.py").write_text("1 / 0")
+            process = await start("consume", cwd=tmp_path, log_json=True)
             said = "what nobody expected has ended the process"
-    assert await process.ended() in (1, 2)
+    assert await process.ended() == (2 if wrong == "a setting" else 1)
     *_, line = map(json.loads, process.output.splitlines())
     assert (line["level"], line["message"].startswith(said)) == ("CRITICAL", True), line
     assert ("exception" in line) == (wrong == "the code")
