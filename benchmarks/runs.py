@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from math import ceil
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer  # type: ignore[import-untyped]
 
@@ -28,6 +29,7 @@ from demo.processes import ProcessFailed, Service
 
 PER_SECOND = 100
 """Records a second, where latency is measured."""
+_WARM_UP_SECONDS = 2
 _POLL_SECONDS = 0.01
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999, "most": 1.0}
 
@@ -127,6 +129,11 @@ async def written(site: Site) -> int:
         return int(await connection.fetchval("SELECT pg_current_wal_lsn() - '0/0'::pg_lsn"))
 
 
+def records(seconds: float, per_second: float = PER_SECOND) -> int:
+    """Return how many `latency` sends to measure for so long."""
+    return ceil((_WARM_UP_SECONDS + seconds) * per_second)
+
+
 async def latency(
     rig: Rig,
     site: Site,
@@ -137,8 +144,8 @@ async def latency(
 ) -> Values:
     """Send records at a slow pace; return the milliseconds until their events arrive, as quantiles.
 
-    The processes run already, and have seen none of the load. Its first record warms them up and
-    does not count.
+    The processes run already, and have seen none of the load. What comes in its first seconds warms
+    up every connection and does not count.
     """
     async with AsyncExitStack() as stack:
         consumers = []
@@ -178,13 +185,10 @@ class _Talk:
         self._arrived: dict[int, float] = {}
 
     async def run(self) -> Values:
-        first, *rest = self._load.scans
         listening = asyncio.gather(*map(self._listen, self._consumers))
         try:
-            await self._send(first.number, 0)
-            await self._all_arrived(1)
             began = time.monotonic()
-            for place, scan in enumerate(rest, 1):
+            for place, scan in enumerate(self._load.scans):
                 due = began + place / self._per_second
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 await self._send(scan.number, place)
@@ -192,7 +196,8 @@ class _Talk:
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
-        took = [(self._arrived[scan.number] - self._sent[scan.number]) * 1_000 for scan in rest]
+        warm = self._load.scans[ceil(_WARM_UP_SECONDS * self._per_second) :]
+        took = [(self._arrived[scan.number] - self._sent[scan.number]) * 1_000 for scan in warm]
         return {name: quantile(took, share) for name, share in _QUANTILES.items()}
 
     async def _send(self, number: int, place: int) -> None:

@@ -8,7 +8,7 @@ from benchmarks.bench import Bench
 from benchmarks.marks import Values
 from benchmarks.measures.old_tables import DAYS, GENERATIONS, KEEPING, fill
 from benchmarks.rig import OURS, PARTITIONS, running
-from benchmarks.runs import PER_SECOND, Throughput, latency, ready, sizes, written
+from benchmarks.runs import Throughput, latency, ready, records, sizes, written
 
 _SHARE = 2
 """The runs are so many times shorter than those of other measures."""
@@ -67,7 +67,7 @@ async def _at(bench: Bench, point: Point) -> Values:
         count //= 5
     who = replace(OURS, settings={**KEEPING, "PIPELINE_BATCH_SIZE": str(point.batch)})
     work = load.make(point.keys, count, payload=point.payload)
-    seldom = round(bench.options.seconds / _SHARE * PER_SECOND) + 1
+    seldom = records(bench.options.seconds / _SHARE)
     few = load.make(point.keys, seldom, first=count, payload=point.payload)
     full = await rig.input(work, point.partitions)
     async with (

@@ -8,8 +8,8 @@ from benchmarks.bench import Bench
 from benchmarks.load import Load
 from benchmarks.marks import Values
 from benchmarks.rig import BARE, OURS, Contestant, process_seconds, running
-from benchmarks.runs import PER_SECOND, ready
 from benchmarks.runs import latency as measured
+from benchmarks.runs import ready, records
 
 SELDOM = 0.7
 """Records a second where each comes after a pause: an idle relay looks less and less often."""
@@ -43,7 +43,7 @@ async def _latency(bench: Bench, who: Contestant) -> Values:
 async def _apart(bench: Bench) -> Values:
     rig, seconds = bench.rig, bench.options.seconds
     many = _load(bench)
-    few = load.make(1_000, round(seconds * SELDOM) + 2, first=len(many.scans))
+    few = load.make(1_000, records(seconds, SELDOM), first=len(many.scans))
     async with rig.fresh_topic() as input_, rig.site(OURS, input_) as site:
         both = [rig.process(site, command=command) for command in ("consume", "relay")]
         async with running(*both):
@@ -60,4 +60,4 @@ async def _apart(bench: Bench) -> Values:
 
 
 def _load(bench: Bench) -> Load:
-    return load.make(1_000, round(bench.options.seconds * PER_SECOND) + 1)
+    return load.make(1_000, records(bench.options.seconds))

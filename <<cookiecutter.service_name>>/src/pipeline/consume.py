@@ -12,14 +12,13 @@ from time import perf_counter
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
-from tenacity import AsyncRetrying
 
 from . import backlog, inbox, telemetry
 from .backlog import LaneLost
 from .batch import Item, in_sequence
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
-from .failures import StoreSlow, is_contention, is_infrastructure
+from .failures import Attempts, StoreSlow, is_contention, is_infrastructure
 from .filters import Filters
 from .handlers import Handlers
 from .handling import Attempt, BatchFailed, Handled, handle_all
@@ -157,7 +156,7 @@ class Consume:
                 return item, attempt.task
         return None
 
-    async def apply(self, work: Work, attempts: AsyncRetrying) -> Sequence[Results]:
+    async def apply(self, work: Work, attempts: Attempts) -> Sequence[Results]:
         """Commit the work; returns what became of it when all of it has taken effect or is stored.
 
         Raises `BreakerOpen` when a consumer fails for whatever comes, and `PositionMoved` or
@@ -166,7 +165,7 @@ class Consume:
         return await self._apply(work, work.fates, attempts)
 
     async def _apply(
-        self, work: Work, fates: dict[bytes, Fate], attempts: AsyncRetrying
+        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts
     ) -> Sequence[Results]:
         late: set[bytes] = set()
         while True:
@@ -188,9 +187,7 @@ class Consume:
                 else:
                     return [r for one in parts for r in await self._apply(one, fates, attempts)]
 
-    async def _attempt(
-        self, work: Work, fates: dict[bytes, Fate], attempts: AsyncRetrying
-    ) -> Results:
+    async def _attempt(self, work: Work, fates: dict[bytes, Fate], attempts: Attempts) -> Results:
         """Commit the work, again and again while infrastructure fails."""
         contentions = 0
 

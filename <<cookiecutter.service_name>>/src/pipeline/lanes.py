@@ -13,7 +13,6 @@ from uuid import uuid4
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
-from tenacity import AsyncRetrying
 
 from . import backlog, telemetry
 from .backlog import Lane, LaneLost, Taken
@@ -21,7 +20,7 @@ from .batch import Item, validated
 from .breaker import Breaker, BreakerOpen
 from .consume import Consume
 from .database import autocommitting
-from .failures import StoreAway, StoreSlow, named, patiently
+from .failures import Attempts, StoreAway, StoreSlow, named, patiently
 from .fetching import fetch
 from .handlers import Handlers
 from .health import Health
@@ -309,7 +308,7 @@ class Lanes:
 
         return await self._patiently(what)(ask)
 
-    def _patiently(self, what: str) -> AsyncRetrying:
+    def _patiently(self, what: str) -> Attempts:
         return patiently(
             f"{self._name}: {what}",
             self._settings.postgresql,

@@ -8,14 +8,13 @@ from typing import NoReturn, TypeVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from sqlalchemy.ext.asyncio import AsyncEngine
-from tenacity import AsyncRetrying
 
 from . import inbox, telemetry
 from .batch import Batch, read
 from .breaker import BreakerOpen
 from .consume import Consume
 from .database import autocommitting
-from .failures import is_infrastructure, named, patiently, told
+from .failures import Attempts, is_infrastructure, named, patiently, told
 from .fetching import fetch_batch
 from .handlers import Handlers
 from .health import Health
@@ -375,7 +374,7 @@ class Reader:
             self._held = None
             telemetry.set_stuck(self._partition.topic, self._partition.partition, is_stuck=False)
 
-    def _patiently(self, what: str) -> AsyncRetrying:
+    def _patiently(self, what: str) -> Attempts:
         return patiently(
             f"{self._part}: {what}",
             self._settings.postgresql,

@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 from tenacity import (
-    AsyncRetrying,
     RetryCallState,
     retry_if_exception,
     stop_after_attempt,
@@ -23,7 +22,7 @@ from tenacity import (
 from . import aggregate, telemetry
 from .database import driver_of
 from .events import Event
-from .failures import as_raised
+from .failures import Attempts, as_raised
 from .outbox import Outbox
 from .references import Claims
 
@@ -109,7 +108,7 @@ class Writer:
             assert state.outcome is not None
             raise Conflict(self._attempts) from state.outcome.exception()
 
-        retrying = AsyncRetrying(
+        retrying = Attempts(
             retry=retry_if_exception(_is_conflict),
             wait=wait_random_exponential(0.01, max=_LONGEST_PAUSE),
             stop=stop_after_attempt(self._attempts),

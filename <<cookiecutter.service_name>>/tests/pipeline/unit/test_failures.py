@@ -1,6 +1,7 @@
 """Whose fault an error is, and how infrastructure is tried again."""
 
 import asyncio
+import gc
 import logging
 
 import asyncpg
@@ -149,6 +150,17 @@ def test_a_server_that_was_away_briefly_is_asked_soon_and_one_away_for_long_seld
     assert all(0.1 <= pause(1) <= 0.2 for _ in range(100))
     assert all(2.5 <= pause(failures) <= 5 for failures in (10, 10_000) for _ in range(100))
     assert len({pause(10) for _ in range(10)}) == 10
+
+
+async def test_attempts_leave_nothing_to_the_collector() -> None:
+    async def succeed() -> int:
+        return 1
+
+    gc.collect()
+    attempts = patiently("it", "a server", unless=lambda: False, away=lambda _: None)
+    assert await attempts(succeed) == await attempts.copy()(succeed) == 1
+    del attempts
+    assert gc.collect() == 0
 
 
 async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
