@@ -298,15 +298,15 @@ def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
     block = re.search(r"```sh\n(\.venv/bin/python dev/send\.py scans .*?)```", read_me, re.DOTALL)
     assert block is not None
     with running(set_up) as address:
-        first, again = (
+        first, again, mistyped = (
             subprocess.run(
-                ["bash", "-c", block[1]],
+                ["bash", "-c", command],
                 cwd=set_up.path,
                 env=own_servers(),
                 capture_output=True,
                 text=True,
             )
-            for _ in range(2)
+            for command in (block[1], block[1], block[1].replace("py scans", "py scan"))
         )
         metrics = urlopen(f"{address}/metrics", timeout=5).read().decode()
         assert urlopen(f"{address}/health/ready", timeout=5).status == 200
@@ -314,6 +314,8 @@ def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
     assert re.search(r"published parcel\.moved\.v1 .*N14228", first.stdout), first.stderr
     assert re.search(r"published parcel\.delayed\.v1 .*N14228", first.stdout), first.stderr
     assert "nothing was published" in again.stdout, again.stderr
+    assert mistyped.returncode != 0
+    assert mistyped.stderr.startswith("no such topic: scan; there are: parcel-events, scans\n")
     assert "messaging_process_duration" in metrics
     assert "has stopped" in set_up.read("run.log")
     assert "Traceback" not in set_up.read("run.log")

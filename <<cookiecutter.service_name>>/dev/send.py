@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
 
 SECONDS = 3
 
@@ -28,8 +29,21 @@ def bootstrap_servers() -> str:
     sys.exit(1)
 
 
+async def refuse_missing(topics: set[str], servers: str) -> None:
+    """End with a sentence if a topic isn't there: producers and consumers would wait for it."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    try:
+        found = {topic for topic in await admin.list_topics() if not topic.startswith("__")}
+    finally:
+        await admin.close()
+    if missing := sorted(topics - found):
+        sys.exit(f"no such topic: {', '.join(missing)}; there are: {', '.join(sorted(found))}")
+
+
 async def send(told: argparse.Namespace, servers: str) -> None:
     """Send the event, then print for some seconds what is published under its key."""
+    await refuse_missing({told.topic, *told.watch}, servers)
     headers = {
         "ce_specversion": "1.0",
         "ce_id": told.id,

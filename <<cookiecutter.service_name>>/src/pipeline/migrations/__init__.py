@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from alembic import context
+from alembic.util import CommandError
+from pydantic import ValidationError
 from sqlalchemy import MetaData, text
 from sqlalchemy.dialects.postgresql.base import ischema_names
 from sqlalchemy.engine import Connection
@@ -14,7 +16,7 @@ from sqlalchemy.pool import NullPool
 
 from pipeline import schema
 from pipeline.database import connect_args
-from pipeline.settings import Settings
+from pipeline.settings import Settings, mistakes
 
 _PARTITION = re.compile(r"(outbox_p\d{8}|inbox_g\d+)")
 _LOCK = 0x1B0C4
@@ -34,7 +36,10 @@ def run(metadata: MetaData) -> None:
 
 
 async def _run_online(metadata: MetaData) -> None:
-    settings = Settings()
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        raise CommandError("\n  ".join(("wrong settings:", *mistakes(error, Settings)))) from None
     engine = create_async_engine(
         settings.database_url.get_secret_value(),
         poolclass=NullPool,

@@ -13,6 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -98,6 +99,15 @@ async def test_an_empty_database_is_upgraded_and_a_second_time_changes_nothing(
     assert await tables(url) == ALL
     await upgrade(config)
     assert await tables(url) == ALL
+
+
+@pytest.mark.usefixtures("url")
+async def test_without_settings_alembic_says_which_are_missing(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPELINE_DATABASE_URL")
+    with pytest.raises(CommandError, match=r"PIPELINE_DATABASE_URL: is not set .*dev/stack\.py env"):
+        await upgrade(config)
 
 
 async def test_processes_that_upgrade_at_once_wait_for_each_other(url: str, config: Config) -> None:
