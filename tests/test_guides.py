@@ -75,6 +75,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     names = {
         "deploying",
         "handling-errors",
+        "how-it-works",
         "operating-errors",
         "outside",
         "protocol",
