@@ -41,15 +41,16 @@ class Results:
 
     def tell(self, group: str) -> None:
         """Count and log what has been committed."""
+        fine = (("new", self.applied), ("duplicate", self.duplicates), ("stale", self.stale))
         counts: Counter[tuple[str, str, str]] = Counter(
             (item.record.topic, item.marker.consumer, outcome)
-            for outcome, items in (
-                ("new", self.applied),
-                ("duplicate", self.duplicates),
-                ("stale", self.stale),
-            )
+            for outcome, items in fine
             for item in items
         )
+        if log.isEnabledFor(logging.DEBUG):
+            for outcome, items in fine:
+                for item in items:
+                    _log_fine(item, outcome)
 
         def count(item: Item, outcome: str) -> None:
             counts[item.record.topic, item.marker.consumer, outcome] += 1
@@ -86,10 +87,14 @@ def _log_unread(record: Record, fate: Fate) -> None:
         )
 
 
+def _log_fine(item: Item, outcome: str) -> None:
+    with telemetry.within(item.trace or item.marker.message.traceparent):
+        log.debug("%s: %s", _what(item), outcome, extra=_names(item) | {"reason": outcome})
+
+
 def _log_fate(item: Item, fate: Fate) -> None:
     message = item.marker.message
     policy = item.handler.policy
-    what = f"{item.marker.consumer}: {message.type} {message.id!r}"
     # Where an impostor's letter lies is the backlog's business.
     key = item.row or (b"" if fate.reason == "identity mismatch" else item.marker.key)
     letter = key.hex()[:16]
@@ -106,14 +111,25 @@ def _log_fate(item: Item, fate: Fate) -> None:
         log.log(
             level,
             "%s %s: %s",
-            what,
+            _what(item),
             then,
             fate.error,
-            extra=_place(item.record)
-            | {"consumer": item.marker.consumer, "reason": fate.reason}
-            | {"message_id": message.id, "message_type": message.type}
-            | ({"letter": letter} if letter else {}),
+            extra=_names(item) | {"reason": fate.reason} | ({"letter": letter} if letter else {}),
         )
+
+
+def _what(item: Item) -> str:
+    message = item.marker.message
+    return f"{item.marker.consumer}: {message.type} {message.id!r}"
+
+
+def _names(item: Item) -> dict[str, object]:
+    message = item.marker.message
+    return _place(item.record) | {
+        "consumer": item.marker.consumer,
+        "message_id": message.id,
+        "message_type": message.type,
+    }
 
 
 def _place(record: Record) -> dict[str, object]:

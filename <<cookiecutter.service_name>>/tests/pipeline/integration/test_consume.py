@@ -81,6 +81,27 @@ async def test_messages_that_go_well_are_no_lines_of_the_log(
     assert [vars(one)["message_id"] for one in lines if "message_id" in vars(one)] == ["0"]
 
 
+async def test_at_debug_each_message_is_a_line_with_its_id_and_what_has_become_of_it(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    records: Records,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "pipeline.results")
+    async with running(bank.service):
+        for deposit in (Deposit(1), Deposit(1), Deposit(2)):
+            await deposit.send(producer, bank.deposits)
+        await records(bank.balances, 2)
+    lines = [vars(one) for one in caplog.records if one.name == "pipeline.results"]
+    assert sorted((one["offset"], one["message_id"], one["reason"]) for one in lines) == [
+        (0, "1", "new"),
+        (1, "1", "duplicate"),
+        (2, "2", "new"),
+    ]
+    assert {(one["consumer"], one["key"]) for one in lines} == {("deposit", b"ada")}
+
+
 async def test_a_record_that_fails_waits_with_its_key_and_is_applied_in_order_when_it_is_repaired(
     bank: Bank,
     running: Running,

@@ -106,7 +106,9 @@ async def test_without_settings_alembic_says_which_are_missing(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PIPELINE_DATABASE_URL")
-    with pytest.raises(CommandError, match=r"PIPELINE_DATABASE_URL: is not set .*dev/stack\.py env"):
+    with pytest.raises(
+        CommandError, match=r"PIPELINE_DATABASE_URL: is not set .*dev/stack\.py env"
+    ):
         await upgrade(config)
 
 
