@@ -425,7 +425,8 @@ def test_what_the_jobs_of_components_say_works_in_the_image(
     with_components: list[dict[str, Any]], image: Image, settings: dict[str, str]
 ) -> None:
     server = settings[URL].rpartition("/")[0]
-    roles = [f"{part}_{uuid.uuid4().hex[:8]}" for part in ("service", "relay", "operator")]
+    parts = ("service", "relay", "operator", "retention")
+    roles = [f"{part}_{uuid.uuid4().hex[:8]}" for part in parts]
     for role in roles:
         execute(f"{server}/postgres", f"CREATE ROLE {role}")
     jobs = workloads(with_components)
@@ -441,7 +442,7 @@ def test_what_the_jobs_of_components_say_works_in_the_image(
         image.run(*retention["command"], *retention["args"], **settings)
     finally:
         for role in roles:
-            execute(settings[URL], f"DROP OWNED BY {role}")
+            execute(settings[URL], f"DROP OWNED BY {role} CASCADE")  # retention's: partitions
             execute(settings[URL], f"DROP ROLE {role}")
 
 
