@@ -29,6 +29,8 @@ from tests.baked import RAW, BakedProject
 
 DOCKERFILE = "deploy/Dockerfile"
 KUBERNETES = "1.34"
+"""Whose schemas manifests must fit. `kubernetes-validate` does kubeconform's work: it has the
+schemas in a wheel that is pinned as all else is, where the latter fetches them when it runs."""
 BIN = Path(sys.prefix) / "bin"
 URL = "PIPELINE_DATABASE_URL"
 WRITABLE = 'mount --bind "$0" /opt && cd "$1" && exec bash -euc "$2"'
@@ -591,6 +593,22 @@ def test_the_rules_that_prometheus_reads_are_mounted(
         assert (default_project.path / there).exists(), there
     for target in scraped["static_configs"][0]["targets"]:
         assert target.partition(":")[0] in together
+
+
+def test_prometheus_can_read_its_configuration_and_the_rules(
+    default_project: BakedProject, tmp_path: Path
+) -> None:
+    deploy = default_project.path / "deploy"
+    shutil.copytree(deploy / "prometheus", tmp_path / "rules")
+    config = shutil.copy(deploy / "compose" / "prometheus.yaml", tmp_path / "prometheus.yml")
+    promtool = default_project.run(sys.executable, "dev/promtool.py").splitlines()[-1]
+
+    assert "1 rule files found" in default_project.run(promtool, "check", "config", config)
+    text = Path(config).read_text("utf-8")
+    Path(config).write_text(text.replace("job_name:", "job_nam:"), "utf-8")
+    done = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "job_nam" in done.stderr
 
 
 def test_the_service_of_compose_reaches_the_listener_that_kafka_has_for_it(
