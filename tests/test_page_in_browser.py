@@ -1,6 +1,7 @@
 """The operations page in a real browser: Chromium without a screen, on servers that run."""
 
 import asyncio
+import hashlib
 import os
 import re
 import shutil
@@ -51,6 +52,14 @@ FAINT = """() => {
 """Texts whose contrast is less than WCAG 2.2 asks for, 1.4.3."""
 SHOTS = os.environ.get("PAGE_SHOTS")
 """A folder for screenshots, for who wants to look."""
+PICTURES = {
+    "operations-page.png": "overview-1200-light.png",
+    "operations-page-narrow.png": "overview-360-dark.png",
+    "operations-page-letter.png": "letter-1200-light.png",
+}
+"""Those of them that docs/operations-page.md shows."""
+PICTURED = "7ac145db03e51511d5a493fdaf91ad9a44dec3e586bf5ad97bc069e90a3d9b97"
+"""What the templates and styles hash to that these pictures show."""
 
 
 def execute(url: str, statement: str) -> None:
@@ -212,8 +221,20 @@ def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None
         assert page.evaluate(FAINT) == [], path
         assert (page.evaluate(back) < 100) == (scheme == "dark")
         if SHOTS:
-            name = path.strip("/").replace("/", "-")[:12] or "overview"
+            name = "letter" if path == letter else path.strip("/").replace("/", "-") or "overview"
             page.screenshot(path=Path(SHOTS) / f"{name}-{width}-{scheme}.png")
+
+
+def test_the_pictures_in_the_guide_are_of_the_page_as_it_is_now() -> None:
+    found = hashlib.sha256()
+    for folder in ("templates", "static"):
+        for path in sorted((RAW / "src" / "page" / folder).iterdir()):
+            found.update(path.read_bytes())
+    guide = (RAW / "docs" / "operations-page.md").read_text("utf-8")
+
+    assert set(re.findall(r"!\[[^]]+\]\(([^)]+)\)", guide)) == set(PICTURES)
+    # Take them with PAGE_SHOTS, look at them, copy them, and only then say so in PICTURED.
+    assert found.hexdigest() == PICTURED
 
 
 def test_nothing_comes_from_elsewhere(page: Page, address: str) -> None:
