@@ -327,9 +327,9 @@ async def _outbox(patient: Patient) -> Findings:
         return
     least = "at least " if unsent["count"] > AT_MOST else ""
     waiting = f"{least}{unsent['count']:,} events wait, one for {unsent['oldest']:,.0f} seconds"
-    owners = {row["owner"]: row["shards"] for row in await patient.connection.fetch(RELAYS)}
-    if None in owners:
-        told = f"{waiting}, and {owners[None]} shards have no relay"
+    shards = {row["owner"]: row["shards"] for row in await patient.connection.fetch(RELAYS)}
+    if None in shards:
+        told = f"{waiting}, and {len(shards[None])} shards have no relay"
         yield _wrong(told, "start `service relay`, or `service run` (NoRelayOwner in the runbook)")
     else:
         yield _warning(waiting, "see `/health/ready` of the relay (OutboxLag in the runbook)")

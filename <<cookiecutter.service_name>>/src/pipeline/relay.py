@@ -50,9 +50,10 @@ _EXPLAINED = (LeaseExpired, NotSent, OtherEpoch, ServerChanged)
 _SERVER = "SELECT pg_postmaster_start_time()"
 
 _ANNOUNCE = """
-INSERT INTO pipeline.outbox_relay (owner, lease_until)
-VALUES ($1, clock_timestamp() + make_interval(secs => $2))
-    ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
+INSERT INTO pipeline.outbox_relay (owner, lease_until, published)
+VALUES ($1, clock_timestamp() + make_interval(secs => $2), $3)
+    ON CONFLICT (owner)
+    DO UPDATE SET lease_until = excluded.lease_until, published = excluded.published
 """
 
 _COUNT_RELAYS = f"""
@@ -129,6 +130,7 @@ class Relay:
         self._renew_at = 0.0
         self._look_at = 0.0
         self._page = min(settings.relay_page, _FIRST_PAGE)
+        self._published = 0
         self._ahead: _Ahead | None = None
         self._lags = True
         self.lead = Lead(2 * settings.relay_page)
@@ -394,7 +396,9 @@ class Relay:
                     self._health.not_ready(
                         "relay", f"waits for {self._settings.kafka} to acknowledge events"
                     )
-            return sending.result()
+            refused = sending.result()
+        self._published += len(events) - len(refused)
+        return refused
 
     async def _extend_in_time(self, driver: asyncpg.Connection) -> bool:
         """Extend the leases if a third of their time is over; says whether that was done."""
@@ -413,7 +417,7 @@ class Relay:
         # From before the first statement: the database's clock started later, never earlier.
         begun = monotonic()
         async with self._turn:
-            await driver.execute(_ANNOUNCE, self._owner, lease)
+            await driver.execute(_ANNOUNCE, self._owner, lease, self._published)
             lost = await self._write(driver, self._progress)
         self._lease_ends = begun + lease
         telemetry.lease_extended(self._lease_ends)

@@ -408,6 +408,13 @@ outbox_relay = sa.Table(
     metadata,
     sa.Column("owner", sa.Text, primary_key=True),
     sa.Column("lease_until", sa.DateTime(timezone=True), nullable=False),
+    sa.Column(
+        "published",
+        sa.BigInteger,
+        nullable=False,
+        server_default="0",
+        comment="events that Kafka has taken from it since it was started, as it said last",
+    ),
     comment="The relays that are alive; they share the shards evenly.",
 )
 

@@ -56,10 +56,12 @@ SELECT count(*) AS count,
 """
 
 RELAYS = """
-SELECT owner, count(*) AS shards
-  FROM (SELECT CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
+SELECT owner, array_agg(shard ORDER BY shard) AS shards,
+       COALESCE(published, 0) AS published, relay.lease_until
+  FROM (SELECT shard, CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
           FROM pipeline.outbox_cursor) AS cursor
- GROUP BY owner ORDER BY owner NULLS FIRST
+  LEFT JOIN pipeline.outbox_relay AS relay USING (owner)
+ GROUP BY owner, published, relay.lease_until ORDER BY owner NULLS FIRST
 """
 
 _UNSENT = """
@@ -107,6 +109,17 @@ class Backlog:
 
 
 @dataclass
+class Relay:
+    """A relay that lives."""
+
+    shards: list[int]
+    published: int = 0
+    """Events that Kafka has taken from it since it was started, as it says three times a lease."""
+    lease_until: datetime | None = None
+    """The end of the lease that it took when it said so last."""
+
+
+@dataclass
 class Status:
     """What PostgreSQL and Kafka tell of a service. Counts above `AT_MOST` mean more."""
 
@@ -127,8 +140,8 @@ class Status:
     """The age of the oldest of them."""
     is_this_cluster: bool = True
     """Whether the outbox is this database cluster's; otherwise nothing is published."""
-    relays: dict[str, int] = field(default_factory=dict)
-    """Shards of each relay."""
+    relays: dict[str, Relay] = field(default_factory=dict)
+    """By owner of shards."""
     shards_without_relay: int = 0
     unsent: int = 0
     unsent_dead: int = 0
@@ -222,10 +235,13 @@ class _Ask:
         self.found.outbox_events, self.found.outbox_seconds = row["count"], row["oldest"]
 
     async def relays(self) -> None:
-        rows = await self.connection.fetch(RELAYS)
-        shards = {row["owner"]: row["shards"] for row in rows}
-        self.found.shards_without_relay = shards.pop(None, 0)
-        self.found.relays = shards
+        for row in await self.connection.fetch(RELAYS):
+            if row["owner"] is None:
+                self.found.shards_without_relay = len(row["shards"])
+            else:
+                self.found.relays[row["owner"]] = Relay(
+                    row["shards"], row["published"], row["lease_until"]
+                )
 
     async def unsent(self) -> None:
         row = await self.connection.fetchrow(_UNSENT, AT_MOST + 1)
@@ -378,7 +394,8 @@ def _of_relays(status: Status) -> str:
         return "none: run `service relay`"
     alone = status.shards_without_relay
     nobodys = f", {alone} shards without one" if alone else ""
-    return f"{len(status.relays)} with {sum(status.relays.values())} shards{nobodys}"
+    shards = sum(len(one.shards) for one in status.relays.values())
+    return f"{len(status.relays)} with {shards} shards{nobodys}"
 
 
 def _number(count: int, *, is_cut_off: bool = False) -> str:

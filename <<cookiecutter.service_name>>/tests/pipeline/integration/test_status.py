@@ -11,7 +11,7 @@ import typer
 from aiokafka import AIOKafkaProducer
 
 from pipeline import database, status, status_commands
-from pipeline.status import Backlog, Reading, Status
+from pipeline.status import Backlog, Reading, Relay, Status
 
 from .bank import Bank, Deposit
 from .conftest import PATIENCE, Command, Running, eventually, position_reaches
@@ -104,12 +104,19 @@ async def test_the_outbox_is_measured_by_what_relays_have_not_published(
     assert (await told(service))["outbox"] == ["0 to publish"]
     await stage(db, [event(bank.balances, n, f"key {n}") for n in range(5)])
     assert (await told(service))["outbox"][0].startswith("5 to publish, oldest ")
-    async with running(bank.service):
+    async with running(bank.service, relay_lease=1):
 
         async def is_published() -> bool:
             return (await told(service))["outbox"] == ["0 to publish"]
 
         await eventually(is_published)
+
+        async def is_told_of() -> bool:
+            found = json.loads((await service("status", "--json")).stdout)
+            told = [(one["shards"], one["published"]) for one in found["relays"].values()]
+            return told == [(list(range(64)), 5)]
+
+        await eventually(is_told_of)
     await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
     assert "service relay reset" in (await told(service))["outbox"][0]
 
@@ -248,7 +255,7 @@ def test_a_screen_holds_the_worst_that_can_be() -> None:
         unknown={f"{part}{long}": long for part in range(9)},
         readings=[Reading(f"{topic}{long}", 0, 1, 10**12, 10**12, at) for topic in range(9)],
         backlog={f"{consumer}{long}": Backlog(10**6, 10**6, 1e9) for consumer in range(9)},
-        relays={long: 64},
+        relays={long: Relay(list(range(64)))},
         held={f"{name}{long}": long for name in range(9)},
     )
     lines = status.told(worst)

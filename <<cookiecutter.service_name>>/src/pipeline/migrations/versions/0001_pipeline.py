@@ -441,11 +441,15 @@ def upgrade() -> None:
     op.execute("""
         CREATE TABLE pipeline.outbox_relay (
             owner       text NOT NULL CONSTRAINT outbox_relay_pkey PRIMARY KEY,
-            lease_until timestamptz NOT NULL
+            lease_until timestamptz NOT NULL,
+            published   bigint NOT NULL DEFAULT 0
         )""")
     op.execute("""
         COMMENT ON TABLE pipeline.outbox_relay IS
         'The relays that are alive; they share the shards evenly.'""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.outbox_relay.published IS
+        'events that Kafka has taken from it since it was started, as it said last'""")
 
     op.execute("""
         CREATE TABLE pipeline.retention_lease (
