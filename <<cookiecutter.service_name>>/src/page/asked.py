@@ -3,11 +3,11 @@
 import asyncio
 import re
 from collections.abc import Mapping
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 from starlette.requests import ClientDisconnect, Request
 
-from pipeline.dead import State
+from pipeline.dead import Shown, State
 from pipeline.operations import Refused
 
 STATES: tuple[State, ...] = ("dead", "waiting", "discarded")
@@ -15,6 +15,7 @@ SEARCHED = ("reason", "consumer", "event", "type", "topic", "key")
 _LARGEST_FORM = 20_000
 _FORM_SECONDS = 10.0
 _LARGEST_ID = 2**63 - 1
+_LONGEST_KEY = 1_000
 
 
 async def form(request: Request) -> Mapping[str, str] | None:
@@ -64,3 +65,11 @@ def search(request: Request) -> Mapping[str, str]:
     if any("\0" in text for text in found.values()):
         raise Refused("no text that is kept holds a NUL character")
     return found
+
+
+def link(state: State, key: Shown, **more: str) -> str | None:
+    """Return the address of a search for a key; None for a key that none can ask for."""
+    text = (key or {}).get("text", "")
+    if not text or text != text.strip() or "\0" in text or len(text) > _LONGEST_KEY:
+        return None
+    return f"/dead?{urlencode({'state': state, 'key': text, **more})}"

@@ -1,4 +1,4 @@
-"""What is shown beside `status`: the rate and plots of the last looks, keys that wait."""
+"""What is shown beside `status`: rates and plots of the last looks, keys that wait."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from itertools import groupby
 
 import asyncpg
 
-from pipeline.status import AT_MOST, Reading, Status
+from pipeline.status import AT_MOST, Reading, Relay, Status
 
 _WAITING = """
 SELECT consumer, topic, record_key, count(*) AS count, min(due_at) AS due_at,
@@ -42,6 +42,8 @@ class Look:
     """Records a second since the look before, of all partitions together."""
     duplicates: float | None
     """Messages a second that came again, likewise."""
+    published: float | None
+    """Events a second that relays have published, of all together."""
 
     def _known(self, part: str, count: int) -> int | None:
         return None if part in self.status.unknown else count
@@ -95,7 +97,8 @@ class Course:
         """Remember a look."""
         before = self.looks[-1].status if self.looks else status
         read = _rate(before, status, lambda one: one.position)
-        self.looks.append(Look(status, read, _rate(before, status, lambda one: one.duplicates)))
+        duplicates = _rate(before, status, lambda one: one.duplicates)
+        self.looks.append(Look(status, read, duplicates, _published(self.looks, status)))
         self.failed = ""
 
     def values(self, name: str) -> list[float | None]:
@@ -116,6 +119,29 @@ def _rate(old: Status, new: Status, count: Callable[[Reading], int | None]) -> f
 def _counts(status: Status, count: Callable[[Reading], int | None]) -> dict[tuple[str, int], int]:
     found = {(one.topic, one.partition): count(one) for one in status.readings}
     return {place: number for place, number in found.items() if number is not None}
+
+
+def _published(looks: Sequence[Look], now: Status) -> float | None:
+    if "relays" in now.unknown:
+        return None
+    paces = [_pace(looks, owner, relay) for owner, relay in now.relays.items()]
+    known = [pace for pace in paces if pace is not None]
+    return sum(known) if known or not paces else None
+
+
+def _pace(looks: Sequence[Look], owner: str, now: Relay) -> float | None:
+    """Return a relay's rate between two times that it told of its events, however often one looks.
+
+    When that was is known by its leases, all of which are equally long.
+    """
+    if now.lease_until is None:
+        return None
+    for look in reversed(looks):
+        before = look.status.relays.get(owner)
+        if before and before.lease_until and before.lease_until < now.lease_until:
+            seconds = (now.lease_until - before.lease_until).total_seconds()
+            return (now.published - before.published) / seconds
+    return None
 
 
 async def waiting(connection: asyncpg.Connection, limit: int) -> list[Key]:

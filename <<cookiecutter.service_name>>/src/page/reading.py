@@ -106,7 +106,11 @@ class Reading:
         """Show keys that wait."""
         async with autocommitting(self._engine) as connection:
             found = await overview.waiting(connection, _LISTED + 1)
-        keys = [(one, dead.shown(one.record_key)) for one in found[:_LISTED]]
+        keys = []
+        for one in found[:_LISTED]:
+            key = dead.shown(one.record_key)
+            link = asked.link("waiting", key, consumer=one.consumer, topic=one.topic)
+            keys.append((one, key, link))
         are_more = len(found) > _LISTED
         return self._templates.page("backlog.html", operator, keys=keys, are_more=are_more)
 

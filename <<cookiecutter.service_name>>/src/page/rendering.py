@@ -25,6 +25,7 @@ class Templates:
             plain=shown.plain,
             moment=shown.moment,
             ago=shown.ago,
+            ranges=shown.ranges,
             lines=overview.lines,
             number=overview.number,
             width=overview.WIDTH,

@@ -7,7 +7,9 @@ import contextlib
 import json
 import re
 import unicodedata
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 
 from pipeline.dead import Shown
 
@@ -80,6 +82,14 @@ def _laid_out(text: str) -> str:
         else:
             lines[-1] += token if token[0] == '"' else "".join(token.split())
     return "\n".join(lines)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in order as few words: `0-3, 7`."""
+    # What is as far from its place in the list follows what stands before it.
+    runs = groupby(enumerate(numbers), lambda one: one[1] - one[0])
+    found = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in found)
 
 
 def moment(time: datetime | None) -> str:

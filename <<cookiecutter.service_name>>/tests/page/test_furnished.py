@@ -1,7 +1,9 @@
 """What each page shows of a service that has something of everything."""
 
+import html
 import re
 from datetime import UTC, datetime
+from urllib.parse import parse_qsl
 
 import asyncpg
 import httpx
@@ -41,15 +43,15 @@ async def test_the_overview_shows_plots_and_who_owns_the_shards(
     await buried(desk, db, Deposit(1), Deposit(2))
     await db.execute(_SCHEDULE)
     await db.execute(
-        "UPDATE pipeline.outbox_cursor SET owner = 'relay ' || (shard % 2),"
-        " lease_until = clock_timestamp() + interval '1 hour' WHERE shard < 10"
+        "UPDATE pipeline.outbox_cursor SET owner = 'relay ' || (shard / 4 % 2),"
+        " lease_until = clock_timestamp() + interval '1 hour' WHERE shard < 9"
     )
     text = (await ann.get("/")).text
     assert [cells for cells in await rows(ann, "/") if cells[0].startswith("relay")] == [
-        ["relay 0", "5"],
-        ["relay 1", "5"],
+        ["relay 0", "5: 0-3, 8"],
+        ["relay 1", "4: 4-7"],
     ]
-    assert "54 shards have no relay" in text
+    assert "55 shards have no relay" in text
     tiles = re.findall(r'<section class="card tile.*?</section>', text, re.DOTALL)
     assert all("<svg" in one for one in tiles)
     figures = {
@@ -73,6 +75,24 @@ async def test_the_backlog_shows_how_many_of_a_key_wait_and_when_they_are_due(
         ["ada", "deposit", bank.deposits, "2", "2030-01-02 03:04:05Z", *waits],
         ["bob", "deposit", bank.deposits, "1", "behind another", *waits],
     ]
+
+
+async def test_a_key_of_the_backlog_leads_to_its_messages(
+    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+) -> None:
+    await buried(desk, db, Deposit(1, "a & b"), Deposit(2, "a & b"), Deposit(3, "bob"))
+    await db.execute("UPDATE pipeline.backlog SET died_at = NULL, due_at = now()")
+    text = (await ann.get("/backlog")).text
+    (link,) = re.findall('href="([^"]+)">a &amp; b', text)
+    path, _, query = html.unescape(link).partition("?")
+    found = await rows(ann, path, **dict(parse_qsl(query)))
+    assert [cells[4] for cells in found] == ["a &amp; b"] * 2
+    # A search can't ask for these.
+    for key in (b"\xff", b" ", b"\0", b"x" * 5_000, None):
+        await db.execute("UPDATE pipeline.backlog SET record_key = $1", key)
+        answer = await ann.get("/backlog")
+        assert answer.status_code == 200
+        assert "key=" not in answer.text
 
 
 async def test_the_scheduled_show_when_each_is_due(

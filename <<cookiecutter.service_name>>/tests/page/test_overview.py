@@ -5,7 +5,9 @@ from datetime import UTC, datetime, timedelta
 from page.overview import HEIGHT, WIDTH, Course, lines
 from page.rendering import Templates
 from page.settings import PageSettings
-from pipeline.status import Reading, Status
+from pipeline.status import Reading, Relay, Status
+
+NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 
 
 def at(second: float, *positions: int | None, unknown: str = "nothing") -> Status:
@@ -14,8 +16,7 @@ def at(second: float, *positions: int | None, unknown: str = "nothing") -> Statu
         Reading("topic", number, position, None, None, None, duplicates=(position or 0) // 2)
         for number, position in enumerate(positions)
     ]
-    time = datetime(2030, 1, 2, tzinfo=UTC) + timedelta(seconds=second)
-    return Status("bank", time, {unknown: "locked"}, readings)
+    return Status("bank", NOON + timedelta(seconds=second), {unknown: "locked"}, readings)
 
 
 def test_a_rate_is_of_partitions_that_had_begun_before() -> None:
@@ -25,6 +26,28 @@ def test_a_rate_is_of_partitions_that_had_begun_before() -> None:
     assert [one.read for one in course.looks] == [None, 2, 10, 0]
     assert course.values("read") == [None, 2, 10, 0]
     assert [one.duplicates for one in course.looks] == [None, 250_001, 5, 0]
+
+
+def test_what_relays_publish_is_measured_by_when_they_told_of_it() -> None:
+    course = Course()
+    for second, relays in enumerate(
+        (
+            {"one": (100, 0)},
+            {"one": (100, 0)},
+            {"one": (140, 4), "two": (7, 4)},
+            {"one": (140, 4), "two": (7, 4)},
+            {"one": (140, 8), "two": (27, 8)},
+            {},
+        )
+    ):
+        status = at(second)
+        for owner, (published, told_at) in relays.items():
+            then = NOON + timedelta(seconds=told_at)
+            status.relays[owner] = Relay([1], published, then)
+        course.add(status)
+    assert course.values("published") == [None, None, 10, 10, 5, 0]
+    course.add(at(9, unknown="relays"))
+    assert course.looks[-1].published is None
 
 
 def test_what_is_not_known_is_no_number() -> None:

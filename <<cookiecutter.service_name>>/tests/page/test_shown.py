@@ -2,7 +2,7 @@
 
 import pytest
 
-from page.shown import LONGEST, content, plain
+from page.shown import LONGEST, content, plain, ranges
 
 
 def test_json_is_laid_out_and_every_token_of_it_is_as_it_came() -> None:
@@ -60,3 +60,8 @@ def test_a_key_is_shown_as_one_has_to_search_for_it(key: str) -> None:
 def test_bytes_that_are_no_text_are_shown_in_hexadecimal_digits() -> None:
     assert content({"hex": "ff00"}) == "2 bytes that are no UTF-8:\nff00"
     assert content(None) == "(nothing)"
+
+
+def test_numbers_that_follow_each_other_are_a_range() -> None:
+    assert ranges([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
+    assert ranges([]) == ""
