@@ -1,7 +1,8 @@
 """What the forms do: by the engine's operations, and never without a line of who asked for it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 
 import asyncpg
@@ -12,6 +13,7 @@ from starlette.responses import RedirectResponse, Response
 from pipeline import Service, dead, dead_events, scheduled
 from pipeline.database import autocommitting
 from pipeline.dead import Which
+from pipeline.failures import named
 from pipeline.operations import Refused
 from pipeline.settings import Settings
 
@@ -42,20 +44,18 @@ class Actions:
         """Try a dead letter again."""
         async with autocommitting(self._engine) as connection:
             id, which = await _one(connection, request)
-            _record("redrive", operator, id)
-            chosen = dead.redrivable(which, self._service.handlers)
-            redriven = [
-                one
-                async for some in dead.redrive(
+            with _recorded("redrive", operator, id):
+                changed = dead.redrive(
                     connection,
                     self._service.handlers,
-                    chosen,
+                    dead.redrivable(which, self._service.handlers),
                     patience=self._settings.backlog_lease,
                 )
-                for one in some
-            ]
-            if not redriven:
-                raise Refused(f"{id} was not redriven: it has left, or its consumer is not here")
+                redriven = [one async for some in changed for one in some]
+                if not redriven:
+                    raise Refused(
+                        f"{id} was not redriven: it has left, or its consumer is not here"
+                    )
             became = await dead.follow(connection, redriven, _REDRIVE_SECONDS)
         counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
         return self._templates.note(operator, f"{id[:16]} was redriven; by now {counts}.")
@@ -67,16 +67,16 @@ class Actions:
         why = asked.why(form)
         async with autocommitting(self._engine) as connection:
             id, which = await _one(connection, request)
-            _record("discard", operator, id)
-            numbers = dead.discard(
-                connection,
-                which,
-                operator=operator.name,
-                why=why,
-                patience=self._settings.backlog_lease,
-            )
-            if not sum([number async for number in numbers]):
-                raise Refused(f"{id} has just left the backlog")
+            with _recorded("discard", operator, id):
+                numbers = dead.discard(
+                    connection,
+                    which,
+                    operator=operator.name,
+                    why=why,
+                    patience=self._settings.backlog_lease,
+                )
+                if not sum([number async for number in numbers]):
+                    raise Refused(f"{id} has just left the backlog")
         return RedirectResponse(f"/dead/{id}", HTTPStatus.SEE_OTHER)
 
     async def redrive_event(
@@ -84,15 +84,15 @@ class Actions:
     ) -> Response:
         """Try to publish a dead event again."""
         id = asked.number(request)
-        _record("redrive event", operator, str(id))
-        async with autocommitting(self._engine) as connection:
-            changed = dead_events.redrive(
-                connection,
-                dead_events.Which(ids=[id]),
-                patience=dead_events.patience_of(self._settings),
-            )
-            if not [one async for some in changed for one in some]:
-                raise Refused(f"{id} is no dead event")
+        with _recorded("redrive event", operator, str(id)):
+            async with autocommitting(self._engine) as connection:
+                changed = dead_events.redrive(
+                    connection,
+                    dead_events.Which(ids=[id]),
+                    patience=dead_events.patience_of(self._settings),
+                )
+                if not [one async for some in changed for one in some]:
+                    raise Refused(f"{id} is no dead event")
         return self._templates.note(operator, f"{id} was redriven: a relay tries it again.")
 
     async def discard_event(
@@ -100,17 +100,17 @@ class Actions:
     ) -> Response:
         """Give a dead event up."""
         id, why = asked.number(request), asked.why(form)
-        _record("discard event", operator, str(id))
-        async with autocommitting(self._engine) as connection:
-            changed = dead_events.discard(
-                connection,
-                dead_events.Which(ids=[id]),
-                operator=operator.name,
-                why=why,
-                patience=dead_events.patience_of(self._settings),
-            )
-            if not [one async for some in changed for one in some]:
-                raise Refused(f"{id} is no dead event")
+        with _recorded("discard event", operator, str(id)):
+            async with autocommitting(self._engine) as connection:
+                changed = dead_events.discard(
+                    connection,
+                    dead_events.Which(ids=[id]),
+                    operator=operator.name,
+                    why=why,
+                    patience=dead_events.patience_of(self._settings),
+                )
+                if not [one async for some in changed for one in some]:
+                    raise Refused(f"{id} is no dead event")
         return RedirectResponse(f"/events/{id}", HTTPStatus.SEE_OTHER)
 
     async def cancel(
@@ -118,10 +118,10 @@ class Actions:
     ) -> Response:
         """Cancel an event that is scheduled."""
         name, why = form.get("name", ""), asked.why(form)
-        _record("cancel", operator, name[:1_000], why=why)
-        async with autocommitting(self._engine) as connection:
-            if not await scheduled.cancel(connection, [name]):
-                raise Refused("not scheduled, or published already")
+        with _recorded("cancel", operator, name[:1_000], why=why):
+            async with autocommitting(self._engine) as connection:
+                if not await scheduled.cancel(connection, [name]):
+                    raise Refused("not scheduled, or published already")
         return RedirectResponse("/scheduled", HTTPStatus.SEE_OTHER)
 
 
@@ -133,10 +133,17 @@ async def _one(connection: asyncpg.Connection, request: Request) -> tuple[str, W
     return letter.id, Which(keys=[bytes.fromhex(letter.id)])
 
 
-def _record(what: str, operator: Operator, id: str, **more: str) -> None:
-    """Tell who does what: before it is done, so that nothing is done without.
+@contextmanager
+def _recorded(what: str, operator: Operator, id: str, **more: str) -> Iterator[None]:
+    """Tell who does what: before it is done, so that nothing is done without, and how it ended.
 
     As a warning, which the settings don't leave out: there is no other record of most.
     """
     fields = {"operator": operator.name, "id": id, **more}
     log.warning("asked for on the page: %s", what, extra=fields)
+    try:
+        yield
+    except Exception as error:
+        log.warning("not done on the page: %s: %s", what, named(error), extra=fields)
+        raise
+    log.warning("done on the page: %s", what, extra=fields)

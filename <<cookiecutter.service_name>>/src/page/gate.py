@@ -115,14 +115,15 @@ class Gate:
                 None, "Log in on the page's own form.", HTTPStatus.FORBIDDEN
             )
         name = form.get("name", "").strip()
-        client = request.client.host if request.client else ""
+        client = _client(request)
         if not self._sessions.admits(form.get("token", "")):
             log.warning("a login to the page was refused", extra={"client": client})
             wrong = "That is not the token."
         elif not is_name(name):
             wrong = "Say who you are: letters, digits and . @ + ' - _, 80 at most."
         else:
-            log.info("logged in to the page", extra={"operator": name, "client": client})
+            # A warning, as all that people do here: the settings leave out what is less.
+            log.warning("logged in to the page", extra={"operator": name, "client": client})
             answer = RedirectResponse("/", HTTPStatus.SEE_OTHER)
             self._sessions.open(name, request, answer)
             return answer
@@ -130,5 +131,11 @@ class Gate:
 
     async def log_out(self, request: Request, operator: Operator, _: object) -> Response:
         """End the session."""
+        client = _client(request)
+        log.warning("logged out of the page", extra={"operator": operator.name, "client": client})
         self._sessions.end(request)
         return RedirectResponse("/login", HTTPStatus.SEE_OTHER)
+
+
+def _client(request: Request) -> str:
+    return request.client.host if request.client else ""

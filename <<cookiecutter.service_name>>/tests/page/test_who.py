@@ -1,6 +1,7 @@
 """Who gets in, by what name, and whose forms are taken."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import asyncpg
@@ -73,6 +74,26 @@ async def test_a_session_begins_with_an_id_that_is_new_and_ends_for_all_who_have
         answer = await client.post("/logout", data={"csrf": token}, headers=had)
         assert answer.headers["location"] == "/login"
         assert (await client.get("/dead", headers=had)).status_code == 303
+
+
+async def test_who_comes_and_goes_is_logged_also_where_only_warnings_are(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "page")
+    async with opened() as client:
+        await client.post("/login", data={"name": "ann", "token": "wrong"})
+        await log_in(client)
+        await client.post("/logout", data={"csrf": await csrf(client)})
+    told = [
+        (one.message, vars(one).get("operator"), vars(one)["client"])
+        for one in caplog.records
+        if one.name == "page.gate"
+    ]
+    assert told == [
+        ("a login to the page was refused", None, "127.0.0.1"),
+        ("logged in to the page", "ann", "127.0.0.1"),
+        ("logged out of the page", "ann", "127.0.0.1"),
+    ]
 
 
 async def test_a_session_ends_after_its_time(
