@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
 _QUEUES_AT_ONCE = 50
+_LONGEST_KEY = 100
+"""Bytes of a key that the log shows."""
 _LONGEST_PAUSE = 12
 """How many times the first pause the longest is."""
 
@@ -249,24 +251,40 @@ class Unsent:
 
     def _note(self, verdicts: Sequence[_Verdict]) -> None:
         """Let queues wait whose events are refused, and say so where it is news."""
-        reasons = {}
+        refused = {}
         for one in verdicts:
             if one.is_dead:
                 id, topic = one.event["event_id"], one.queue.topic
-                log.error("relay: event %s for topic %s is a dead letter: %s", id, topic, one.error)
+                text = f"event {id} for topic {topic} is a dead letter"
+                _log(logging.ERROR, text, one)
             else:
-                reasons[one.queue] = one.error
-        for queue, reason in reasons.items():
+                refused[one.queue] = one
+        for queue, one in refused.items():
             pause = self._queues.setdefault(queue, _Pause())
             pause.until = monotonic() + self._seconds(pause.tries)
             pause.tries += 1
-            if pause.told != reason:
-                log.warning("relay: events wait: %s", reason)
-            pause.told = reason
+            if pause.told != one.error:
+                _log(logging.WARNING, "events wait", one)
+            pause.told = one.error
 
     def _seconds(self, tries: int) -> float:
         pause = min(2.0**tries, _LONGEST_PAUSE)
         return self._settings.unsent_pause * pause * random.uniform(0.8, 1.2)
+
+
+def _log(level: int, what: str, one: _Verdict) -> None:
+    """Tell of an event that was refused: where a queue waits, of the last one that was."""
+    event = one.event
+    fields = {
+        "topic": event["topic"],
+        "message_id": event["event_id"],
+        "message_type": event["type"],
+        "reason": one.reason,
+    }
+    if event["key"]:
+        fields["key"] = event["key"][:_LONGEST_KEY]
+    with telemetry.within(event["traceparent"]):
+        log.log(level, "relay: %s: %s", what, one.error, extra=fields)
 
 
 def _of_topic(event: asyncpg.Record) -> Queue:

@@ -1,6 +1,7 @@
 """What Kafka refuses: it waits in the outbound backlog, with its key or topic, and nothing else."""
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import asyncpg
 import pytest
 
-from pipeline import epoch, relay, telemetry, unsent
+from pipeline import epoch, logs, relay, telemetry, unsent
 from pipeline.dead_events import UnsentEvent, Which
 from pipeline.refusal import Refused
 from pipeline.settings import Settings
@@ -35,9 +36,11 @@ from .outgoing import (
     waiting,
     waits,
 )
+from .test_trace import SENDER, TRACE
 
 NewSettings = Callable[..., Settings]
 NewTopic = Callable[..., Awaitable[str]]
+TRACEPARENT = f"00-{TRACE}-{SENDER}-01"
 
 
 async def attempts(db: asyncpg.Connection) -> dict[str, int]:
@@ -187,6 +190,36 @@ async def test_a_topic_that_refuses_many_events_of_a_page_waits_as_a_whole_and_s
     # It says nothing of events that were not refused themselves.
     line = f"relay: events wait: topic {topic} has refused 20 events of a page: too large"
     assert line in caplog.messages
+
+
+async def test_the_lines_about_an_event_that_waits_and_has_died_name_it_and_are_of_its_trace(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    new_topic: NewTopic,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    caplog.handler.setFormatter(logs._Json())
+    caplog.set_level(logging.WARNING, "pipeline.unsent")
+    async with relaying(quick(unsent_attempts=2)):
+        large = event(topic, "the large", "a" * 200, LARGE, traceparent=TRACEPARENT)
+        await stage(db, [large])
+        await eventually(are_dead(db, ["the large"]))
+    waiting_line, dead_line = map(json.loads, caplog.text.splitlines())
+    assert waiting_line["message"].startswith(
+        "relay: events wait: event the large is larger than topic"
+    )
+    assert dead_line["message"].startswith(
+        f"relay: event the large for topic {topic} is a dead lett"
+    )
+    for line in waiting_line, dead_line:
+        assert {name: line[name] for name in ("topic", "message_id", "message_type", "key")} == {
+            "topic": topic,
+            "message_id": "the large",
+            "message_type": "balance.changed",
+            "key": "a" * 100,
+        }
+        assert (line["reason"], line["trace_id"], line["span_id"]) == ("too large", TRACE, SENDER)
 
 
 async def test_an_event_without_a_key_waits_for_no_other_and_is_waited_for_by_none(
