@@ -15,7 +15,7 @@ from . import epoch, retention, revisions, roles, topics
 from .failures import named
 from .service import Misconfigured, Service
 from .settings import CLOCK_MARGIN, Settings
-from .status import AT_MOST, OUTBOX, RELAYS, ahead_until
+from .status import AT_MOST, OUTBOX, RELAYS, WAITING, ahead_until
 from .topics import Topic
 
 Level = Literal["ok", "warning", "wrong"]
@@ -28,6 +28,10 @@ _BLOATED = 10_000
 _TOLD = 4
 """So many of the largest tables are told."""
 _STANDS_STILL = timedelta(minutes=1)
+_REFUSED_FOR_LONG = timedelta(minutes=15)
+"""As the alert EventsUnsent has it."""
+_WAITS_FOR_LONG = timedelta(hours=1)
+"""As the alert BacklogAge has it."""
 _CLOCKS_APART = 2.0
 _FOR_EVER = -1
 _ENVELOPE = 10_000
@@ -97,6 +101,14 @@ SELECT (SELECT count(*) FROM (SELECT FROM pipeline.backlog
        (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
                                WHERE died_at IS NOT NULL AND discarded_at IS NULL
                                LIMIT $1) AS few) AS events
+"""
+
+_REFUSED = """
+SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS events
+  FROM (SELECT topic, reason FROM pipeline.outbox_unsent
+         WHERE died_at IS NULL AND parked_at < clock_timestamp() - $1::interval
+         LIMIT $2) AS few
+ GROUP BY topic ORDER BY topic
 """
 
 _NOBODYS = """
@@ -203,16 +215,18 @@ async def _settings(patient: Patient) -> Findings:
 
 
 async def _server(patient: Patient) -> Findings:
-    version = patient.connection.get_server_version()
-    if version.major < _OLDEST_POSTGRESQL:
+    version = await patient.connection.fetchval("SHOW server_version")
+    if patient.connection.get_server_version().major < _OLDEST_POSTGRESQL:
         yield _wrong(
-            f"PostgreSQL {version.major} is older than {_OLDEST_POSTGRESQL}", "upgrade the server"
+            f"PostgreSQL {version} is older than {_OLDEST_POSTGRESQL}", "upgrade the server"
         )
-    if await patient.connection.fetchval("SELECT pg_is_in_recovery()"):
+    elif await patient.connection.fetchval("SELECT pg_is_in_recovery()"):
         yield _wrong(
             "this server is a standby, on which nothing can be written",
             "let PIPELINE_DATABASE_URL name the primary",
         )
+    else:
+        yield Finding("", "ok", f"PostgreSQL {version}")
 
 
 async def _schema(patient: Patient) -> Findings:
@@ -375,27 +389,54 @@ async def _bloat(patient: Patient) -> Findings:
 async def _sizes(patient: Patient) -> Findings:
     rows = await patient.connection.fetch(_SIZES)
     large = [f"{row['name']} {row['bytes'] / 1_000_000:,.0f} MB" for row in rows[:_TOLD]]
-    yield Finding("", "ok", f"the largest with their indexes: {', '.join(large)}")
+    total = f"{sum(row['bytes'] for row in rows) / 1_000_000:,.0f} MB"
+    yield Finding("", "ok", f"{total} in all, the largest with their indexes: {', '.join(large)}")
 
 
 async def _dead_letters(patient: Patient) -> Findings:
     row = await patient.connection.fetchrow(_DEAD, AT_MOST + 1)
     for what, command in (("messages", "dead list"), ("events", "dead events list")):
         if count := row[what]:
-            many = f"more than {AT_MOST:,}" if count > AT_MOST else f"{count:,}"
             yield _warning(
-                f"dead {what}, for a person to decide on: {many}",
+                f"dead {what}, for a person to decide on: {_many(count)}",
                 f"see `service {command}`, mend the cause, and redrive or discard them",
+            )
+
+
+def _many(count: int) -> str:
+    return f"more than {AT_MOST:,}" if count > AT_MOST else f"{count:,}"
+
+
+async def _unsent(patient: Patient) -> Findings:
+    """Find events that Kafka refuses."""
+    rows = await patient.connection.fetch(_REFUSED, _REFUSED_FOR_LONG, AT_MOST + 1)
+    for row in rows:
+        yield _wrong(
+            f"Kafka refuses events for {row['topic']} ({row['reasons'] or 'follow another'}), and"
+            f" these wait for over {_REFUSED_FOR_LONG.total_seconds() / 60:.0f} minutes:"
+            f" {_many(row['events'])}",
+            "see `service dead events list --waiting --summary`, and mend what it names: then they"
+            " go out by themselves (EventsUnsent in the runbook)",
+        )
+
+
+async def _backlog(patient: Patient) -> Findings:
+    rows = await patient.connection.fetch(WAITING, AT_MOST + 1)
+    for row in rows:
+        if row["oldest"] > _WAITS_FOR_LONG.total_seconds():
+            yield _warning(
+                f"messages wait for consumer {row['consumer'] or 'nobody'}:"
+                f" {_many(row['count'])}, one for {row['oldest']:,.0f} seconds",
+                "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
             )
 
 
 async def _consumers(patient: Patient) -> Findings:
     known = list(patient.service.handlers.consumers)
     for row in await patient.connection.fetch(_NOBODYS, known, AT_MOST + 1):
-        count = row["messages"]
-        many = f"more than {AT_MOST:,}" if count > AT_MOST else f"{count:,}"
         yield _warning(
-            f"no handler here is consumer {row['consumer']}, for whom messages wait: {many}",
+            f"no handler here is consumer {row['consumer']}, for whom messages wait:"
+            f" {_many(row['messages'])}",
             "deploy it again; to give them up, as one that ignores them",
         )
 
@@ -453,19 +494,30 @@ async def _topic_retention(patient: Patient) -> Findings:
             )
 
 
+async def _compaction(patient: Patient) -> Findings:
+    """Find what a topic refuses that is published to."""
+    for topic in _published(patient):
+        if "compact" in topic.configs.get("cleanup.policy", ""):
+            yield _warning(
+                f"{topic.name} is compacted: it refuses events without a key, and keeps the last"
+                " event of each key",
+                f"see that whatever is published to {topic.name} has a key; or set"
+                " cleanup.policy=delete for it",
+            )
+
+
 async def _message_size(patient: Patient) -> Findings:
-    published = patient.service.declared_topics | {patient.settings.dead_letter_topic}
-    for name in sorted((patient.topics or {}).keys() & published):
-        topic = (patient.topics or {})[name]
+    for topic in _published(patient):
         if topic.unreadable:
             yield _not_told(topic)
             continue
         largest = int(topic.configs.get("max.message.bytes", 1_048_588))
         if patient.settings.max_event_bytes + _ENVELOPE > largest:
             yield _wrong(
-                f"{name} takes records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES lets"
-                f" events have {patient.settings.max_event_bytes:,}",
-                f"set max.message.bytes={patient.settings.max_event_bytes + _ENVELOPE} for {name},"
+                f"{topic.name} takes records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES"
+                f" lets events have {patient.settings.max_event_bytes:,}",
+                f"set max.message.bytes={patient.settings.max_event_bytes + _ENVELOPE} for"
+                f" {topic.name},"
                 " or lower PIPELINE_MAX_EVENT_BYTES",
             )
 
@@ -517,6 +569,12 @@ def _read(patient: Patient) -> list[Topic]:
     return [described[one] for one in sorted(patient.service.handlers.topics) if one in described]
 
 
+def _published(patient: Patient) -> list[Topic]:
+    described = patient.topics or {}
+    published = patient.service.declared_topics | {patient.settings.dead_letter_topic}
+    return [described[one] for one in sorted(described.keys() & published)]
+
+
 CHECKS: tuple[Check, ...] = (
     _settings,
     _server,
@@ -535,12 +593,15 @@ CHECKS: tuple[Check, ...] = (
     _bloat,
     _sizes,
     _dead_letters,
+    _unsent,
+    _backlog,
     _consumers,
     _topics,
     _partitions,
     _topic_retention,
+    _compaction,
     _message_size,
     _lag,
 )
-_WITHOUT_POSTGRESQL = {_settings, _topics, _topic_retention, _message_size}
-_OF_KAFKA = {_topics, _partitions, _topic_retention, _message_size, _lag}
+_WITHOUT_POSTGRESQL = {_settings, _topics, _topic_retention, _compaction, _message_size}
+_OF_KAFKA = {_topics, _partitions, _topic_retention, _compaction, _message_size, _lag}

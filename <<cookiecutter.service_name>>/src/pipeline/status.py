@@ -28,7 +28,7 @@ SELECT topic, partition, next_offset, moved_at, duplicates FROM pipeline.positio
  WHERE consumer_group = $1 ORDER BY topic, partition
 """
 
-_WAITING = """
+WAITING = """
 SELECT consumer, count(*) AS count,
        extract(epoch FROM clock_timestamp() - min(received_at))::float AS oldest
   FROM (SELECT consumer, received_at FROM pipeline.backlog WHERE died_at IS NULL LIMIT $1) AS few
@@ -218,7 +218,7 @@ class _Ask:
 
     async def backlog(self) -> None:
         backlog = {name: Backlog() for name in sorted(self.service.handlers.consumers)}
-        waiting = await self.connection.fetch(_WAITING, AT_MOST + 1)
+        waiting = await self.connection.fetch(WAITING, AT_MOST + 1)
         for row in waiting:
             one = backlog.setdefault(row["consumer"], Backlog())
             one.waiting, one.oldest = row["count"], row["oldest"]

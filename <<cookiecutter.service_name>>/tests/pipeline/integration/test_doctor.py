@@ -32,7 +32,7 @@ from .processes import Process, starting
 from .test_commands import ALEMBIC
 
 Examine = Callable[..., Awaitable[dict[str, Finding]]]
-OF_DECLARED = ("topics", "message size")
+OF_DECLARED = ("topics", "compaction", "message size")
 """Checks of every topic for which an event is declared."""
 _FILL = {
     "backlog": "INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition,"
@@ -123,6 +123,7 @@ async def test_a_healthy_service_has_nothing(
     assert names.split() == ["level", "check", "found"]
     assert len(lines) == len(doctor.CHECKS) + 1
     assert all(line.startswith("ok ") for line in lines), lines
+    assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
 
 
 async def test_a_database_that_is_not_migrated_is_told(
@@ -316,6 +317,11 @@ async def test_topics_that_do_not_fit_are_told(
     compacted = await new_topic(**{"cleanup.policy": "compact,delete"})
     lossy = await examine(Bank(deposits=compacted, balances=bank.balances, name=bank.name))
     assert f"{compacted} is compacted" in lossy["topic retention"].found
+    strict = await examine(Bank(deposits=bank.deposits, balances=compacted, name=bank.name))
+    assert strict["compaction"].level == "warning"
+    assert f"{compacted} is compacted: it refuses events without a key" in (
+        strict["compaction"].found
+    )
 
 
 async def test_a_configuration_that_may_not_be_read_is_told_and_what_would_allow_it(
@@ -347,7 +353,7 @@ async def test_a_server_that_is_too_old_is_told(
     monkeypatch.setattr(doctor, "_OLDEST_POSTGRESQL", 99)
     found = (await examine())["server"]
     assert found.level == "wrong"
-    assert "is older than 99" in found.found
+    assert re.fullmatch(r"PostgreSQL 1\d\.\d.* is older than 99", found.found)
 
 
 async def test_a_position_that_stands_still_or_that_the_brokers_do_not_have_is_told(
@@ -445,6 +451,48 @@ async def test_dead_letters_are_told_until_a_person_has_decided(
     assert "service dead list" in found.advice
     await db.execute("UPDATE pipeline.backlog SET discarded_at = now()")
     assert await examine() == {}
+
+
+async def test_dead_events_are_told_until_a_person_has_decided(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute(_FILL["outbox_unsent"])
+    await db.execute("UPDATE pipeline.outbox_unsent SET died_at = now()")
+    found = (await examine())["dead letters"]
+    assert found.level == "warning"
+    assert found.found == "dead events, for a person to decide on: 200"
+    assert "`service dead events list`" in found.advice
+    await db.execute("UPDATE pipeline.outbox_unsent SET discarded_at = now()")
+    assert await examine() == {}
+
+
+async def test_events_that_kafka_refuses_for_long_are_told(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute(_FILL["outbox_unsent"])
+    await db.execute("UPDATE pipeline.outbox_unsent SET reason = 'topic missing' WHERE id = 1")
+    assert await examine() == {}, "they have just come"
+    await db.execute("UPDATE pipeline.outbox_unsent SET parked_at = now() - interval '16 minutes'")
+    found = (await examine())["unsent"]
+    assert found.level == "wrong"
+    assert found.found == (
+        "Kafka refuses events for t (topic missing), and these wait for over 15 minutes: 200"
+    )
+    assert "`service dead events list --waiting --summary`" in found.advice
+
+
+async def test_a_backlog_that_does_not_move_is_told(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute(_FILL["backlog"])
+    assert await examine() == {}, "they have just come"
+    await db.execute(
+        "UPDATE pipeline.backlog SET received_at = now() - interval '61 minutes' WHERE lane = 0"
+    )
+    found = (await examine())["backlog"]
+    assert found.level == "warning"
+    assert found.found.startswith("messages wait for consumer deposit: 200, one for 3,6")
+    assert "`service dead list --waiting --summary`" in found.advice
 
 
 async def test_messages_of_a_consumer_that_is_gone_are_told(
