@@ -2,9 +2,9 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from random import uniform
-from typing import Any
+from typing import Any, TypeVar
 
 import asyncpg
 import sqlalchemy.exc
@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # PostgreSQL, Appendix A. A class is two characters, a condition five.
 _INFRASTRUCTURE = (
@@ -156,10 +158,13 @@ class Attempts(AsyncRetrying):
     everything for 50 ms every thousand transactions.
     """
 
-    async def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def __call__(  # type: ignore[override]  # as tenacity itself overrides it
+        self, fn: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any
+    ) -> T:
         """Call until it is done."""
         try:
-            return await super().__call__(fn, *args, **kwargs)
+            result: T = await super().__call__(fn, *args, **kwargs)
+            return result
         finally:
             self.iter_state.reset()
 
