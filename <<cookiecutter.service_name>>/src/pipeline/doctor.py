@@ -37,7 +37,8 @@ _FOR_EVER = -1
 _ENVELOPE = 10_000
 """Bytes that an event's headers and its record take beside the payload, with room."""
 
-# By the catalogue: what others may be seen of depends on no grant there.
+# By the catalogue: what others may be seen of depends on no grant there. What names no schema is in
+# whichever the service's role looks into, which need not be those of this one.
 _LACKING = """
 SELECT schema, name, array_agg(field ORDER BY place) AS fields
   FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY
@@ -46,7 +47,8 @@ SELECT schema, name, array_agg(field ORDER BY place) AS fields
        SELECT FROM pg_namespace AS space
          JOIN pg_class AS relation ON relation.relnamespace = space.oid
          JOIN pg_attribute AS attribute ON attribute.attrelid = relation.oid
-        WHERE nspname = schema AND relname = name AND attname = field AND NOT attisdropped)
+        WHERE nspname = COALESCE(schema, nspname) AND relname = name AND attname = field
+          AND NOT attisdropped)
  GROUP BY schema, name ORDER BY min(place)
 """
 
@@ -244,17 +246,19 @@ async def _schema(patient: Patient) -> Findings:
 async def _tables(patient: Patient) -> Findings:
     """Find what the service's code has and no migration has made."""
     declared = [
-        (table.schema or "public", table.name, column.name)
+        (table.schema, table.name, column.name)
         for table in patient.service.metadata.sorted_tables
         for column in table.columns
     ]
     columns = [list(names) for names in zip(*declared, strict=True)] or [[], [], []]
+    migrations = revisions.here()
+    is_behind = migrations and await revisions.missing(patient.connection, migrations)
+    write = "write the migration (`alembic revision --autogenerate --head service@head -m …`), and "
     for row in await patient.connection.fetch(_LACKING, *columns):
+        name = ".".join(filter(None, (row["schema"], row["name"])))
         yield _wrong(
-            f"the table {row['schema']}.{row['name']} lacks {', '.join(row['fields'])}, which the"
-            " code has",
-            "write the migration (`alembic revision --autogenerate --head service@head -m …`), and"
-            " run `service migrate`",
+            f"the table {name} lacks {', '.join(row['fields'])}, which the code has",
+            f"{'' if is_behind else write}run `service migrate`",
         )
 
 
@@ -290,7 +294,7 @@ async def _permissions(patient: Patient) -> Findings:
     lacking = await roles.lacks(patient.connection)
     if not lacking:
         yield _wrong(
-            f"{user} may do nothing here that a {', a '.join(roles.ROLES)} needs",
+            f"{user} may do nothing here that a part of the service needs",
             "as the tables' owner, for the one it is: service grant"
             f" {' or '.join(f'--to-{role}' for role in roles.ROLES)} {user}",
         )
@@ -548,12 +552,14 @@ async def _lag(patient: Patient) -> Findings:
             behind[place] = lag
     readers = await _readers(patient) if behind else None
     for (name, partition), lag in behind.items():
-        told = f"{name}/{partition} has stood still for over a minute, {lag:,} offsets before the"
+        told = (
+            f"{name}/{partition} has stood still for over a minute, {lag:,} offsets before the end"
+        )
         if readers is not None and (name, partition) not in readers:
             advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"
-            yield _wrong(f"{told} end: nobody reads it", advice)
+            yield _wrong(f"{told}: nobody reads it", advice)
         else:
-            yield _warning(f"{told} end", "see `/health/ready` of the service")
+            yield _warning(told, "see `/health/ready` of the service")
 
 
 async def _readers(patient: Patient) -> Mapping[tuple[str, int], str] | None:

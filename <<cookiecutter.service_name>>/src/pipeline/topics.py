@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from aiokafka import TopicPartition
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
-from aiokafka.errors import for_code
+from aiokafka.errors import RebalanceInProgressError, for_code
 
 from . import clients
 from .settings import Settings
 
 _ANSWER_SECONDS = 5.0
+_SHARING_OUT = ("PreparingRebalance", "CompletingRebalance")
+"""States of a group whose members have no partitions for the moment."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,22 @@ async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
     """Return who of a consumer group reads each topic's partition: its host, and who there.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds,
-    or don't tell.
+    or don't tell, as while a group shares out its partitions.
     """
     async with (
         asyncio.timeout(2 * _ANSWER_SECONDS),
         clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin,
     ):
         (answer,) = await admin.describe_consumer_groups([group])
-    ((code, _, _, _, _, members, *_),) = answer.groups
+    ((code, _, state, _, _, members, *_),) = answer.groups
     if code:
         raise for_code(code)(f"the brokers don't tell of the group {group}")
+    if state in _SHARING_OUT:
+        raise RebalanceInProgressError(f"the group {group} is sharing out its partitions")
     return {
         (one.topic, one.partition): f"{host.removeprefix('/')} {member[-8:]}"
         for member, *_, host, _, assignment in members
-        if assignment  # while the group is sharing out, members have none
+        if assignment  # else it was left out
         for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
     }
 
