@@ -5,7 +5,6 @@ nobody do but their owner: its role owns the tables that have partitions, and no
 """
 
 import re
-from collections import Counter
 from typing import NamedTuple
 
 import asyncpg
@@ -120,10 +119,6 @@ SELECT pg_get_userbyid(relowner) AS owner,
  WHERE pg_class.oid = 'pipeline.position'::regclass
 """
 
-_OWNS = """
-SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
-"""
-
 _HEIR = """
 SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
 """
@@ -143,6 +138,9 @@ _HELD = """
 SELECT name, privilege, columns
   FROM unnest($1::text[], $2::text[], $3::text[]) AS needed (name, privilege, columns)
  WHERE CASE
+           WHEN privilege = 'OWNERSHIP' THEN
+               (SELECT pg_has_role(relowner, 'USAGE')
+                  FROM pg_class WHERE oid = ('pipeline.' || name)::regclass)
            WHEN privilege = 'USAGE' THEN has_sequence_privilege('pipeline.' || name, privilege)
            WHEN columns = '' THEN has_table_privilege('pipeline.' || name, privilege)
            ELSE (SELECT bool_and(has_column_privilege('pipeline.' || name, one, privilege))
@@ -152,7 +150,8 @@ SELECT name, privilege, columns
 
 def needs(role: str) -> set[Need]:
     """Return what a role of `ROLES` needs on the engine's tables."""
-    return {
+    owned = PARTITIONED if role == RETENTION else ()
+    return {Need(table, "OWNERSHIP", "") for table in owned} | {
         Need(table, privilege, columns)
         for table, granted in GRANTS.items()
         for privilege, columns in re.findall(r"([A-Z]+)(?: \((.*?)\))?", granted.get(role, ""))
@@ -162,27 +161,23 @@ def needs(role: str) -> set[Need]:
 async def lacks(connection: asyncpg.Connection) -> dict[str, set[Need]]:
     """Return the roles that the connection's one stands for, and what it lacks for each.
 
-    It stands for retention if it owns the partitions. For another it does if it has a privilege
-    that no other of them needs on that table, on whichever columns, and that retention has not; for
-    none at all if it has no such. Its name says nothing of it.
+    Its name says nothing of it. It stands for those of which it lacks nothing; and for another if
+    something that it has of it, on whichever columns, is for none of which it lacks less.
     """
     every = {role: needs(role) for role in ROLES}
     asked = sorted(set().union(*every.values()))
     rows = await connection.fetch(_HELD, *map(list, zip(*asked, strict=True)))
     held = {Need(*row) for row in rows}
-    retentions = every.pop(RETENTION)
-    kinds = Counter(kind for needed in every.values() for kind in {one[:2] for one in needed})
-    if owns := await connection.fetchval(_OWNS):
-        for kind in {one[:2] for one in retentions}:
-            kinds[kind] = 0
-    found = {
-        role: needed - held
-        for role, needed in every.items()
-        if any(
-            kinds[one[:2]] == 1 and not (owns and one.table in PARTITIONED) for one in needed & held
-        )
-    }
-    return found | ({RETENTION: retentions - held} if owns else {})
+    lacking = {role: needed - held for role, needed in every.items()}
+    kinds = {role: {one[:2] for one in needed} for role, needed in every.items()}
+    # An owner may do everything.
+    kinds[RETENTION] |= {one[:2] for one in asked if one.table in PARTITIONED}
+    found = set(ROLES)
+    for role in sorted(ROLES, key=lambda one: len(lacking[one]), reverse=True):
+        others = set().union(*(kinds[one] for one in found if one != role))
+        if lacking[role] and {one[:2] for one in every[role] & held} <= others:
+            found.remove(role)
+    return {role: lacking[role] for role in ROLES if role in found}
 
 
 def statements(owners: set[str], names: dict[str, str], tables: MetaData) -> list[str]:

@@ -19,7 +19,6 @@ from sqlalchemy import MetaData
 from pipeline import Reject, Retry, doctor, roles, status_commands, topics
 from pipeline.database import autocommitting, create_engine
 from pipeline.doctor import Finding
-from pipeline.outbox import COLUMNS
 from pipeline.settings import Settings
 
 from .bank import Bank, Deposit
@@ -185,20 +184,28 @@ async def test_what_holds_a_partition_is_told(examine: Examine, db: asyncpg.Conn
     assert found.found.startswith("outbox_p20200101 is due to go: it is not closed yet")
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["service", "relay"],
+        ["service", "relay", "operator"],
+        [*roles.ROLES],
+        ["operator", "retention"],
+        ["service", "retention"],
+    ],
+)
 async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
-    bank: Bank, settings: Callable[..., Settings], direct_url: str, db: asyncpg.Connection
+    bank: Bank,
+    settings: Callable[..., Settings],
+    direct_url: str,
+    db: asyncpg.Connection,
+    parts: list[str],
 ) -> None:
     chosen = settings(database_url=direct_url, database_pooler=False)
     role = f"teller_{bank.name[-8:]}"
-    await db.execute(
-        f"CREATE ROLE {role}; GRANT USAGE ON SCHEMA pipeline TO {role};"
-        f"GRANT ALL ON ALL TABLES IN SCHEMA pipeline TO {role};"
-        f"GRANT ALL ON ALL SEQUENCES IN SCHEMA pipeline TO {role};"
-        f"REVOKE INSERT ON pipeline.outbox FROM {role};"
-        f"GRANT INSERT ({COLUMNS}) ON pipeline.outbox TO {role};"
-        f"REVOKE DELETE ON pipeline.backlog FROM {role}"
-    )
+    await db.execute(f"CREATE ROLE {role}")
     try:
+        await roles.grant(db, dict.fromkeys(parts, role), MetaData())
         async with _connected(chosen) as connection:
             await connection.execute(f"SET ROLE {role}")
 
@@ -206,20 +213,49 @@ async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
                 found = [one async for one in doctor.examine(connection, bank.service, chosen)]
                 return [one for one in found if one.check == "permissions" and one.level != "ok"]
 
+            assert await lacking() == []
+            await db.execute(f"REVOKE DELETE ON pipeline.scheduled FROM {role}")
             (found,) = await lacking()
             assert (found.level, found.found) == (
                 "wrong",
-                f"{role} lacks DELETE on pipeline.backlog",
+                f"{role} lacks DELETE on pipeline.scheduled",
             )
             _, command = found.advice.split("service grant ")
-            stands_for = [one for one in roles.ROLES if one != roles.RETENTION]
-            assert command == " ".join(f"--to-{one} {role}" for one in stands_for)
-            await roles.grant(db, dict.fromkeys(stands_for, role), MetaData())
+            named = re.findall(f"--to-([a-z]+) {role}", command)
+            assert set(named) <= set(parts)
+            await roles.grant(db, dict.fromkeys(named, role), MetaData())
             assert await lacking() == []
-            for kind in ("TABLES", "SEQUENCES"):
-                await db.execute(f"REVOKE ALL ON ALL {kind} IN SCHEMA pipeline FROM {role}")
-            (found,) = await lacking()
-            assert "may do nothing here" in found.found
+            # The three others together may do what an operator may.
+            assert set(parts) <= (await roles.lacks(connection)).keys()
+    finally:
+        await db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER")
+        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+async def test_who_has_lost_the_partitions_is_told_and_so_is_who_may_do_nothing(
+    bank: Bank, settings: Callable[..., Settings], direct_url: str, db: asyncpg.Connection
+) -> None:
+    chosen = settings(database_url=direct_url, database_pooler=False)
+    role = f"teller_{bank.name[-8:]}"
+    await db.execute(f"CREATE ROLE {role}")
+    try:
+        await roles.grant(db, {"retention": role}, MetaData())
+        await db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER")
+        async with _connected(chosen) as connection:
+            await connection.execute(f"SET ROLE {role}")
+
+            async def lacking() -> list[Finding]:
+                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
+                return [one for one in found if one.check == "permissions"]
+
+            found = await lacking()
+            assert [one.found for one in found] == [
+                f"{role} lacks OWNERSHIP on pipeline.{table}" for table in roles.PARTITIONED
+            ]
+            assert found[0].advice.endswith(f"service grant --to-retention {role}")
+            await db.execute(f"REVOKE ALL ON ALL TABLES IN SCHEMA pipeline FROM {role}")
+            (nothing,) = await lacking()
+            assert "may do nothing here" in nothing.found
     finally:
         await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
