@@ -506,7 +506,7 @@ WORK = {
     "scheduled cancel": ("", "cancelled payment-due-4711"),
     "topics seek scans --partition 3 --to 1235": ("", "scans/3 goes from 1300 to 1235"),
     "relay reset": ("", "belongs to this database cluster now"),
-    "service grant": ("", "may do what a relay does"),
+    "service grant": ("", "may publish"),
 }
 """What has to be there for a command, and what it says when it has done its work."""
 FOR_A_WHILE = "timeout --preserve-status -s INT 8"

@@ -310,13 +310,11 @@ async def _grant(
             await roles.grant(connection, names, service.metadata)
         except asyncpg.UndefinedObjectError as error:
             raise Refused(f"{error}: an administrator has to create it before") from None
-        except roles.TooMighty as error:
-            raise Refused(str(error)) from None
     if as_json:
         tell_program(names)
         return
     for one, name in names.items():
-        typer.echo(f"{name} may do what a {one} does, and no more.")
+        typer.echo(f"{name} may {roles.ROLES[one]}.")
 
 
 async def _reset(

@@ -19,7 +19,8 @@ HOUSEKEEPING_LOCK = 0x1B0C6
 _DETACH_SECONDS = 30.0
 """How long a detach waits for those who have begun with the table; they don't wait for it."""
 
-_BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
+BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
+"""Begins a transaction that changes partitions: waits for no lock for long, this one the first."""
 
 # What is made belongs to whom its table belongs to, whoever of its members makes it.
 _AS_OWNER = """
@@ -121,7 +122,7 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
     if there.get(name) is State.PENDING:
         await _finalize(connection, parent, name)
     async with connection.transaction():
-        await connection.execute(_BEGIN, HOUSEKEEPING_LOCK)
+        await connection.execute(BEGIN, HOUSEKEEPING_LOCK)
         if [*await like(connection, name)] == [Partition(name, State.ATTACHED)]:
             return
         await connection.execute(_AS_OWNER, parent)

@@ -8,14 +8,21 @@ import re
 from typing import NamedTuple
 
 import asyncpg
-from sqlalchemy import MetaData, Table
+from sqlalchemy import MetaData
 
+from . import partitions
+from .operations import Refused
 from .outbox import COLUMNS
 from .schema import SCHEMA
 
 RETENTION = "retention"
-ROLES = ("service", "relay", "operator", RETENTION)
-"""Who consumes, who publishes, a person at the command line, and who keeps house."""
+ROLES = {
+    "service": "consume",
+    "relay": "publish",
+    "operator": "look at everything, and decide on what is dead",
+    RETENTION: "make and drop partitions, as their owner",
+}
+"""What each may do, in words."""
 
 PARTITIONED = ("inbox", "outbox")
 """The tables that retention owns, with their partitions."""
@@ -88,10 +95,6 @@ GRANTS: dict[str, dict[str, str]] = {
 """What each role may do with each of the engine's tables that it does not own, and sequences."""
 
 
-class TooMighty(Exception):
-    """The role can't be held to anything: it owns the tables, or is everybody."""
-
-
 class Need(NamedTuple):
     """A privilege that a role needs on a table of the engine, or on a sequence."""
 
@@ -105,25 +108,33 @@ class Need(NamedTuple):
         return f"{self.privilege}{which} on {SCHEMA}.{self.table}"
 
 
-# A superuser is a member of every role. $1 are roles for a part, $2 is to own partitions.
-_OWNER = """
-SELECT pg_get_userbyid(relowner) AS owner,
-       (SELECT array_agg(name::text) FROM unnest($1::name[]) AS name
-         WHERE CASE name WHEN 'public' THEN true
-                         ELSE pg_has_role(name, relowner, 'MEMBER')
-                              OR name <> COALESCE($2, '') AND pg_has_role(name, heir, 'MEMBER')
-                END) AS mighty
-  FROM pg_class, COALESCE((SELECT oid FROM pg_roles WHERE rolname = $2),
-                          (SELECT relowner FROM pg_class
-                            WHERE oid = 'pipeline.outbox'::regclass)) AS heir
- WHERE pg_class.oid = 'pipeline.position'::regclass
+_OWNERS = """
+SELECT pg_get_userbyid(position.relowner) AS owner, pg_get_userbyid(outbox.relowner) AS present,
+       COALESCE(current_schema(), 'public') AS home
+  FROM pg_class AS position, pg_class AS outbox
+ WHERE position.oid = 'pipeline.position'::regclass AND outbox.oid = 'pipeline.outbox'::regclass
 """
 
-_HEIR = """
-SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
+# A superuser is a member of every role. $1 are roles for a part, $3 is to own partitions.
+_MIGHTY = """
+SELECT name FROM unnest($1::name[]) AS name
+ WHERE CASE name WHEN 'public' THEN true
+                 ELSE pg_has_role(name, $2::name, 'MEMBER')
+                      OR name <> $3 AND pg_has_role(name, $3::name, 'MEMBER') END
 """
 
-_WAIT_SHORTLY = "SELECT set_config('lock_timeout', '2s', true)"
+_NOT_OURS = """
+SELECT string_agg(quote_ident(name), ', ') AS names, quote_ident(current_user) AS who
+  FROM unnest($1::name[]) AS name WHERE NOT pg_has_role(name, 'MEMBER')
+"""
+
+# Of partitions that are to be made.
+_READERS = """
+SELECT DISTINCT reader.rolname
+  FROM pg_default_acl, aclexplode(defaclacl) AS acl JOIN pg_roles AS reader ON reader.oid = grantee
+ WHERE defaclnamespace = 'pipeline'::regnamespace AND defaclobjtype = 'r'
+   AND privilege_type = 'SELECT' AND pg_get_userbyid(defaclrole) = $1
+"""
 
 # Also partitions on their way out, which are detached.
 _ANOTHERS = """
@@ -180,12 +191,12 @@ async def lacks(connection: asyncpg.Connection) -> dict[str, set[Need]]:
     return {role: lacking[role] for role in ROLES if role in found}
 
 
-def statements(owners: set[str], names: dict[str, str], tables: MetaData) -> list[str]:
+def statements(owners: set[str], names: dict[str, str], tables: list[tuple[str, str]]) -> list[str]:
     """Return what gives the roles of these names all that they need, and takes what they don't.
 
-    `owners` own the engine's tables, or will. `names` are the database's, by those of `ROLES`; one
-    may stand for several. `tables` are the service's own: its handlers use them, and the others
-    don't.
+    `owners` own the engine's tables. `names` are the database's, by those of `ROLES`; one may stand
+    for several. `tables` are the service's own, each with its schema: its handlers use them, and
+    the others don't.
     """
     granted = {one: _quoted(name) for one, name in names.items()}
     heir = granted.get(RETENTION)
@@ -210,10 +221,7 @@ def statements(owners: set[str], names: dict[str, str], tables: MetaData) -> lis
             for name in GRANTS
             if name not in PARTITIONED
         ]
-    made += [
-        f"REVOKE ALL ON {_quoted(*_path(one))} FROM PUBLIC, {everyone}"
-        for one in tables.sorted_tables
-    ]
+    made += [f"REVOKE ALL ON {_quoted(*one)} FROM PUBLIC, {everyone}" for one in tables]
     for name, privileges in GRANTS.items():
         made += [
             f"GRANT {many} ON {'SEQUENCE' if many == 'USAGE' else 'TABLE'} {SCHEMA}.{name}"
@@ -228,19 +236,12 @@ def statements(owners: set[str], names: dict[str, str], tables: MetaData) -> lis
             f"{later} GRANT SELECT ON TABLES TO {granted['operator']}",
         ]
     if "service" in granted:
-        for schema in sorted({_path(one)[0] for one in tables.sorted_tables}):
+        for schema in sorted({schema for schema, _ in tables}):
             named = _quoted(schema)
             made.append(f"GRANT USAGE ON SCHEMA {named} TO {granted['service']}")
             made.append(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA {named} TO {granted['service']}")
-        made += [
-            f"GRANT {_ALL} ON {_quoted(*_path(one))} TO {granted['service']}"
-            for one in tables.sorted_tables
-        ]
+        made += [f"GRANT {_ALL} ON {_quoted(*one)} TO {granted['service']}" for one in tables]
     return made
-
-
-def _path(table: Table) -> tuple[str, str]:
-    return table.schema or "public", table.name
 
 
 def _quoted(*names: str) -> str:
@@ -252,22 +253,56 @@ async def grant(connection: asyncpg.Connection, names: dict[str, str], tables: M
 
     The connection's role owns the tables, and is a member of retention's, which is made the owner
     of those that have partitions. Raises `asyncpg.UndefinedObjectError` for a role that does not
-    exist, and `TooMighty` for one that can't be held to it.
+    exist, and `Refused` for one that can't be held to it, and for what can't be done now.
     """
-    heir = names.get(RETENTION)
     async with connection.transaction():
-        owner, mighty = await connection.fetchrow(_OWNER, list(names.values()), heir)
+        owner, present, home = await connection.fetchrow(_OWNERS)
+        heir = names.get(RETENTION, present)
+        mighty = await connection.fetch(_MIGHTY, list(names.values()), owner, heir)
         if mighty:
-            raise TooMighty(
-                f"{', '.join(sorted(set(mighty)))}: no role for a single part. It is everybody, a"
-                f" superuser, or a member of {owner} or of retention's role, which own the tables:"
-                " make one of its own"
+            raise Refused(
+                f"{', '.join(sorted({row['name'] for row in mighty}))}: no role for a single part."
+                f" It is everybody, a superuser, or a member of {owner} or of retention's role,"
+                " which own the tables: make one of its own"
             )
-        heir = heir or await connection.fetchval(_HEIR)
-        for statement in statements({owner, heir}, names, tables):
+        if RETENTION not in names and present in names.values():
+            raise Refused(
+                f"{present} owns the partitions: name it by --to-retention, too, or make one of its"
+                " own"
+            )
+        lacking, who = await connection.fetchrow(_NOT_OURS, list({heir, present}))
+        if lacking:
+            raise Refused(
+                f"{who} can't hand partitions over: an administrator has to GRANT {lacking} TO"
+                f" {who}"
+            )
+        readers = {row["rolname"] for row in await connection.fetch(_READERS, present)}
+        # Before the grants: what the former owner was granted would go over as well.
+        await _hand_over(connection, heir)
+        own = [(one.schema or home, one.name) for one in tables.sorted_tables]
+        made = statements({owner, heir}, names, own)
+        if others := readers.difference(names.values()):
+            made.append(
+                f"ALTER DEFAULT PRIVILEGES FOR ROLE {_quoted(heir)} IN SCHEMA {SCHEMA}"
+                f" GRANT SELECT ON TABLES TO {', '.join(map(_quoted, sorted(others)))}"
+            )
+        for statement in made:
             await connection.execute(statement)
-        await connection.execute(_WAIT_SHORTLY)
+
+
+async def _hand_over(connection: asyncpg.Connection, heir: str) -> None:
+    """Make a role the owner of what has partitions, unless it is. Raises `Refused`."""
+    if not await connection.fetch(_ANOTHERS, PARTITIONED, heir):
+        return
+    tables = ", ".join(f"{SCHEMA}.{name}" for name in PARTITIONED)
+    try:
+        await connection.execute(partitions.BEGIN, partitions.HOUSEKEEPING_LOCK)
+        # At once: one by one, others would wait for the first while this one waits for the next.
+        await connection.execute(f"LOCK TABLE {tables} IN ACCESS EXCLUSIVE MODE")
+        await connection.execute(f"GRANT CREATE ON SCHEMA {SCHEMA} TO {_quoted(heir)}")
         for row in await connection.fetch(_ANOTHERS, PARTITIONED, heir):
             await connection.execute(
                 f"ALTER TABLE {SCHEMA}.{row['relname']} OWNER TO {_quoted(heir)}"
             )
+    except asyncpg.LockNotAvailableError:
+        raise Refused(f"{tables} are in use for longer than two seconds; run it again") from None

@@ -29,7 +29,7 @@ _STATEMENTS: Mapping[object, str] = {
     partitions._EXISTS: "housekeeping: look for a table",
     partitions._NAMED_LIKE: "housekeeping: list partitions",
     partitions._IS_OWNER: "housekeeping: ask who owns the tables",
-    partitions._BEGIN: "partition: lock",
+    partitions.BEGIN: "partition: lock",
     partitions._AS_OWNER: "partition: become the owner",
     partitions._WAIT_SHORTLY: "partition: limit the wait",
     retention._GENERATION: "housekeeping: read the generation",

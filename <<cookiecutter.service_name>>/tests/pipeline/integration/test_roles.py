@@ -33,6 +33,7 @@ from pipeline import (
     unsent,
     window,
 )
+from pipeline.operations import Refused
 from pipeline.outbox import StagedEvent
 from pipeline.partitions import NotOwner
 from pipeline.retention import keep_house, make_ahead, tidy
@@ -288,6 +289,23 @@ async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:
         )
 
 
+async def discarded_long_ago(db: asyncpg.Connection) -> None:
+    """Store a dead letter and a dead event that may be deleted."""
+    await db.execute(
+        "INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition,"
+        ' "offset", timestamp, headers, hash_version, reason, attempts, waited, holds, died_at,'
+        " discarded_at) VALUES ('k', 0, '', 'deposit', 't', 0, 0, 0, '[]', 1, 'x', 1, 0, false,"
+        " now() - interval '50 days', now() - interval '40 days')"
+    )
+    await db.execute(
+        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
+        " content_type, queue, attempts, reason, died_at, discarded_at)"
+        " VALUES (1, now(), 't', 'e', '/s', 'x', 'y', '', 1, 'x', now() - interval '50 days',"
+        " now() - interval '40 days')"
+    )
+    await db.execute("UPDATE pipeline.inbox_generation SET since = now() - interval '9 days'")
+
+
 async def test_retention_makes_and_drops_partitions_which_belong_to_it(
     granted: Roles, start: Start, db: asyncpg.Connection
 ) -> None:
@@ -301,11 +319,14 @@ async def test_retention_makes_and_drops_partitions_which_belong_to_it(
         f"ALTER TABLE pipeline.outbox_p20200101 OWNER TO {granted.names['retention']};"
         "UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()"
     )
+    await discarded_long_ago(db)
     for _ in range(2):  # the first one notes that the day is over
         process = await start("retention", "run", database_url=granted.of("retention"))
         assert await process.ended() == 0, process.output
         await db.execute("UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()")
     assert await db.fetchval("SELECT to_regclass('pipeline.outbox_p20200101') IS NULL")
+    for table in ("backlog", "outbox_unsent"):
+        assert await db.fetchval(f"SELECT count(*) FROM pipeline.{table}") == 0
     async with granted.connected("owner") as connection:
         await partitions.attach(connection, "inbox", "inbox_g999", "IN (999)")
     for one in gone, "inbox_g999":  # whoever has made it
@@ -543,22 +564,67 @@ async def test_the_partitions_go_to_another_role_while_the_service_runs(
         former = await start("retention", "run", database_url=granted.of("retention"))
         assert await former.ended() == 1
         assert f"a member of their owner {heir}" in former.output
+        async with granted.connected("owner") as connection:
+            await partitions.attach(connection, "inbox", "inbox_g999", "IN (999)")
+        assert await may_read(db, granted.names["operator"], "inbox_g999")
+        assert not await may_read(db, granted.names["relay"], "inbox_g999")
     finally:
         await db.execute(f"REASSIGN OWNED BY {heir} TO {granted.names['retention']}")
         await db.execute(f"DROP OWNED BY {heir}")
         await administer(server_url, f"DROP ROLE {heir}")
 
 
+async def may_read(db: asyncpg.Connection, name: str, table: str) -> bool:
+    may: bool = await db.fetchval(
+        "SELECT has_table_privilege($1, 'pipeline.' || $2, 'SELECT')", name, table
+    )
+    return may
+
+
+async def test_who_stood_for_all_still_does_the_rest_when_another_gets_the_partitions(
+    granted: Roles, server_url: str, db: asyncpg.Connection
+) -> None:
+    all_in_one, retention = granted.names["service"], granted.names["retention"]
+    await administer(server_url, f"GRANT {all_in_one} TO {granted.names['owner']}")
+    rest = {"service": all_in_one, "relay": all_in_one}
+    try:
+        async with granted.connected("owner") as connection:
+            await roles.grant(connection, rest | {"retention": all_in_one}, Base.metadata)
+            with pytest.raises(Refused, match="owns the partitions: name it by --to-retention"):
+                await roles.grant(connection, rest, Base.metadata)
+            await roles.grant(connection, rest | {"retention": retention}, Base.metadata)
+        async with granted.connected("service") as connection:
+            assert await roles.lacks(connection) == {"service": set(), "relay": set()}
+    finally:
+        await administer(server_url, f"REVOKE {all_in_one} FROM {granted.names['owner']}")
+
+
+async def test_partitions_that_are_in_use_are_not_waited_for_one_by_one(
+    granted: Roles, server_url: str, db: asyncpg.Connection
+) -> None:
+    heir = f"heir_{uuid4().hex[:8]}"
+    await administer(server_url, f"CREATE ROLE {heir}; GRANT {heir} TO {granted.names['owner']}")
+    try:
+        async with granted.connected("owner") as connection, db.transaction():
+            await db.execute("SELECT FROM pipeline.outbox")
+            with pytest.raises(Refused, match=r"pipeline.outbox are in use .* run it again"):
+                await roles.grant(connection, {"retention": heir}, Base.metadata)
+    finally:
+        await administer(server_url, f"DROP ROLE {heir}")
+
+
+@pytest.mark.parametrize("beside", [{}, {"--to-service": "service", "--to-operator": "operator"}])
 async def test_who_migrates_and_is_no_member_of_retention_is_told_so(
-    granted: Roles, start: Start, server_url: str
+    granted: Roles, start: Start, server_url: str, beside: dict[str, str]
 ) -> None:
     stranger = f"stranger_{uuid4().hex[:8]}"
     await administer(server_url, f"CREATE ROLE {stranger}")
     try:
-        grant = ("grant", "--to-retention", stranger)
+        others = [word for option, one in beside.items() for word in (option, granted.names[one])]
+        grant = ("grant", *others, "--to-retention", stranger)
         process = await start(*grant, database_url=granted.of("owner"))
         assert await process.ended() == 1
-        assert stranger in process.output
+        assert f"has to GRANT {stranger} TO {granted.names['owner']}" in process.output
         assert "Traceback" not in process.output
     finally:
         await administer(server_url, f"DROP ROLE {stranger}")
@@ -636,6 +702,4 @@ async def test_an_operator_reads_partitions_made_later_and_the_others_do_not(
     async with granted.connected("retention") as connection:
         await partitions.attach(connection, "inbox", "inbox_g999", "IN (999)")
     for role, may in (("operator", True), ("service", False), ("relay", False)):
-        assert may is await db.fetchval(
-            "SELECT has_table_privilege($1, 'pipeline.inbox_g999', 'SELECT')", granted.names[role]
-        )
+        assert await may_read(db, granted.names[role], "inbox_g999") is may
