@@ -5,7 +5,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pipeline.settings import Count, Seconds
+from pipeline.settings import Count, Seconds, written
 
 
 class ClaimSettings(BaseSettings):
@@ -19,7 +19,16 @@ class ClaimSettings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
-    url: Annotated[str, Field(pattern=r"^(file:///|(s3|gs|az)://[^/?#@]+)[^?#%@]*$")] | None = None
+    url: (
+        Annotated[
+            str,
+            written(
+                r"(file:///|(s3|gs|az)://[^/?#@]+)[^?#%@]*",
+                "file:///folder, s3://bucket/prefix, gs://… or az://…",
+            ),
+        ]
+        | None
+    ) = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that
     take each other's events; each keeps its own below its name. Unset: payloads travel with their
     events, whatever their size."""
@@ -44,5 +53,8 @@ class ClaimSettings(BaseSettings):
     @model_validator(mode="after")
     def _a_payload_fits(self) -> Self:
         if self.limit > self.memory:
-            raise ValueError(f"limit <= memory must hold; they are {self.limit} and {self.memory}")
+            raise ValueError(
+                "PIPELINE_CLAIM_LIMIT <= PIPELINE_CLAIM_MEMORY must hold; they are"
+                f" {self.limit} and {self.memory}"
+            )
         return self

@@ -90,14 +90,14 @@ def test_without_a_url_there_is_none(
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
-        ("URL", "nowhere", "PIPELINE_CLAIM_URL: "),
+        ("URL", "nowhere", "PIPELINE_CLAIM_URL: write file:///folder, s3://bucket/prefix, gs"),
         ("URL", "file://relative", "PIPELINE_CLAIM_URL: "),
         ("URL", "http://169.254.169.254/claims", "PIPELINE_CLAIM_URL: "),
         ("URL", "s3://ann:hunter2@bucket/claims", "PIPELINE_CLAIM_URL: "),
         ("URL", "s3://bucket/claims?secret=hunter2", "PIPELINE_CLAIM_URL: "),
         ("URL", "file:///nowhere/at/all", r"\(PIPELINE_CLAIM_URL\): .*/nowhere/at/all"),
         ("LIMIT", "0", "PIPELINE_CLAIM_LIMIT: "),
-        ("LIMIT", "5000", "limit <= memory must hold; they are 5000 and 4000"),
+        ("LIMIT", "5000", "^PIPELINE_CLAIM_LIMIT <= PIPELINE_CLAIM_MEMORY must hold; "),
         ("TIMEOUT", "2.6", r"at most half of PIPELINE_TRANSACTION_TIMEOUT \(5.0 s\)"),
         ("GRACE", "60", "PIPELINE_CLAIM_GRACE: "),
         ("AGE", "172800", r"longer than PIPELINE_OUTBOX_AGE \(172800.0 s\)"),
