@@ -1,6 +1,8 @@
 """What keeps PostgreSQL from answering the page, in words for who asks."""
 
-from pipeline.failures import as_raised, is_infrastructure, named
+import sqlalchemy.exc
+
+from pipeline.failures import as_raised, is_contention, is_infrastructure, named
 from pipeline.revisions import NotMigrated
 from pipeline.settings import Settings
 
@@ -17,7 +19,8 @@ def told(error: Exception, settings: Settings) -> str | None:
     if state.startswith(_NOT_LET_IN):
         why = "See to PIPELINE_DATABASE_URL, which has to be that of the operator's role."
         return f"{named(error)}. {why}"
-    if isinstance(as_raised(error), TimeoutError):
+    is_late = isinstance(as_raised(error), TimeoutError | sqlalchemy.exc.TimeoutError)
+    if is_late or is_contention(error):
         return f"{settings.postgresql} does not answer in time; try again."
     if is_infrastructure(error):
         return f"{settings.postgresql} can't be used: {named(error)}; try again."

@@ -1,11 +1,15 @@
 """What the page needs of the database, and what it says where that is not there."""
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import asyncpg
 import pytest
+import sqlalchemy.exc
 from sqlalchemy import make_url
+
+from page import trouble
+from pipeline.settings import Settings
 
 from .conftest import PAGES, Opened, buried, csrf, log_in
 from tests.pipeline.integration.bank import Deposit
@@ -80,6 +84,23 @@ async def test_a_wrong_password_is_told(opened: Opened, direct_url: str) -> None
             answer = await client.get(path)
             assert answer.status_code == 503
             assert "PIPELINE_DATABASE_URL" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (asyncpg.LockNotAvailableError(), "does not answer in time"),
+        (asyncpg.QueryCanceledError(), "does not answer in time"),
+        (sqlalchemy.exc.TimeoutError(), "does not answer in time"),
+        (TimeoutError(), "does not answer in time"),
+        (asyncpg.CannotConnectNowError(), "can't be used: CannotConnectNowError"),
+        (ConnectionRefusedError(), "can't be used: ConnectionRefusedError"),
+    ],
+)
+def test_locks_and_a_pool_that_is_full_are_no_outage(
+    settings: Callable[..., Settings], error: Exception, said: str
+) -> None:
+    assert said in (trouble.told(error, settings()) or "")
 
 
 async def test_a_database_without_tables_is_told(opened: Opened, db: asyncpg.Connection) -> None:
