@@ -76,7 +76,7 @@ async def _forgo(service: Service, settings: Settings, days: list[date], *, as_j
     async with connected(service, settings) as connection:
         let_go = await retention.forgo(connection, days or None)
     if as_json:
-        tell_program(*let_go)
+        tell_program(*({"day": day} for day in let_go))
     else:
         for day in let_go:
             typer.echo(f"{day} goes unarchived")

@@ -20,7 +20,7 @@ def group(service: Service) -> typer.Typer:
     @app.command("list", epilog="For example: service scheduled list --limit 10")
     def list_waiting(
         limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
-        as_json: Annotated[bool, typer.Option("--json", help="for programs: a line each")] = False,
+        as_json: Json = False,
     ) -> None:
         """List what waits, the next to be due first."""
         run_to_end(_list(service, read_settings(service), limit, as_json=as_json))
@@ -52,7 +52,7 @@ async def _cancel(service: Service, settings: Settings, names: list[str], *, as_
     async with connected(service, settings) as connection:
         cancelled = await scheduled.cancel(connection, names)
     if as_json:
-        tell_program(*cancelled)
+        tell_program(*({"name": name} for name in cancelled))
     else:
         for name in cancelled:
             typer.echo(f"cancelled {name}")

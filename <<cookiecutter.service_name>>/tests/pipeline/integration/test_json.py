@@ -150,6 +150,8 @@ async def test_forgo_and_cancel_tell_what_they_found_also_where_they_miss_someth
     tells: Tells, db: asyncpg.Connection
 ) -> None:
     await db.execute("INSERT INTO pipeline.outbox_closed (day) VALUES ('2020-01-01')")
-    assert await tells("retention", "forgo", "2020-01-01", "2020-01-02", code=1) == ["2020-01-01"]
+    let_go = await tells("retention", "forgo", "2020-01-01", "2020-01-02", code=1)
+    assert let_go == [{"day": "2020-01-01"}]
     await schedule(db, "t", [("a", LONG_AGO), ("b", LONG_AGO + timedelta(hours=1))])
-    assert await tells("scheduled", "cancel", "b", "c", "a", code=1) == ["a", "b"]
+    cancelled = await tells("scheduled", "cancel", "b", "c", "a", code=1)
+    assert cancelled == [{"name": "a"}, {"name": "b"}]
