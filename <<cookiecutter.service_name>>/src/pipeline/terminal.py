@@ -118,12 +118,22 @@ def serving() -> Iterator[Tell]:
     before the settings are read.
     """
     try:
-        as_json = _AS_JSON.validate_python(os.environ.get(f"{PREFIX}LOG_JSON"))
+        given = {name.upper(): value for name, value in os.environ.items()}
+        as_json = _AS_JSON.validate_python(given.get(f"{PREFIX}LOG_JSON"))
     except ValidationError:  # which is told with the other mistakes
         as_json = None
     logs.configure(level="INFO", json=as_json)
+    say = partial(log.critical, "%s") if logs.is_json(as_json) else _tell
+
+    def tell(text: str) -> None:
+        error = sys.exc_info()[1]
+        # A sentence that is not ours says little, if not where.
+        if isinstance(error, OSError) and not isinstance(error, StoreAway):
+            log.critical("the system has ended the process", exc_info=error)
+        say(text)
+
     try:
-        yield partial(log.critical, "%s") if logs.is_json(as_json) else _tell
+        yield tell
     except typer.Exit:
         raise
     except Exception as error:

@@ -15,6 +15,7 @@ from opentelemetry import propagate, trace
 from pydantic import BaseModel
 
 from pipeline import logs
+from pipeline.terminal import serving
 
 RFC3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
 log = logging.getLogger("pipeline.test")
@@ -317,3 +318,13 @@ def test_what_the_service_says_itself_is_always_told(
     for _ in range(3):
         logging.getLogger(name).warning("applied")
     assert len(lines(stderr)) == 3
+
+
+def test_what_ends_a_process_is_told_as_the_variable_says_however_it_is_spelt(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PIPELINE_LOG_JSON", raising=False)
+    monkeypatch.setenv("pipeline_log_json", "false")
+    with serving() as tell:
+        tell("that is all")
+    assert (capsys.readouterr().err, stderr.getvalue()) == ("that is all\n", "")
