@@ -19,6 +19,7 @@ from .handlers import Handlers
 from .health import Health
 from .reader import Reader
 from .settings import Settings
+from .tasks import woken
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +92,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
                 self._commit_offsets()
                 self._look_at_kafka()
                 await self._look_for_topics()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(
-                        self._stopping.wait(), self._settings.offset_commit_interval
-                    )
+                await woken(self._stopping, self._settings.offset_commit_interval)
             await self._stop_readers(0.4 * self._settings.shutdown_grace)
         finally:
             await self._stop_readers(0)
@@ -138,7 +136,6 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             # A slow batch is ended by the transaction's time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
             max_partition_fetch_bytes=_FETCH_BYTES,
-            # Its fetcher looks so often for what it is told of anyway.
             consumer_timeout_ms=_LOOK_MS,
             metadata_max_age_ms=round(_METADATA_SECONDS * 1_000),
         )

@@ -27,6 +27,7 @@ from .health import Health
 from .policy import DIED, GAP, SHORTEST, UNDECIDED, Fate, ProcessDied, assumed, dead, suspected
 from .results import Results
 from .settings import Settings
+from .tasks import woken
 from .work import FromLane, Pace
 
 log = logging.getLogger(__name__)
@@ -121,12 +122,7 @@ class Lanes:
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep, or wake up for what is stored and for `stop`; says whether it was woken."""
-        if self._stopping.is_set():
-            return True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._woken.wait()
-        return False
+        return self._stopping.is_set() or await woken(self._woken, seconds)
 
     async def work_off(self) -> bool:
         """Handle what is due in the lane that waits longest; says whether there was one."""
@@ -298,8 +294,7 @@ class Lanes:
             except Exception as error:
                 log.debug("backlog: not counted: %s", named(error))
             rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), rest)
+            await woken(self._stopping, rest)
 
     async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def ask() -> T:

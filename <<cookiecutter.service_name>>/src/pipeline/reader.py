@@ -20,7 +20,7 @@ from .handlers import Handlers
 from .health import Health
 from .inbox import Anchor, PositionMoved, Slot, StoredPosition
 from .settings import Settings
-from .tasks import end, in_background
+from .tasks import end, in_background, woken
 from .work import FromPartition, Pace
 
 log = logging.getLogger(__name__)
@@ -364,8 +364,7 @@ class Reader:
         # What is buffered here would keep the client from fetching for the others.
         with suppress(Exception):
             self._client.pause(partition)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), self._settings.retry_pause)
+        await woken(self._stopping, self._settings.retry_pause)
         with suppress(Exception):
             self._client.resume(partition)
 

@@ -26,7 +26,7 @@ from .refusal import Refused
 from .scheduled import Scheduled
 from .schema import SHARDS
 from .settings import Settings
-from .tasks import in_background
+from .tasks import in_background, woken
 from .unsent import Unsent
 from .window import PAGE_BYTES, Page, Progress, fitting, fresh, is_as_seen, page
 
@@ -229,7 +229,8 @@ class Relay:
                 continue
             if found:
                 pause = settings.relay_poll_min
-            is_poll = not (is_more or await self._pause(min(pause, self._unsent.seconds_to_next())))
+            rest = min(pause, self._unsent.seconds_to_next())
+            is_poll = not (is_more or await woken(self._staged, rest))
             pause = min(2 * pause, settings.relay_poll_max) if is_poll else settings.relay_poll_min
 
     async def _move_scheduled(self, driver: asyncpg.Connection) -> bool:
@@ -248,14 +249,6 @@ class Relay:
             return False
         self._health.ready(_SCHEDULED)
         return has_moved
-
-    async def _pause(self, seconds: float) -> bool:
-        """Sleep, or wake up for `wake` and `stop`; says whether it was woken."""
-        # Without the task of `asyncio.wait_for`, several times a second.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._staged.wait()
-        return False
 
     async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
         """Publish the next page of every group of shards.

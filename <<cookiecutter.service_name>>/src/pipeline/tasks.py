@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -34,6 +34,15 @@ class Turn:
         """Let every other task go on; then the next turn begins."""
         await asyncio.sleep(0)
         self._ends_at = perf_counter() + TURN
+
+
+async def woken(event: asyncio.Event, seconds: float) -> bool:
+    """Sleep, or wake up for the event; says whether it has come."""
+    # Without the task of `asyncio.wait_for`: some sleep several times a second.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    return False
 
 
 @asynccontextmanager
