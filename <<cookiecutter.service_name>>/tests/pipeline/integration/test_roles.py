@@ -198,6 +198,8 @@ async def set_up(server_url: str) -> AsyncIterator[Roles]:
         for statement in page.splitlines():
             await administer(server_url, statement)
         url = make_url(server_url).set(database=parcels)
+        (before_15,) = re.findall(r"also does `(REVOKE [^`]+)` in that database", GUIDE)
+        await administer(url.render_as_string(hide_password=False), before_15)
         every = ("migration", *roles.ROLES)
         names = {one: f"{parcels}_{one}" for one in every}
         yield Roles(names, url.render_as_string(hide_password=False))
