@@ -458,9 +458,9 @@ ELSEWHERE = {
     "dev/send.py lockers": "there, too",
     "PIPELINE_KAFKA_SECURITY_PROTOCOL=": "settings, which tests/pipeline/integration has",
     "PIPELINE_DATABASE_TLS=": "likewise",
-    "zcat": "wants jq",
     "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
-    "kubectl": "wants a cluster; tests/test_deploy.py has the manifests",
+    "kubectl": "wants a cluster; tests/test_deploy.py has the manifests and what their jobs say,"
+    " and tests/test_guides.py what is done in a pod",
 }
 """What the pages show and the test below does not run, and why."""
 
@@ -502,6 +502,7 @@ WORK = {
     "inbox show": ("", "record-scan"),
     "archive verify": ("", "1 events in"),
     "archive find": ("", '"event_id":"7d0f2c5e"'),
+    "zcat": ("", '"event_id": "7d0f2c5e"'),
     "replay scans": ("", "were known"),
     "scheduled cancel": ("", "cancelled payment-due-4711"),
     "topics seek scans --partition 3 --to 1235": ("", "scans/3 goes from 1300 to 1235"),
@@ -524,8 +525,8 @@ async def furnish(url: str, kafka: str) -> None:
         f" (id, attempts, reason, {EVENT}, created_at, died_at, queue) VALUES"
         " (118, 1, 'not valid', 'parcel-events', 'b', '/s', 't', 'y', now(), now(), '');"
         f"{DAY};"
-        f"INSERT INTO pipeline.outbox ({EVENT}, created_at) VALUES"
-        " ('parcel-events', '7d0f2c5e', '/s', 't', 'y', '2020-01-02 12:00Z')"
+        f"INSERT INTO pipeline.outbox ({EVENT}, key, created_at) VALUES"
+        " ('parcel-events', '7d0f2c5e', '/s', 't', 'y', 'N14228', '2020-01-02 12:00Z')"
     )
     await db.close()
     async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
@@ -567,8 +568,17 @@ def shown(project: BakedProject) -> Iterator[tuple[str, str]]:
                 yield page, found
 
 
-def as_here(text: str, letters: Iterator[str]) -> str:
+def of_administrators(project: BakedProject) -> set[str]:
+    """Return what the pages have an administrator say to PostgreSQL, in the midst of a sentence."""
+    pages = "".join(text.decode() for name, text in project.files().items() if name.endswith(".md"))
+    found = set(re.findall(r"`((?:ALTER|REVOKE|GRANT|CREATE|DROP) [^`]+)`", pages))
+    assert {one.partition(" ")[0] for one in found} == {"ALTER", "REVOKE"}
+    return found
+
+
+def as_here(text: str, letters: Iterator[str], archive: Path) -> str:
     """Put in what there is, and let what never ends be ended, as by Ctrl-C."""
+    text = text.replace("part-*.jsonl.gz", f"{archive}/*/outbox/2020-01-02/part-*.jsonl.gz")
     endless = re.compile(r"^service (relay|page)\b(?! reset)", re.MULTILINE)
     text = endless.sub(rf"{FOR_A_WHILE} \g<0>", text)
     text = re.sub(r"\b(4599daee|7978c286)\w*", lambda _: next(letters), text)
@@ -588,6 +598,8 @@ def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path:
         settings["PIPELINE_HEALTH_PORT"] = "0"
         database = settings["PIPELINE_DATABASE_URL"].replace("+asyncpg", "")
         asyncio.run(furnish(database, settings["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"]))
+        for statement in of_administrators(set_up):
+            asyncio.run(execute(database, statement.replace("…", "parcels_relay")))
         until(set_up, "service dead list", "26 dead", **settings)
         until(set_up, "service retention run; service archive list", "1 events", **settings)
         listed = bash(set_up, "service dead list --json", **settings).stdout
@@ -596,7 +608,7 @@ def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path:
             work = [one for command, one in WORK.items() if command in text]
             for needed in filter(None, (needed for needed, _ in work)):
                 asyncio.run(execute(database, needed))
-            done = bash(set_up, as_here(text, letters), **settings)
+            done = bash(set_up, as_here(text, letters, tmp_path / "archive"), **settings)
             # What is wrong with this service, `doctor` says by its code.
             is_ill = text == "service doctor\n" and re.search(r"^wrong ", done.stdout, re.MULTILINE)
             expected = 1 if is_ill else 0
@@ -612,3 +624,25 @@ async def execute(database: str, statement: str) -> None:
     db = await asyncpg.connect(database)
     await db.execute(statement)
     await db.close()
+
+
+def test_tests_are_run_as_the_read_me_says_and_cleaning_up_leaves_the_source(
+    set_up: BakedProject,
+) -> None:
+    """Takes the environment away: nothing below can use it."""
+    read_me = set_up.read("README.md")
+    inline = re.findall(r"`([^`\n]+)`", read_me)
+    [own] = [one for one in inline if one.startswith(".venv/bin/python dev/stack.py run -- ")]
+    assert {"make test-pooler", "make clean"} < set(inline)
+
+    ran = bash(set_up, own)
+    assert ran.returncode == 0, ran.stdout
+    assert re.search(r"=+ \d+ passed in ", ran.stdout), ran.stdout
+    chosen = "-k a_transaction_leaves_nothing_behind"
+    ran = bash(set_up, "make test-pooler", PYTEST_ADDOPTS=chosen)
+    assert ran.returncode == 0, ran.stdout
+    assert re.search(r"=+ 2 passed, \d+ deselected in ", ran.stdout), ran.stdout
+    cleaned = bash(set_up, "make clean")
+    assert cleaned.returncode == 0, cleaned.stdout
+    left = {one for one in set_up.path.rglob("*") if one.is_file()}
+    assert {one.relative_to(set_up.path).as_posix() for one in left} == set(set_up.files())
