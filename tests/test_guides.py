@@ -1,6 +1,7 @@
 """The guides to errors against the engine that they describe."""
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -13,15 +14,68 @@ import pytest
 from benchmarks.measures import MEASURES
 from chaos.schedule import KINDS
 
-from tests.baked import RAW, ROOT, BakedProject, Template
+from tests.baked import RAW, ROOT, BakedProject, Template, clean_environment
 
 HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
 TIME = (RAW / "docs" / "time.md").read_text("utf-8")
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
+TEMPLATES = (ROOT / "README.md").read_text("utf-8")
+FAILING = (
+    (RAW / "README.md").read_text("utf-8").partition("\n## When something can't be handled\n")[2]
+)
 EVENTS = OPERATING.partition("## Events that Kafka refuses")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
+BEFORE = """```python
+from datetime import datetime
+
+from sqlalchemy import Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pipeline import Aggregate, Event, Handlers, Header, Park, Plain, Policy, Reject, Transaction
+
+handlers = Handlers()
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Aggregate, Base):
+    __tablename__ = "order"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+
+
+class Parcel(Aggregate, Base):
+    __tablename__ = "parcel"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    place: Mapped[str] = mapped_column(Text)
+
+    def move_to(self, place: str, at: datetime) -> None:
+        self.place = place
+
+
+class ScanRecorded(Event, type="scan.recorded.v1"):
+    parcel_id: str
+    place: str
+    scanned_at: datetime
+
+
+class ParcelMoved(Event, type="parcel.moved.v1", topic="parcel-events"):
+    parcel_id: str
+    place: str
+
+
+class PaymentAsked(Event, type="payment.asked.v1"):
+    order_id: str
+    cents: int
+```
+"""
+"""What the read-mes' examples speak of and don't show. Those of a new handler are followed by
+`tests/test_bake.py`."""
 
 
 def blocks(text: str) -> str:
@@ -46,7 +100,9 @@ def fields(module: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "guide", [HANDLING, TIME, OUTSIDE], ids=["handling-errors", "time", "outside"]
+    "guide",
+    [HANDLING, TIME, OUTSIDE, BEFORE + TEMPLATES + FAILING],
+    ids=["handling-errors", "time", "outside", "read-mes"],
 )
 @pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["runs", "types"])
 def test_the_examples_for_authors_of_handlers_work(
@@ -228,25 +284,119 @@ def test_every_command_of_a_service_has_an_example_that_is_one(
     assert told(PARSE, examples, default_project) == ""
 
 
+PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
+
+
+def commands(page: str) -> set[str]:
+    """Return what a page has `service` do: on lines of their own, in pods, and in its sentences."""
+    lines = r"^(?:\$ |kubectl exec .* -- (?:env \S+ )?)?(?:\S*/)?service (.*)"
+    found = set(re.findall(lines, blocks_of_shells(page), re.MULTILINE))
+    # `--install-completion` would do it, asked for help or not; a test below does.
+    sentences = r"`(?:\.venv/bin/)?service ((?!-)[^`]+(?:`, `[a-z]+(?: [A-Z]+)?)*)`"
+    for inline in re.findall(sentences, page):
+        first, *others = re.split(r"`, `| \| ", " ".join(inline.split()))
+        group = first.partition(" -")[0].rpartition(" ")[0] if others else ""
+        found |= {first, *(f"{group} {one}" for one in others)}
+    return found
+
+
 def test_every_command_that_a_page_shows_exists_with_its_options(
     default_project: BakedProject,
 ) -> None:
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
-    shown = {
-        command
-        for page in pages
-        for command in re.findall(
-            r"^(?:\$ )?(?:\S*/)?service (.*)",
-            blocks_of_shells(page.read_text("utf-8")),
-            re.MULTILINE,
-        )
+    shown = set().union(*(commands(page.read_text("utf-8")) for page in PAGES))
+    made_up = ["dead list --reasons failed", "dead walk"]
+
+    said = told(PARSE, [*sorted(shown), *made_up], default_project)
+
+    assert len(shown) > 70
+    assert {"status", "dead events discard", "archive find ID", "retention forgo DAY"} < shown
+    assert "relay reset --keep-progress" in shown
+    first, second = re.split(rf"(?m)^(?={made_up[1]})", said)
+    assert first.startswith(made_up[0]), said
+    assert second.startswith(made_up[1]), said
+
+
+def test_what_a_page_shows_for_a_shell_is_shell(default_project: BakedProject) -> None:
+    for page in PAGES:
+        for block in for_a_shell(page.read_text("utf-8")):
+            filled = block.replace("<this repository>", "template")
+            default_project.run("bash", "-n", "-c", filled)
+
+
+def targets(page: str) -> set[str]:
+    """Return what a page has `make` make."""
+    lines = (*blocks_of_shells(page).splitlines(), *re.findall(r"`([^`\n]+)`", page))
+    made = [re.match(r"(?:[A-Z_]+=\S+ )*make ([^#]+)", line) for line in lines]
+    return {one[1].strip() for one in made if one}
+
+
+@pytest.mark.parametrize("owner", ["template", "service"])
+def test_what_a_page_has_made_can_be(owner: str, default_project: BakedProject) -> None:
+    pages = [page for page in PAGES if (RAW in page.parents) == (owner == "service")]
+    named = set().union(*(targets(page.read_text("utf-8")) for page in pages))
+    if owner == "template":
+        named.remove("run")  # behind a `cd`: the service's
+    expected = {
+        "template": {"test-long", "chaos-selftest", "model", "demo KEEP=1", "bench ONLY=layers"},
+        "service": {"run", "down", "format check", "test-pooler", "clean"},
     }
-    made_up = "dead list --reasons failed"
+    assert expected[owner] < named
+    for one in sorted(named):
+        # Even then a line is run that calls make again; so what it would be run by does nothing.
+        command = ["make", "--dry-run", "STACK=true", f"VENV={sys.prefix}", *one.split()]
+        where = ROOT if owner == "template" else default_project.path
+        done = subprocess.run(
+            command, cwd=where, env=clean_environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
 
-    said = told(PARSE, [*sorted(shown), made_up], default_project)
 
-    assert len(shown) > 40
-    assert said.startswith(made_up), said
+ELSEWHERE = {
+    "make demo": "tests/test_demo.py, with fewer scans",
+    "make test": "what runs this",
+    "make chaos-selftest": "tests/test_chaos.py: one sabotage by `make test-long`; that all fit",
+    "make chaos": "tests/test_chaos.py: rounds of a minute, and which round a report is of",
+    "make bench": "tests/test_bench.py: a small one by `make test-long`",
+    "python -m demo.traced": "tests/test_traced.py: all but where the picture is written to",
+    "python -m benchmarks.capacity": "tests/test_capacity.py",
+    ".venv/bin/python dev/stack.py run -- .venv/bin/python -m pytest": "below: which tests it runs",
+    "pip install 'cookiecutter>=2.6'": "below",
+    "cookiecutter <this repository>": "below",
+    "cd parcel-tracker": "below",
+    "make run": "tests/test_bake.py",
+}
+"""What the template's own pages show for a shell, and where it is run, as far as it is."""
+
+
+def test_what_the_pages_of_the_template_show_is_run_somewhere() -> None:
+    pages = [page.read_text("utf-8") for page in PAGES if RAW not in page.parents]
+    lines = [line for page in pages for block in for_a_shell(page) for line in block.splitlines()]
+    found = {line: next((one for one in ELSEWHERE if line.startswith(one)), None) for line in lines}
+    assert [line for line, one in found.items() if one is None] == []
+    assert set(found.values()) == set(ELSEWHERE)
+
+
+@pytest.mark.long
+def test_the_way_to_a_service_of_ones_own_is_that_of_the_read_me(tmp_path: Path) -> None:
+    (block,) = [one for one in for_a_shell(TEMPLATES) if one.startswith("pip install")]
+    block = block.removesuffix("make run\n")
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    answering = block.replace("<this repository>", f"--no-input {shlex.quote(str(ROOT))}")
+    assert answering != block
+    done = subprocess.run(
+        ["bash", "-euc", f"{answering}\nmake"],
+        cwd=tmp_path,
+        env={
+            **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
+            "HOME": str(tmp_path),
+            "PATH": f"{environment / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "make run" in done.stdout
 
 
 def programs() -> set[str]:
@@ -357,6 +507,11 @@ def test_a_shell_that_was_told_to_completes_commands_and_their_options(
 
     assert "redrive" in completed("service dead ")
     assert "--dry-run" in completed("service dead redrive --d")
+
+
+def for_a_shell(text: str) -> list[str]:
+    """Return what a page shows for a shell, block by block."""
+    return re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def blocks_of_shells(text: str) -> str:
