@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -36,6 +38,7 @@ from chaos.recovery import Ended, Recovery, measure, undisturbed
 from chaos.releases import Releases
 from chaos.report import Report
 from chaos.round import CONSUMERS, NOTICED, PATIENCE, RELAYS, reason_of
+from chaos.run import planned
 from chaos.sabotage import LOADS, SABOTAGES, Sabotage
 from chaos.schedule import KINDS, Fault
 from chaos.system import Member, Servers, System
@@ -598,6 +601,15 @@ def test_a_report_holds_only_if_nothing_is_wrong(change: dict[str, Any]) -> None
     assert not replace(GOOD, **change).holds
 
 
+def test_the_round_of_a_report_is_run_again(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(GOOD.as_json(), "utf-8")
+    plan = planned(Namespace(replay=report))
+    assert plan.schedule == GOOD.schedule
+    assert (plan.events, plan.seconds) == (GOOD.events, GOOD.feed_seconds)
+    assert (plan.seed, plan.poison) == (GOOD.seed, GOOD.poison)
+
+
 SLOWLY = """
 import os, signal, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -849,6 +861,25 @@ async def test_a_broker_that_names_its_address_names_the_proxy() -> None:
             await writer.drain()
         assert await reader.readexactly(len(answer)) == metadata(proxy.port)
         writer.close()
+
+
+@needs_proc
+@pytest.mark.long
+def test_the_self_test_catches_a_sabotage_and_lets_the_honest_engine_pass(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [
+            *(sys.executable, "-m", "chaos.selftest", "markers commit by themselves"),
+            *("--into", str(tmp_path)),
+        ],
+        cwd=RAW.parent,
+        env=environment_in(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert said.returncode == 0, said.stdout
+    assert re.findall(r"^ *(right|WRONG) ", said.stdout, re.MULTILINE) == ["right"] * 2, said.stdout
+    assert processes_of(tmp_path) == []
 
 
 @needs_proc
