@@ -289,7 +289,7 @@ PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.gl
 
 def commands(page: str) -> set[str]:
     """Return what a page has `service` do: on lines of their own, in pods, and in its sentences."""
-    lines = r"^(?:\$ |kubectl exec .* -- (?:env \S+ )?)?(?:\S*/)?service (.*)"
+    lines = r"^(?:\$ |kubectl exec .* -- )?(?:\S*/)?service (.*)"
     found = set(re.findall(lines, blocks_of_shells(page), re.MULTILINE))
     # `--install-completion` would do it, asked for help or not; a test below does.
     sentences = r"`(?:\.venv/bin/)?service ((?!-)[^`]+(?:`, `[a-z]+(?: [A-Z]+)?)*)`"
