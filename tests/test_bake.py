@@ -568,6 +568,12 @@ def shown(project: BakedProject) -> Iterator[tuple[str, str]]:
                 yield page, found
 
 
+def test_what_is_left_out_of_what_the_pages_show_is_there(default_project: BakedProject) -> None:
+    pages = [default_project.path / "README.md", *default_project.path.glob("docs/*.md")]
+    text = "".join(page.read_text("utf-8") for page in pages)
+    assert [part for part in ELSEWHERE if part not in text] == []
+
+
 def of_administrators(project: BakedProject) -> set[str]:
     """Return what the pages have an administrator say to PostgreSQL, in the midst of a sentence."""
     pages = "".join(text.decode() for name, text in project.files().items() if name.endswith(".md"))
