@@ -84,12 +84,12 @@ def _laid_out(text: str) -> str:
     return "\n".join(lines)
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in order as few words: `0-3, 7`."""
+def ranges(numbers: Sequence[int]) -> list[str]:
+    """Return numbers in order as few words: `0-3`, `7`."""
     # What is as far from its place in the list follows what stands before it.
     runs = groupby(enumerate(numbers), lambda one: one[1] - one[0])
     found = [[number for _, number in run] for _, run in runs]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in found)
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in found]
 
 
 def moment(time: datetime | None) -> str:

@@ -63,5 +63,5 @@ def test_bytes_that_are_no_text_are_shown_in_hexadecimal_digits() -> None:
 
 
 def test_numbers_that_follow_each_other_are_a_range() -> None:
-    assert ranges([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
-    assert ranges([]) == ""
+    assert ranges([0, 1, 2, 3, 7, 9, 10]) == ["0-3", "7", "9-10"]
+    assert ranges([]) == []
