@@ -10,12 +10,13 @@ from typing import Any
 import asyncpg
 import pytest
 import sqlalchemy.exc
+import typer
 from asyncpg.exceptions._base import DataError as ArgumentError
 from opentelemetry import propagate, trace
 from pydantic import BaseModel
 
 from pipeline import logs
-from pipeline.terminal import serving
+from pipeline.terminal import run_to_end, serving
 
 RFC3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
 log = logging.getLogger("pipeline.test")
@@ -328,3 +329,18 @@ def test_what_ends_a_process_is_told_as_the_variable_says_however_it_is_spelt(
     with serving() as tell:
         tell("that is all")
     assert (capsys.readouterr().err, stderr.getvalue()) == ("that is all\n", "")
+
+
+def test_an_error_of_the_system_that_ends_a_process_is_told_with_its_place(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setenv("PIPELINE_LOG_JSON", "true")
+    with pytest.raises(typer.Exit), serving() as tell:
+        run_to_end(fail(), tell)
+    place, sentence = map(json.loads, stderr.getvalue().splitlines())
+    assert "in fail" in place["exception"]
+    assert sentence["message"] == "OSError: [Errno 24] Too many open files"
+    assert "exception" not in sentence
