@@ -603,7 +603,7 @@ def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path:
         told = bash(set_up, ".venv/bin/python dev/stack.py env").stdout
         settings |= dict(re.findall(r"^export (\w+)='?(.*?)'?$", told, re.MULTILINE))
         settings["PATH"] = f"{set_up.path / '.venv/bin'}:{os.environ['PATH']}"
-        settings["PIPELINE_HEALTH_PORT"] = "0"
+        settings |= {"PIPELINE_HEALTH_PORT": "0", "PIPELINE_PAGE_PORT": "0"}
         database = settings["PIPELINE_DATABASE_URL"].replace("+asyncpg", "")
         asyncio.run(furnish(database, settings["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"]))
         for statement in of_administrators(set_up):
