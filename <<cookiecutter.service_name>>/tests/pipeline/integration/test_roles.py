@@ -647,6 +647,20 @@ async def test_to_grant_takes_what_was_given_before(
         assert await connection.fetchval("SELECT count(*) FROM pipeline.outbox") == 0
 
 
+async def test_tables_of_the_service_are_let_in_wherever_the_owner_makes_them(
+    granted: Roles, db: asyncpg.Connection
+) -> None:
+    await db.execute(f"CREATE SCHEMA ours AUTHORIZATION {granted.names['owner']}")
+    for table in (*Base.metadata.tables, "alembic_version"):
+        await db.execute(f"ALTER TABLE public.{table} SET SCHEMA ours")
+    name = await db.fetchval("SELECT current_database()")
+    await db.execute(f"ALTER DATABASE {name} SET search_path = ours")
+    async with granted.connected("owner") as connection:
+        await roles.grant(connection, {"service": granted.names["service"]}, Base.metadata)
+    async with granted.connected("service") as connection:
+        assert await connection.fetchval("SELECT count(*) FROM account") == 0
+
+
 async def test_a_role_that_is_not_there_is_named(granted: Roles, start: Start) -> None:
     process = await start("grant", "--to-relay", "nobody", database_url=granted.of("owner"))
     assert await process.ended() == 1
