@@ -216,7 +216,8 @@ def refuse_unless_dead(state: State, name: str, show: str) -> None:
     `show` is the command that tells more.
     """
     if state != "dead":
-        what = "waits in the backlog" if state == "waiting" else "was discarded"
+        waits = "waits in the backlog and is tried again by itself"
+        what = waits if state == "waiting" else "was discarded"
         raise Refused(f"{name}, it {what}: see `{show}`")
 
 

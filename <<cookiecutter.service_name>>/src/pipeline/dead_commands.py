@@ -46,7 +46,7 @@ from .terminal import Json, connected, read_settings, run_to_end, tell_program
 
 _SHORT = 16
 """Characters of an id that are shown."""
-_NAMES = ("id", "since", "attempts", "reason", "consumer", "type", "from", "key")
+_NAMES = ("attempts", "reason", "consumer", "type", "from", "key")
 """Of what is listed of each."""
 
 _Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
@@ -199,7 +199,8 @@ async def _list(
                 rows.append(_row(letter))
         if as_json:
             return
-        tell_table(_NAMES, rows, right=("attempts",))
+        since = "due" if state == "waiting" else "since"
+        tell_table(("id", since, *_NAMES), rows, right=("attempts",))
         tell_total(len(rows), total(await dead.count(connection, state, which)), state)
         await _tell_of_events(connection, state)
 

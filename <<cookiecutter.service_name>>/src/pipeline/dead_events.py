@@ -244,6 +244,12 @@ async def events(
         yield _event(row)
 
 
+def _advice(row: asyncpg.Record) -> str:
+    found = advice(row, REASONS)
+    mend, redrive, _ = found.partition(", then redrive")
+    return f"{mend}; it goes by itself then" if redrive and not row["died_at"] else found
+
+
 async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
     """Return all that is stored of one. Raises `Refused`."""
     row = await connection.fetchrow(_EVENT, id)
@@ -251,7 +257,7 @@ async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
         raise Refused(f"no event {id} is in the outbound backlog: see `service dead events list`")
     return EventDetail(
         event=_event(row),
-        advice=advice(row, REASONS),
+        advice=_advice(row),
         payload=shown(row["payload"]),
         dataref=row["dataref"],
         subject=row["subject"],

@@ -115,6 +115,8 @@ def _text(error: BaseException) -> str:
             for one in error.errors(include_url=False, include_input=False, include_context=False)
         )
     text = str(error)
+    if "Unable to bootstrap from" in text:  # aiokafka shows a list of its own, and no why
+        return "no broker answers, or not by PIPELINE_KAFKA_SECURITY_PROTOCOL"
     if is_of_the_database(error):
         text = text.partition("\n")[0]
         if _is_about_a_value(as_raised(error)):

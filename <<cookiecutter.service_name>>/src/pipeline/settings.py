@@ -225,7 +225,7 @@ class Settings(BaseSettings):
     shutdown_grace: Seconds = 20.0
     """After SIGTERM the process has this long: half of it for running batches, half for the relay.
     Keep what kills it later (Kubernetes: 30 s) above."""
-    health_host: str = "127.0.0.1"
+    health_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address that the next one listens on; `0.0.0.0` for all, where something else protects it."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""

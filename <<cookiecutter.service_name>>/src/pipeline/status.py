@@ -90,7 +90,7 @@ class Reading:
     """The offset that it goes on from; None if it was never read."""
     end: int | None
     lag: int | None
-    """Offsets from the position to the end of the topic."""
+    """Offsets from the position to the end of the topic; None also if it lies beyond the end."""
     moved_at: datetime | None
     duplicates: int = 0
     """Messages that came here and had come before, ever since."""
@@ -264,6 +264,11 @@ class _Ask:
         if missing := self.service.handlers.topics.difference(described):
             names = ", ".join(sorted(missing))
             self.found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"
+        for one in self.found.readings:
+            if one.position is not None and one.end is not None and one.position > one.end:
+                self.found.unknown[f"{one.topic}/{one.partition}"] = (
+                    f"offset {one.position} is beyond the end, {one.end} (PartitionStuck)"
+                )
 
     async def readers(self) -> None:
         """Needs the topics."""
@@ -298,7 +303,7 @@ def _compared(readings: list[Reading], described: dict[str, topics.Topic]) -> li
             )
             one.end = end
             begins = topic.first[partition] if one.position is None else one.position
-            one.lag = max(0, end - begins)
+            one.lag = None if begins > end else end - begins
     return [known[place] for place in sorted(known)]
 
 

@@ -456,6 +456,7 @@ async def test_list_and_show_tell_what_there_is(
     (three, _) = await listed(db, "waiting")
     told = (await service("events", "show", str(three.id))).stdout
     assert "waiting since" in told
+    assert "or run `service topics create`; it goes by itself then" in told
     assert "reason                 topic missing\n" in told
 
 

@@ -69,6 +69,11 @@ async def test_lag_is_what_the_topic_has_behind_the_position(
     assert found["unknown"] == {}
     assert "lag 1, moved " in (await told(service))["reads"][0]
     assert (await told(service))["relays"] == ["none: run `service relay`"]
+    await db.execute("UPDATE pipeline.position SET next_offset = 9")
+    screen = await told(service)
+    assert "lag not known" in screen["reads"][0]
+    (beyond,) = screen["unknown"]
+    assert beyond.endswith("/0: offset 9 is beyond the end, 6 (PartitionStuck)")
 
 
 async def test_what_was_never_read_is_all_lag(

@@ -204,3 +204,8 @@ def test_an_error_is_named_as_the_driver_has_raised_it() -> None:
     assert named(wrapped(full)) == "TooManyConnectionsError: sorry, too many clients already"
     assert named(TimeoutError()) == "TimeoutError"
     assert named(KafkaConnectionError("closed")) == "KafkaConnectionError: closed"
+
+
+def test_brokers_that_are_not_reached_are_told_in_words() -> None:
+    unreached = KafkaConnectionError("Unable to bootstrap from [('db', 9092, <AddressFamily...>)]")
+    assert told(unreached) == "no broker answers, or not by PIPELINE_KAFKA_SECURITY_PROTOCOL"
