@@ -25,8 +25,7 @@ HEAD = """\
 
 Environment variables, read once, at the start. A wrong value is refused there, and so is a name
 with the prefix `PIPELINE_` that nothing reads; all mistakes are told at once, those of optional
-packages too, whose settings are in their guides. How settings must fit each other is looked at when
-each is right by itself. This page is made by `dev/settings_guide.py`.
+packages too, whose settings are in their guides. This page is made by `dev/settings_guide.py`.
 """
 _NAMES = {
     bool: "`true` or `false`",

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
@@ -61,12 +62,30 @@ CLOCK_MARGIN = timedelta(hours=1)
 def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[str]:
     """Say what is wrong with settings, each mistake with its variable, and no value."""
     prefix = settings.model_config.get("env_prefix", "")
-    for mistake in error.errors(include_url=False, include_input=False):
+    found = error.errors(include_url=False, include_input=False)
+    for mistake in found:
         name = "_".join(str(part) for part in mistake["loc"]).upper()
         text = mistake["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
         if mistake["type"] == "missing":
             text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
         yield f"{f'{prefix}{name}: ' if name else ''}{text}"
+    # How the others fit together has not been looked at yet: it is, with something right in place
+    # of what is wrong, of which nothing is said then.
+    wrong = {
+        str(one["loc"][0]): settings.model_fields[str(one["loc"][0])] for one in found if one["loc"]
+    }
+    if wrong and all(field.examples or not field.is_required() for field in wrong.values()):
+        try:
+            settings(**{name: _right(field) for name, field in wrong.items()})
+        except ValidationError as more:
+            names = {f"{prefix}{name}".upper() for name in wrong}
+            for told in "\n".join(mistakes(more, settings)).splitlines():
+                if names.isdisjoint(re.findall(r"[A-Z_]+", told)):
+                    yield told.strip()
+
+
+def _right(field: FieldInfo) -> Any:
+    return field.examples[0] if field.examples else field.get_default(call_default_factory=True)
 
 
 class Settings(BaseSettings):
@@ -79,13 +98,15 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
-    database_url: SecretStr
+    database_url: Annotated[SecretStr, Field(examples=["postgresql+asyncpg://host/database"])]
     """`postgresql+asyncpg://user:password@host:port/database`"""
     database_pooler: bool = False
     """A pooler in transaction mode (PgBouncer) stands before the database. Set `jit = off` for the
     role then: a session can't."""
     kafka_bootstrap_servers: Annotated[
-        str, written(r"[^,\s]+:\d+(,[^,\s]+:\d+)*", "host:port, several separated by commas")
+        str,
+        Field(examples=["host:9092"]),
+        written(r"[^,\s]+:\d+(,[^,\s]+:\d+)*", "host:port, several separated by commas"),
     ]
     """`host:port`, several separated by commas"""
 
