@@ -1,6 +1,7 @@
 """Where the archive is, is said by a URL; a wrong one is a clear error at start."""
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -89,7 +90,8 @@ async def test_a_service_does_not_start_with_a_wrong_url(
     process = await start(database_url, "run")
     _, said = await process.communicate()
     assert process.returncode == 1
-    assert said.decode().startswith("Misconfigured: PIPELINE_ARCHIVE_URL: 'file:///no/such/folder'")
+    said_last = json.loads(said.splitlines()[-1])["message"]
+    assert said_last.startswith("Misconfigured: PIPELINE_ARCHIVE_URL: 'file:///no/such/folder'")
 
 
 async def test_what_the_store_says_is_a_sentence(folder: str, tmp_path: Path) -> None:
