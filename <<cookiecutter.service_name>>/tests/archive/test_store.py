@@ -90,8 +90,8 @@ async def test_a_service_does_not_start_with_a_wrong_url(
     process = await start(database_url, "run")
     _, said = await process.communicate()
     assert process.returncode == 1
-    said_last = json.loads(said.splitlines()[-1])["message"]
-    assert said_last.startswith("Misconfigured: PIPELINE_ARCHIVE_URL: 'file:///no/such/folder'")
+    line = json.loads(said.splitlines()[-1])["message"]
+    assert line.startswith("Misconfigured: PIPELINE_ARCHIVE_URL: 'file:///no/such/folder'")
 
 
 async def test_what_the_store_says_is_a_sentence(folder: str, tmp_path: Path) -> None:
