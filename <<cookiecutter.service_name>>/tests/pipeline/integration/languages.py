@@ -117,7 +117,7 @@ _SHAPES = {
     r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": (
         "housekeeping: look for the last event of a day"
     ),
-    r"WITH old AS \( SELECT ctid FROM pipeline\.(backlog|outbox_unsent|{table}) ": (
+    r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_unsent|{table}) ": (
         "housekeeping: delete what is discarded"
     ),
     "DECLARE closed ": "filters: open a cursor",

@@ -103,7 +103,7 @@ async def test_inbox_show_tells_when_where_by_which_transaction_and_with_which_o
     exact = await start("inbox", "show", "a b", "--source", "/tests", "--json")
     assert await exact.ended() == 0, exact.output
     # By source only the consumers are looked for that the service has: the process has one.
-    (found,) = json.loads(exact.output)
+    found = json.loads(exact.output)
     assert (found["consumer"], found["source"], found["transaction"]) == ("deposit", "/tests", xid)
     assert [one["event_id"] for one in found["events"]] == [published]
 
