@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -326,7 +327,7 @@ Command = Callable[..., Awaitable[Result]]
 @pytest.fixture
 def commands(
     database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[typer.Typer], Command]:
+) -> Iterator[Callable[[typer.Typer], Command]]:
     """Call commands in a thread, as a process would."""
     monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
     monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
@@ -341,7 +342,12 @@ def commands(
 
         return command
 
-    return of
+    root = logging.getLogger()
+    level, handlers = root.level, [*root.handlers]
+    yield of
+    # One that serves configures the log, for the process.
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture
