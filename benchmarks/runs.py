@@ -192,11 +192,11 @@ class _Talk:
                 due = began + place / self._per_second
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 await self._send(scan.number, place)
-            await self._all_arrived(len(self._load.scans))
+            await self._all_arrived()
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
-        warm = self._load.scans[ceil(_WARM_UP_SECONDS * self._per_second) :]
+        warm = self._load.scans[records(0, self._per_second) :]
         took = [(self._arrived[scan.number] - self._sent[scan.number]) * 1_000 for scan in warm]
         return {name: quantile(took, share) for name, share in _QUANTILES.items()}
 
@@ -220,7 +220,8 @@ class _Talk:
                     if moved in record.headers:
                         self._arrived.setdefault(json.loads(record.value)["number"], now)
 
-    async def _all_arrived(self, count: int) -> None:
+    async def _all_arrived(self) -> None:
+        count = len(self._load.scans)
         try:
             async with asyncio.timeout(PATIENCE):
                 while len(self._arrived) < count:  # noqa: ASYNC110  # it may look between two sends

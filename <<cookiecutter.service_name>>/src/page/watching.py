@@ -4,7 +4,6 @@ import asyncio
 import html
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -16,6 +15,7 @@ from pipeline import Service, status
 from pipeline.database import autocommitting
 from pipeline.failures import named
 from pipeline.settings import Settings
+from pipeline.tasks import woken
 
 from . import trouble
 from .overview import Course
@@ -100,8 +100,7 @@ class Watch:
                 and self._sessions.operator(request)
             ):
                 yield await self._event()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), self._page.interval)
+                await woken(self._stopping, self._page.interval)
 
     async def _event(self) -> bytes:
         try:

@@ -12,7 +12,7 @@ from .policy import GAP, PARKED, Fate, dead
 
 log = logging.getLogger(__name__)
 
-_LONGEST_KEY = 100
+LONGEST_KEY = 100
 """Bytes of a key that the log shows."""
 
 
@@ -138,4 +138,4 @@ def _place(record: Record) -> dict[str, object]:
         "partition": record.partition,
         "offset": record.offset,
     }
-    return place | ({"key": record.key[:_LONGEST_KEY]} if record.key else {})
+    return place | ({"key": record.key[:LONGEST_KEY]} if record.key else {})

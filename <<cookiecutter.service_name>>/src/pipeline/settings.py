@@ -71,16 +71,15 @@ def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[s
         yield f"{f'{prefix}{name}: ' if name else ''}{text}"
     # How the others fit together has not been looked at yet: it is, with something right in place
     # of what is wrong, of which nothing is said then.
-    wrong = {
-        str(one["loc"][0]): settings.model_fields[str(one["loc"][0])] for one in found if one["loc"]
-    }
+    names = {str(one["loc"][0]) for one in found if one["loc"]}
+    wrong = {name: settings.model_fields[name] for name in names}
     if wrong and all(field.examples or not field.is_required() for field in wrong.values()):
         try:
             settings(**{name: _right(field) for name, field in wrong.items()})
         except ValidationError as more:
-            names = {f"{prefix}{name}".upper() for name in wrong}
+            variables = {f"{prefix}{name}".upper() for name in wrong}
             for told in "\n".join(mistakes(more, settings)).splitlines():
-                if names.isdisjoint(re.findall(r"[A-Z_]+", told)):
+                if variables.isdisjoint(re.findall(r"[A-Z_]+", told)):
                     yield told.strip()
 
 

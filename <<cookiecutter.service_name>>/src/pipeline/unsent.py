@@ -19,6 +19,7 @@ import asyncpg
 
 from . import telemetry
 from .refusal import Refusal, Refused
+from .results import LONGEST_KEY
 from .settings import Settings
 from .window import COLUMNS, PAGE_BYTES, fitting
 
@@ -26,8 +27,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
 _QUEUES_AT_ONCE = 50
-_LONGEST_KEY = 100
-"""Bytes of a key that the log shows."""
 _LONGEST_PAUSE = 12
 """How many times the first pause the longest is."""
 
@@ -282,7 +281,7 @@ def _log(level: int, what: str, one: _Verdict) -> None:
         "reason": one.reason,
     }
     if event["key"]:
-        fields["key"] = event["key"][:_LONGEST_KEY]
+        fields["key"] = event["key"][:LONGEST_KEY]
     with telemetry.within(event["traceparent"]):
         log.log(level, "relay: %s: %s", what, one.error, extra=fields)
 
