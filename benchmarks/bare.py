@@ -259,6 +259,21 @@ def producer_for(place: Place) -> AIOKafkaProducer:
     )
 
 
+def consumer_for(place: Place) -> AIOKafkaConsumer:
+    """Return a consumer that is not started yet."""
+    return AIOKafkaConsumer(
+        place.input,
+        bootstrap_servers=place.bootstrap_servers,
+        group_id=place.name,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        max_partition_fetch_bytes=FETCH_BYTES,
+        # A broker is asked once at a time: a partition that has records would wait as long as
+        # the empty ones do. Ours waits no longer, either.
+        fetch_max_wait_ms=WAIT_MS,
+    )
+
+
 async def prepare(place: Place) -> None:
     """Create the tables."""
     connection = await asyncpg.connect(place.dsn)
@@ -282,17 +297,7 @@ async def run(place: Place) -> None:
         producer = producer_for(place)
         await producer.start()
         stack.push_async_callback(producer.stop)
-        consumer = AIOKafkaConsumer(
-            place.input,
-            bootstrap_servers=place.bootstrap_servers,
-            group_id=place.name,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",
-            max_partition_fetch_bytes=FETCH_BYTES,
-            # A broker is asked once at a time: a partition that has records would wait as long as
-            # the empty ones do. Ours waits no longer, either.
-            fetch_max_wait_ms=WAIT_MS,
-        )
+        consumer = consumer_for(place)
         await consumer.start()
         stack.push_async_callback(consumer.stop)
 

@@ -170,7 +170,7 @@ def unlike(report: Mapping[str, Any]) -> list[str]:
         ]
         return median(found)
 
-    rate = measured("throughput", "ours, 1,000 keys", "rate")
+    rate = measured("growth", f"payload {Demand.payload}", "rate")
     sizes = {
         "MARKER_BYTES": (MARKER_BYTES, 0, "marker_bytes"),
         "EVENT_BYTES": (EVENT_BYTES, Demand.payload, "event_bytes"),

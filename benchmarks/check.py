@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from itertools import zip_longest
 
 from demo.evidence import Effect
@@ -63,6 +64,17 @@ class Check:
             if wrong := next((pair for pair in pairs if pair[0] != pair[1]), None):
                 faults.append(f"{key} has {_said(wrong[0])} where {_said(wrong[1])} should be")
         return faults
+
+
+Seen = Mapping[str, tuple[str, datetime]]
+"""Where parcels were seen last, and when."""
+
+
+def misplaced(expected: Seen, found: Seen) -> Iterable[str]:
+    """Say which parcels are not where their latest scan has seen them."""
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            yield f"{key} is at {found.get(key)}, it should be {expected.get(key)}"
 
 
 def _said(effect: Effect | None) -> str:

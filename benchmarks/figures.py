@@ -11,6 +11,7 @@ ACROSS = {
     "payload": "bytes of a payload",
     "batch": "records of a transaction, at most",
     "partitions": "partitions",
+    "shards": "shards of the outbox",
     "keys": "keys",
     "processes": "processes",
     "rows": "markers of closed generations",

@@ -12,8 +12,10 @@ from typing import Any
 
 from benchmarks import figures
 from benchmarks.bench import Book, Run
-from benchmarks.marks import GOALS
+from benchmarks.marks import GOALS, Values
 from benchmarks.measures import MEASURES
+from benchmarks.measures.dropping import share_of
+from benchmarks.measures.throughput import KEYS, named
 from demo.flights import ROOT
 
 PLOTS = ROOT / "docs" / "performance"
@@ -95,6 +97,7 @@ def told(page: str, report: Report) -> str:
     page = _with_table(page, "| mark ", _marks(report))
     page = _with_table(page, "| commit ", _sources(report))
     page = _with_table(page, "| what ", _results(book))
+    page = _with_table(page, "| who ", _cores(book))
     head, *rows = _layers(book)
     return _with_table(page, "| layer ", rows, head)
 
@@ -153,8 +156,56 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
         "",
         f"producer: {alone}; with headers: {headers}",
     )
-    pauses = of("dropping", "ours", "during_pause_ms", "before_pause_ms")
-    yield "longest pause while retention drops, and before, ms", "", pauses, "", "of consuming"
+    shares = [_shares(book, who) for who in ("ours", "nothing")]
+    yield (
+        "rate while retention drops, of that before and after",
+        "",
+        shares[0],
+        "",
+        f"while it drops nothing: {shares[1]}",
+    )
+    pauses, without = (
+        of("dropping", who, "during_pause_ms", "before_pause_ms") for who in ("ours", "nothing")
+    )
+    yield (
+        "longest pause of consuming while retention drops, and before, ms",
+        "",
+        pauses,
+        "",
+        f"while it drops nothing: {without}",
+    )
+
+
+def _shares(book: Book, contestant: str) -> str:
+    found = sorted(map(share_of, book.rounds("dropping", contestant)))
+    return f"{median(found):.3g} ({found[0]:.3g} – {found[-1]:.3g})" if found else ""
+
+
+def _cores(book: Book) -> Iterable[Sequence[str]]:
+    """Say how much of a core each process was at work, and how long it may be for a message."""
+    for of in map(named, KEYS):
+        bare = book.rounds("throughput", f"bare, {of}")
+        for who, share in (("bare", None), ("ours", 0.5), ("ours-sql", 0.75)):
+            found = book.rounds("throughput", f"{who}, {of}")
+            yield f"{who}, {of}", *_core(found, bare, share)
+    for who in ("bare-orm", "usual"):
+        yield f"{who}, 1,000 keys", *_core(book.rounds("throughput", f"{who}, 1,000 keys"))
+
+
+def _core(
+    found: Sequence[Values], bare: Sequence[Values] = (), share: float | None = None
+) -> Iterable[str]:
+    """Yield rate, share of a core, µs of both processes; and what this `share` of bare allows."""
+    busy = [one["rate"] * one["cpu_python"] / 1_000 for one in found]
+    yield _number(median(one["rate"] for one in found))
+    yield f"{median(busy):.2f}"
+    for cpu in ("cpu_python", "cpu_postgres"):
+        yield _number(1_000 * median(one[cpu] for one in found))
+    if share is None:
+        yield ""
+        return
+    allowed = [one / (share * other["rate"]) for one, other in zip(busy, bare, strict=True)]
+    yield _number(1e6 * median(allowed))
 
 
 def _layers(book: Book) -> Iterable[Sequence[str]]:
@@ -165,6 +216,8 @@ def _layers(book: Book) -> Iterable[Sequence[str]]:
     for layer in max((rounds[0] for rounds in sides.values()), key=len, default={}):
         of = [[values[layer] for values in side if layer in values] for side in sides.values()]
         yield layer, *(f"{median(one):.1f}" if one else "" for one in of)
+    of = [[values["in all"] for values in side] for side in sides.values()]
+    yield "least – most", *(f"{min(one):.1f} – {max(one):.1f}" for one in of)
 
 
 def _with_table(

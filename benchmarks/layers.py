@@ -11,9 +11,11 @@ import json
 import os
 
 import uvloop
+from sqlalchemy.ext.asyncio import AsyncSessionTransaction
 
 from pipeline import (  # type: ignore[import-not-found]
     batch,
+    clients,
     exporters,
     handling,
     inbox,
@@ -22,7 +24,9 @@ from pipeline import (  # type: ignore[import-not-found]
     window,
 )
 from pipeline.breaker import Breaker  # type: ignore[import-not-found]
+from pipeline.clients import KafkaConsumer  # type: ignore[import-not-found]
 from pipeline.consume import Consume  # type: ignore[import-not-found]
+from pipeline.consumer import _FETCH_BYTES  # type: ignore[import-not-found]
 from pipeline.database import autocommitting, create_engine  # type: ignore[import-not-found]
 from pipeline.failures import patiently  # type: ignore[import-not-found]
 from pipeline.filters import Filters  # type: ignore[import-not-found]
@@ -56,10 +60,17 @@ async def layers() -> dict[str, float]:
     topic = os.environ["BENCH_INPUT"]
     clock = Clock()
     watch(clock)
-    fetch, batches = await fetched(settings.kafka_bootstrap_servers, topic, settings.batch_size)
+    consumer = KafkaConsumer(
+        topic,
+        **clients.way(settings),
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+        max_partition_fetch_bytes=_FETCH_BYTES,
+    )
     engine = create_engine(settings, name=GROUP)
     publisher = Publisher(settings, client_id=GROUP, owner=GROUP)
     try:
+        fetch, batches = await fetched(consumer, settings.batch_size)
         breaker = Breaker(keys=20, pause=1.0, health=Health(stall_after=60))
         consume = Consume(
             engine,
@@ -85,7 +96,9 @@ async def layers() -> dict[str, float]:
                 read = await batch.read(handlers, topic, start, records)
                 work = FromPartition(slot, read)
                 await consume.apply(work, attempts)
-                page = await window.fresh(driver, progress, list(range(SHARDS)), 10_000)
+                page = await window.fresh(
+                    driver, progress, list(range(SHARDS)), settings.relay_page
+                )
                 await publisher.send(page.events, lambda: True)
                 progress = page.then
                 clock.turn(len(records))
@@ -112,7 +125,8 @@ def watch(clock: Clock) -> None:
     # Within SQLAlchemy's greenlet it waits for PostgreSQL.
     clock.note(BatchSession, "flush", "flush", waits=True)
     clock.note(Outbox, "write", "COPY")
-    clock.note(Consume, "apply", "commit, and the rest")
+    clock.note(AsyncSessionTransaction, "commit", "commit")
+    clock.note(Consume, "apply", "the rest")
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")
     clock.note(telemetry.ProcessSpans, "of", "telemetry")

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import asyncpg  # type: ignore[import-untyped]
 import uvloop
-from aiokafka import AIOKafkaConsumer  # type: ignore[import-untyped]
+from asyncpg.transaction import Transaction  # type: ignore[import-untyped]
 
 from benchmarks import bare
 from benchmarks.bare_sql import SqlHandler
@@ -25,11 +25,13 @@ async def layers() -> dict[str, float]:
     clock = Clock()
     clock.note(bare, "_new", "markers")
     clock.note(SqlHandler, "handle", "handlers")
-    clock.note(bare.Consume, "apply", "commit, and the rest")
+    clock.note(Transaction, "commit", "commit")
+    clock.note(bare.Consume, "apply", "the rest")
     clock.note(bare.Relay, "read", "relay: read")
     clock.note(bare.Relay, "send", "relay: send")
-    fetch, batches = await fetched(place.bootstrap_servers, place.input, bare.BATCH_RECORDS)
     async with AsyncExitStack() as stack:
+        consumer = bare.consumer_for(place)
+        fetch, batches = await fetched(consumer, bare.BATCH_RECORDS)
         handler = await SqlHandler.connect(place)
         stack.push_async_callback(handler.close)
         connection = await asyncpg.connect(place.dsn)
@@ -38,8 +40,6 @@ async def layers() -> dict[str, float]:
         await producer.start()
         stack.push_async_callback(producer.stop)
         relay = bare.Relay(connection, producer, place.output)
-        consumer = AIOKafkaConsumer(bootstrap_servers=place.bootstrap_servers)  # never asked
-        stack.push_async_callback(consumer.stop)
         consume = bare.Consume(consumer, relay)
         for records in batches:
             await consume.apply(records, handler)

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import islice
 
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
-from aiokafka.partitioner import murmur2  # type: ignore[import-untyped]
 
+from benchmarks.work import partition_of
 from demo import evidence, feed, flights
 from demo.evidence import LATE, Effect
 from demo.flights import Scan
@@ -57,6 +57,15 @@ class Load:
         for scan in self.scans:
             effects[scan.parcel_id] += (effect for effect, _ in evidence.effects(scan))
         return effects
+
+    @cached_property
+    def last_seen(self) -> Mapping[str, tuple[str, datetime]]:
+        """Where each parcel was seen last, and when; of two scans at one time by the later one."""
+        seen: dict[str, tuple[str, datetime]] = {}
+        for scan in self.scans:
+            if scan.parcel_id not in seen or scan.scanned_at >= seen[scan.parcel_id][1]:
+                seen[scan.parcel_id] = scan.place, scan.scanned_at
+        return seen
 
     @cached_property
     def events(self) -> int:
@@ -121,7 +130,7 @@ async def fill(producer: AIOKafkaProducer, topic: str, load: Load) -> None:
     partitions = len(await producer.partitions_for(topic))
     parts: list[list[Scan]] = [[] for _ in range(partitions)]
     for scan in load.scans:
-        parts[(murmur2(scan.parcel_id.encode()) & 0x7FFFFFFF) % partitions].append(scan)
+        parts[partition_of(scan.parcel_id.encode(), partitions)].append(scan)
     for partition, scans in enumerate(parts):
         rest = deque(scans)
         while rest:

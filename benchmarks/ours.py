@@ -17,7 +17,13 @@ from parcel_tracker.events import (  # type: ignore[import-not-found]
 from parcel_tracker.handlers import LATE, record_scan  # type: ignore[import-not-found]
 from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 
-from pipeline import EventBatch, Handlers, Service  # type: ignore[import-not-found]
+from pipeline import (  # type: ignore[import-not-found]
+    EventBatch,
+    Handlers,
+    Service,
+    relay,
+    retention,
+)
 from pipeline.commands import command_line  # type: ignore[import-not-found]
 
 KINDS = ("orm", "deferred", "sql")
@@ -89,6 +95,9 @@ else:
 
 for event in (ParcelMoved, ParcelDelayed):
     event.event_topic = os.environ["BENCH_OUTPUT"]
+
+if "BENCH_SHARDS" in os.environ:  # of a database that was made for as many
+    relay.SHARDS = retention.SHARDS = int(os.environ["BENCH_SHARDS"])
 
 main = command_line(Service(os.environ["BENCH_NAME"], handlers=handlers, metadata=Base.metadata))
 

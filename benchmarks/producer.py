@@ -13,6 +13,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 
+from benchmarks.check import CheckFailed
 from benchmarks.work import (
     MOVED,
     Headers,
@@ -37,7 +38,9 @@ def key_of(number: int) -> str:
 
 
 def told(record: Any) -> tuple[str, int, None]:
-    """Return key and sequence of a record, which tells nothing."""
+    """Return key and sequence of a record, which tells nothing. Raises `CheckFailed`."""
+    if len(record.value) != PAYLOAD:
+        raise CheckFailed(f"producer: {len(record.value)} bytes were sent, and not {PAYLOAD}")
     return record.key.decode(), int(record.value[:DIGITS]), None
 
 

@@ -7,8 +7,9 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -18,7 +19,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition  # type:
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic  # type: ignore[import-untyped]
 
 from benchmarks import load
-from benchmarks.check import Check, require
+from benchmarks.check import Check, misplaced, require
 from benchmarks.load import Load
 from demo.evidence import Effect
 from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines
@@ -33,6 +34,13 @@ _FETCH_BYTES = 4 * 1024 * 1024
 _STATEMENT_SECONDS = 1_800.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MARKERS = {
+    "benchmarks.ours": """
+        SELECT count(*) FROM pipeline.inbox
+         WHERE generation = (SELECT current FROM pipeline.inbox_generation)""",
+    "benchmarks.bare": "SELECT count(*) FROM marker",
+    "benchmarks.usual": "SELECT count(*) FROM inbox",
+}
 _MIGRATED = "-"
 """Stands for a topic where none is needed."""
 
@@ -102,6 +110,7 @@ class Rig:
         """In every name, so that servers may hold what another run has left."""
         self._number = 0
         self._pids = 0
+        self._admin: Any = None
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
@@ -115,7 +124,7 @@ class Rig:
             await self.remove_inputs()
             await self.execute(*(f"DROP DATABASE {name}" for name in sorted(self._templates)))
         finally:
-            with suppress(AttributeError):
+            if self._admin is not None:
                 await self._admin.close()
             await self.stack.remove(self._log)
 
@@ -308,12 +317,29 @@ class Rig:
             for key, told in one.effects_per_parcel.items():
                 effects[key] += told
         faults = check.faults(events, scans, await self.rows(site), effects)
+        faults += misplaced(
+            {key: seen for one in loads for key, seen in one.last_seen.items()},
+            await self.last_seen(site),
+        )
+        if (markers := await self.markers(site)) != scans.total():
+            faults.append(f"{markers:,} scans are marked, it should be {scans.total():,}")
         require(faults, site.contestant.name)
 
     async def rows(self, site: Site) -> dict[str, int]:
         """Return how many scans each parcel's row counts."""
         async with connected(site.database) as connection:
             return dict(await connection.fetch("SELECT id, scans FROM parcel"))
+
+    async def last_seen(self, site: Site) -> dict[str, tuple[str, datetime]]:
+        """Return where each parcel's row says that it was seen last, and when."""
+        async with connected(site.database) as connection:
+            rows = await connection.fetch("SELECT id, place, last_scanned_at FROM parcel")
+        return {id: (place, at) for id, place, at in rows}
+
+    async def markers(self, site: Site) -> int:
+        """Return how many scans the contestant remembers, without a past written for it."""
+        async with connected(site.database) as connection:
+            return int(await connection.fetchval(_MARKERS[site.contestant.module]))
 
     async def read(self, topic: str, told: Told | None = None) -> Check:
         """Read a topic of events from its beginning to its end.

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection
+from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from benchmarks import figures, kept, load, machine, producer, run
 from benchmarks.bench import Bench, Book, Options, Run
-from benchmarks.check import Check, CheckFailed, require
+from benchmarks.check import Check, CheckFailed, misplaced, require
 from benchmarks.clock import Clock
 from benchmarks.load import SAMPLED
 from benchmarks.marks import GOALS, Mark, Values, quantile, ratios
@@ -25,11 +27,13 @@ from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import longest_pause
 from benchmarks.measures.growth import VARIED, name
 from benchmarks.measures.memory import growth_of
+from benchmarks.measures.relay import REQUIRED_HEADERS, event_of
 from benchmarks.plots import Bar, bars, lines, steps
 from benchmarks.rig import Sample
 from benchmarks.run import rig_in
 from benchmarks.runs import rate
 from demo.evidence import DELAYED, MOVED, Effect
+from demo.flights import Scan
 from demo.processes import ProcessFailed
 
 from tests.baked import ROOT
@@ -117,6 +121,37 @@ def test_events_must_tell_of_the_scans_of_a_parcel_in_their_order(
         check.add("a", sequence, effect)
     found = "; ".join(check.faults({"a": len(effects)}, {}, {}, {"a": [moved(1), moved(2)]}))
     assert found == "" if said is None else re.search(said, found)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        pytest.param({"a": ("here", 2)}, None, id="as it should be"),
+        pytest.param({"a": ("there", 2)}, "a is at", id="at an earlier place"),
+        pytest.param({"a": ("here", 1)}, "a is at", id="with an earlier time"),
+        pytest.param({}, "a is at None", id="nowhere"),
+        pytest.param({"a": ("here", 2), "b": ("here", 1)}, "b is at", id="one more"),
+    ],
+)
+def test_parcels_must_be_where_their_latest_scan_has_seen_them(
+    found: dict[str, tuple[str, int]], said: str | None
+) -> None:
+    def seen(one: dict[str, tuple[str, int]]) -> dict[str, tuple[str, datetime]]:
+        return {
+            key: (place, datetime(2026, 1, day, tzinfo=UTC)) for key, (place, day) in one.items()
+        }
+
+    faults = "; ".join(misplaced(seen({"a": ("here", 2)}), seen(found)))
+    assert faults == "" if said is None else faults.startswith(said)
+
+
+def test_a_load_tells_where_parcels_were_seen_last_whatever_comes_in_late() -> None:
+    def scan(number: int, place: str, day: int) -> Scan:
+        return Scan("one", number, "a", place, datetime(2026, 1, day, tzinfo=UTC), None)
+
+    scans = [scan(1, "first", 1), scan(2, "newest", 3), scan(3, "late", 2), scan(4, "equal", 3)]
+    assert load.Load("few", scans).last_seen == {"a": ("equal", scans[1].scanned_at)}
+    assert load.Load("few", scans[:3]).last_seen == {"a": ("newest", scans[1].scanned_at)}
 
 
 def test_a_check_that_finds_much_says_so_in_a_few_words() -> None:
@@ -472,8 +507,27 @@ def test_a_comparison_tells_what_was_compared_with() -> None:
 
 
 def test_the_producer_says_what_it_has_sent() -> None:
-    record = SimpleNamespace(key=b"parcel-000007", value=b"%020dxxx" % 3)
+    value = (b"%020d" % 3).ljust(producer.PAYLOAD, b"x")
+    record = SimpleNamespace(key=b"parcel-000007", value=value)
     assert producer.told(record) == (producer.key_of(2_007), 3, None)
+    record.value = value[:-1]
+    with pytest.raises(CheckFailed, match="249 bytes"):
+        producer.told(record)
+
+
+@pytest.mark.parametrize(
+    ("missing", "size", "passes"),
+    [
+        pytest.param(None, producer.PAYLOAD, True, id="whole"),
+        pytest.param("ce_id", producer.PAYLOAD, False, id="without an id"),
+        pytest.param(None, 0, False, id="empty"),
+    ],
+)
+def test_the_relay_must_send_whole_events(missing: str | None, size: int, passes: bool) -> None:
+    headers = [(name, b"7") for name in REQUIRED_HEADERS if name != missing]
+    record = SimpleNamespace(key=b"parcel-000007", value=b"x" * size, headers=headers)
+    with nullcontext() if passes else pytest.raises(CheckFailed, match="relay"):
+        assert event_of(record) == ("parcel-000007", 7, None)
 
 
 def test_plots_are_not_kept_of_files_that_are_no_commit(
@@ -540,7 +594,7 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     assert all(bare.values())
     text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("### Layer by layer")[2]
     told = re.findall(r"^\| ([^|]+?) +\|", text.partition("\n## ")[0], re.MULTILINE)
-    assert told[2:] == ours
+    assert told[2:-1] == ours
     growth = {one["contestant"] for one in found["growth"]}
     assert growth == {name(kind, point) for kind, points in VARIED.items() for point in points}
     assert report["machine"]["kafka"]

@@ -72,7 +72,7 @@ async def dropping(bench: Bench) -> None:
         warm_up=False,
     )
     ours, nothing = bench.found("dropping", "ours"), bench.found("dropping", "nothing")
-    pairs = zip(map(_share, ours), map(_share, nothing), strict=True)
+    pairs = zip(map(share_of, ours), map(share_of, nothing), strict=True)
     bench.mark(
         "dropping under load",
         [one / other if other else 0.0 for one, other in pairs],
@@ -80,7 +80,7 @@ async def dropping(bench: Bench) -> None:
     )
 
 
-def _share(one: Values) -> float:
+def share_of(one: Values) -> float:
     """Return the rate meanwhile over that around it; 0 where nothing was seen.
 
     Windows of the shortest runs may lie within one transaction: they show nothing.

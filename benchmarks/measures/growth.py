@@ -14,6 +14,24 @@ _SHARE = 2
 """The runs are so many times shorter than those of other measures."""
 _LARGE = 10_000
 """Bytes; of larger payloads there are fewer."""
+SHARDS = 64
+"""Of the outbox, by the engine's schema."""
+# As if the schema had been made with another number.
+_RESHARD = (
+    *(
+        f"""
+        ALTER TABLE pipeline.{table} ALTER COLUMN shard SET EXPRESSION AS
+              ((get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % {{shards}})::smallint)
+        """
+        for table in ("outbox", "outbox_unsent")
+    ),
+    "DELETE FROM pipeline.outbox_cursor WHERE shard >= {shards}",
+    """
+    INSERT INTO pipeline.outbox_cursor (shard, seen)
+    SELECT shard, pg_current_snapshot() FROM generate_series(0, {shards} - 1) AS shard
+        ON CONFLICT DO NOTHING
+    """,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +42,7 @@ class Point:
     payload: int = 250
     batch: int = 3_000
     partitions: int = PARTITIONS
+    shards: int = SHARDS
     processes: int = 1
     rows: int = 0
     """Markers that are kept in closed generations, and half as many events of days before."""
@@ -33,6 +52,7 @@ VARIED = {
     "payload": [Point(payload=size) for size in (250, 2_000, 20_000)],
     "batch": [Point(batch=size) for size in (10, 100, 1_000, 3_000)],
     "partitions": [Point(partitions=count) for count in (1, 4, 16)],
+    "shards": [Point(shards=count) for count in (1, 8, 64, 256)],
     "keys": [Point(keys=count) for count in (1, 10, 1_000, 100_000)],
     "processes": [Point(processes=count) for count in (1, 2)],
     "rows": [Point(rows=count) for count in (100_000, 1_000_000, 10_000_000)],
@@ -65,7 +85,8 @@ async def _at(bench: Bench, point: Point) -> Values:
     count = bench.options.events // _SHARE
     if point.payload > _LARGE:
         count //= 5
-    who = replace(OURS, settings={**KEEPING, "PIPELINE_BATCH_SIZE": str(point.batch)})
+    settings = {"PIPELINE_BATCH_SIZE": str(point.batch), "BENCH_SHARDS": str(point.shards)}
+    who = replace(OURS, settings={**KEEPING, **settings})
     work = load.make(point.keys, count, payload=point.payload)
     seldom = records(bench.options.seconds / _SHARE)
     few = load.make(point.keys, seldom, first=count, payload=point.payload)
@@ -74,6 +95,9 @@ async def _at(bench: Bench, point: Point) -> Values:
         rig.site(who, full, point.partitions) as site,
         rig.fresh_topic(point.partitions) as empty,
     ):
+        if point.shards != SHARDS:
+            statements = (one.format(shards=point.shards) for one in _RESHARD)
+            await rig.execute(*statements, database=site.database)
         if point.rows:
             rows = bench.scaled(point.rows)
             await fill(rig, site, markers=rows // GENERATIONS, events=rows // 2 // DAYS)

@@ -30,8 +30,7 @@ async def layers(bench: Bench) -> None:
             "ours, traced, off": partial(_layers, bench, OURS, with_traces),
             "ours, telemetry on": partial(_traced, bench, with_traces),
         },
-        warm_up=False,
-        again=False,
+        warm_up=False,  # the first batches of each run do, and don't count
     )
 
 
@@ -49,4 +48,5 @@ async def _layers(bench: Bench, who: Contestant, load_: Load) -> Values:
     async with rig.site(tables, input_) as site:
         watched = rig.process(replace(site, contestant=replace(who, module=module)))
         told: dict[str, float] = json.loads((await watched.ask()).splitlines()[-1])
+        await rig.check(site, load_)
         return {**told, "in all": round(sum(told.values()), 1)}

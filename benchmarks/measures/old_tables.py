@@ -9,6 +9,7 @@ import asyncpg  # type: ignore[import-untyped]
 
 from benchmarks import load
 from benchmarks.bench import Bench
+from benchmarks.check import CheckFailed
 from benchmarks.load import Load
 from benchmarks.marks import Values
 from benchmarks.rig import OURS, Rig, Site, connected, guarded, running
@@ -47,6 +48,11 @@ UPDATE pipeline.inbox_generation
 """
 _FILTERED = """
 SELECT COALESCE(sum(last_generation - first_generation + 1), 0) FROM pipeline.inbox_filter
+"""
+_PAST = f"""
+SELECT ({_FILTERED}), (SELECT count(*) FROM pipeline.inbox, pipeline.inbox_generation
+                        WHERE generation < current),
+       (SELECT count(*) FROM pipeline.outbox WHERE topic = 'events')
 """
 _MAKE_DAY = """
 CREATE TABLE IF NOT EXISTS pipeline.outbox_p{name} PARTITION OF pipeline.outbox
@@ -88,6 +94,7 @@ async def old_tables(bench: Bench) -> None:
     async with rig.site(who, input_) as empty, rig.site(who, input_) as old:
         bench.say("old_tables", "filling")
         await fill(rig, old, markers=bench.scaled(MARKERS), events=bench.scaled(OUTBOX) // DAYS)
+        past = await _kept(old)
         await bench.rounds(
             "old_tables",
             {
@@ -95,7 +102,15 @@ async def old_tables(bench: Bench) -> None:
                 "old": partial(_again, bench, old, one),
             },
         )
+        if (left := await _kept(old)) != past:
+            raise CheckFailed(f"old_tables: of {past} filters, markers and events {left} are left")
     bench.compare("old tables", "old", "empty")
+
+
+async def _kept(site: Site) -> tuple[int, int, int]:
+    """Return how many generations have a filter, and how many markers and events the past has."""
+    async with connected(site.database) as connection:
+        return tuple(await connection.fetchrow(_PAST))
 
 
 async def fill(rig: Rig, site: Site, *, markers: int, events: int) -> None:

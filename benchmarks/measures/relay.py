@@ -2,9 +2,10 @@
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 from benchmarks.bench import Bench
-from benchmarks.check import require
+from benchmarks.check import CheckFailed, require
 from benchmarks.marks import Values
 from benchmarks.producer import KEYS, PAYLOAD, key_of, told
 from benchmarks.rig import (
@@ -23,6 +24,10 @@ from demo.processes import Service
 
 EVENTS = 300_000
 _A_TRANSACTION = 1_000
+REQUIRED_HEADERS = {
+    *("ce_specversion", "ce_id", "ce_source", "ce_type", "ce_time", "ce_subject"),
+    *("ce_sequence", "content-type"),
+}
 
 # A commit ends each round of the loop, as if so many transactions had staged them.
 _FILL = """
@@ -67,7 +72,7 @@ async def _relay(bench: Bench, count: int) -> Values:
             "CHECKPOINT",
             database=site.database,
         )
-        return await _published(rig, site, rig.process(site, command="relay"), count)
+        return await _published(rig, site, rig.process(site, command="relay"), count, event_of)
 
 
 async def _producer(bench: Bench, who: Contestant, count: int) -> Values:
@@ -78,9 +83,16 @@ async def _producer(bench: Bench, who: Contestant, count: int) -> Values:
         return await _published(rig, site, service, count, told)
 
 
-async def _published(
-    rig: Rig, site: Site, service: Service, count: int, told: Told = place_of
-) -> Values:
+def event_of(record: Any) -> tuple[str, int, None]:
+    """Return key and sequence of an event of the backlog. Raises `CheckFailed` unless it is one."""
+    key, sequence, _ = place_of(record)
+    names = {name for name, _ in record.headers}
+    if len(record.value) != PAYLOAD or not names >= REQUIRED_HEADERS:
+        raise CheckFailed(f"relay: an event of {len(record.value)} bytes with {sorted(names)}")
+    return key, sequence, None
+
+
+async def _published(rig: Rig, site: Site, service: Service, count: int, told: Told) -> Values:
     """Watch a process publish so many; `told` says what its records are."""
     async with running(service), rig.counted(site.output) as published:
         samples = await rig.watch([service], published, count)
