@@ -130,8 +130,8 @@ async def written(site: Site) -> int:
 
 
 def records(seconds: float, per_second: float = PER_SECOND) -> int:
-    """Return how many `latency` sends to measure for so long."""
-    return ceil((_WARM_UP_SECONDS + seconds) * per_second)
+    """Return how many `latency` sends to measure for so long: those that warm up, and more."""
+    return ceil(_WARM_UP_SECONDS * per_second) + ceil(seconds * per_second)
 
 
 async def latency(

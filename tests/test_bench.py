@@ -31,7 +31,7 @@ from benchmarks.measures.relay import REQUIRED_HEADERS, event_of
 from benchmarks.plots import Bar, bars, lines, steps
 from benchmarks.rig import Sample
 from benchmarks.run import rig_in
-from benchmarks.runs import rate
+from benchmarks.runs import rate, records
 from demo.evidence import DELAYED, MOVED, Effect
 from demo.flights import Scan
 from demo.processes import ProcessFailed
@@ -281,6 +281,14 @@ def test_memory_grows_as_a_line_through_what_comes_after_the_first_third() -> No
     noisy = [(float(at), 100 + (at - 200) / 600 + at % 2) for at in range(100, 300)]
     assert growth_of([*warming_up, *noisy]) == pytest.approx(1, rel=0.05)
     assert growth_of([*warming_up, *((at, 50.0) for at, _ in noisy)]) == 0
+
+
+@pytest.mark.parametrize("per_second", [0.7, 100])
+def test_however_short_the_time_is_there_are_records_behind_those_that_warm_up(
+    per_second: float,
+) -> None:
+    assert records(0.1, per_second) > records(0, per_second)
+    assert records(20, per_second) - records(0, per_second) == 20 * per_second
 
 
 def test_the_longest_pause_is_from_progress_to_progress() -> None:
