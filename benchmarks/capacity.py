@@ -8,6 +8,7 @@ kept there. Give your own rate with --rate.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log
@@ -207,7 +208,12 @@ def between(least: int, most: int | None = None) -> Callable[[str], int]:
     """Return what reads a whole number of an option, and refuses others."""
 
     def number(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text} is no whole number: write 50_000_000"
+            ) from None
         if value < least or (most is not None and value > most):
             up_to = "" if most is None else f" and at most {most:,}"
             raise argparse.ArgumentTypeError(f"{text} is not at least {least:,}{up_to}")
@@ -218,7 +224,10 @@ def between(least: int, most: int | None = None) -> Callable[[str], int]:
 
 def float_from_one(text: str) -> float:
     """Read a factor of an option, and refuse what is less than one."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number: write 10 or 2.5") from None
     if not 1 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
@@ -246,6 +255,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     demand = Demand(**vars(parser.parse_args(arguments)))
     print(f"| {' | '.join(COLUMNS)} |", demand.row(), sep="\n")
+    if demand.filtered < demand.remembered:
+        print(
+            "Days without a filter are looked up in the database for every message, at a rate that"
+            " was not measured: see docs/capacity.md",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

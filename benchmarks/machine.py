@@ -16,7 +16,8 @@ from demo.processes import Stack
 _POSTGRES = ("server_version", "shared_buffers", "fsync", "synchronous_commit", "max_wal_size")
 
 
-_ADDRESSES = {"PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"}
+ADDRESSES = ("PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS")
+"""What names servers that are there already."""
 _BURSTS = 5
 _STEPS = 200_000
 
@@ -57,7 +58,7 @@ async def facts(stack: Stack, project: Path) -> dict[str, object]:
         "settings": {
             name: value
             for name, value in os.environ.items()
-            if name.startswith("PIPELINE_") and name not in _ADDRESSES
+            if name.startswith("PIPELINE_") and name not in ADDRESSES
         },
     }
 

@@ -127,6 +127,8 @@ class Rig:
             if self._admin is not None:
                 await self._admin.close()
             await self.stack.remove(self._log)
+            for lock in self.folder.glob("*.pid"):
+                lock.unlink()
 
     async def clear(self) -> None:
         """End what a run that was killed has left running, and delete its data."""

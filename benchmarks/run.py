@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,6 +30,13 @@ from demo.flights import DataUnavailable
 from demo.processes import NAME, ProcessFailed, Stack, bake
 from demo.running import AlreadyRuns, add_into, only_one_in, short, until_interrupted
 
+WHERE = {
+    "process": "PostgreSQL and Kafka, processes of this run",
+    "compose": "PostgreSQL and Kafka, containers of this run",
+    "elsewhere": "[yellow]those that the environment names[/]: what runs there is disturbed",
+}
+"""What is said of the servers."""
+
 FAILURES = (
     AlreadyRuns,
     CheckFailed,
@@ -52,6 +60,7 @@ async def benchmark(
     bench = Bench(rig_in(folder), options, console)
     async with bench.rig.started():
         facts = source | await machine.facts(bench.rig.stack, bench.rig.project)
+        say(console, "servers", WHERE[str(facts["servers"])])
         try:
             for name in measures:
                 await MEASURES[name](bench)
@@ -182,9 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     measures = [name for name in MEASURES if name in chosen.only.split(",")]
-    if unknown := set(chosen.only.split(",")) - {*MEASURES, ""}:
-        known = ", ".join(MEASURES)
-        parser.error(f"no such measures: {', '.join(sorted(unknown))}; there are {known}")
+    unknown = set(chosen.only.split(",")) - {*MEASURES, ""}
+    if unknown or not measures:
+        no_such = ", ".join(sorted(unknown)) or "none named"
+        parser.error(f"no such measures: {no_such}; there are {', '.join(MEASURES)}")
     if chosen.events < FEWEST:
         parser.error(f"--events is at least {FEWEST:,}, not {chosen.events:,}")
     if chosen.rounds < 1:
@@ -194,6 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} is more than 0, not {getattr(chosen, name)}")
     if chosen.keep_plots and machine.source()["dirty"]:
         parser.error("--keep-plots: commit first, so that the plots can say what they are of")
+    if chosen.keep_plots and (named := [name for name in machine.ADDRESSES if name in os.environ]):
+        parser.error(f"--keep-plots: on servers of its own alone; unset {' and '.join(named)}")
     wanted = frozenset(name.strip() for name in chosen.contestants.split(";") if name.strip())
     options = Options(
         events=chosen.events,

@@ -416,6 +416,7 @@ def test_a_measure_that_was_taken_otherwise_is_not_kept_beside_the_others(
     "option",
     [
         ["--only", "speed"],
+        ["--only", ","],
         ["--events", "999"],
         ["--rounds", "0"],
         ["--minutes", "0"],
@@ -549,6 +550,14 @@ def test_plots_are_not_kept_of_files_that_are_no_commit(
     with pytest.raises(SystemExit):
         run.main(["--keep-plots", "--into", str(tmp_path / "into")])
     assert "commit first" in capsys.readouterr().err
+    monkeypatch.setattr(machine, "source", lambda: {"dirty": False})
+    for address in machine.ADDRESSES:
+        monkeypatch.setenv(address, "elsewhere")
+    with pytest.raises(SystemExit):
+        run.main(["--keep-plots", "--into", str(tmp_path / "into")])
+    assert f"unset {' and '.join(machine.ADDRESSES)}" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "ROOT", repository)
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "one"], check=True)
     assert not machine.source()["dirty"]

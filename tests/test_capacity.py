@@ -149,9 +149,22 @@ def test_twice_as_much_takes_twice_as_much() -> None:
 
 def test_the_command_prints_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     main(["50_000_000", "--payload", "2_000", "--peak", "20", "--remembered", "15", "--kept", "3"])
-    header, row = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert "was not measured" in said.err
+    header, row = said.out.splitlines()
     assert row == Demand(50_000_000, payload=2_000, peak=20, remembered=15, kept=3).row()
+    main(["1_000_000"])
+    assert capsys.readouterr().err == ""  # every day has its filter
     assert header.count("|") == row.count("|")
+
+
+@pytest.mark.parametrize("options", [["50M"], ["5", "--peak", "abc"]])
+def test_what_is_no_number_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(options)
+    assert f"{options[-1]} is no " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
