@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from traceback import TracebackException
 from typing import Any
 
+from aiokafka.errors import KafkaError
 from opentelemetry import trace
 from pydantic import ValidationError
 from pythonjsonlogger.core import RESERVED_ATTRS
@@ -55,6 +56,7 @@ def configure(*, level: str, json: bool | None) -> None:
         root.removeHandler(former)
     handler = logging.StreamHandler(sys.stderr)
     handler.name = _HANDLER
+    handler.addFilter(_tried_again)
     handler.addFilter(_Repetitions())
     handler.setFormatter(_Json() if is_json(json) else _Readable())
     root.addHandler(handler)
@@ -66,6 +68,19 @@ def configure(*, level: str, json: bool | None) -> None:
 def is_json(json: bool | None) -> bool:
     """Whether lines are JSON where `configure` is told this."""
     return not sys.stderr.isatty() if json is None else json
+
+
+def _tried_again(record: logging.LogRecord) -> bool:
+    """Make a warning of an error after which the client of Kafka that logs it tries again.
+
+    There are some whenever brokers start or a group is new. What stands still says so itself.
+    """
+    given = record.args if isinstance(record.args, tuple) else ()
+    tried_again = any(isinstance(one, KafkaError) and one.retriable for one in given)
+    if not tried_again or record.levelno != logging.ERROR:
+        return True
+    record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return logging.getLogger().isEnabledFor(record.levelno)
 
 
 class _Repetitions(logging.Filter):

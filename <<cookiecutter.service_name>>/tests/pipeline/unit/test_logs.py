@@ -11,6 +11,7 @@ import asyncpg
 import pytest
 import sqlalchemy.exc
 import typer
+from aiokafka.errors import GroupAuthorizationFailedError, GroupCoordinatorNotAvailableError
 from asyncpg.exceptions._base import DataError as ArgumentError
 from opentelemetry import propagate, trace
 from pydantic import BaseModel
@@ -309,6 +310,26 @@ def test_what_nobody_has_retrieved_is_one_message_however_it_goes_on(
         message = f"Task exception was never retrieved\nfuture: <Task-{number}>"
         logging.getLogger("asyncio").error(message)
     assert len(lines(stderr)) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        pytest.param(GroupCoordinatorNotAvailableError(), "WARNING", id="it will be asked again"),
+        pytest.param(GroupAuthorizationFailedError("group"), "ERROR", id="nobody asks again"),
+        pytest.param(ValueError("broken"), "ERROR", id="no error of Kafka's"),
+    ],
+)
+def test_what_a_client_of_kafka_tries_again_is_no_error(
+    stderr: io.StringIO, error: Exception, level: str
+) -> None:
+    logs.configure(level="INFO", json=None)
+    library = logging.getLogger("aiokafka.consumer.group_coordinator")
+    library.error("Group Coordinator Request failed: %s", error)
+    assert [line["level"] for line in lines(stderr)] == [level]
+    logs.configure(level="ERROR", json=None)
+    library.error("Group Coordinator Request failed: %s", error)
+    assert len(lines(stderr)) == (1 if level == "WARNING" else 2)
 
 
 @pytest.mark.parametrize("name", ["pipeline.reader", "parcels.handlers", "aiokafkas"])
