@@ -109,7 +109,7 @@ def _marks(report: Report) -> Iterable[Sequence[str]]:
         if mark is None or mark["value"] is None:
             yield goal.name, goal.text, "", "", "", "not measured"
             continue
-        spread = f"{mark['least']:.3g} – {mark['most']:.3g}"
+        spread = _spread([mark["least"], mark["most"]], ".3g")
         reference = "" if mark["reference"] is None else _number(mark["reference"])
         met = "yes" if mark["met"] else "no"
         yield goal.name, goal.text, f"{mark['value']:.3g}", spread, reference, met
@@ -177,17 +177,19 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
 
 
 def _shares(book: Book, contestant: str) -> str:
-    found = sorted(map(share_of, book.rounds("dropping", contestant)))
-    return f"{median(found):.3g} ({found[0]:.3g} – {found[-1]:.3g})" if found else ""
+    found = list(map(share_of, book.rounds("dropping", contestant)))
+    return f"{median(found):.3g} ({_spread(found, '.3g')})" if found else ""
 
 
 def _cores(book: Book) -> Iterable[Sequence[str]]:
     """Say how much of a core each process was at work, and how long it may be for a message."""
+    bounds = {goal.name: goal.bound for goal in GOALS}
     for of in map(named, KEYS):
         bare = book.rounds("throughput", f"bare, {of}")
-        for who, share in (("bare", None), ("ours", 0.5), ("ours-sql", 0.75)):
+        yield f"bare, {of}", *_core(bare)
+        for who, goal in (("ours", "ORM handler"), ("ours-sql", "SQL handler")):
             found = book.rounds("throughput", f"{who}, {of}")
-            yield f"{who}, {of}", *_core(found, bare, share)
+            yield f"{who}, {of}", *_core(found, bare, bounds[f"{goal}, {of}"])
     for who in ("bare-orm", "usual"):
         yield f"{who}, 1,000 keys", *_core(book.rounds("throughput", f"{who}, 1,000 keys"))
 
@@ -217,7 +219,7 @@ def _layers(book: Book) -> Iterable[Sequence[str]]:
         of = [[values[layer] for values in side if layer in values] for side in sides.values()]
         yield layer, *(f"{median(one):.1f}" if one else "" for one in of)
     of = [[values["in all"] for values in side] for side in sides.values()]
-    yield "least – most", *(f"{min(one):.1f} – {max(one):.1f}" for one in of)
+    yield "least – most", *(_spread(one, ".1f") for one in of)
 
 
 def _with_table(
@@ -236,6 +238,10 @@ def _with_table(
         for cells in table
     ]
     return "".join(lines)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return f"{min(values):{form}} – {max(values):{form}}"
 
 
 def _number(value: float) -> str:

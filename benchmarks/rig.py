@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -21,8 +20,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic  # type: ignore[import-
 from benchmarks import load
 from benchmarks.check import Check, misplaced, require
 from benchmarks.load import Load
-from demo.evidence import Effect
+from demo.evidence import Effect, ParcelRow
 from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines
+from demo.witness import PARCELS
 
 T = TypeVar("T")
 
@@ -126,12 +126,10 @@ class Rig:
         finally:
             if self._admin is not None:
                 await self._admin.close()
-            await self.stack.remove(self._log)
-            for lock in self.folder.glob("*.pid"):
-                lock.unlink()
+            await self.clear()
 
     async def clear(self) -> None:
-        """End what a run that was killed has left running, and delete its data."""
+        """End what a run has left running, and delete its data."""
         for lock in self.folder.glob("*.pid"):
             end_holder(lock)
             lock.unlink()
@@ -318,25 +316,20 @@ class Rig:
         for one in loads:
             for key, told in one.effects_per_parcel.items():
                 effects[key] += told
-        faults = check.faults(events, scans, await self.rows(site), effects)
+        rows = await self.rows(site)
+        faults = check.faults(events, scans, {row.id: row.scans for row in rows}, effects)
         faults += misplaced(
             {key: seen for one in loads for key, seen in one.last_seen.items()},
-            await self.last_seen(site),
+            {row.id: (row.place, row.last_scanned_at) for row in rows},
         )
         if (markers := await self.markers(site)) != scans.total():
             faults.append(f"{markers:,} scans are marked, it should be {scans.total():,}")
         require(faults, site.contestant.name)
 
-    async def rows(self, site: Site) -> dict[str, int]:
-        """Return how many scans each parcel's row counts."""
+    async def rows(self, site: Site) -> list[ParcelRow]:
+        """Return the parcels' rows."""
         async with connected(site.database) as connection:
-            return dict(await connection.fetch("SELECT id, scans FROM parcel"))
-
-    async def last_seen(self, site: Site) -> dict[str, tuple[str, datetime]]:
-        """Return where each parcel's row says that it was seen last, and when."""
-        async with connected(site.database) as connection:
-            rows = await connection.fetch("SELECT id, place, last_scanned_at FROM parcel")
-        return {id: (place, at) for id, place, at in rows}
+            return [ParcelRow(*row) for row in await connection.fetch(PARCELS)]
 
     async def markers(self, site: Site) -> int:
         """Return how many scans the contestant remembers, without a past written for it."""

@@ -25,7 +25,7 @@ from benchmarks.load import SAMPLED
 from benchmarks.marks import GOALS, Mark, Values, quantile, ratios
 from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import longest_pause
-from benchmarks.measures.growth import VARIED, name
+from benchmarks.measures.growth import SHARDS, VARIED, name
 from benchmarks.measures.memory import growth_of
 from benchmarks.measures.relay import REQUIRED_HEADERS, event_of
 from benchmarks.plots import Bar, bars, lines, steps
@@ -335,6 +335,11 @@ def test_every_measure_has_its_figures() -> None:
     for svg in drawn.values():
         ElementTree.fromstring(svg)
     assert figures.draw(Book()) == {}
+
+
+def test_the_shards_that_are_not_varied_are_those_of_the_schema() -> None:
+    engine = ROOT / "<<cookiecutter.service_name>>" / "src" / "pipeline" / "schema.py"
+    assert f"\nSHARDS = {SHARDS}\n" in engine.read_text("utf-8")
 
 
 def test_the_documentation_has_the_marks_of_the_code() -> None:
