@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import json
 import keyword
 import re
 import sys
@@ -17,7 +18,10 @@ from jinja2.ext import Extension
 NEEDED = (2, 6)
 """The first cookiecutter that finds a template by delimiters of the template's own."""
 
-PINS = Path(__file__).parent / "<<cookiecutter.service_name>>" / "requirements" / "dev.txt"
+SERVICE = Path(__file__).parent / "<<cookiecutter.service_name>>"
+"""What a service is generated from."""
+
+PINS = SERVICE / "requirements" / "dev.txt"
 
 LIBRARIES = frozenset(re.findall(r"^([a-z0-9-]+)==", PINS.read_text("utf-8"), re.MULTILINE))
 """The distributions that a generated service is run and developed with."""
@@ -28,11 +32,18 @@ OTHERWISE_IMPORTED = frozenset(
 )
 """Import names of theirs that do not follow from the distributions' names."""
 
-FOLDERS = frozenset(
-    {"archive", "build", "demo", "deploy", "dev", "dist", "docs", "migrations", "page"}
-    | {"pipeline", "src", "test", "tests"}
-)
-"""Names that mean something else beside the package of a generated service."""
+BUILT = frozenset({"build", "demo", "dist", "test"})
+"""Folders and commands that are not in the tree of a service from the start."""
+
+TAKEN = BUILT | {
+    path.stem if path.suffix == ".py" else path.name
+    for folder in (".", "dev", "src", "tests")
+    for path in (SERVICE / folder).iterdir()
+}
+"""Names of folders and modules of a service; mypy and pytest import from these four folders."""
+
+FEATURES = tuple(json.loads((SERVICE / ".features.json").read_text("utf-8")))
+"""Questions that are answered by yes or no."""
 
 LONGEST_NAME = 40
 """Leaves room for what is put behind it in the 63 characters of a host or a database name."""
@@ -65,10 +76,11 @@ class Answers(Extension):
         environment.filters["checked"] = checked
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-        """Refuse to run what was given as an answer.
+        """Refuse to run what was given as an answer, and judge answers before the first folder.
 
         Cookiecutter renders the answers of its command line and of the user's configuration as
-        templates, and a template can run anything.
+        templates, and a template can run anything. Answers that are replayed from a file it does
+        not render; the name of the folder to create is the first that it renders with them.
         """
         if name is None:
             rest = functools.reduce(lambda text, ours: text.replace(ours, " "), OURS, source)
@@ -78,27 +90,36 @@ class Answers(Extension):
                     f"Nothing was generated. An answer contains {' and '.join(found)}, which "
                     "would be run as a template: leave it out."
                 )
+            if source == SERVICE.name:
+                return source + "<<'' if cookiecutter | checked>>"
         return source
 
 
 def checked(answers: Mapping[str, object]) -> str:
     """Stop cookiecutter, before it writes anything, if an answer cannot be used.
 
-    It is asked twice. When all questions are answered, no folder stands yet; but what is replayed
-    from a file is not seen before the hook `pre_gen_project`, when an empty folder does.
+    Called when all questions are answered, and when the folder of the service is about to be
+    created, which is the first time for answers that are replayed from a file.
     """
-    found = mistakes(answers) if set(JUDGES) <= set(answers) else []
+    found = mistakes(answers)
     if found:
         raise FailedHookException("\n  - ".join(["Nothing was generated.", *found]))
     return "yes"
 
 
 def mistakes(answers: Mapping[str, object]) -> list[str]:
-    """Say of each answer that cannot be used what can be, in one sentence."""
+    """Say of each answer that cannot be used what can be, in one sentence.
+
+    Answers that are missing are not judged: of a file that is replayed, cookiecutter first shows
+    those that the file leaves out.
+    """
     found = []
     for question, judge in JUDGES.items():
+        if question not in answers:
+            continue
         answer = answers[question]
-        verdict = judge(answer) if isinstance(answer, str) else "must be text"
+        # YAML reads yes, no, on, off and numbers as something else.
+        verdict = judge(answer) if isinstance(answer, str) else "must be text, in quotes in YAML"
         if verdict:
             found.append(f"{question} {verdict}; it is {answer!r}.")
     return found
@@ -125,8 +146,8 @@ def _package_name(answer: str) -> str | None:
         return "must not be a word that Python knows"
     if answer in sys.stdlib_module_names:
         return "must not hide a module of Python's own library"
-    if answer in FOLDERS:
-        return "must not be the name of another folder of the service"
+    if answer in TAKEN:
+        return "must not be the name of another folder or module of the service"
     if answer in OTHERWISE_IMPORTED or answer.replace("_", "-") in LIBRARIES:
         return "must not hide a library that the service uses"
     return None
@@ -151,11 +172,16 @@ def _author(answer: str) -> str | None:
     return None
 
 
+def _yes_or_no(answer: str) -> str | None:
+    return None if answer in ("yes", "no") else "must be yes or no"
+
+
 JUDGES: dict[str, Callable[[str], str | None]] = {
     "service_name": _service_name,
     "package_name": _package_name,
     "description": _description,
     "author": _author,
+    **dict.fromkeys(FEATURES, _yes_or_no),
 }
 
 

@@ -14,9 +14,10 @@ from cookiecutter.exceptions import FailedHookException
 import local_extensions
 from local_extensions import JUDGES, LIBRARIES, LONGEST_LINE, LONGEST_NAME, mistakes
 
-from tests.baked import DEFAULTS, ROOT, Template
+from tests.baked import DEFAULTS, RAW, ROOT, Template, features
 
-QUESTIONS = ["service_name", "package_name", "description", "author"]
+TEXTS = ["service_name", "package_name", "description", "author"]
+QUESTIONS = [*TEXTS, *features()]
 
 CANARY = "canary"
 """A file that code in an answer would leave behind, wherever it is run."""
@@ -113,7 +114,8 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
-    *("pipeline", "tests", "migrations", "dev", "deploy", "src"),
+    *("pipeline", "archive", "claims", "page", "tests", "migrations", "dev", "deploy", "src"),
+    *("stack", "send", "servers", "promtool", "settings_guide", "build", "demo", "dist"),
     *("aiokafka", "sqlalchemy", "asyncpg", "pytest", "opentelemetry", "pydantic_settings"),
 ]
 
@@ -128,6 +130,7 @@ def assert_refused(
     """Cookiecutter failed, in words, wrote nothing and ran nothing."""
     assert done.returncode != 0
     assert "Nothing was generated." in done.stdout
+    assert "Traceback" not in done.stdout
     for words in said:
         assert words in done.stdout
     assert list(output.rglob("*")) == []
@@ -189,6 +192,31 @@ def test_a_package_does_not_hide_any_library_that_is_installed_with_the_service(
     assert accepted == set()
 
 
+@pytest.mark.parametrize("folder", [".", "dev", "src", "tests"])
+def test_a_package_does_not_hide_anything_of_the_service(folder: str) -> None:
+    names = {each.stem if each.suffix == ".py" else each.name for each in (RAW / folder).iterdir()}
+    possible = {name for name in names if re.fullmatch("[a-z][a-z0-9_]*", name)}
+
+    accepted = {n for n in possible if not mistakes({**DEFAULTS, "package_name": n})}
+
+    assert len(possible) > 3
+    assert accepted == set()
+
+
+@pytest.mark.parametrize("name", ["dev/novel.py", "tests/novel/__init__.py", "src/novel/a.py"])
+def test_what_is_added_to_the_service_tomorrow_is_not_hidden_either(
+    name: str, tmp_path: Path, output: Path
+) -> None:
+    template = Template.copied_to(tmp_path)
+    added = template.path / RAW.name / name
+    added.parent.mkdir(exist_ok=True)
+    added.touch()
+
+    done = template.cookiecutter(output, "--no-input", "service_name=novel")
+
+    assert_refused(done, output, template, "package_name must not be", "'novel'")
+
+
 def test_a_service_is_not_named_as_a_library_that_it_would_replace() -> None:
     accepted = {n for n in LIBRARIES if not mistakes({**DEFAULTS, "service_name": n})}
 
@@ -225,12 +253,48 @@ def test_a_template_in_the_users_configuration_is_not_run(template: Template, ou
     assert_refused(done, output, template)
 
 
-def test_a_choice_that_is_not_offered_is_refused(template: Template, output: Path) -> None:
-    done = template.cookiecutter(output, "--no-input", "worked_example=maybe")
+@pytest.mark.parametrize("answer", ["maybe", "", "y", "Yes", "NO", "yes no", "1"])
+@pytest.mark.parametrize("feature", features())
+def test_a_feature_is_chosen_by_yes_or_no(feature: str, answer: str) -> None:
+    assert mistakes({**DEFAULTS, feature: "yes"}) == mistakes({**DEFAULTS, feature: "no"}) == []
+    assert mistakes({**DEFAULTS, feature: answer}) == [
+        f"{feature} must be yes or no; it is {answer!r}."
+    ]
 
-    assert done.returncode != 0
-    assert "the choices are ['yes', 'no']" in done.stdout
-    assert list(output.rglob("*")) == []
+
+@pytest.mark.parametrize("feature", features())
+def test_a_feature_that_is_neither_chosen_nor_left_out_is_refused(
+    feature: str, template: Template, output: Path
+) -> None:
+    done = template.cookiecutter(output, "--no-input", f"{feature}=maybe")
+
+    assert_refused(done, output, template, f"{feature} must be yes or no; it is 'maybe'.")
+
+
+def test_features_of_the_users_configuration_are_refused_in_the_same_words(
+    template: Template, output: Path
+) -> None:
+    configuration = output.parent / "config.yaml"
+    chosen = dict.fromkeys(features(), "maybe")
+    configuration.write_text(json.dumps({"default_context": chosen}), "utf-8")
+
+    done = template.cookiecutter(output, "--no-input", "--config-file", str(configuration))
+
+    refused = [f"{feature} must be yes or no; it is 'maybe'." for feature in chosen]
+    assert_refused(done, output, template, *refused)
+
+
+def test_an_answer_that_yaml_takes_for_a_boolean_is_refused_with_what_to_do(
+    template: Template, output: Path
+) -> None:
+    configuration = output.parent / "config.yaml"
+    configuration.write_text("default_context:\n    object_store: no\n", "utf-8")
+
+    done = template.cookiecutter(output, "--no-input", "--config-file", str(configuration))
+
+    assert_refused(
+        done, output, template, "object_store must be text, in quotes in YAML; it is False."
+    )
 
 
 def test_every_question_is_asked_in_words_and_can_be_left_at_its_default(
@@ -238,21 +302,38 @@ def test_every_question_is_asked_in_words_and_can_be_left_at_its_default(
 ) -> None:
     prompts = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"]
 
-    done = template.cookiecutter(output, typed="\n" * 7)
+    done = template.cookiecutter(output, typed="\n" * len(QUESTIONS))
 
     assert done.returncode == 0, done.stdout
     said = " ".join(done.stdout.split())
     for question in QUESTIONS:
-        assert prompts[question] in said
-        assert DEFAULTS[question] in said
-    for question in ("worked_example", "object_store", "operations_page"):
-        assert prompts[question]["__prompt__"] in said
+        assert f"{' '.join(prompts[question].split())} ({DEFAULTS[question]}):" in said
     assert list(output.iterdir()) == [output / "parcel-tracker"]
+
+
+def test_a_feature_is_declined_by_typing_no(template: Template, output: Path) -> None:
+    typed = ["" for _ in TEXTS] + ["no" for _ in features()]
+
+    done = template.cookiecutter(output, typed="".join(f"{line}\n" for line in typed))
+
+    assert done.returncode == 0, done.stdout
+    assert not (output / "parcel-tracker" / "src" / "page").exists()
+
+
+def test_a_feature_that_is_typed_wrongly_is_refused(template: Template, output: Path) -> None:
+    typed = ["" for _ in TEXTS] + ["perhaps" for _ in features()]
+
+    done = template.cookiecutter(output, typed="".join(f"{line}\n" for line in typed))
+
+    refused = [f"{feature} must be yes or no; it is 'perhaps'." for feature in features()]
+    assert_refused(done, output, template, *refused)
 
 
 @pytest.mark.parametrize("answer", TEMPLATES)
 def test_what_is_typed_is_refused_as_well(answer: str, template: Template, output: Path) -> None:
-    done = template.cookiecutter(output, typed=f"\n\n{answer}\n\n\n\n\n")
+    typed = ["", "", answer, *("" for _ in QUESTIONS[3:])]
+
+    done = template.cookiecutter(output, typed="".join(f"{line}\n" for line in typed))
 
     assert_refused(done, output, template, "description")
 
@@ -268,6 +349,19 @@ def test_what_is_replayed_from_a_file_is_refused_as_well(
     done = template.cookiecutter(output, "--replay-file", str(replayed))
 
     assert_refused(done, output, template, "package_name", "description", "author")
+
+
+def test_features_that_are_replayed_from_a_file_are_refused_in_the_same_words(
+    template: Template, output: Path
+) -> None:
+    replayed = output.parent / "replayed.json"
+    answers = {**DEFAULTS, **dict.fromkeys(features(), "maybe")}
+    replayed.write_text(json.dumps({"cookiecutter": answers}), "utf-8")
+
+    done = template.cookiecutter(output, "--replay-file", str(replayed))
+
+    refused = [f"{feature} must be yes or no; it is 'maybe'." for feature in features()]
+    assert_refused(done, output, template, *refused)
 
 
 @pytest.mark.parametrize("answer", [*HOSTILE, *TEMPLATES])
@@ -303,8 +397,8 @@ def test_a_new_cookiecutter_will_do(new: str, monkeypatch: pytest.MonkeyPatch) -
     local_extensions.Answers(jinja2.Environment())
 
 
-def test_every_text_question_has_a_judge() -> None:
+def test_every_question_has_a_judge() -> None:
     asked = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
 
     assert list(JUDGES) == QUESTIONS
-    assert {q for q in asked if isinstance(asked[q], str) and not q.startswith("_")} == set(JUDGES)
+    assert {question for question in asked if not question.startswith("_")} == set(JUDGES)
