@@ -6,6 +6,14 @@ PYTHON ?= python3
 BIN = $(abspath $(VENV))/bin
 RAW = <<cookiecutter.service_name>>
 STACK = $(BIN)/python '$(RAW)/dev/stack.py'
+
+# Tests mostly wait, so more of them run at once than there are processors. Those of a group, and
+# of a file that shares costly fixtures, stay together.
+WORKERS ?= 6
+ENGINE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw' --dist=loadgroup
+TEMPLATE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-template' --dist=loadgroup
+SIDE_BY_SIDE = --no-print-directory --keep-going --jobs=2 $(if $(CI),--output-sync)
+
 PIN = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-annotate --no-emit-index-url --custom-compile-command "make requirements" $(UPGRADE)
 
@@ -21,8 +29,9 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest bench model test test-long test-engine
-.PHONY: test-others test-raw test-pooler test-baked check check-raw format requirements clean
+.PHONY: help setup up down demo chaos chaos-selftest bench model test-unit test test-full
+.PHONY: test-engine test-template test-engine-full test-template-full
+.PHONY: check check-raw format requirements clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -33,7 +42,6 @@ up: $(INSTALLED) ## start PostgreSQL and Kafka and wait until they serve
 	@$(STACK) up
 
 down: $(INSTALLED) ## stop them
-	@test ! -d .stack/others || $(STACK) --state .stack/others down
 	@$(STACK) down
 	@test ! -d build/demo || $(BIN)/python -m demo.run --stop
 	@test ! -d build/chaos || $(BIN)/python -m chaos.run --stop
@@ -64,35 +72,33 @@ bench: $(INSTALLED) ## measure the service beside what else one could have writt
 model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it is and with faults
 	@$(BIN)/python -m model.check
 
-test: check ## everything that a contributor needs to trust a change, real servers included
-	@$(STACK) run -- true # installs them: two at once would be in each other's way
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 $(if $(CI),--output-sync) \
-	    test-engine test-others
+test-unit: $(INSTALLED) ## the tests that need no server
+	@cd '$(RAW)' && $(ENGINE) --numprocesses=2 -m 'not integration and not full'
+	@$(TEMPLATE) --numprocesses=2 -m 'not integration and not full'
 
-test-long: $(INSTALLED) ## what `make test` leaves out because it takes its time: half an hour
-	@$(STACK) run -- env PYTEST_ADDOPTS='-m long' \
-	    $(MAKE) --no-print-directory --keep-going test-raw test-baked
+test: check ## what a contributor needs to trust a change, real servers included
+	@$(BIN)/python -m tests.programs install test
+	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine test-template
 
-# Side by side, each on servers of its own: tests ask what goes on in all of a server.
-test-engine: $(INSTALLED)
-	@$(STACK) run -- $(MAKE) --no-print-directory test-raw
-
-test-others: $(INSTALLED)
-	@$(STACK) --state .stack/others run -- $(MAKE) --no-print-directory --keep-going --jobs=1 \
-	    test-pooler test-baked
+test-full: $(INSTALLED) ## everything else: crashes, outages, plans, TLS, pooler, every variant; an hour
+	@$(BIN)/python -m tests.programs install test-full
+	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine-full test-template-full
 
 # The engine's own tests, in the raw tree.
-test-raw: $(INSTALLED)
-	@cd '$(RAW)' && $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw'
+test-engine: $(INSTALLED)
+	@cd '$(RAW)' && $(ENGINE) --numprocesses=$(WORKERS)
 
-# Those that need a database once more, behind PgBouncer in transaction mode.
-test-pooler: $(INSTALLED)
-	@cd '$(RAW)' && TEST_POOLER=1 $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-pooler' \
-	    tests/pipeline/integration
+# A second time behind PgBouncer go those that it could change: see BEHIND_A_POOLER.
+test-engine-full: $(INSTALLED)
+	@cd '$(RAW)' && $(ENGINE) --numprocesses=$(WORKERS) -m full
+	@cd '$(RAW)' && TEST_POOLER=1 $(ENGINE) --numprocesses=$(WORKERS) -m pooler
 
 # The template's tests, which bake services and let those test themselves.
-test-baked: $(INSTALLED)
-	@$(BIN)/python -m pytest
+test-template: $(INSTALLED)
+	@$(TEMPLATE) --numprocesses=2
+
+test-template-full: $(INSTALLED)
+	@$(TEMPLATE) --numprocesses=2 -m full
 
 check: $(INSTALLED) check-raw ## lint, formatting, types, direction of imports: raw tree and template
 	@$(BIN)/mypy
@@ -120,7 +126,6 @@ requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--up
 
 clean: ## delete everything that was made here, the servers' data too
 	@test ! -x $(BIN)/python || $(MAKE) --no-print-directory down
-	@test ! -x $(BIN)/python || $(STACK) --state .stack/others down --purge
 	@test ! -x $(BIN)/python || $(STACK) down --purge
 	@rm -rf .venv .stack .*_cache build
 	@find . -name __pycache__ -prune -exec rm -rf {} +

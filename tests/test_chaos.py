@@ -864,7 +864,7 @@ async def test_a_broker_that_names_its_address_names_the_proxy() -> None:
 
 
 @needs_proc
-@pytest.mark.long
+@pytest.mark.full
 def test_the_self_test_catches_a_sabotage_and_lets_the_honest_engine_pass(tmp_path: Path) -> None:
     said = subprocess.run(
         [

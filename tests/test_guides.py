@@ -376,7 +376,7 @@ def test_what_the_pages_of_the_template_show_is_run_somewhere() -> None:
     assert set(found.values()) == set(ELSEWHERE)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_way_to_a_service_of_ones_own_is_that_of_the_read_me(tmp_path: Path) -> None:
     (block,) = [one for one in for_a_shell(TEMPLATES) if one.startswith("pip install")]
     block = block.removesuffix("make run\n")

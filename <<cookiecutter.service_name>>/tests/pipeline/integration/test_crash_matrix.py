@@ -49,7 +49,7 @@ def is_long(point: Point) -> bool:
 
 
 POINTS = [
-    pytest.param(point, marks=[pytest.mark.long] if is_long(point) else [])
+    pytest.param(point, marks=[pytest.mark.full] if is_long(point) else [])
     for boundary in BOUNDARIES
     for moment in Moment
     for point in [Point(boundary, moment)]

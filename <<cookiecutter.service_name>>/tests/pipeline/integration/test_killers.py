@@ -66,9 +66,9 @@ def struck(how: str) -> Deposit:
         ("immediate", "kill", 5),
         # Among others, and three times with the attempt spent beforehand.
         ("deferred", "loop", 4),
-        pytest.param("deferred", "kill", 4, marks=pytest.mark.long),
+        pytest.param("deferred", "kill", 4, marks=pytest.mark.full),
         # As the first one, before any handler is called.
-        pytest.param("immediate", "validation", 5, marks=pytest.mark.long),
+        pytest.param("immediate", "validation", 5, marks=pytest.mark.full),
     ],
 )
 async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(

