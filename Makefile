@@ -70,6 +70,7 @@ bench: $(INSTALLED) ## measure the service beside what else one could have writt
 	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots)
 
 model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it is and with faults
+	@$(BIN)/python -m tests.programs install spin gcc
 	@$(BIN)/python -m model.check
 
 test-unit: $(INSTALLED) ## the tests that need no server

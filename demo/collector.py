@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,41 +20,38 @@ from typing import Any
 from demo.flights import ROOT
 from demo.processes import READY_WITHIN, STOPPED_WITHIN, ProcessFailed, free_port, last_lines
 
+sys.path.insert(0, str(ROOT / "<<cookiecutter.service_name>>" / "dev"))
+import programs
+
 SOURCE = ROOT / "demo" / "otelcol"
 SOURCES = ("go.mod", "go.sum", "main.go")
 PIPELINE = "traces"
 
 
-class NoGo(Exception):
-    """There is no Go on PATH, which builds the collector. Install it, then run this again."""
-
-    def __str__(self) -> str:
-        return str(self.__doc__)
-
-
 def find() -> Path:
     """Return the program; builds it if need be, which takes a minute or two.
 
-    Raises `NoGo`, and `ProcessFailed` if it cannot be built.
+    Raises `ProcessFailed` if it cannot be built.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
     sources = b"".join((SOURCE / name).read_bytes() for name in SOURCES)
     program = caches / f"otelcol-{hashlib.sha256(sources).hexdigest()[:12]}"
     if program.exists():
         return program
-    go = shutil.which("go")
-    if go is None:
-        raise NoGo
     caches.mkdir(parents=True, exist_ok=True)
     with (caches / "otelcol-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not program.exists():
             with tempfile.TemporaryDirectory(prefix="otelcol-", dir=caches) as work:
-                _build(go, Path(work) / program.name).rename(program)
+                _build(Path(work) / program.name).rename(program)
     return program
 
 
-def _build(go: str, program: Path) -> Path:
+def _build(program: Path) -> Path:
+    try:
+        go = programs.require_go()
+    except programs.ProgramError as error:
+        raise ProcessFailed(str(error)) from None
     print("building the OpenTelemetry Collector, once for all projects", file=sys.stderr)
     flags = ["-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags=-s -w"]
     done = subprocess.run(
@@ -165,5 +161,5 @@ def _serves(port: int) -> bool:
 if __name__ == "__main__":
     try:
         print(find())
-    except (NoGo, ProcessFailed) as error:
+    except ProcessFailed as error:
         sys.exit(str(error))

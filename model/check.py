@@ -18,7 +18,6 @@ from pathlib import Path
 MODELS = Path(__file__).resolve().parent
 BUILD = MODELS.parent / "build" / "model"
 
-PACKAGES = ("spin", "gcc", "libc6-dev")
 INSTALL_HINT = """\
   Debian, Ubuntu:  sudo apt-get install spin gcc libc6-dev
   macOS:           brew install spin"""
@@ -164,23 +163,9 @@ FAULTS = (
 
 
 def require_tools() -> None:
-    """Install Spin and a C compiler where we may; raises `CheckError` if they are missing."""
-    if _has_tools():
-        return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        print(f"installing {' '.join(PACKAGES)} with apt-get", file=sys.stderr, flush=True)
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        install = ["install", "-y", "--no-install-recommends", *PACKAGES]
-        for arguments in (["update"], install):
-            subprocess.run(
-                ["apt-get", "-q", *arguments], env=environment, stdout=subprocess.DEVNULL
-            )
-    if not _has_tools():
+    """Raise `CheckError` if Spin or a C compiler is missing; `make model` installs them."""
+    if not all(shutil.which(tool) for tool in ("spin", "gcc")):
         raise CheckError(f"The models need Spin and gcc. Install them:\n{INSTALL_HINT}")
-
-
-def _has_tools() -> bool:
-    return all(shutil.which(tool) for tool in ("spin", "gcc"))
 
 
 def search(runs: Sequence[Run]) -> Iterator[Outcome]:

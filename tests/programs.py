@@ -13,7 +13,7 @@ import pytest
 from tests.baked import RAW
 
 sys.path.insert(0, str(RAW / "dev"))
-import programs as service  # noqa: E402 (lies in the raw tree)
+import programs as service
 
 PROGRAMS = (
     *service.PROGRAMS,

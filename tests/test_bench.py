@@ -587,6 +587,7 @@ def test_nothing_warms_up_where_that_is_not_wanted() -> None:
 
 @needs_proc
 @pytest.mark.full
+@pytest.mark.integration
 @pytest.mark.timeout(3_600)
 def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     said = subprocess.run(

@@ -214,6 +214,8 @@ def decoding() -> Iterator[str]:
         process.communicate("\n", timeout=60)
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_debezium_is_given_what_the_guide_says_and_the_outbox_takes_it(
     default_project: BakedProject,
 ) -> None:

@@ -648,6 +648,8 @@ async def slow_system(folder: Path, *names: str) -> AsyncIterator[System]:
 
 
 @needs_proc
+@pytest.mark.full
+@pytest.mark.integration
 async def test_who_still_starts_is_asked_to_end_when_it_is_ready(tmp_path: Path) -> None:
     async with slow_system(tmp_path, "relay-1", "relay-extra") as slow:
         await slow.members["relay-1"].service.start()
@@ -657,6 +659,8 @@ async def test_who_still_starts_is_asked_to_end_when_it_is_ready(tmp_path: Path)
 
 
 @needs_proc
+@pytest.mark.full
+@pytest.mark.integration
 async def test_who_joins_for_a_while_has_joined(tmp_path: Path) -> None:
     async with slow_system(tmp_path, "relay-extra") as slow:
         nobody = Helper("nobody", tmp_path / "nobody.log")
@@ -865,6 +869,7 @@ async def test_a_broker_that_names_its_address_names_the_proxy() -> None:
 
 @needs_proc
 @pytest.mark.full
+@pytest.mark.integration
 def test_the_self_test_catches_a_sabotage_and_lets_the_honest_engine_pass(tmp_path: Path) -> None:
     said = subprocess.run(
         [
@@ -883,6 +888,8 @@ def test_the_self_test_catches_a_sabotage_and_lets_the_honest_engine_pass(tmp_pa
 
 
 @needs_proc
+@pytest.mark.full
+@pytest.mark.integration
 def test_two_releases_come_out_by_expand_and_contract_while_scans_are_handled(
     tmp_path: Path,
 ) -> None:
@@ -897,6 +904,8 @@ def test_two_releases_come_out_by_expand_and_contract_while_scans_are_handled(
 
 
 @needs_proc
+@pytest.mark.full
+@pytest.mark.integration
 def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorders_nothing(
     tmp_path: Path,
 ) -> None:

@@ -395,6 +395,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks i
 
 
 @needs_proc
+@pytest.mark.integration
 def test_a_service_that_is_killed_on_the_way_loses_doubles_and_reorders_nothing(
     tmp_path: Path,
 ) -> None:
@@ -418,6 +419,8 @@ def test_a_service_that_is_killed_on_the_way_loses_doubles_and_reorders_nothing(
 
 
 @needs_proc
+@pytest.mark.full
+@pytest.mark.integration
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     with demo(tmp_path, "--events", "20000") as run:
         assert run.stdout is not None

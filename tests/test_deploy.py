@@ -26,6 +26,9 @@ import pytest
 import yaml
 
 from tests.baked import RAW, BakedProject
+from tests.programs import require
+
+pytestmark = [pytest.mark.full, pytest.mark.integration, pytest.mark.xdist_group("deploy")]
 
 DOCKERFILE = "deploy/Dockerfile"
 KUBERNETES = "1.34"
@@ -265,11 +268,7 @@ def test_no_secret_is_written_into_the_image(default_project: BakedProject) -> N
 
 def built(project: BakedProject, folder: str) -> list[dict[str, Any]]:
     """Return the objects that kustomize makes of a folder of manifests."""
-    tool = next(filter(None, map(shutil.which, ("kustomize", "kubectl"))), None)
-    if tool is None:
-        pytest.fail("install kustomize or kubectl, which is to build the manifests")
-    verb = "build" if tool.endswith("kustomize") else "kustomize"
-    return list(yaml.safe_load_all(project.run(tool, verb, folder)))
+    return list(yaml.safe_load_all(project.run(require("kustomize"), "build", folder)))
 
 
 @pytest.fixture(scope="module")
@@ -517,11 +516,9 @@ COMPOSE = ("deploy/compose.yaml", "deploy/compose.service.yaml")
 @pytest.fixture(scope="module")
 def together(default_project: BakedProject) -> dict[str, dict[str, Any]]:
     """The services of both compose files, as Docker Compose merges them."""
-    compose = [tool] if (tool := shutil.which("docker-compose")) else ["docker", "compose"]
-    if shutil.which(compose[0]) is None:
-        pytest.fail("install docker-compose, which is to merge the files")
     files = [option for name in COMPOSE for option in ("--file", name)]
-    merged = json.loads(default_project.run(*compose, *files, "config", "--format", "json"))
+    compose = require("docker-compose")
+    merged = json.loads(default_project.run(compose, *files, "config", "--format", "json"))
     services: dict[str, dict[str, Any]] = merged["services"]
     return services
 
@@ -601,7 +598,7 @@ def test_prometheus_can_read_its_configuration_and_the_rules(
     deploy = default_project.path / "deploy"
     shutil.copytree(deploy / "prometheus", tmp_path / "rules")
     config = shutil.copy(deploy / "compose" / "prometheus.yaml", tmp_path / "prometheus.yml")
-    promtool = default_project.run(sys.executable, "dev/promtool.py").splitlines()[-1]
+    promtool = require("promtool")
 
     assert "1 rule files found" in default_project.run(promtool, "check", "config", config)
     text = Path(config).read_text("utf-8")

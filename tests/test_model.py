@@ -8,6 +8,15 @@ from model import check
 from model.check import FAULTS, FULL, QUICK, Outcome, Run
 
 from tests.baked import ROOT
+from tests.programs import require
+
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("model")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools() -> None:
+    for name in ("spin", "gcc"):
+        require(name)
 
 
 @pytest.fixture(scope="module")

