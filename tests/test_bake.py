@@ -30,6 +30,7 @@ from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment
 COPIED = (
     *("src/archive", "src/claims", "src/page", "src/pipeline"),
     *("tests/archive", "tests/claims", "tests/page", "tests/pipeline"),
+    *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
 """What is copied as it is, byte for byte."""

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 from uuid import uuid4
 
 import asyncpg
@@ -22,24 +23,19 @@ from pipeline.settings import Settings
 from . import app
 from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     Command,
-    collected,
     commands,
-    connect,
-    database_url,
-    db,
-    direct_url,
-    kafka,
-    server_url,
-    settings,
-    template,
-    used_databases,
-    way_in,
 )
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import publish_all
 
 DAY = date(2020, 1, 1)
 OLD = f"outbox_p{DAY:%Y%m%d}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.integration)
 
 
 @pytest.fixture(scope="session")
@@ -147,7 +143,7 @@ class House:
         return found
 
 
-async def make_day(db: asyncpg.Connection, day: date = DAY) -> None:  # noqa: F811
+async def make_day(db: asyncpg.Connection, day: date = DAY) -> None:
     """Make the table of a day that is long over."""
     bounds = f"FROM ('{day} 00:00+00') TO ('{day + timedelta(days=1)} 00:00+00')"
     await partitions.attach(db, "outbox", f"outbox_p{day:%Y%m%d}", bounds)
@@ -155,8 +151,8 @@ async def make_day(db: asyncpg.Connection, day: date = DAY) -> None:  # noqa: F8
 
 @pytest.fixture
 async def house(
-    db: asyncpg.Connection,  # noqa: F811
-    settings: Callable[..., Settings],  # noqa: F811
+    db: asyncpg.Connection,
+    settings: Callable[..., Settings],
 ) -> House:
     """Return a database with an old day, which is empty."""
     await make_day(db)

@@ -28,9 +28,11 @@ from pipeline.service import Tell
 
 from . import app
 from .conftest import DAY, OLD, House, make_day
-from tests.pipeline.integration.conftest import HOME, PATIENCE, Command, eventually
+from tests.pipeline.integration.conftest import Command
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import event
+from tests.servers.databases import HOME
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 

@@ -18,26 +18,11 @@ from pipeline.fetching import fetch_batch
 from pipeline.settings import Settings
 
 from tests.archive.conftest import s3proxy  # noqa: F401 (fixture)
-from tests.pipeline.integration.bank import Bank, Deposit
+from tests.contract.bank import Deposit
+from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
-    Running,
-    collected,
     commands,
-    connect,
-    database_url,
-    db,
-    direct_url,
-    kafka,
     new_desk,
-    new_topic,
-    producer,
-    records,
-    running,
-    server_url,
-    settings,
-    template,
-    used_databases,
-    way_in,
 )
 from tests.pipeline.integration.desk import Desk, NewDesk, Outcome
 
@@ -108,7 +93,7 @@ def objects(store_url: str) -> Objects:
 
 
 @pytest.fixture
-def opened(store_url: str, settings: Callable[..., Settings]) -> Callable[..., Claims]:  # noqa: F811
+def opened(store_url: str, settings: Callable[..., Settings]) -> Callable[..., Claims]:
     """Open the claim check of a service; changes may be such as no environment is allowed."""
 
     def open_one(service: str = "desk", **changes: object) -> Claims:

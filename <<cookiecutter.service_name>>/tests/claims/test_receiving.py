@@ -24,10 +24,11 @@ from pipeline.payload import payload_hash
 from pipeline.references import DataElsewhere, Reference
 
 from .conftest import FOLDER_AND_S3, LOST, Counter, Objects, Outage, referring
-from tests.pipeline.integration.bank import Bank, Deposit
-from tests.pipeline.integration.conftest import eventually, histories
+from tests.contract.bank import Deposit, histories
+from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.desk import NewDesk
 from tests.pipeline.integration.test_dead import redrive
+from tests.servers.waiting import eventually
 
 
 def payload(amount: int, account: str = "ada", size: int = 0) -> bytes:

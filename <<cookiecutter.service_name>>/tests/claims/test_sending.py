@@ -20,11 +20,11 @@ from pipeline.references import Kept, Reference
 from pipeline.settings import Settings
 
 from .conftest import FOLDER_AND_S3, LIMIT, Objects, Outage
-from tests.pipeline.integration.bank import Deposit
-from tests.pipeline.integration.conftest import PATIENCE, eventually
+from tests.contract.bank import Deposit
 from tests.pipeline.integration.desk import Desk, NewDesk
 from tests.pipeline.integration.test_round_trips import NEW, deposits, round_trips, wired
 from tests.pipeline.integration.wire import Wire
+from tests.servers.waiting import PATIENCE, eventually
 
 __all__ = ["wired"]
 

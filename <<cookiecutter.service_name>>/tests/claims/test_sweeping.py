@@ -19,9 +19,11 @@ from pipeline.scheduled import Scheduled
 
 from .conftest import GONE, Objects, Outage
 from .press import Base
-from tests.pipeline.integration.conftest import Command, Running, complaint, eventually
+from tests.conftest import Running
+from tests.pipeline.integration.conftest import Command, complaint
 from tests.pipeline.integration.grantees import DIRECTLY, splitting
 from tests.pipeline.integration.outgoing import event, publish_all, stage
+from tests.servers.waiting import eventually
 
 OLD = {"age": -1.0}
 """A setting with which everything that is published is old."""

@@ -23,16 +23,12 @@ from pipeline.settings import Settings
 
 from .conftest import FOLDER_AND_S3, GONE, LIMIT, SETTINGS, Objects, Outage
 from .press import Press, letters_for
-from tests.pipeline.integration.conftest import (
-    HOME,
-    PATIENCE,
-    Command,
-    Records,
-    Running,
-    eventually,
-)
+from tests.conftest import Records, Running
+from tests.pipeline.integration.conftest import Command
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import all_is_written
+from tests.servers.databases import HOME
+from tests.servers.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 

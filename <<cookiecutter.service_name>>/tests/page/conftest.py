@@ -14,22 +14,11 @@ from page.settings import PageSettings
 from pipeline.database import create_engine
 from pipeline.settings import Settings
 
-from tests.pipeline.integration.bank import Bank, Deposit
+from tests.contract.bank import Deposit
+from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
     bank,
-    collected,
-    connect,
-    database_url,
-    db,
-    direct_url,
-    kafka,
     new_desk,
-    new_topic,
-    server_url,
-    settings,
-    template,
-    used_databases,
-    way_in,
 )
 from tests.pipeline.integration.desk import Desk, NewDesk
 from tests.pipeline.integration.test_dead import bury
@@ -51,8 +40,8 @@ Opened = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 @pytest.fixture
 def opened(
     bank: Bank,  # noqa: F811
-    settings: Callable[..., Settings],  # noqa: F811
-    database_url: str,  # noqa: F811
+    settings: Callable[..., Settings],
+    database_url: str,
 ) -> Opened:
     """Open a page to somebody who is not logged in, and comes from an address."""
 
@@ -106,7 +95,7 @@ async def desk(bank: Bank, new_desk: NewDesk) -> Desk:  # noqa: F811
     return await new_desk(bank.handlers, topic=bank.deposits)
 
 
-async def buried(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> str:  # noqa: F811
+async def buried(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> str:
     """Store deposits as dead letters, and return the id of the first."""
     await bury(desk, *deposits)
     id: str = await db.fetchval(

@@ -21,12 +21,13 @@ from pipeline.filters import Filters
 from pipeline.inbox import Slot
 from pipeline.settings import Settings
 
+from tests.contract.bank import Deposit
 from tests.pipeline.integration.app import bank
-from tests.pipeline.integration.bank import Deposit
-from tests.pipeline.integration.conftest import HOME, build
+from tests.pipeline.integration.conftest import build
 from tests.pipeline.integration.desk import Desk
 from tests.pipeline.integration.outgoing import event, stage
 from tests.pipeline.integration.test_dead import bury
+from tests.servers.databases import HOME
 
 HOSTILE = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 

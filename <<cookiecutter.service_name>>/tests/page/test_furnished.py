@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from .conftest import buried
-from tests.pipeline.integration.bank import Bank, Deposit
+from tests.contract.bank import Deposit
+from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.desk import Desk
 from tests.pipeline.integration.outgoing import make_old_day
 

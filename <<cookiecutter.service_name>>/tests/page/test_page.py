@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from .conftest import TOKEN, Opened, buried, csrf, log_in
-from tests.pipeline.integration.bank import Bank, Deposit
+from tests.contract.bank import Deposit
+from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.desk import Desk
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\u202egnp.exe"

@@ -12,7 +12,7 @@ from page import trouble
 from pipeline.settings import Settings
 
 from .conftest import PAGES, Opened, buried, csrf, log_in
-from tests.pipeline.integration.bank import Deposit
+from tests.contract.bank import Deposit
 from tests.pipeline.integration.desk import Desk
 from tests.pipeline.integration.grantees import DIRECTLY, Roles, splitting
 

@@ -11,11 +11,12 @@ import pytest
 from page import watching
 
 from .conftest import TOKEN, assert_guarded, csrf, log_in
+from tests.contract.bank import Deposit
 from tests.pipeline.integration import processes
-from tests.pipeline.integration.bank import Bank, Deposit
+from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.desk import Desk
-from tests.pipeline.integration.processes import Process, Start
 from tests.pipeline.integration.test_dead import bury
+from tests.servers.processes import Process, Start
 
 
 @pytest.fixture
@@ -23,13 +24,12 @@ async def start(
     bank: Bank,
     database_url: str,
     kafka: str,
-    unused_tcp_port_factory: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Start]:
     """Start processes that have the command `page`."""
     monkeypatch.setattr(processes, "APP", "tests.page.app")
     async with processes.starting(
-        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
+        bank, database_url=database_url, kafka_bootstrap_servers=kafka
     ) as one:
         yield one
 

@@ -11,7 +11,8 @@ import pytest
 from page import asked, sessions
 
 from .conftest import ORIGIN, PAGES, TOKEN, Opened, assert_guarded, buried, csrf, log_in
-from tests.pipeline.integration.bank import Bank, Deposit
+from tests.contract.bank import Deposit
+from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.desk import Desk
 
 

@@ -12,41 +12,28 @@ import pytest
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from alembic.config import Config
+from sqlalchemy import MetaData
 
 from pipeline.health import Health
 
 from <<cookiecutter.package_name>>.main import service
 
-from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
-    PATIENCE,
-    Running,
-    connect,
-    database_url,
-    db,
-    direct_url,
-    eventually,
-    kafka,
-    migrated,
-    producer,
-    running,
-    server_url,
-    settings,
-    used_databases,
-    way_in,
-)
+from tests.conftest import Running
+from tests.servers.databases import built
+from tests.servers.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
-def template(server_url: str) -> Iterator[str]:  # noqa: F811
+def template(server_url: str) -> Iterator[str]:
     """Name of the database that `database_url` is a copy of, migrated as the service's own."""
-    with migrated(server_url, Config(ROOT / "alembic.ini")) as name:
+    with built(server_url, Config(ROOT / "alembic.ini"), MetaData()) as name:
         yield name
 
 
 @pytest.fixture(scope="session")
-def partitions(kafka: str) -> int:  # noqa: F811
+def partitions(kafka: str) -> int:
     """Create the topics of the service where they are missing; how many partitions it reads."""
 
     async def create() -> int:
@@ -71,9 +58,7 @@ RunningService = Callable[[], AbstractAsyncContextManager[Health]]
 
 @pytest.fixture
 def running_service(
-    running: Running,  # noqa: F811
-    db: asyncpg.Connection,  # noqa: F811
-    partitions: int,
+    running: Running, db: asyncpg.Connection, partitions: int
 ) -> RunningService:
     """Run the service inside the test, as long as the `with` block lasts.
 
@@ -98,7 +83,7 @@ Published = Callable[[str, str, int], Awaitable[list[ConsumerRecord]]]
 
 
 @pytest.fixture
-async def published(kafka: str, partitions: int) -> AsyncIterator[Published]:  # noqa: F811
+async def published(kafka: str, partitions: int) -> AsyncIterator[Published]:
     """Wait for as many new records with this key in a topic, and return them in their order."""
     async with AIOKafkaConsumer(*service.topics, bootstrap_servers=kafka) as consumer:
         await consumer.seek_to_end()

@@ -15,7 +15,7 @@ from <<cookiecutter.package_name>> import handlers
 
 from .conftest import RunningService
 from .test_scans import parcel_id, scan, send  # noqa: F401 (a fixture)
-from tests.pipeline.integration.conftest import eventually
+from tests.servers.waiting import eventually
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,7 @@ from pipeline.lanes import Lanes
 from pipeline.results import Results
 from pipeline.work import FromPartition
 
-from .bank import Deposit
+from tests.contract.bank import Deposit
 
 
 class Outcome(NamedTuple):

@@ -11,9 +11,9 @@ from sqlalchemy import make_url
 
 from pipeline import roles
 
-from .bank import Base
-from .conftest import administer
-from .pooler import POOLED
+from tests.contract.bank import Base
+from tests.servers.databases import administer
+from tests.servers.pooler import POOLED
 
 DIRECTLY = pytest.mark.skipif(POOLED, reason="the pooler of the tests knows one user")
 

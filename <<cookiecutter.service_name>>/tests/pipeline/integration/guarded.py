@@ -11,7 +11,7 @@ from servers.postgres import Postgres
 from servers.state import StateDirectory
 
 from .certificates import Authority, Certificate
-from .programs import lacking
+from tests.servers.programs import lacking
 
 _INSTALLED = Path("/usr/lib/postgresql")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .processes import ROOT
-from .programs import lacking
+from tests.servers.processes import ROOT
+from tests.servers.programs import lacking
 
 RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 TEXT = RULES.read_text("utf-8")

@@ -15,9 +15,10 @@ from sqlalchemy.orm import Mapped, mapped_column
 from pipeline import Aggregate, Event, Handlers, Transaction
 from pipeline.transaction import Rows
 
-from .bank import Account, Bank, Base, Deposit, Deposited
-from .conftest import PATIENCE, eventually, histories
+from .bank import Bank
 from .desk import Desk, NewDesk
+from tests.contract.bank import Account, Base, Deposit, Deposited, histories
+from tests.servers.waiting import PATIENCE, eventually
 
 
 class Balance(Aggregate, Base):

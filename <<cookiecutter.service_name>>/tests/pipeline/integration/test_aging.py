@@ -4,10 +4,10 @@ import asyncpg
 
 from pipeline import backlog
 
-from .bank import Deposit
 from .desk import Desk, NewDesk
 from .plans import Explaining
 from .test_backlog import bank_with
+from tests.contract.bank import Deposit
 
 TURNS, SIZE = 40, 500
 

@@ -20,26 +20,18 @@ from pipeline import inbox
 from pipeline.commands import command_line
 from pipeline.schema import SHARDS
 
-from .bank import Bank, Deposit
-from .conftest import Command, eventually
+from .bank import Bank
+from .conftest import Command
 from .doors import Door
 from .grantees import Roles, splitting
 from .kafka_wire import Wire
-from .outgoing import (
-    LARGE,
-    OLD,
-    SMALL,
-    allow,
-    create_topic,
-    event,
-    following,
-    make_old_day,
-    shares,
-    stage,
-    stage_long_ago,
-)
-from .processes import ROOT, Process, Start, starting
+from .outgoing import LARGE, OLD, SMALL, allow, event, make_old_day, shares, stage, stage_long_ago
+from .processes import starting
 from .prometheus import ALERTS, TEXT, check, promtool, series, together
+from tests.contract.bank import Deposit
+from tests.servers.processes import ROOT, Process, Start
+from tests.servers.topics import create_topic, following
+from tests.servers.waiting import eventually
 
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
 OF_OPERATORS = ("runbook", "operating-errors")
@@ -52,14 +44,12 @@ async def start(
     bank: Bank,
     database_url: str,
     kafka: str,
-    unused_tcp_port_factory: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Start]:
     """Start processes of the bank that tell of everything at once."""
     monkeypatch.setenv("BANK_COUNTS", "0.1")
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=database_url,
         kafka_bootstrap_servers=kafka,
         kafka_session_timeout=6,

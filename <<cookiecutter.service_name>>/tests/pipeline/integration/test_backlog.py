@@ -11,9 +11,9 @@ from pipeline.breaker import BreakerOpen
 from pipeline.database import autocommitting
 from pipeline.policy import DEFERRED, dead
 
-from .bank import Account, Bank, Deposit, Deposited
-from .conftest import histories
+from .bank import Bank
 from .desk import Desk, NewDesk
+from tests.contract.bank import Account, Deposit, Deposited, histories
 
 HOLDING = Policy(attempts=1, after_death="hold")
 QUICK = Policy(schedule=(0,))

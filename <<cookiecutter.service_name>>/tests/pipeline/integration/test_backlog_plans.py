@@ -18,8 +18,9 @@ from pipeline.backlog import Lane, Row, lane_of
 from pipeline.batch import Item, order_key, read
 from pipeline.policy import Fate
 
-from .bank import Bank, Deposit
+from .bank import Bank
 from .plans import Explaining, connected, execute, only
+from tests.contract.bank import Deposit
 
 BANK = Bank(deposits="t", balances="balances", name="bank")
 BANK.handlers.plain("t", Plain("deposited", Position()))

@@ -14,9 +14,8 @@ from opentelemetry import context as otel
 from pipeline import Event, EventBatch, Handlers, Park, Policy, Reject, Transaction
 from pipeline.outbox import event_id
 
-from .bank import Deposit, Deposited
-from .conftest import histories
 from .desk import Desk, NewDesk
+from tests.contract.bank import Deposit, Deposited, histories
 
 TOPIC = "deposits"
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"

@@ -10,9 +10,10 @@ from aiokafka import AIOKafkaProducer
 from pipeline import publisher
 from pipeline.settings import Settings
 
-from .conftest import eventually
 from .kafka_wire import Wire
-from .outgoing import Tail, all_is_written, event, following, id_of, relaying, stage
+from .outgoing import all_is_written, event, relaying, stage
+from tests.servers.topics import Tail, following, id_of
+from tests.servers.waiting import eventually
 
 NewTopic = Callable[..., Awaitable[str]]
 NewSettings = Callable[..., Settings]

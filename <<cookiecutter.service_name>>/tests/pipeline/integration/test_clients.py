@@ -10,8 +10,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from pipeline import clients
 
-from .conftest import PATIENCE, eventually
 from .kafka_wire import Api, Wire
+from tests.servers.waiting import PATIENCE, eventually
 
 NewTopic = Callable[..., Awaitable[str]]
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from pipeline.commands import command_line
 
 from .bank import Bank
-from .conftest import eventually
-from .outgoing import empty_database
-from .processes import Process, Start, starting
+from .processes import starting
+from tests.servers.databases import empty_database
+from tests.servers.processes import Process, Start
+from tests.servers.waiting import eventually
 
 ALEMBIC = f"""
 [alembic]
@@ -39,12 +40,10 @@ async def start(
     unborn: Bank,
     empty_database_url: str,
     kafka: str,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> AsyncIterator[Start]:
     """Start commands of a bank that has no topics and no tables yet."""
     async with starting(
         unborn,
-        unused_tcp_port_factory,
         database_url=empty_database_url,
         kafka_bootstrap_servers=kafka,
     ) as one:

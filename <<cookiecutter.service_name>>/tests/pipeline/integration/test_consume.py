@@ -26,15 +26,11 @@ from pipeline.message import headers_of
 from pipeline.outbox import Outbox, Unpublishable
 from pipeline.runtime import Part
 
-from .bank import Account, Bank, Base, Deposit, Deposited
-from .conftest import (
-    PATIENCE,
-    Records,
-    Running,
-    eventually,
-    histories,
-    position_reaches,
-)
+from .bank import Bank
+from .conftest import position_reaches
+from tests.conftest import Records, Running
+from tests.contract.bank import Account, Base, Deposit, Deposited, histories
+from tests.servers.waiting import PATIENCE, eventually
 
 
 async def balance(db: asyncpg.Connection, account: str = "ada") -> int | None:

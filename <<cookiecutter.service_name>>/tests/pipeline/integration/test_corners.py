@@ -16,11 +16,14 @@ from pipeline.schema import LANES
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 
-from .bank import Account, Bank, Deposit, Deposited
-from .conftest import Running, eventually, histories, position_of, position_reaches
+from .bank import Bank
+from .conftest import position_of, position_reaches
 from .desk import Desk, NewDesk
 from .test_backlog import NOW, QUICK, bank_with, forgetful, told
 from .test_dead import redrive
+from tests.conftest import Running
+from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.servers.waiting import eventually
 
 
 def of_one_lane(count: int) -> list[int]:

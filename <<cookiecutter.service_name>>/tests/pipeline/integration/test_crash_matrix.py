@@ -24,12 +24,12 @@ from pipeline.inbox import GENERATION_LOCK
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point
-from .conftest import eventually
 from .languages import boundary_of
 from .processes import environment
 from .wire import Wire
 from .worlds import PATIENCE, LetGo, Servers, World
 from .zygote import zygote
+from tests.servers.waiting import eventually
 
 AT_ONCE = 8
 """Worlds at a time. Most of a world's time is spent waiting for the group to miss the dead one."""

@@ -32,11 +32,15 @@ from pipeline.policy import dead as fate_of
 from pipeline.runtime import Part
 from pipeline.work import FromLane, FromPartition
 
-from .bank import Bank, Deposit
-from .conftest import Command, Running, complaint, eventually, histories
+from .bank import Bank
+from .conftest import Command, complaint
 from .desk import Desk, NewDesk
 from .outgoing import bury as bury_events
-from .processes import Start, starting
+from .processes import starting
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.processes import Start
+from tests.servers.waiting import eventually
 
 HOLDING = Policy(attempts=1, after_death="hold")
 PATIENCE = 10.0
@@ -44,13 +48,9 @@ EVERYTHING = Which()
 
 
 @pytest.fixture
-async def start(
-    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
+async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
     """Start commands of the bank."""
-    async with starting(
-        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
-    ) as one:
+    async with starting(bank, database_url=database_url, kafka_bootstrap_servers=kafka) as one:
         yield one
 
 

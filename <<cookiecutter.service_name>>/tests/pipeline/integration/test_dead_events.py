@@ -15,7 +15,7 @@ from pipeline.dead_events import UnsentEvent, Which
 from pipeline.settings import Settings
 
 from .bank import Bank
-from .conftest import PATIENCE, Command, complaint, eventually
+from .conftest import Command, complaint
 from .outgoing import (
     EVERYTHING,
     LARGE,
@@ -23,18 +23,19 @@ from .outgoing import (
     allow,
     are_dead,
     bury,
-    create_topic,
     died,
     discard,
     event,
-    following,
     numbered,
     redrive,
     relaying,
     stage,
     waits,
 )
-from .processes import Start, starting
+from .processes import starting
+from tests.servers.processes import Start
+from tests.servers.topics import create_topic, following
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 NewSettings = Callable[..., Settings]
@@ -54,13 +55,10 @@ async def numbers(
 
 
 @pytest.fixture
-async def start(
-    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
+async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
     """Start commands of the bank."""
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=database_url,
         kafka_bootstrap_servers=kafka,
         relay_lease=3,

@@ -9,9 +9,10 @@ from aiokafka import AIOKafkaProducer
 from pipeline import Policy, Reject
 from pipeline.message import headers_of
 
-from .bank import Bank, Deposit
-from .conftest import Records, Running, histories
+from .bank import Bank
 from .desk import Desk, NewDesk
+from tests.conftest import Records, Running
+from tests.contract.bank import Deposit, histories
 
 TOPIC = "dead"
 

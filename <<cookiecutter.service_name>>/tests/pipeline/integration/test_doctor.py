@@ -21,15 +21,18 @@ from pipeline.database import autocommitting, create_engine
 from pipeline.doctor import Finding
 from pipeline.settings import Settings
 
-from .bank import Bank, Deposit
+from .bank import Bank
 from .clusters import private, standing_by
-from .conftest import Command, build, eventually
+from .conftest import Command, build
 from .desk import NewDesk
 from .kafka_wire import Wire
 from .outgoing import event, stage
-from .pooler import pooling
-from .processes import Process, starting
+from .processes import starting
 from .test_commands import ALEMBIC
+from tests.contract.bank import Deposit
+from tests.servers.pooler import pooling
+from tests.servers.processes import Process
+from tests.servers.waiting import eventually
 
 Examine = Callable[..., Awaitable[dict[str, Finding]]]
 OF_DECLARED = ("topics", "compaction", "message size")
@@ -95,12 +98,10 @@ async def command(
     direct_url: str,
     kafka: str,
     tmp_path: Path,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> AsyncIterator[Callable[..., Awaitable[Process]]]:
     """Run the doctor in a process of its own, which declares no other tests' events."""
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=direct_url,
         database_pooler=False,
         kafka_bootstrap_servers=kafka,

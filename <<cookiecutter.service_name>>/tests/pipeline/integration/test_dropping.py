@@ -16,8 +16,8 @@ from pipeline.partitions import Partition, State
 from pipeline.retention import Round, keep_house
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from .bank import Bank, Deposit
-from .conftest import Command, eventually, histories
+from .bank import Bank
+from .conftest import Command
 from .desk import Desk
 from .outgoing import (
     IN_OLD,
@@ -25,10 +25,7 @@ from .outgoing import (
     OLD,
     allow,
     are_dead,
-    create_topic,
     event,
-    following,
-    ids_in,
     make_old_day,
     publish_all,
     relaying,
@@ -38,6 +35,9 @@ from .outgoing import (
 )
 from .outgoing import redrive as redrive_events
 from .test_dead import redrive
+from tests.contract.bank import Deposit, histories
+from tests.servers.topics import create_topic, following, ids_in
+from tests.servers.waiting import eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 

@@ -29,10 +29,10 @@ from pipeline.dead import Which
 from pipeline.outbox import EFFECTS
 from pipeline.policy import UNKNOWN
 
-from .bank import Account, Deposit, Deposited
-from .conftest import eventually, histories
 from .desk import Desk, NewDesk
 from .test_backlog import HOLDING, QUICK, told
+from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.servers.waiting import eventually
 
 TOPIC = "deposits"
 

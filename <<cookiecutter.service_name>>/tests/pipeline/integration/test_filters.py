@@ -18,10 +18,12 @@ from pipeline.retention import keep_house
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 
-from .bank import Bank, Deposit
-from .conftest import PATIENCE, Running, eventually, histories
+from .bank import Bank
 from .desk import Desk, NewDesk
 from .test_inbox import close_generation, count, somebody_waits
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 NewSettings = Callable[..., Settings]

@@ -12,9 +12,10 @@ from sqlalchemy.exc import DBAPIError
 from pipeline import Event, Handlers, Transaction, consume
 from pipeline.outbox import Unpublishable
 
-from .bank import Account, Bank, Deposit, Deposited, Refused
-from .conftest import eventually, histories
+from .bank import Bank, Refused
 from .desk import Desk, NewDesk
+from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.servers.waiting import eventually
 
 TOO_MUCH = 1_000_000
 """An amount that `forbid_riches` lets nobody hold."""

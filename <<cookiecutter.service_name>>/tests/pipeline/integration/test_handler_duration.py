@@ -6,8 +6,9 @@ import pytest
 
 from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction, telemetry
 
-from .bank import Account, Bank, Deposit, Deposited
+from .bank import Bank
 from .desk import Desk, NewDesk
+from tests.contract.bank import Account, Deposit, Deposited
 
 TOPIC = "deposits"
 SLOW = 0.05

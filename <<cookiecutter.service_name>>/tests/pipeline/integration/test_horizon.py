@@ -13,8 +13,9 @@ from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
 from .bank import Bank
-from .conftest import PATIENCE, Running, eventually
-from .outgoing import create_topic
+from tests.conftest import Running
+from tests.servers.topics import create_topic
+from tests.servers.waiting import PATIENCE, eventually
 
 Choose = Callable[..., Settings]
 

@@ -14,9 +14,10 @@ from pipeline.database import autocommitting
 from pipeline.retention import keep_house
 from pipeline.settings import Settings
 
-from .bank import Bank, Deposit, Deposited
-from .conftest import PATIENCE, eventually, histories
+from .bank import Bank
 from .desk import Desk, NewDesk
+from tests.contract.bank import Deposit, Deposited, histories
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 

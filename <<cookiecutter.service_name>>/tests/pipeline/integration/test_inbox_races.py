@@ -17,11 +17,12 @@ from pipeline.inbox import GENERATION_LOCK, Generations
 from pipeline.retention import keep_house
 from pipeline.settings import Settings
 
-from .bank import Bank, Deposit, Deposited
-from .conftest import PATIENCE, eventually, histories
+from .bank import Bank
 from .desk import Desk, NewDesk
 from .test_inbox import count, somebody_waits
 from .test_interrupted import Gate
+from tests.contract.bank import Deposit, Deposited, histories
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 MANY = 100

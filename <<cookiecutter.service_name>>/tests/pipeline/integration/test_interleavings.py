@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pipeline import Gaps, Policy, backlog
 from pipeline.batch import _digest
 
-from .bank import Deposit
-from .conftest import PATIENCE
 from .desk import Desk, NewDesk
 from .lives import Death, Life, Moment, lanes_of, let_leases_end
-from .pooler import POOLED
 from .test_sequences import TOPIC, Following, history, numbered
+from tests.contract.bank import Deposit
+from tests.servers.pooler import POOLED
+from tests.servers.waiting import PATIENCE
 
 _accounts = (f"of {number}" for number in count())
 _LANE = 7

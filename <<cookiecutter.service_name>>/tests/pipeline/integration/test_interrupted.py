@@ -14,10 +14,13 @@ from pipeline.database import autocommitting
 from pipeline.inbox import PositionMoved
 from pipeline.runtime import Part
 
-from .bank import Account, Bank, Deposit, Deposited
-from .conftest import PATIENCE, Running, eventually, histories, position_reaches
+from .bank import Bank
+from .conftest import position_reaches
 from .desk import Desk, NewDesk
-from .pooler import POOLED
+from tests.conftest import Running
+from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.servers.pooler import POOLED
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 

@@ -14,9 +14,13 @@ from aiokafka import AIOKafkaProducer
 from pipeline.commands import command_line
 from pipeline.runtime import Part
 
-from .bank import Bank, Deposit
-from .conftest import Command, Running, administer, eventually, position_reaches
+from .bank import Bank
+from .conftest import Command, position_reaches
 from .test_scheduled import LONG_AGO, schedule
+from tests.conftest import Running
+from tests.contract.bank import Deposit
+from tests.servers.databases import administer
+from tests.servers.waiting import eventually
 
 Commands = Callable[[typer.Typer], Command]
 Tells = Callable[..., Any]

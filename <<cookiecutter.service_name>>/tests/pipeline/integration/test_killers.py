@@ -2,26 +2,25 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from .bank import Bank, Deposit
-from .conftest import eventually, histories
-from .processes import Process, Start, starting
+from .bank import Bank
+from .processes import starting
+from tests.contract.bank import Deposit, histories
+from tests.servers.processes import Process, Start
+from tests.servers.waiting import eventually
 
 
 @pytest.fixture
-async def start(
-    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
+async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
     """Start processes that give a record two chances, and hang for two seconds at most."""
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=database_url,
         kafka_bootstrap_servers=kafka,
         kafka_session_timeout=6,

@@ -22,11 +22,13 @@ from pipeline.results import Results
 from pipeline.tasks import TURN, in_background
 from pipeline.work import FromLane
 
-from .bank import Bank, Deposit
-from .conftest import Running, eventually, histories
+from .bank import Bank
 from .desk import Desk, NewDesk
-from .pooler import POOLED
 from .test_backlog import QUICK, bank_with
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.pooler import POOLED
+from tests.servers.waiting import eventually
 
 LEASE = 1.0
 

@@ -10,9 +10,11 @@ from aiokafka import AIOKafkaProducer
 from pipeline.lead import PATIENCE
 from pipeline.runtime import Part
 
-from .bank import Bank, Deposit
-from .conftest import Records, Running, eventually
+from .bank import Bank
 from .kafka_wire import Wire
+from tests.conftest import Records, Running
+from tests.contract.bank import Deposit
+from tests.servers.waiting import eventually
 
 MANY = 2_000
 SMALL = {"batch_size": 50, "relay_page": 50}

@@ -13,11 +13,14 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.protocol.group import LeaveGroupRequest
 
-from .bank import Bank, Deposit
-from .conftest import eventually, histories, position_of, position_reaches
-from .processes import Process, Start, starting
+from .bank import Bank
+from .conftest import position_of, position_reaches
+from .processes import starting
 from .test_inbox import somebody_waits
 from .test_process import check_the_ledger
+from tests.contract.bank import Deposit, histories
+from tests.servers.processes import Process, Start
+from tests.servers.waiting import eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 PARTITIONS = 12
@@ -37,13 +40,10 @@ async def bank(bank: Bank, new_topic: Callable[..., Awaitable[str]]) -> Bank:
 
 
 @pytest.fixture
-async def start(
-    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
+async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
     """Start processes of the bank, which are soon taken for dead."""
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=database_url,
         kafka_bootstrap_servers=kafka,
         kafka_session_timeout=6,

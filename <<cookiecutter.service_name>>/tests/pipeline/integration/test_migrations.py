@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -19,17 +18,13 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pipeline import migrations, schema
 
-from .outgoing import empty_database
+from tests.servers.databases import empty_database, migrations_of_the_engine
 
 
 @pytest.fixture
 def config() -> Config:
     """Return Alembic's configuration for the engine's branch alone."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("alembic")))
-    config.set_main_option("version_locations", "pipeline:migrations/versions")
-    config.set_main_option("path_separator", "newline")
-    return config
+    return migrations_of_the_engine()
 
 
 @pytest.fixture

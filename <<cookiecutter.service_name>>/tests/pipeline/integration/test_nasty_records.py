@@ -18,8 +18,8 @@ from pipeline import Event, Handlers, Transaction, dead, record_batches
 from pipeline.batch import read
 from pipeline.message import headers_of
 
-from .conftest import Records
 from .desk import NewDesk
+from tests.conftest import Records
 from tests.pipeline.nasty import NASTY, Name, fates, kafka_record
 
 LIMIT = 4_000_000

@@ -12,10 +12,13 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from pipeline import Transaction
 from pipeline.runtime import Part
 
-from .bank import Bank, Deposit, Deposited
-from .conftest import PATIENCE, Running, eventually, histories, position_of, position_reaches
+from .bank import Bank
+from .conftest import position_of, position_reaches
 from .test_interrupted import Gate
 from .test_ownership import committed_offsets
+from tests.conftest import Running
+from tests.contract.bank import Deposit, Deposited, histories
+from tests.servers.waiting import PATIENCE, eventually
 
 NewTopic = Callable[..., Awaitable[str]]
 

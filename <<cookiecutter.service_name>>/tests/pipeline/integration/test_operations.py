@@ -11,11 +11,15 @@ from pydantic import BaseModel
 from pipeline import Transaction, epoch
 from pipeline.inbox import rotate
 
-from .bank import Account, Bank, Deposit, Deposited
-from .conftest import eventually
+from .bank import Bank
 from .desk import Desk, NewDesk
-from .outgoing import empty_database, following, numbered, stage
-from .processes import Start, starting
+from .outgoing import numbered, stage
+from .processes import starting
+from tests.contract.bank import Account, Deposit, Deposited
+from tests.servers.databases import empty_database
+from tests.servers.processes import Start
+from tests.servers.topics import following
+from tests.servers.waiting import eventually
 
 
 class Receipt(BaseModel):
@@ -40,13 +44,9 @@ async def desk(bank: Bank, new_desk: NewDesk) -> Desk:
 
 
 @pytest.fixture
-async def start(
-    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
+async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
     """Start commands of the bank."""
-    async with starting(
-        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
-    ) as one:
+    async with starting(bank, database_url=database_url, kafka_bootstrap_servers=kafka) as one:
         yield one
 
 
@@ -157,13 +157,10 @@ async def test_without_tables_a_command_says_so(
     server_url: str,
     used_databases: list[str],
     kafka: str,
-    unused_tcp_port_factory: Callable[[], int],
     arguments: tuple[str, ...],
 ) -> None:
     url = await empty_database(server_url, used_databases)
-    async with starting(
-        bank, unused_tcp_port_factory, database_url=url, kafka_bootstrap_servers=kafka
-    ) as start:
+    async with starting(bank, database_url=url, kafka_bootstrap_servers=kafka) as start:
         process = await start(*arguments, database_pooler=False)
         assert await process.ended() == 1
     assert "run `service migrate` first" in process.output

@@ -36,11 +36,14 @@ from sqlalchemy import make_url
 
 from .bank import Bank
 from .clusters import Cluster, private, private_broker
-from .conftest import administer, build, eventually
+from .conftest import build
 from .doors import Door
 from .kafka_wire import Api, Wire
-from .processes import Process, Start, starting
+from .processes import starting
 from .test_process import check_the_ledger, send_deposits
+from tests.servers.databases import administer
+from tests.servers.processes import Process, Start
+from tests.servers.waiting import eventually
 
 CreateTopic = Callable[..., Awaitable[str]]
 
@@ -247,13 +250,11 @@ async def start(
     database_url: str,
     door: Door,
     wire: Wire,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> AsyncIterator[Start]:
     """Start processes of the bank, behind the door and the wire."""
     url = make_url(database_url).set(host="127.0.0.1", port=door.port)
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=url.render_as_string(hide_password=False),
         database_pooler=False,
         kafka_bootstrap_servers=wire.address,

@@ -16,9 +16,12 @@ from pipeline.inbox import PositionMoved
 from pipeline.reader import Reader
 from pipeline.runtime import Part
 
-from .bank import Bank, Deposit, Deposited
-from .conftest import PATIENCE, Running, eventually, histories, position_of, position_reaches
+from .bank import Bank
+from .conftest import position_of, position_reaches
 from .desk import Desk, NewDesk
+from tests.conftest import Running
+from tests.contract.bank import Deposit, Deposited, histories
+from tests.servers.waiting import PATIENCE, eventually
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ from aiokafka import AIOKafkaProducer
 from pipeline.runtime import Part, _collect_seldom
 from pipeline.tasks import TURN, in_background
 
-from .bank import Bank, Deposit
-from .conftest import Running, eventually, histories
+from .bank import Bank
 from .desk import NewDesk
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.waiting import eventually
 
 SLOW = 0.01
 COUNT = 600

@@ -24,9 +24,9 @@ from pipeline.relay import Relay
 from pipeline.settings import Settings
 from pipeline.window import Progress
 
-from .bank import Deposit
 from .outgoing import ALL_SHARDS, event, stage
 from .plans import Explaining, connected, execute, only
+from tests.contract.bank import Deposit
 
 _LOAD = """
 -- Housekeeping of its own would decide which statistics there are.

@@ -11,9 +11,11 @@ from pipeline.inbox import rotate
 from pipeline.retention import keep_house
 from pipeline.settings import Settings
 
-from .bank import Account, Bank, Deposit
+from .bank import Bank
 from .desk import Desk, NewDesk
-from .outgoing import following, numbered, relaying, stage
+from .outgoing import numbered, relaying, stage
+from tests.contract.bank import Account, Deposit
+from tests.servers.topics import following
 
 LEFT_BEHIND = """
 SELECT (SELECT count(*) FROM pg_prepared_statements) AS statements,

@@ -13,23 +13,24 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from sqlalchemy import make_url
 
-from .bank import Bank, Deposit
-from .conftest import eventually
-from .outgoing import empty_database, event, following, ids_in, stage
-from .processes import Process, Start, forwarding, starting
+from .bank import Bank
+from .outgoing import event, stage
+from .processes import forwarding, starting
 from .test_consume import balance
+from tests.contract.bank import Deposit
+from tests.servers.databases import empty_database
+from tests.servers.processes import Process, Start
+from tests.servers.topics import following, ids_in
+from tests.servers.waiting import eventually
 
 NewTopic = Callable[..., Awaitable[str]]
 
 
 @pytest.fixture
-async def start(
-    bank: Bank, database_url: str, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
+async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
     """Start processes of the bank, on the test's servers."""
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=database_url,
         kafka_bootstrap_servers=kafka,
         kafka_session_timeout=6,

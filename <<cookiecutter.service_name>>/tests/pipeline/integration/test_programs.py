@@ -2,7 +2,7 @@
 
 import pytest
 
-from .programs import program
+from tests.servers.programs import program
 
 
 def test_a_person_is_told_what_is_missing_and_the_test_is_skipped(

@@ -14,17 +14,10 @@ from pipeline.publisher import LeaseExpired, Publisher, partition_of
 from pipeline.refusal import Refused
 from pipeline.settings import Settings
 
-from .conftest import Records, eventually
-from .outgoing import (
-    allow,
-    create_topic,
-    event,
-    following,
-    ids_in,
-    numbered,
-    relaying,
-    stage,
-)
+from .outgoing import allow, event, numbered, relaying, stage
+from tests.conftest import Records
+from tests.servers.topics import create_topic, following, ids_in
+from tests.servers.waiting import eventually
 
 NewTopic = Callable[..., Awaitable[str]]
 

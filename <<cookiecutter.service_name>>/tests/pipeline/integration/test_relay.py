@@ -18,15 +18,11 @@ from pipeline.refusal import Refused
 from pipeline.settings import Settings
 from pipeline.window import Progress
 
-from .conftest import PATIENCE, eventually
 from .doors import Door
 from .kafka_wire import Wire
 from .outgoing import (
-    Tail,
     all_is_written,
     event,
-    following,
-    ids_in,
     let_leases_end,
     numbered,
     read,
@@ -35,6 +31,8 @@ from .outgoing import (
     stage,
     start_of,
 )
+from tests.servers.topics import Tail, following, ids_in
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 

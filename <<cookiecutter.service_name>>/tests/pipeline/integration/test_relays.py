@@ -15,20 +15,10 @@ from pipeline.refusal import Refused
 from pipeline.settings import Settings
 from pipeline.window import Page, Progress, Snapshot
 
-from .conftest import eventually
-from .outgoing import (
-    Running,
-    Tail,
-    allow,
-    event,
-    following,
-    id_of,
-    numbered,
-    relaying,
-    shares,
-    stage,
-)
+from .outgoing import Running, allow, event, numbered, relaying, shares, stage
 from .writers import KEYS, Writers, faults
+from tests.servers.topics import Tail, following, id_of
+from tests.servers.waiting import eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 NewTopic = Callable[..., Awaitable[str]]

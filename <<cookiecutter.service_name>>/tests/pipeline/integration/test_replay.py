@@ -16,9 +16,12 @@ from pipeline.replay import Progress, Replay
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 
-from .bank import Bank, Deposit
-from .conftest import Command, Running, eventually, histories, position_of, position_reaches
+from .bank import Bank
+from .conftest import Command, position_of, position_reaches
 from .test_inbox import close_generation
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.waiting import eventually
 
 Commands = Callable[[typer.Typer], Command]
 

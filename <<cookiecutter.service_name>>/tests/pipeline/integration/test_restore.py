@@ -26,23 +26,18 @@ from pipeline.runtime import Part
 from pipeline.settings import Settings
 
 from . import clusters
-from .bank import Account, Bank, Base, Deposit
+from .bank import Bank
 from .clusters import Cluster
-from .conftest import Running, build, eventually, histories
-from .outgoing import (
-    Tail,
-    empty_database,
-    following,
-    id_of,
-    ids_in,
-    let_leases_end,
-    numbered,
-    records_in,
-    relaying,
-    stage,
-)
-from .pooler import pooling
-from .processes import Start, forwarding, starting
+from .conftest import build
+from .outgoing import let_leases_end, numbered, relaying, stage
+from .processes import forwarding, starting
+from tests.conftest import Running
+from tests.contract.bank import Account, Base, Deposit, histories
+from tests.servers.databases import empty_database
+from tests.servers.pooler import pooling
+from tests.servers.processes import Start
+from tests.servers.topics import Tail, following, id_of, ids_in, records_in
+from tests.servers.waiting import eventually
 
 ACCOUNTS = ("ada", "bob")
 """Each has a partition of its own."""
@@ -170,13 +165,10 @@ async def chain(
 
 
 @pytest.fixture
-async def start(
-    chain: Chain, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
+async def start(chain: Chain, kafka: str) -> AsyncIterator[Start]:
     """Start processes of the bank; each is told its database."""
     async with starting(
         chain.bank,
-        unused_tcp_port_factory,
         kafka_bootstrap_servers=kafka,
         kafka_session_timeout=6,
         transaction_timeout=5,

@@ -16,10 +16,13 @@ from pipeline.revisions import NotMigrated
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
-from .bank import Bank, Deposit
-from .conftest import PATIENCE, Running, eventually, histories
+from .bank import Bank
 from .desk import Desk
-from .outgoing import empty_database, event, stage
+from .outgoing import event, stage
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.databases import empty_database
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 

@@ -1,6 +1,6 @@
 """A process refuses a database that is older than its code, and takes one that is newer."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import asyncpg
@@ -9,8 +9,10 @@ import pytest
 from pipeline import revisions
 
 from .bank import Bank
-from .conftest import HOME, eventually
-from .processes import Start, starting
+from .processes import starting
+from tests.servers.databases import HOME
+from tests.servers.processes import Start
+from tests.servers.waiting import eventually
 
 SERVICE = (("service_0001", None), ("service_0002", "service_0001"))
 ENGINE = ("pipeline_0002", "pipeline_0001")
@@ -103,12 +105,10 @@ async def start(
     direct_url: str,
     kafka: str,
     folder: Path,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> AsyncIterator[Start]:
     """Start processes of the bank; its database has the engine's first revision."""
     async with starting(
         bank,
-        unused_tcp_port_factory,
         database_url=direct_url,
         database_pooler=False,
         kafka_bootstrap_servers=kafka,

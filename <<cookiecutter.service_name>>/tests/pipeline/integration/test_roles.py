@@ -40,11 +40,14 @@ from pipeline.retention import keep_house, make_ahead, tidy
 from pipeline.service import Archive
 from pipeline.settings import Settings
 
-from .bank import Bank, Base, Deposit
-from .conftest import administer, drop_databases, eventually
+from .bank import Bank
 from .grantees import DIRECTLY, PASSWORD, Roles, splitting
-from .processes import ROOT, Start, starting
+from .processes import starting
 from .prometheus import series
+from tests.contract.bank import Base, Deposit
+from tests.servers.databases import administer, drop_databases
+from tests.servers.processes import ROOT, Start
+from tests.servers.waiting import eventually
 
 pytestmark = DIRECTLY
 
@@ -103,12 +106,8 @@ async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> A
 
 
 @pytest.fixture
-async def start(
-    bank: Bank, kafka: str, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[Start]:
-    async with starting(
-        bank, unused_tcp_port_factory, kafka_bootstrap_servers=kafka, lock_timeout=2
-    ) as start:
+async def start(bank: Bank, kafka: str) -> AsyncIterator[Start]:
+    async with starting(bank, kafka_bootstrap_servers=kafka, lock_timeout=2) as start:
         yield start
 
 

@@ -11,13 +11,15 @@ from sqlalchemy import make_url
 from pipeline import Policy
 from pipeline.settings import Settings
 
-from .bank import Bank, Deposit
-from .conftest import eventually
+from .bank import Bank
 from .desk import Desk, NewDesk
 from .languages import Postgres
-from .outgoing import following, numbered, relaying, stage
+from .outgoing import numbered, relaying, stage
 from .test_inbox import close_generation
 from .wire import Wire
+from tests.contract.bank import Deposit
+from tests.servers.topics import following
+from tests.servers.waiting import eventually
 
 NEW = Counter(
     [

@@ -19,11 +19,14 @@ from pipeline.retention import keep_house
 from pipeline.scheduled import Scheduled
 from pipeline.settings import Settings
 
-from .bank import Account, Bank, Deposit, Deposited
+from .bank import Bank
 from .clock import Clock
-from .conftest import Command, eventually
+from .conftest import Command
 from .desk import Desk, NewDesk
-from .outgoing import Running, Tail, event, following, relaying, stage
+from .outgoing import Running, event, relaying, stage
+from tests.contract.bank import Account, Deposit, Deposited
+from tests.servers.topics import Tail, following
+from tests.servers.waiting import eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 Act = Callable[[Transaction], None]

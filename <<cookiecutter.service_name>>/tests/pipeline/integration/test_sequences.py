@@ -28,10 +28,10 @@ from pipeline.database import autocommitting
 from pipeline.results import Results
 from pipeline.work import FromLane
 
-from .bank import Base, Deposit, Deposited
 from .desk import Desk, NewDesk
 from .lives import Life
 from .test_backlog import QUICK
+from tests.contract.bank import Base, Deposit, Deposited
 
 TOPIC = "moves"
 

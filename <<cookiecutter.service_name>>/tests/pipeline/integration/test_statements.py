@@ -12,10 +12,11 @@ from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricR
 
 from pipeline import Handlers, Transaction, telemetry
 
-from .bank import Account, Bank, Deposit, Deposited
+from .bank import Bank
 from .desk import Desk, NewDesk
 from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trace_id
 from .test_trace_of_attempts import Finished, finished  # noqa: F401 (a fixture)
+from tests.contract.bank import Account, Deposit, Deposited
 
 TOPIC = "deposits"
 Counted = Callable[[], Counter[str]]

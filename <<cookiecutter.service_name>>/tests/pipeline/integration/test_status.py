@@ -13,10 +13,13 @@ from aiokafka import AIOKafkaProducer
 from pipeline import database, status, status_commands
 from pipeline.status import Backlog, Reading, Relay, Status
 
-from .bank import Bank, Deposit
-from .conftest import PATIENCE, Command, Running, eventually, position_reaches
+from .bank import Bank
+from .conftest import Command, position_reaches
 from .outgoing import event, stage
 from .processes import starting
+from tests.conftest import Running
+from tests.contract.bank import Deposit
+from tests.servers.waiting import PATIENCE, eventually
 
 
 @pytest.fixture
@@ -234,11 +237,8 @@ async def test_watch_looks_again_until_it_is_stopped_also_after_an_outage(
     direct_url: str,
     kafka: str,
     db: asyncpg.Connection,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> None:
-    async with starting(
-        bank, unused_tcp_port_factory, database_url=direct_url, kafka_bootstrap_servers=kafka
-    ) as start:
+    async with starting(bank, database_url=direct_url, kafka_bootstrap_servers=kafka) as start:
         process = await start("status", "--watch", "--every", "0.5")
         await eventually(lambda: "0 to publish" in process.output)
         await db.execute(

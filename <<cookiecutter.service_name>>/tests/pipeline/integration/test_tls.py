@@ -11,19 +11,24 @@ from tempfile import TemporaryDirectory
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from alembic import command
 from servers.console import run_step
 from servers.kafka import Kafka
 from servers.network import LOOPBACK
 from servers.state import StateDirectory
 from sqlalchemy import URL, make_url
 
-from .bank import Bank, Deposit
+from .bank import Bank
 from .certificates import Authority, Certificate, authority, give_to_pooler
-from .conftest import administer, build, eventually, upgrade
+from .conftest import build
 from .guarded import guarding
-from .outgoing import following
-from .pooler import pooling
-from .processes import Process, Start, starting
+from .processes import starting
+from tests.contract.bank import Deposit
+from tests.servers.databases import administer, migrations_of_the_engine
+from tests.servers.pooler import pooling
+from tests.servers.processes import Process, Start
+from tests.servers.topics import following
+from tests.servers.waiting import eventually
 
 PASSWORD = "correct-horse"
 KEY_PASSWORD = "battery-staple"
@@ -239,9 +244,11 @@ def known(request: pytest.FixtureRequest, way: str) -> Known:
 
 
 @pytest.fixture
-async def start(guarded: Bank, unused_tcp_port_factory: Callable[[], int]) -> AsyncIterator[Start]:
+async def start(guarded: Bank) -> AsyncIterator[Start]:
     """Start processes of the bank."""
-    async with starting(guarded, unused_tcp_port_factory) as one:
+    async with starting(
+        guarded,
+    ) as one:
         yield one
 
 
@@ -469,9 +476,9 @@ async def test_migrations_go_the_same_way(
     settings["database_url"] = empty.render_as_string()
     for name, value in settings.items():
         monkeypatch.setenv(f"PIPELINE_{name.upper()}", str(value))
-    await asyncio.to_thread(upgrade)
+    await asyncio.to_thread(command.upgrade, migrations_of_the_engine(), "heads")
     status = await start("retention", "status", **settings)
     assert await status.ended() == 0, status.output
     monkeypatch.setenv("PIPELINE_DATABASE_CA_FILE", str(servers.theirs.file))
     with pytest.raises(SSLCertVerificationError):
-        await asyncio.to_thread(upgrade)
+        await asyncio.to_thread(command.upgrade, migrations_of_the_engine(), "heads")

@@ -12,10 +12,14 @@ from aiokafka.admin.records_to_delete import RecordsToDelete
 from pipeline.health import Health
 from pipeline.runtime import Part
 
-from .bank import Bank, Deposit
-from .conftest import Running, eventually, histories, position_of, position_reaches
-from .outgoing import administrator
-from .processes import Start, starting
+from .bank import Bank
+from .conftest import position_of, position_reaches
+from .processes import starting
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.processes import Start
+from tests.servers.topics import administrator
+from tests.servers.waiting import eventually
 
 
 async def created_anew(kafka: str, topic: str) -> None:
@@ -55,12 +59,9 @@ async def start(
     bank: Bank,
     database_url: str,
     kafka: str,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> AsyncIterator[Start]:
     """Start commands of the bank."""
-    async with starting(
-        bank, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
-    ) as one:
+    async with starting(bank, database_url=database_url, kafka_bootstrap_servers=kafka) as one:
         yield one
 
 
@@ -339,11 +340,8 @@ async def test_a_topic_that_is_not_there_can_not_be_sought(
     unborn: Bank,
     database_url: str,
     kafka: str,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> None:
-    async with starting(
-        unborn, unused_tcp_port_factory, database_url=database_url, kafka_bootstrap_servers=kafka
-    ) as start:
+    async with starting(unborn, database_url=database_url, kafka_bootstrap_servers=kafka) as start:
         process = await start("topics", "seek", unborn.deposits, "--to", "earliest")
         assert await process.ended() == 1
     assert f"there is no topic {unborn.deposits}: create it" in process.output

@@ -15,8 +15,10 @@ from pipeline import Event, Handlers, Service, Transaction, exporters, telemetry
 from pipeline.runtime import Part
 from pipeline.window import Page, fresh
 
-from .bank import Bank, Base, Deposit
-from .conftest import Records, Running, eventually
+from .bank import Bank
+from tests.conftest import Records, Running
+from tests.contract.bank import Base, Deposit
+from tests.servers.waiting import eventually
 
 NewTopic = Callable[..., Awaitable[str]]
 TRACE = "0af7651916cd43dd8448eb211c80319c"

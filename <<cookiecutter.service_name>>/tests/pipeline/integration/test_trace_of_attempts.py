@@ -14,12 +14,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction, logs, telemetry
 
-from .bank import Account, Bank, Deposit, Deposited
+from .bank import Bank
 from .desk import Desk, NewDesk
 from .test_backlog import QUICK
 from .test_dead import redrive
 from .test_scheduled import move_all
 from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trace_id
+from tests.contract.bank import Account, Deposit, Deposited
 
 TOPIC = "deposits"
 IN_A_TRACE = sent_in_a_trace("01")

@@ -14,8 +14,9 @@ from pipeline.publisher import Publisher
 from pipeline.relay import Relay
 from pipeline.settings import Settings
 
-from .conftest import eventually
-from .outgoing import following, id_of, let_leases_end, numbered, relaying, shares, stage
+from .outgoing import let_leases_end, numbered, relaying, shares, stage
+from tests.servers.topics import following, id_of
+from tests.servers.waiting import eventually
 
 
 class Stopped(Relay):

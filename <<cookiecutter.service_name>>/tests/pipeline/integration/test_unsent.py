@@ -14,7 +14,6 @@ from pipeline.dead_events import UnsentEvent, Which
 from pipeline.refusal import Refused
 from pipeline.settings import Settings
 
-from .conftest import eventually
 from .kafka_wire import Wire
 from .outgoing import (
     LARGE,
@@ -22,12 +21,9 @@ from .outgoing import (
     all_is_written,
     allow,
     are_dead,
-    create_topic,
-    delete_topic,
     died,
     discard,
     event,
-    following,
     let_leases_end,
     numbered,
     redrive,
@@ -37,6 +33,8 @@ from .outgoing import (
     waits,
 )
 from .test_trace import SENDER, TRACE
+from tests.servers.topics import create_topic, delete_topic, following
+from tests.servers.waiting import eventually
 
 NewSettings = Callable[..., Settings]
 NewTopic = Callable[..., Awaitable[str]]

@@ -13,9 +13,10 @@ from pipeline import outbox, window
 from pipeline.window import Progress
 
 from .bank import Bank
-from .conftest import PATIENCE, eventually
 from .outgoing import ALL_SHARDS, all_is_written, numbered, read, read_all, start_of
-from .processes import Process, starting
+from .processes import starting
+from tests.servers.processes import Process
+from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
@@ -87,10 +88,9 @@ async def test_a_transaction_of_a_million_events_is_published_in_order_and_page_
     db: asyncpg.Connection,
     database_url: str,
     kafka: str,
-    unused_tcp_port_factory: Callable[[], int],
 ) -> None:
     common = {"database_url": database_url, "kafka_bootstrap_servers": kafka}
-    async with starting(bank, unused_tcp_port_factory, **common) as start:
+    async with starting(bank, **common) as start:
         relay = await start("relay")
         await eventually(relay.is_ready)
         idle = resident(relay)

@@ -14,7 +14,7 @@ from pipeline import Conflict, Event, Versioned, Writer, Writing
 from pipeline.database import create_engine, driver_of
 from pipeline.settings import Settings
 
-from .bank import Base
+from tests.contract.bank import Base
 
 
 class Seat(Versioned, Base):

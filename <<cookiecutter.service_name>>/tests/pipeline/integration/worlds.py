@@ -21,13 +21,16 @@ from sqlalchemy import make_url
 from pipeline import partitions
 from pipeline.outbox import EFFECTS
 
-from .bank import ATTEMPTS, Bank, Deposit
-from .conftest import administer, drop_databases, eventually, histories
+from .bank import ATTEMPTS, Bank
 from .languages import Kafka, Postgres
-from .outgoing import Tail, all_is_written, allow, event, following, id_of, stage
+from .outgoing import all_is_written, allow, event, stage
 from .processes import environment
 from .wire import Wire
 from .zygote import Forked, Zygote
+from tests.contract.bank import Deposit, histories
+from tests.servers.databases import administer, drop_databases
+from tests.servers.topics import Tail, following, id_of
+from tests.servers.waiting import eventually
 
 PATIENCE = 120.0
 """Seconds: many worlds may have to share one core with others."""

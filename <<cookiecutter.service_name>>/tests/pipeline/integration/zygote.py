@@ -17,8 +17,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from .conftest import HOME, PATIENCE
 from .processes import APP
+from tests.servers.databases import HOME
+from tests.servers.waiting import PATIENCE
 
 _LAST_LINES = 20
 _NEEDED = ("pipeline.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")

@@ -1,0 +1,219 @@
+"""Real servers for all tests: a database and topics of its own for every test."""
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
+from sqlalchemy import make_url
+
+from pipeline import Service
+from pipeline.health import Health
+from pipeline.runtime import Part, serve
+from pipeline.settings import Settings
+
+from .contract.bank import Base
+from .servers.databases import (
+    administer,
+    built,
+    drop_databases,
+    migrations_of_the_engine,
+    url_of,
+)
+from .servers.pooler import POOLED, pooling
+from .servers.topics import create_topic, delete_topics
+from .servers.waiting import PATIENCE
+
+
+def pytest_collection_finish() -> None:
+    # Modules stay: to look at them after every test would take most of the time that it takes.
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def collected(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Collect garbage after every test with servers, so that a leak is reported where it is."""
+    yield
+    if request.node.get_closest_marker("integration"):
+        gc.collect()
+
+
+@pytest.fixture(scope="session")
+def server_url() -> str:
+    """URL of the PostgreSQL server that `make test` has started."""
+    return _environment("PIPELINE_DATABASE_URL")
+
+
+@pytest.fixture(scope="session")
+def kafka() -> str:
+    """Bootstrap servers of the Kafka that `make test` has started."""
+    return _environment("PIPELINE_KAFKA_BOOTSTRAP_SERVERS")
+
+
+def _environment(name: str) -> str:
+    try:
+        return os.environ[name]
+    except KeyError:
+        pytest.exit(f"{name} is not set: run these tests by `make test`", returncode=2)
+
+
+@pytest.fixture(scope="session")
+def way_in(server_url: str) -> Iterator[str]:
+    """URL that services reach the server by: directly, or `make test-pooler`: by PgBouncer."""
+    if POOLED:
+        with pooling(server_url) as pooler:
+            yield pooler.url
+    else:
+        yield server_url
+
+
+@pytest.fixture(scope="session")
+def template(server_url: str) -> Iterator[str]:
+    """Name of a migrated database, with a bank's tables, that every test gets a copy of."""
+    with built(server_url, migrations_of_the_engine(), Base.metadata) as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def used_databases(server_url: str, template: str) -> Iterator[list[str]]:
+    """Databases to be dropped: many at once, because every DROP waits for a checkpoint."""
+    names: list[str] = []
+    yield names
+    asyncio.run(drop_databases(server_url, names))
+
+
+@pytest.fixture
+async def database_url(
+    server_url: str, way_in: str, template: str, used_databases: list[str]
+) -> AsyncIterator[str]:
+    """URL of a database of the test's own, a copy of the template."""
+    name = f"test_{uuid4().hex[:12]}"
+    await administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield url_of(way_in, name)
+    used_databases.append(name)
+    if len(used_databases) > 15:
+        await drop_databases(server_url, used_databases)
+
+
+@pytest.fixture
+def settings(database_url: str, kafka: str) -> Callable[..., Settings]:
+    """Make settings that are quick to give up; keywords change them."""
+
+    def make(**changes: object) -> Settings:
+        quick: dict[str, object] = {
+            "database_url": database_url,
+            "database_pooler": POOLED,
+            "kafka_bootstrap_servers": kafka,
+            "kafka_session_timeout": 6,
+            "transaction_timeout": 5,
+            "lock_timeout": 2,
+            "retry_pause": 0.2,
+            "offset_commit_interval": 0.2,
+            "relay_lease": 2,
+        }
+        return Settings.model_validate(quick | changes)
+
+    return make
+
+
+@pytest.fixture
+def direct_url(server_url: str, database_url: str) -> str:
+    """URL of the test's database, past any pooler."""
+    return url_of(server_url, make_url(database_url).database or "")
+
+
+@pytest.fixture
+async def connect(direct_url: str) -> AsyncIterator[Callable[[], Awaitable[asyncpg.Connection]]]:
+    """Open connections to the test's database, past any pooler, closed at the test's end."""
+    opened: list[asyncpg.Connection] = []
+
+    async def open_one() -> asyncpg.Connection:
+        opened.append(await asyncpg.connect(direct_url.replace("+asyncpg", "")))
+        return opened[-1]
+
+    yield open_one
+    for connection in opened:
+        connection.terminate()
+
+
+@pytest.fixture
+async def db(connect: Callable[[], Awaitable[asyncpg.Connection]]) -> asyncpg.Connection:
+    """Return a connection to the test's database."""
+    return await connect()
+
+
+@pytest.fixture
+async def producer(kafka: str) -> AsyncIterator[AIOKafkaProducer]:
+    """Return a producer."""
+    async with AIOKafkaProducer(bootstrap_servers=kafka, enable_idempotence=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def used_topics(kafka: str) -> Iterator[list[str]]:
+    """Topics to be deleted when all tests have ended."""
+    names: list[str] = []
+    yield names
+    if names:
+        asyncio.run(delete_topics(kafka, names))
+
+
+@pytest.fixture
+def new_topic(kafka: str, used_topics: list[str]) -> Callable[..., Awaitable[str]]:
+    """Create a topic of the test's own."""
+
+    async def create(partitions: int = 1, **configs: str) -> str:
+        used_topics.append(f"test-{uuid4().hex[:12]}")
+        await create_topic(kafka, used_topics[-1], partitions, **configs)
+        return used_topics[-1]
+
+    return create
+
+
+Running = Callable[..., AbstractAsyncContextManager[Health]]
+
+
+@pytest.fixture
+def running(settings: Callable[..., Settings]) -> Running:
+    """Run a service inside the test, as long as the `with` block lasts."""
+
+    @asynccontextmanager
+    async def run(
+        service: Service, parts: Part = Part.CONSUME | Part.RELAY, **changes: object
+    ) -> AsyncIterator[Health]:
+        health, stopping = Health(stall_after=3_600), asyncio.Event()
+        chosen = settings(**changes)
+        task = asyncio.create_task(serve(service, chosen, parts, health=health, stopping=stopping))
+        try:
+            yield health
+        finally:
+            stopping.set()
+            await asyncio.wait_for(task, PATIENCE)
+
+    return run
+
+
+Records = Callable[..., Awaitable[list[ConsumerRecord]]]
+
+
+@pytest.fixture
+def records(kafka: str) -> Records:
+    """Read a topic from the beginning, until it has returned `count` records."""
+
+    async def read(topic: str, count: int, patience: float = PATIENCE) -> list[ConsumerRecord]:
+        found: list[ConsumerRecord] = []
+        async with AIOKafkaConsumer(
+            topic, bootstrap_servers=kafka, auto_offset_reset="earliest"
+        ) as one:
+            async with asyncio.timeout(patience):
+                while len(found) < count:
+                    for batch in (await one.getmany(timeout_ms=200)).values():
+                        found += batch
+        return found
+
+    return read

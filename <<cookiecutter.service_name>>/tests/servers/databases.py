@@ -1,0 +1,87 @@
+"""Databases on the tests' PostgreSQL server: created, migrated, copied and dropped."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import MetaData, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pipeline.database import autocommitting
+from pipeline.retention import keep_house
+from pipeline.settings import Settings
+
+HOME = Path(__file__).with_name("alembic")
+"""Working directory of the tests' processes: its `alembic.ini` names the engine's migrations."""
+
+
+def migrations_of_the_engine() -> Config:
+    """Return Alembic's configuration for the engine's branch alone."""
+    config = Config()
+    config.set_main_option("script_location", str(HOME))
+    config.set_main_option("version_locations", "pipeline:migrations/versions")
+    config.set_main_option("path_separator", "newline")
+    return config
+
+
+def url_of(server_url: str, database: str) -> str:
+    """Return the URL of a database of the server."""
+    return make_url(server_url).set(database=database).render_as_string(hide_password=False)
+
+
+async def administer(server_url: str, statement: str) -> None:
+    """Execute a statement on the server, in no database of a test."""
+    connection = await asyncpg.connect(server_url.replace("+asyncpg", ""))
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()
+
+
+async def empty_database(server_url: str, used_databases: list[str]) -> str:
+    """Create a database without tables, to be dropped with the other tests' databases."""
+    name = f"test_{uuid4().hex[:12]}"
+    await administer(server_url, f"CREATE DATABASE {name}")
+    used_databases.append(name)
+    return url_of(server_url, name)
+
+
+async def drop_databases(server_url: str, names: list[str]) -> None:
+    """Drop them all at once, and empty the list."""
+    statements = [f"DROP DATABASE {name} WITH (FORCE)" for name in names]
+    names.clear()
+    await asyncio.gather(*(administer(server_url, statement) for statement in statements))
+
+
+def build(url: str, config: Config, metadata: MetaData) -> None:
+    """Migrate an empty database to the newest revisions, and create the tables of the metadata."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPELINE_DATABASE_URL", url)
+        command.upgrade(config, "heads")
+    asyncio.run(_furnish(url, metadata))
+
+
+async def _furnish(url: str, metadata: MetaData) -> None:
+    engine = create_async_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    settings = {"database_url": url, "kafka_bootstrap_servers": "unused:9092"}
+    async with autocommitting(engine) as driver:
+        await keep_house(driver, Settings.model_validate(settings))
+    await engine.dispose()
+
+
+@contextmanager
+def built(server_url: str, config: Config, metadata: MetaData) -> Iterator[str]:
+    """Create a database as `build` does, to be copied; its name. It is dropped at the end."""
+    name = f"template_{uuid4().hex[:12]}"
+    asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
+    build(url_of(server_url, name), config, metadata)
+    yield name
+    asyncio.run(administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))

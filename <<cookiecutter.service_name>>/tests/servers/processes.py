@@ -1,0 +1,155 @@
+"""Real processes of a service, for the tests that start, stop and kill them."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from .databases import HOME
+from .pooler import POOLED
+from .waiting import PATIENCE, eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(variables: Mapping[str, str], **settings: object) -> dict[str, str]:
+    """Return the environment of a process with these settings; no others reach it."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("PIPELINE_")
+    }
+    settings.setdefault("database_pooler", POOLED)
+    chosen = {f"PIPELINE_{name.upper()}": str(value) for name, value in settings.items()}
+    return {
+        **inherited,
+        **chosen,
+        **variables,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "200",
+        "NO_COLOR": "1",
+    }
+
+
+class Process:
+    """A process of a service, and what it writes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._reading = asyncio.create_task(self._read())
+        self.output = ""
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            self.output += line.decode()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    @property
+    def pid(self) -> int:
+        """The operating system's number for it."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.returncode is None
+
+    async def ended(self) -> int:
+        """Wait for its end and return the exit code; minus the signal that ended it."""
+        code = await asyncio.wait_for(self._process.wait(), PATIENCE)
+        await self._reading
+        return code
+
+    async def kill(self) -> None:
+        """End it by kill -9."""
+        if self.is_running:
+            self.send(signal.SIGKILL)
+            await self.ended()
+
+    async def says(self, text: str) -> None:
+        """Wait until it has written the text."""
+        await eventually(lambda: text in self.output)
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Send a request to its health server; status 0 as long as it does not answer."""
+        # It has picked a port that was free, and logs it.
+        port = re.search(r"health and metrics on port (\d+)", self.output)
+        if port is None:
+            return 0, ""
+        return await asyncio.to_thread(_get, f"http://127.0.0.1:{port[1]}{path}")
+
+    async def is_ready(self) -> bool:
+        """Whether its readiness says yes."""
+        return (await self.get("/health/ready"))[0] == 200
+
+    async def reasons(self) -> dict[str, Any]:
+        """Return why it is not ready."""
+        _, body = await self.get("/health/ready")
+        found: dict[str, Any] = json.loads(body or '{"reasons": {}}')["reasons"]
+        return found
+
+
+def _get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as one:
+            return one.status, one.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+Start = Callable[..., Awaitable[Process]]
+
+
+@asynccontextmanager
+async def starting(
+    program: str, variables: Mapping[str, str], **common: object
+) -> AsyncIterator[Start]:
+    """Start processes of a program, which is the name of a module.
+
+    Each gets these variables and settings, and those that its start adds. What still runs at the
+    end of the block is killed.
+    """
+    started: list[Process] = []
+
+    async def start(
+        *command: str,
+        cwd: Path = HOME,
+        more_variables: Mapping[str, str] = MappingProxyType({}),
+        **settings: object,
+    ) -> Process:
+        chosen = {"health_port": 0, "log_json": False, **common, **settings}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", program, *command),
+            cwd=cwd,
+            env=environment(
+                {**variables, **more_variables},
+                **{name: value for name, value in chosen.items() if value is not None},
+            ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        started.append(Process(process))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            await process.kill()
+            print(process.output)  # pytest shows it beside a failure

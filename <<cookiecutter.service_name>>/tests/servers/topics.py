@@ -1,0 +1,128 @@
+"""Topics on the tests' Kafka: created, read and deleted."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from .waiting import eventually
+
+
+def id_of(record: ConsumerRecord) -> str:
+    """Return the CloudEvents id."""
+    return str(dict(record.headers)["ce_id"], "utf-8")
+
+
+@dataclass
+class Tail:
+    """The records of a topic, as a consumer gets to see them."""
+
+    records: list[ConsumerRecord] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all records, repeats too."""
+        return [id_of(record) for record in self.records]
+
+    def first_ids(self) -> dict[bytes | None, list[str]]:
+        """Return the ids of each key, in the order in which they first appeared."""
+        found: dict[bytes | None, dict[str, None]] = defaultdict(dict)
+        for record in self.records:
+            found[record.key][id_of(record)] = None
+        return {key: list(ids) for key, ids in found.items()}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds for what has come."""
+        await eventually(condition)
+
+    async def until_ids(self, ids: Iterable[object]) -> None:
+        """Wait until each of these ids has come."""
+        wanted = {str(id) for id in ids}
+        await eventually(lambda: wanted <= set(self.ids))
+
+
+@asynccontextmanager
+async def following(kafka: str, topic: str) -> AsyncIterator[Tail]:
+    """Read a topic from its beginning, as long as the `with` block lasts."""
+    tail = Tail()
+
+    async def read(consumer: AIOKafkaConsumer) -> None:
+        async for record in consumer:
+            tail.records.append(record)
+
+    async with AIOKafkaConsumer(
+        topic,
+        bootstrap_servers=kafka,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+        fetch_max_wait_ms=50,
+    ) as consumer:
+        task = asyncio.create_task(read(consumer))
+        try:
+            yield tail
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def records_in(kafka: str, topic: str) -> list[ConsumerRecord]:
+    """Return all records that the topic holds now, in the order of each partition."""
+    async with (
+        following(kafka, topic) as tail,
+        AIOKafkaConsumer(topic, bootstrap_servers=kafka) as consumer,
+    ):
+        ends = await consumer.end_offsets(list(consumer.assignment()))
+        # Nobody writes transactions here, so offsets have no gaps.
+        await tail.until(lambda: len(tail.records) >= sum(ends.values()))
+        return tail.records
+
+
+async def ids_in(kafka: str, topic: str) -> list[str]:
+    """Return the ids of all records that the topic holds now, repeats too."""
+    return [id_of(record) for record in await records_in(kafka, topic)]
+
+
+@asynccontextmanager
+async def administrator(kafka: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    """Lend a client that may change topics."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        yield admin
+    finally:
+        await admin.close()
+
+
+async def create_topic(kafka: str, topic: str, partitions: int = 1, **configs: str) -> None:
+    """Create a topic, also where one of that name is still being deleted."""
+    async with administrator(kafka) as admin:
+
+        async def is_there() -> bool:
+            answer = await admin.create_topics(
+                [NewTopic(topic, partitions, 1, topic_configs=configs)]
+            )
+            return bool(answer.topic_errors[0][1] == 0)
+
+        await eventually(is_there)
+
+
+async def delete_topic(kafka: str, topic: str) -> None:
+    """Delete a topic, and wait until the broker does not know it any more."""
+    async with administrator(kafka) as admin:
+        await admin.delete_topics([topic])
+
+        async def is_gone() -> bool:
+            return topic not in await admin.list_topics()
+
+        await eventually(is_gone)
+
+
+async def delete_topics(kafka: str, topics: Iterable[str]) -> None:
+    """Delete topics that nothing uses any more; the broker takes its time for it."""
+    async with administrator(kafka) as admin:
+        await admin.delete_topics(list(topics))

@@ -1,0 +1,23 @@
+"""Waiting for progress: tests wait until something is so, and never for a time to pass."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+PATIENCE = 120.0
+"""Seconds until a test that waits is taken for one that hangs."""
+
+
+async def eventually(
+    condition: Callable[[], bool | Awaitable[bool]], patience: float = PATIENCE
+) -> None:
+    """Wait until the condition holds. Fails the test if it does not within `patience` seconds."""
+    deadline = asyncio.get_running_loop().time() + patience
+    while True:
+        holds = condition()
+        if await holds if isinstance(holds, Awaitable) else holds:
+            return
+        if asyncio.get_running_loop().time() > deadline:
+            pytest.fail(f"did not happen within {patience} s")
+        await asyncio.sleep(0.02)
