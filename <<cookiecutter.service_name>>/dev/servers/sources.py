@@ -143,8 +143,10 @@ class ComposeServers(OwnServers):
     def __init__(self, directory: StateDirectory) -> None:
         super().__init__(directory)
         # The project name keeps apart the containers and volumes of different state directories.
-        digest = hashlib.sha256(str(directory.path).encode()).hexdigest()[:10]
-        self.command = ["docker", "compose", "-p", f"stack-{digest}", "-f", str(COMPOSE_FILE)]
+        if not self.state.project:
+            digest = hashlib.sha256(str(directory.path).encode()).hexdigest()[:10]
+            self.state.project = f"stack-{digest}"
+        self.command = ["docker", "compose", "-p", self.state.project, "-f", str(COMPOSE_FILE)]
         self.log = directory.path / "compose.log"
         self.records = {"postgres": self.state.postgres, "kafka": self.state.kafka}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +27,12 @@ class Record:
 
 @dataclass
 class State:
+    # The path of the state directory, and the record's id. A copy of the directory has those of the
+    # original; a directory that was moved finds no record of its id at its old path.
+    path: str = ""
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
     mode: str = ""  # "process", "compose", or "" when nothing has been brought up
+    project: str = ""  # of Docker Compose: the name of its containers and volumes
     # Set by `up`: the servers stay until `down`. Without it they last as long as any `run`.
     keep: bool = False
     password: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -37,6 +44,9 @@ class StateDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = State()
+        # The recorded path if it is another than ours, until the next `save`.
+        self.copied_from = ""
+        self.moved_from = ""
         self._file = path / "state.json"
 
     def exists(self) -> bool:
@@ -49,21 +59,58 @@ class StateDirectory:
             ignore.write_text("*\n")
 
     def load(self) -> None:
-        if not self._file.exists():
-            self.state = State()
+        """Read the record; that of a directory of which this is a copy counts as none."""
+        self.state, self.copied_from, self.moved_from = self._read(), "", ""
+        if self.state.path in ("", str(self.path)):
             return
+        if self._is_copy():
+            self.copied_from = self.state.path
+            self.state = State()
+        else:
+            self.moved_from = self.state.path
+
+    def _read(self) -> State:
+        if not self._file.exists():
+            return State()
         try:
             content = json.loads(self._file.read_text())
             content["postgres"] = Record(**content["postgres"])
             content["kafka"] = Record(**content["kafka"])
-            self.state = State(**content)
+            return State(**content)
         except (ValueError, TypeError, KeyError):
             raise StackError(
                 f"{self._file} cannot be understood. End the servers that run on data in "
                 f"{self.path}, if there are any, and remove that directory."
             ) from None
 
+    def _is_copy(self) -> bool:
+        original = Path(self.state.path) / self._file.name
+        try:
+            content = json.loads(original.read_text())
+            same = content.get("id") == self.state.id
+            return same and not original.samefile(self._file)
+        except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+            return False
+        except OSError:
+            return True  # It belongs to another user.
+
+    def _begin_anew(self) -> None:
+        """Remove what a copy has brought along: data that was in use, or the link to it."""
+        say(
+            f"{self.path} was copied from {self.copied_from}, whose servers and data are left "
+            "alone: this copy starts with ports and data of its own"
+        )
+        for name in ("postgres", "kafka"):
+            home = self.path / name
+            if home.is_symlink():
+                home.unlink()
+            elif home.exists():
+                shutil.rmtree(home)
+            (self.path / f"{name}.log").unlink(missing_ok=True)
+        self._file.unlink()
+
     def save(self) -> None:
+        self.state.path, self.copied_from, self.moved_from = str(self.path), "", ""
         new = self._file.with_suffix(".new")
         new.touch(mode=0o600)  # It holds the database password.
         new.write_text(json.dumps(asdict(self.state), indent=2) + "\n")
@@ -81,6 +128,8 @@ class StateDirectory:
         with (self.path / "lock").open("w") as lock:
             wait_for_lock(lock, "waiting for another stack command to finish")
             self.load()
+            if self.copied_from:
+                self._begin_anew()
             yield
 
     @contextlib.contextmanager
@@ -101,6 +150,11 @@ class StateDirectory:
                 return True
 
             yield alone
+
+
+def cache_folder() -> Path:
+    """The folder that all projects of this user share."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
 
 
 def wait_for_lock(lock: IO[str], message: str, kind: int = fcntl.LOCK_EX) -> None:
