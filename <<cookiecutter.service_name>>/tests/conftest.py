@@ -29,6 +29,15 @@ from .servers.pooler import POOLED, pooling
 from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE
 
+SERVERS = {"kafka", "s3proxy", "server_url", "store_url"}
+"""Fixtures that speak to a server."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and SERVERS & set(item.fixturenames):
+            item.add_marker(pytest.mark.integration)
+
 
 def pytest_collection_finish() -> None:
     # Modules stay: to look at them after every test would take most of the time that it takes.
@@ -59,7 +68,7 @@ def _environment(name: str) -> str:
     try:
         return os.environ[name]
     except KeyError:
-        pytest.exit(f"{name} is not set: run these tests by `make test`", returncode=2)
+        pytest.fail(f"{name} is not set: run these tests by `make test`", pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -32,12 +32,6 @@ LIMIT = 1_000
 SETTINGS = {"limit": LIMIT, "memory": 10_000, "timeout": 2}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.integration)
-
-
 FOLDER_AND_S3 = pytest.mark.parametrize("store_url", ["folder", "s3"], indirect=True)
 """Of tests that are to have each of the stores."""
 

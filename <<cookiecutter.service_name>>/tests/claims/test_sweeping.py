@@ -23,7 +23,7 @@ from tests.conftest import Running
 from tests.pipeline.integration.conftest import Command, complaint
 from tests.pipeline.integration.grantees import DIRECTLY, splitting
 from tests.pipeline.integration.outgoing import event, publish_all, stage
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 OLD = {"age": -1.0}
 """A setting with which everything that is published is old."""
@@ -213,10 +213,12 @@ async def test_two_at_once_do_no_harm(
     connect: Callable[[], Awaitable[asyncpg.Connection]],
 ) -> None:
     connections = [await connect() for _ in range(3)]
-    await opened(memory=10**6).keep({str(number): b"x" for number in range(1_100)})
+    # A busy machine may take longer for as many than these tests have a store take.
+    patient = {"timeout": PATIENCE}
+    await opened(memory=10**6, **patient).keep({str(number): b"x" for number in range(1_100)})
     noted = [await keep(opened(), connections[0], f"old {number}") for number in range(20)]
     assert len(objects.names()) == 1_100 + len(noted)
-    await asyncio.gather(*(opened(**OLD, **GONE).sweep(one) for one in connections))
+    await asyncio.gather(*(opened(**OLD, **GONE, **patient).sweep(one) for one in connections))
     assert objects.names() == set()
 
 

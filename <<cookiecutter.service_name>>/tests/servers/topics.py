@@ -44,6 +44,15 @@ class Tail:
         wanted = {str(id) for id in ids}
         await eventually(lambda: wanted <= set(self.ids))
 
+    async def has_ids(self, ids: Iterable[object], patience: float) -> bool:
+        """Wait for these ids; returns whether all of them have come in time."""
+        try:
+            async with asyncio.timeout(patience):
+                await self.until_ids(ids)
+        except TimeoutError:
+            return False
+        return True
+
 
 @asynccontextmanager
 async def following(kafka: str, topic: str) -> AsyncIterator[Tail]:

@@ -35,18 +35,17 @@ from tests.servers.databases import HOME, migrations_of_the_engine
 from tests.servers.pooler import POOLED
 from tests.servers.waiting import PATIENCE
 
-PAST_ANY_POOLER = (
-    # They speak to servers of their own, or to none.
-    *("clients", "crash_matrix", "nasty_records", "outages", "restore", "tls"),
-    # They are about Kafka, or about who has which partition.
-    *("broker", "lead", "membership", "offsets", "publisher", "topics"),
-    # They are about plans and sizes, which are the server's.
-    *("aging", "backlog_plans", "pace", "plans", "volume"),
-    # They are about processes that die, and about what a person asks and is told.
-    *("alerts", "commands", "dead_events", "doctor", "killers", "revisions", "status"),
+BEHIND_A_POOLER = (
+    # Sessions, prepared statements and cursors.
+    *("pooler", "statements", "round_trips", "transactional", "filters"),
+    # Advisory locks.
+    *("inbox_races", "dropping", "retention", "migrations"),
+    # Leases, and what is written under them.
+    *("lanes", "ownership", "relays", "scheduled"),
+    # Whose transaction it was, when a connection is lost.
+    *("interrupted", "window"),
 )
-"""Tests that would be the same behind a pooler."""
-collect_ignore = [f"test_{name}.py" for name in PAST_ANY_POOLER] if POOLED else []
+"""Tests that could come out otherwise behind a pooler, where they run a second time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
+            if item.path.stem.removeprefix("test_") in BEHIND_A_POOLER:
+                item.add_marker(pytest.mark.pooler)
 
 
 def build(url: str) -> None:

@@ -1,6 +1,7 @@
 """Tables that have aged: what has come and gone costs nothing, also before a vacuum."""
 
 import asyncpg
+import pytest
 
 from pipeline import backlog
 
@@ -10,6 +11,8 @@ from .test_backlog import bank_with
 from tests.contract.bank import Deposit
 
 TURNS, SIZE = 40, 500
+
+pytestmark = pytest.mark.full
 
 _NO_VACUUM = """
 DO $$

@@ -33,6 +33,8 @@ from tests.servers.processes import ROOT, Process, Start
 from tests.servers.topics import create_topic, following
 from tests.servers.waiting import eventually
 
+pytestmark = pytest.mark.full
+
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
 OF_OPERATORS = ("runbook", "operating-errors")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))

@@ -22,6 +22,8 @@ from .bank import Bank
 from .plans import Explaining, connected, execute, only
 from tests.contract.bank import Deposit
 
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("backlog plans")]
+
 BANK = Bank(deposits="t", balances="balances", name="bank")
 BANK.handlers.plain("t", Plain("deposited", Position()))
 

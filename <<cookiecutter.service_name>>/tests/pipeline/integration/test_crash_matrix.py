@@ -31,6 +31,8 @@ from .worlds import PATIENCE, LetGo, Servers, World
 from .zygote import zygote
 from tests.servers.waiting import eventually
 
+pytestmark = pytest.mark.xdist_group("crash matrix")  # its worlds run side by side by themselves
+
 AT_ONCE = 8
 """Worlds at a time. Most of a world's time is spent waiting for the group to miss the dead one."""
 
@@ -39,17 +41,16 @@ IN_VAIN = [boundary for boundary in BOUNDARIES if boundary.name == "reader: forg
 LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
 
 
-def is_long(point: Point) -> bool:
-    """Whether the point finds little that others don't.
+def is_essential(point: Point) -> bool:
+    """Return whether the point belongs to every change: a commit whose outcome is not known.
 
-    What is there before a request is there after the one before it, and what the server has done
-    is the same whether it has answered or not. It is a commit that all are there for.
+    All other requests are there for the sake of a commit.
     """
-    return point.moment is not Moment.UNANSWERED and not point.boundary.name.endswith("commit")
+    return point.moment is Moment.UNANSWERED and point.boundary.name.endswith("commit")
 
 
 POINTS = [
-    pytest.param(point, marks=[pytest.mark.full] if is_long(point) else [])
+    pytest.param(point, marks=[] if is_essential(point) else [pytest.mark.full])
     for boundary in BOUNDARIES
     for moment in Moment
     for point in [Point(boundary, moment)]

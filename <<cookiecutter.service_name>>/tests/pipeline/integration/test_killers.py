@@ -15,6 +15,8 @@ from tests.contract.bank import Deposit, histories
 from tests.servers.processes import Process, Start
 from tests.servers.waiting import eventually
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
@@ -65,9 +67,8 @@ def struck(how: str) -> Deposit:
         ("immediate", "kill", 5),
         # Among others, and three times with the attempt spent beforehand.
         ("deferred", "loop", 4),
-        pytest.param("deferred", "kill", 4, marks=pytest.mark.full),
         # As the first one, before any handler is called.
-        pytest.param("immediate", "validation", 5, marks=pytest.mark.full),
+        ("immediate", "validation", 5),
     ],
 )
 async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(

@@ -214,6 +214,7 @@ def loading(
     return load
 
 
+@pytest.mark.full
 async def test_one_member_becomes_six_and_one_again_under_load(
     start: Start, group: Group, loading: Loading
 ) -> None:
@@ -233,20 +234,6 @@ async def test_one_member_becomes_six_and_one_again_under_load(
     async with loading() as load:
         for members in (1, 2, 4, 6, 5, 3, 1):
             await become(members)
-
-
-async def test_members_are_restarted_one_after_the_other_under_load(
-    start: Start, group: Group, loading: Loading
-) -> None:
-    async with loading() as load:
-        processes = await asyncio.gather(*(start("run") for _ in range(3)))
-        await group.settles_with(3)
-        for old in processes:
-            old.send(signal.SIGTERM)
-            await start("run")
-            assert await old.ended() == 0
-            await group.settles_with(3)
-            await load.goes_on()
 
 
 async def test_the_last_of_four_carries_on_when_two_are_killed_and_one_is_frozen_under_load(
@@ -340,6 +327,7 @@ async def check_that_all_go_on(
     assert len(events) == len(set(events)) == PARTITIONS + 2
 
 
+@pytest.mark.full
 async def test_a_member_stopped_in_its_transaction_is_succeeded_and_commits_nothing_when_woken(
     start: Start,
     group: Group,
@@ -370,6 +358,7 @@ async def test_a_member_stopped_in_its_transaction_is_succeeded_and_commits_noth
     assert duel.owner.is_running
 
 
+@pytest.mark.full
 async def test_a_member_that_lost_its_partition_unnoticed_in_its_transaction_doubles_nothing(
     start: Start,
     group: Group,

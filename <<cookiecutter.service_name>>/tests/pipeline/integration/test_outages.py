@@ -45,6 +45,8 @@ from tests.servers.databases import administer
 from tests.servers.processes import Process, Start
 from tests.servers.waiting import eventually
 
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("outages")]
+
 CreateTopic = Callable[..., Awaitable[str]]
 
 SESSION = 3

