@@ -1,5 +1,6 @@
 """The service as real processes: killed, stopped, started in a world that is not ready."""
 
+import asyncio
 import json
 import signal
 import socket
