@@ -308,12 +308,13 @@ def test_an_ipv6_host_is_served(health: Health) -> None:
 def announced(
     health: Health, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> Callable[[], list[str]]:
-    """Return what is announced now, a second later."""
+    """Return what is announced now, a second and a turn of the event loop later."""
     caplog.set_level(logging.INFO, "pipeline.health")
     announcer = Announcer(health)
 
     def announce() -> list[str]:
         clock.now += 1
+        health.beat()
         caplog.clear()
         announcer.announce()
         return [record.getMessage() for record in caplog.records]
