@@ -117,12 +117,12 @@ Start = Callable[..., Awaitable[Process]]
 
 @asynccontextmanager
 async def starting(
-    program: str, variables: Mapping[str, str], **common: object
+    program: str, variables: Callable[[], Mapping[str, str]], **common: object
 ) -> AsyncIterator[Start]:
     """Start processes of a program, which is the name of a module.
 
-    Each gets these variables and settings, and those that its start adds. What still runs at the
-    end of the block is killed.
+    Each gets the variables that `variables` returns then, these settings, and what its start adds.
+    What still runs at the end of the block is killed.
     """
     started: list[Process] = []
 
@@ -137,7 +137,7 @@ async def starting(
             *(sys.executable, "-m", program, *command),
             cwd=cwd,
             env=environment(
-                {**variables, **more_variables},
+                {**variables(), **more_variables},
                 **{name: value for name, value in chosen.items() if value is not None},
             ),
             stdin=asyncio.subprocess.DEVNULL,

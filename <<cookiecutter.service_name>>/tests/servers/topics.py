@@ -117,7 +117,13 @@ async def create_topic(kafka: str, topic: str, partitions: int = 1, **configs: s
             )
             return bool(answer.topic_errors[0][1] == 0)
 
+        async def has_leaders() -> bool:
+            (found,) = await admin.describe_topics([topic])
+            return [one["leader"] >= 0 for one in found["partitions"]] == [True] * partitions
+
         await eventually(is_there)
+        # A client that subscribes before that looks for its partitions after minutes only.
+        await eventually(has_leaders)
 
 
 async def delete_topic(kafka: str, topic: str) -> None:

@@ -26,7 +26,7 @@ def environment(bank: Bank, **settings: object) -> dict[str, str]:
 
 def starting(bank: Bank, **common: object) -> AbstractAsyncContextManager[Start]:
     """Start processes of the bank; what still runs at the end of the block is killed."""
-    return processes.starting(APP, _variables(bank), **common)
+    return processes.starting(APP, lambda: _variables(bank), **common)
 
 
 @asynccontextmanager
