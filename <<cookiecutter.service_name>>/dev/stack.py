@@ -57,6 +57,7 @@ def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
     state = directory.state
     restart_if_moved(directory)
     state.mode = servers.mode
+    state.keep = state.keep or keep
     if servers.serve():
         say("already up")
     else:
@@ -64,7 +65,6 @@ def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
         start = time.monotonic()
         servers.up()
         say(f"both servers serve after {time.monotonic() - start:.1f} s")
-    state.keep = state.keep or keep
     directory.save()
     return servers
 

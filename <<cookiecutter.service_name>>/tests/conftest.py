@@ -105,7 +105,7 @@ async def database_url(
     await administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
     yield url_of(way_in, name)
     used_databases.append(name)
-    if len(used_databases) > 15:
+    if len(used_databases) > 50:
         await drop_databases(server_url, used_databases)
 
 

@@ -143,12 +143,16 @@ class Postgres(LocalServer):
             lock.write_text(f"{os.getpid()}{newline}{rest}")
 
     def command(self) -> list[str]:
-        settings = {
+        settings: dict[str, str | int] = {
             "port": self.port,
             "listen_addresses": LOOPBACK,
             "unix_socket_directories": "",
-            "max_connections": 200,
+            "max_connections": 400,
         }
+        if not self.directory.state.keep:
+            # For tests, which make and drop many databases: it lasts as long as they do, and only
+            # a crash of the machine itself can damage its data.
+            settings |= {"fsync": "off"}
         options = [f"--{name}={value}" for name, value in settings.items()]
         return [str(self.binaries / "postgres"), "-D", str(self.data), *options]
 
