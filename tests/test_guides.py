@@ -337,7 +337,7 @@ def test_what_a_page_has_made_can_be(owner: str, default_project: BakedProject) 
     # Behind a `cd`: the service's. In docs/how-it-works.md, as the text says: the template's.
     named.remove("run" if owner == "template" else "model")
     expected = {
-        "template": {"test-long", "chaos-selftest", "model", "demo KEEP=1", "bench ONLY=layers"},
+        "template": {"test-unit", "test-full", "chaos-selftest", "model", "demo KEEP=1", "bench ONLY=layers"},
         "service": {"run", "down", "format check", "test-pooler", "clean"},
     }
     assert expected[owner] < named
@@ -353,13 +353,15 @@ def test_what_a_page_has_made_can_be(owner: str, default_project: BakedProject) 
 
 ELSEWHERE = {
     "make demo": "tests/test_demo.py, with fewer scans",
+    "make test-unit": "a part of what runs this",
     "make test": "what runs this",
-    "make chaos-selftest": "tests/test_chaos.py: one sabotage by `make test-long`; that all fit",
+    "make chaos-selftest": "tests/test_chaos.py: one sabotage by `make test-full`; that all fit",
     "make chaos": "tests/test_chaos.py: rounds of a minute, and which round a report is of",
-    "make bench": "tests/test_bench.py: a small one by `make test-long`",
+    "make bench": "tests/test_bench.py: a small one by `make test-full`",
     "python -m demo.traced": "tests/test_traced.py: all but where the picture is written to",
     "python -m benchmarks.capacity": "tests/test_capacity.py",
     ".venv/bin/python dev/stack.py run -- .venv/bin/python -m pytest": "below: which tests it runs",
+    ".venv/bin/python '<<cookiecutter.service_name>>/dev/stack.py' run": "what runs this",
     "pip install 'cookiecutter>=2.6'": "below",
     "cookiecutter <this repository>": "below",
     "cd parcel-tracker": "below",
