@@ -7,11 +7,10 @@ BIN = $(abspath $(VENV))/bin
 RAW = <<cookiecutter.service_name>>
 STACK = $(BIN)/python '$(RAW)/dev/stack.py'
 
-# Tests mostly wait, so more of them run at once than there are processors. Those of a group, and
-# of a file that shares costly fixtures, stay together.
+# Tests mostly wait, so more of them run at once than there are processors.
 WORKERS ?= 6
-ENGINE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw' --dist=loadgroup
-TEMPLATE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-template' --dist=loadgroup
+ENGINE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw'
+TEMPLATE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-template'
 SIDE_BY_SIDE = --no-print-directory --keep-going --jobs=2 $(if $(CI),--output-sync)
 
 PIN = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \

@@ -1,10 +1,14 @@
 """What the template's tests share."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.baked import BakedProject, Template
+from tests.baked import RAW, BakedProject, Template
+
+sys.path.insert(0, str(RAW / "tests" / "servers"))
+from scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 
 
 @pytest.fixture(scope="session")

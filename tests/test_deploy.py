@@ -28,7 +28,7 @@ import yaml
 from tests.baked import RAW, BakedProject
 from tests.programs import require
 
-pytestmark = [pytest.mark.full, pytest.mark.integration, pytest.mark.xdist_group("deploy")]
+pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 DOCKERFILE = "deploy/Dockerfile"
 KUBERNETES = "1.34"

@@ -337,7 +337,14 @@ def test_what_a_page_has_made_can_be(owner: str, default_project: BakedProject) 
     # Behind a `cd`: the service's. In docs/how-it-works.md, as the text says: the template's.
     named.remove("run" if owner == "template" else "model")
     expected = {
-        "template": {"test-unit", "test-full", "chaos-selftest", "model", "demo KEEP=1", "bench ONLY=layers"},
+        "template": {
+            "test-unit",
+            "test-full",
+            "chaos-selftest",
+            "model",
+            "demo KEEP=1",
+            "bench ONLY=layers",
+        },
         "service": {"run", "down", "format check", "test-pooler", "clean"},
     }
     assert expected[owner] < named

@@ -10,7 +10,7 @@ from model.check import FAULTS, FULL, QUICK, Outcome, Run
 from tests.baked import ROOT
 from tests.programs import require
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("model")]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module", autouse=True)

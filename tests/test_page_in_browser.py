@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.baked import RAW
 from tests.programs import require
 
-pytestmark = [pytest.mark.full, pytest.mark.integration, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 TOKEN = "a token of the tests"
 PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention"]

@@ -22,7 +22,7 @@ from demo.waterfall import draw
 
 from tests.baked import BakedProject
 
-pytestmark = [pytest.mark.full, pytest.mark.integration, pytest.mark.xdist_group("traced")]
+pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from .servers.databases import (
     url_of,
 )
 from .servers.pooler import POOLED, pooling
+from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE
 

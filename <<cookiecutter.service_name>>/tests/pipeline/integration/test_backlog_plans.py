@@ -22,7 +22,7 @@ from .bank import Bank
 from .plans import Explaining, connected, execute, only
 from tests.contract.bank import Deposit
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("backlog plans")]
+pytestmark = pytest.mark.full
 
 BANK = Bank(deposits="t", balances="balances", name="bank")
 BANK.handlers.plain("t", Plain("deposited", Position()))

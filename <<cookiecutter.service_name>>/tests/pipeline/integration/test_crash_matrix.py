@@ -31,8 +31,6 @@ from .worlds import PATIENCE, LetGo, Servers, World
 from .zygote import zygote
 from tests.servers.waiting import eventually
 
-pytestmark = pytest.mark.xdist_group("crash matrix")  # its worlds run side by side by themselves
-
 AT_ONCE = 8
 """Worlds at a time. Most of a world's time is spent waiting for the group to miss the dead one."""
 

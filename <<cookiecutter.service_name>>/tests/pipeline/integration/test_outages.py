@@ -45,7 +45,7 @@ from tests.servers.databases import administer
 from tests.servers.processes import Process, Start
 from tests.servers.waiting import eventually
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("outages")]
+pytestmark = pytest.mark.full
 
 CreateTopic = Callable[..., Awaitable[str]]
 

@@ -28,7 +28,7 @@ from .outgoing import ALL_SHARDS, event, stage
 from .plans import Explaining, connected, execute, only
 from tests.contract.bank import Deposit
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("plans")]
+pytestmark = pytest.mark.full
 
 _LOAD = """
 -- Housekeeping of its own would decide which statistics there are.

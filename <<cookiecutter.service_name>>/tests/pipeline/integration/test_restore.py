@@ -39,7 +39,7 @@ from tests.servers.processes import Start
 from tests.servers.topics import Tail, following, id_of, ids_in, records_in
 from tests.servers.waiting import eventually
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("restore")]
+pytestmark = pytest.mark.full
 
 ACCOUNTS = ("ada", "bob")
 """Each has a partition of its own."""

@@ -30,7 +30,7 @@ from tests.servers.processes import Process, Start
 from tests.servers.topics import following
 from tests.servers.waiting import eventually
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("tls")]
+pytestmark = pytest.mark.full
 
 PASSWORD = "correct-horse"
 KEY_PASSWORD = "battery-staple"
