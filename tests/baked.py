@@ -22,6 +22,7 @@ DEFAULTS = {
     "worked_example": "yes",
     "object_store": "yes",
     "operations_page": "yes",
+    "engine_tests": "no",
 }
 """The answers of `--no-input`."""
 

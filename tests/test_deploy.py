@@ -25,7 +25,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from tests.baked import RAW, BakedProject
+from tests.baked import RAW, BakedProject, Template
 from tests.programs import require
 
 pytestmark = [pytest.mark.full, pytest.mark.integration]
@@ -523,6 +523,14 @@ def together(default_project: BakedProject) -> dict[str, dict[str, Any]]:
     return services
 
 
+@pytest.fixture(scope="module", params=["no", "yes"])
+def project(
+    request: pytest.FixtureRequest, template: Template, tmp_path_factory: pytest.TempPathFactory
+) -> BakedProject:
+    """A service without and with the engine's own tests."""
+    return template.bake(tmp_path_factory.mktemp("project"), engine_tests=request.param)
+
+
 SCHEMAS = {
     "deploy/compose.yaml": ["vendor.compose-spec"],
     "deploy/compose.service.yaml": ["vendor.compose-spec"],
@@ -534,17 +542,15 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_file_for_compose_or_ci_has_what_its_schema_allows(
-    default_project: BakedProject, tmp_path: Path, name: str
+    project: BakedProject, tmp_path: Path, name: str
 ) -> None:
     check = [str(BIN / "check-jsonschema"), "--builtin-schema", *SCHEMAS[name]]
-    default_project.run(*check, name)
+    project.run(*check, name)
 
-    key = re.search(
-        r"^ +(image|runs-on|interval|script):", default_project.read(name), re.MULTILINE
-    )
+    key = re.search(r"^ +(image|runs-on|interval|script):", project.read(name), re.MULTILINE)
     assert key
     misspelt = tmp_path / Path(name).name
-    misspelt.write_text(default_project.read(name).replace(f"{key[1]}:", f"{key[1]}e:"), "utf-8")
+    misspelt.write_text(project.read(name).replace(f"{key[1]}:", f"{key[1]}e:"), "utf-8")
     done = subprocess.run([*check, misspelt], capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
 
@@ -629,20 +635,20 @@ def test_compose_gives_processes_as_long_to_end_as_kubernetes(
         assert together[name]["stop_grace_period"] == f"{grace}s"
 
 
-def test_both_files_for_ci_run_what_the_service_has(default_project: BakedProject) -> None:
-    github = default_project.read(".github/workflows/ci.yaml")
-    gitlab = default_project.read(".gitlab-ci.yml")
+def test_both_files_for_ci_run_what_the_service_has(project: BakedProject) -> None:
+    github = project.read(".github/workflows/ci.yaml")
+    gitlab = project.read(".gitlab-ci.yml")
 
+    nightly = ["test-engine"] if project.answers["engine_tests"] == "yes" else []
     for said in (github, gitlab):
-        assert set(re.findall(r"make (\w+)", said)) == {"check", "test"}
-        assert re.search(
-            r"apt-get install --yes .*pgbouncer postgresql\b.*\n.*(\n.*)?make test", said
-        )
+        assert re.findall(r"make ([\w-]+)", said) == ["check", "test", *nightly]
+        assert re.search(r"apt-get install --yes .*pgbouncer\n.*(\n.*)?make test\n", said)
+        assert bool(re.search("== .schedule", said)) == bool(nightly)
         assert re.search(r"pip install pip-audit==\d+\.\d+\.\d+\n", said)
         assert "pip-audit --require-hashes --requirement requirements/base.txt\n" in said
     for used in re.findall(r"uses: (.*)", github):
         assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", used)
-    [tag] = set(re.findall(r"python:(\d+\.\d+\.\d+)", gitlab + default_project.read(DOCKERFILE)))
+    [tag] = set(re.findall(r"python:(\d+\.\d+\.\d+)", gitlab + project.read(DOCKERFILE)))
     assert f'python-version: "{tag.rpartition(".")[0]}"' in github
 
 

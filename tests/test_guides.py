@@ -152,6 +152,27 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
             assert set(named.findall(content.decode())) <= guides, name
 
 
+@pytest.mark.parametrize("engine_tests", ["yes", "no"])
+def test_every_test_that_a_service_speaks_of_is_there_or_said_to_come_with_the_engines(
+    template: Template, output: Path, engine_tests: str
+) -> None:
+    project = template.bake(output, engine_tests=engine_tests)
+    names = set(project.files())
+    modules = {Path(name).stem for name in names if name.startswith("tests/")}
+    for page in sorted(name for name in names if name.endswith(".md")):
+        text = project.read(page)
+        named = set(re.findall(r"`(test_\w+)(?:\.py)?`", text)) - modules
+        named |= {
+            path
+            for path in re.findall(r"`(tests/[\w/]+)/?`", text)
+            if not (project.path / path).exists()
+        }
+        if engine_tests == "yes":
+            assert named == set(), page
+        else:
+            assert not named or "generated with `engine_tests=yes`" in text, page
+
+
 def test_every_page_that_the_template_names_exists() -> None:
     for page in re.findall(r"`(docs/[\w./-]+)`", (ROOT / "README.md").read_text("utf-8")):
         assert [*ROOT.glob(f"{page}*"), *RAW.glob(f"{page}*")], page

@@ -30,6 +30,7 @@ from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hoo
 from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE
 
+DATABASE_URL, KAFKA = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
 SERVERS = {"kafka", "s3proxy", "server_url", "store_url"}
 """Fixtures that speak to a server."""
 
@@ -53,16 +54,26 @@ def collected(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_settings_of_the_shell() -> Iterator[None]:
+    """Let tests see nothing of the environment's settings but where the servers are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [*os.environ]:
+            if name.startswith("PIPELINE_") and name not in (DATABASE_URL, KAFKA):
+                patch.delenv(name)
+        yield
+
+
 @pytest.fixture(scope="session")
 def server_url() -> str:
     """URL of the PostgreSQL server that `make test` has started."""
-    return _environment("PIPELINE_DATABASE_URL")
+    return _environment(DATABASE_URL)
 
 
 @pytest.fixture(scope="session")
 def kafka() -> str:
     """Bootstrap servers of the Kafka that `make test` has started."""
-    return _environment("PIPELINE_KAFKA_BOOTSTRAP_SERVERS")
+    return _environment(KAFKA)
 
 
 def _environment(name: str) -> str:

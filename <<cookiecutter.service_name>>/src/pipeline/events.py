@@ -1,5 +1,6 @@
 """Events: Pydantic models with a type name and, where the service publishes them, a topic."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -34,6 +35,13 @@ class Event(BaseModel):
             raise TypeError(f'{cls.__name__} needs a type: class {cls.__name__}(Event, type="…")')
         cls.event_type = type
         cls.event_topic = topic
+
+
+def declared_events(base: type[Event] = Event) -> Iterator[type[Event]]:
+    """Return the classes of events that the process has imported."""
+    for event in base.__subclasses__():
+        yield event
+        yield from declared_events(event)
 
 
 class Tombstone(Event, type="tombstone"):

@@ -1,7 +1,7 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeVar
 
@@ -262,6 +262,20 @@ class Handlers:
     def demand_types(self, topic: str) -> None:
         """Make a type that no handler takes a dead letter; elsewhere it is skipped and counted."""
         self._demanding.add(topic)
+
+    def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
+        """Return the same handlers for topics of other names: where others use the brokers, too."""
+        names = {topic: rename(topic) for topic in {*self.topics, *self._plain, *self._demanding}}
+        renamed = Handlers()
+        for topic, types in self._by_topic.items():
+            name = names.get(topic, topic)  # effects have no topic of Kafka's
+            renamed._by_topic[name] = {
+                type: tuple(replace(one, topic=name) for one in handlers)
+                for type, handlers in types.items()
+            }
+        renamed._plain = {names[topic]: how for topic, how in self._plain.items()}
+        renamed._demanding = {names[topic] for topic in self._demanding}
+        return renamed
 
     @property
     def demanding(self) -> frozenset[str]:

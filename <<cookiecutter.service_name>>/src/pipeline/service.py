@@ -9,7 +9,7 @@ import asyncpg
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
 
-from .events import Event
+from .events import declared_events
 from .handlers import Handlers
 from .references import Claims
 from .settings import Settings
@@ -100,10 +100,4 @@ class Service:
     @property
     def declared_topics(self) -> frozenset[str]:
         """Topics that the service declares events for."""
-        return frozenset(event.event_topic for event in _below(Event) if event.event_topic)
-
-
-def _below(event: type[Event]) -> Iterator[type[Event]]:
-    for sub in event.__subclasses__():
-        yield sub
-        yield from _below(sub)
+        return frozenset(event.event_topic for event in declared_events() if event.event_topic)

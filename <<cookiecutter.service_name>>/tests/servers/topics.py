@@ -5,9 +5,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from uuid import uuid4
 
+import pytest
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from pipeline import Event
 
 from .waiting import eventually
 
@@ -34,6 +38,10 @@ class Tail:
         for record in self.records:
             found[record.key][id_of(record)] = None
         return {key: list(ids) for key, ids in found.items()}
+
+    def of(self, key: str) -> list[ConsumerRecord]:
+        """Return the records that have this key."""
+        return [record for record in self.records if record.key == key.encode()]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds for what has come."""
@@ -135,6 +143,35 @@ async def delete_topic(kafka: str, topic: str) -> None:
             return topic not in await admin.list_topics()
 
         await eventually(is_gone)
+
+
+Rename = Callable[[str], str]
+
+
+async def own_topics(
+    kafka: str,
+    topics: Iterable[str],
+    events: Iterable[type[Event]],
+    used_topics: list[str],
+    patch: pytest.MonkeyPatch,
+) -> Rename:
+    """Create topics that nothing else uses, in the place of those, and of those of the events.
+
+    Returns the function from a topic's name to that of the one in its place. Until the patch is
+    undone, the events are published there.
+    """
+    suffix = uuid4().hex[:12]
+
+    def own(topic: str) -> str:
+        return f"{topic}-{suffix}"
+
+    published = {event: topic for event in events if (topic := event.event_topic)}
+    for event, topic in published.items():
+        patch.setattr(event, "event_topic", own(topic))
+    for topic in {*topics, *published.values()}:
+        used_topics.append(own(topic))
+        await create_topic(kafka, used_topics[-1])
+    return own
 
 
 async def delete_topics(kafka: str, topics: Iterable[str]) -> None:

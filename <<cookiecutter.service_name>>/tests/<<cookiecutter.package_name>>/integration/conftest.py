@@ -1,26 +1,28 @@
-"""Real servers for your tests: a migrated database of its own for each, and the service in it."""
+"""Real servers for your tests: for each a migrated database, topics and a group of its own.
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+The service may run beside them, for development: tests neither send it anything nor read what it
+publishes. `topics("…")` returns the name of the topic that a test has in the place of one.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-import asyncpg
 import pytest
-from aiokafka import AIOKafkaConsumer, ConsumerRecord
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka import ConsumerRecord
 from alembic.config import Config
 from sqlalchemy import MetaData
 
+from pipeline.events import declared_events
 from pipeline.health import Health
 
 from <<cookiecutter.package_name>>.main import service
 
 from tests.conftest import Running
 from tests.servers.databases import built
-from tests.servers.waiting import PATIENCE, eventually
+from tests.servers.topics import Rename, following, own_topics
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,69 +34,45 @@ def template(server_url: str) -> Iterator[str]:
         yield name
 
 
-@pytest.fixture(scope="session")
-def partitions(kafka: str) -> int:
-    """Create the topics of the service where they are missing; how many partitions it reads."""
-
-    async def create() -> int:
-        admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
-        await admin.start()
-        try:
-            await admin.create_topics([NewTopic(topic, 1, 1) for topic in sorted(service.topics)])
-            partitions = [0]
-            async with asyncio.timeout(PATIENCE):
-                while not all(partitions):  # a topic that was just created has none at first
-                    described = await admin.describe_topics(sorted(service.handlers.topics))
-                    partitions = [len(topic["partitions"]) for topic in described]
-        finally:
-            await admin.close()
-        return sum(partitions)
-
-    return asyncio.run(create())
+@pytest.fixture
+async def topics(kafka: str, used_topics: list[str], monkeypatch: pytest.MonkeyPatch) -> Rename:
+    """Return the function to the name of the test's own topic: `topics("lockers")`."""
+    read = service.handlers.topics
+    return await own_topics(kafka, read, declared_events(), used_topics, monkeypatch)
 
 
 RunningService = Callable[[], AbstractAsyncContextManager[Health]]
 
 
 @pytest.fixture
-def running_service(
-    running: Running, db: asyncpg.Connection, partitions: int
-) -> RunningService:
-    """Run the service inside the test, as long as the `with` block lasts.
-
-    In a group and a database of its own. It reads what is sent inside the block; others may be
-    sending too, so give your events keys and ids that nobody else has.
-    """
-
-    @asynccontextmanager
-    async def run() -> AsyncIterator[Health]:
-        ours = replace(service, name=f"test-{uuid4().hex[:12]}")
-        async with running(ours, consumer_start="latest") as health:
-            await eventually(begun)
-            yield health
-
-    async def begun() -> bool:
-        return bool(await db.fetchval("SELECT count(*) FROM pipeline.position") == partitions)
-
-    return run
+def running_service(running: Running, topics: Rename) -> RunningService:
+    """Run the service inside the test, as long as the `with` block lasts."""
+    ours = replace(
+        service,
+        name=f"test-{uuid4().hex[:12]}",
+        handlers=service.handlers.with_topics(topics),
+    )
+    return lambda: running(ours)
 
 
 Published = Callable[[str, str, int], Awaitable[list[ConsumerRecord]]]
 
 
 @pytest.fixture
-async def published(kafka: str, partitions: int) -> AsyncIterator[Published]:
-    """Wait for as many new records with this key in a topic, and return them in their order."""
-    async with AIOKafkaConsumer(*service.topics, bootstrap_servers=kafka) as consumer:
-        await consumer.seek_to_end()
+def published(kafka: str, topics: Rename) -> Published:
+    """Wait for as many records with this key in a topic, and return them in their order."""
 
-        async def read(topic: str, key: str, count: int) -> list[ConsumerRecord]:
-            found: list[ConsumerRecord] = []
-            async with asyncio.timeout(PATIENCE):
-                while len(found) < count:
-                    record = await consumer.getone()
-                    if (record.topic, record.key) == (topic, key.encode()):
-                        found.append(record)
-            return found
+    async def read(topic: str, key: str, count: int) -> list[ConsumerRecord]:
+        async with following(kafka, topics(topic)) as tail:
+            await tail.until(lambda: len(tail.of(key)) >= count)
+            return tail.of(key)
 
-        yield read
+    return read
+# <% if cookiecutter.worked_example == "yes" %>
+
+
+@pytest.fixture(autouse=True)
+def no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the webhook of the environment: a test that wants one sets its own."""
+    monkeypatch.setattr("<<cookiecutter.package_name>>.handlers.webhook", None)
+# <% endif %>

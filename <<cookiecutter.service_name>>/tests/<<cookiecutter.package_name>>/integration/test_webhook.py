@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import asyncpg
 import httpx
 import pytest
-from aiokafka import AIOKafkaProducer
 
 from <<cookiecutter.package_name>> import handlers
 
 from .conftest import RunningService
-from .test_scans import parcel_id, scan, send  # noqa: F401 (a fixture)
+from .test_scans import Send, scan, send  # noqa: F401 (a fixture)
 from tests.servers.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -72,10 +71,9 @@ async def serving(webhook: Webhook) -> AsyncIterator[str]:
 
 async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers_twice(
     running_service: RunningService,
-    producer: AIOKafkaProducer,
+    send: Send,  # noqa: F811
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
-    parcel_id: str,  # noqa: F811
 ) -> None:
     # The second answer came with the first. Who keeps the connection takes it for the next call's.
     twice = "204 No Content, then 204 No Content"
@@ -94,7 +92,7 @@ async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers
     async with serving(webhook) as url:
         monkeypatch.setattr(handlers, "webhook", url)
         async with running_service():
-            await send(producer, scan(parcel_id, 1, "Vienna", 61), scan(parcel_id, 2, "Graz", 62))
+            await send(scan(1, "Vienna", 61), scan(2, "Graz", 62))
             await eventually(lambda: len(webhook.heard) > 0)
             await eventually(told)
     keys = [key for key, _ in webhook.heard]
@@ -108,10 +106,9 @@ async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers
 
 async def test_a_webhook_that_gets_a_call_twice_gets_its_key_again_and_settles_it_once(
     running_service: RunningService,
-    producer: AIOKafkaProducer,
+    send: Send,  # noqa: F811
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
-    parcel_id: str,  # noqa: F811
 ) -> None:
     webhook = Webhook(["cut"])  # it has taken the call, and its answer is lost
 
@@ -126,7 +123,7 @@ async def test_a_webhook_that_gets_a_call_twice_gets_its_key_again_and_settles_i
         monkeypatch.setattr(handlers, "client", client)
         monkeypatch.setattr(handlers, "webhook", url)
         async with running_service():
-            await send(producer, scan(parcel_id, 1, "Vienna", 61))
+            await send(scan(1, "Vienna", 61))
             await eventually(told_twice)
     first, again = webhook.heard
     assert first == again, "the same key, and the same body"

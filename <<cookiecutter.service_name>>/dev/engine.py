@@ -1,0 +1,50 @@
+"""Whether the engine is as the template wrote it: `python dev/engine.py` names what differs.
+
+`.engine.sha256` holds the checksums of its files; `sha256sum --check .engine.sha256` reads it, too.
+An edit is no error, as the engine is the service's own: the exit code is 0 in any case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+CHECKSUMS = ".engine.sha256"
+TESTS = "tests/pipeline"
+
+WARNING = """warning: the engine was edited:
+{differences}
+The contract suite (tests/contract) tests its promises and not all its details. The engine's own
+tests come with the answer engine_tests=yes: generate the service again with it in another folder,
+and copy from there what is missing here. If the edit was not meant, restore these files.
+"""
+
+
+def differences(root: Path) -> list[str]:
+    """Return a line for each file of the engine that was changed, added or is missing."""
+    lines = (root / CHECKSUMS).read_text("utf-8").splitlines()
+    written = {path: checksum for checksum, path in (line.split("  ", 1) for line in lines)}
+    folders = {"/".join(path.split("/")[:2]) for path in written}
+    found = {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for folder in folders
+        for path in (root / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    what = {
+        "changed": {one for one in written.keys() & found if written[one] != found[one]},
+        "added": found.keys() - written,
+        "missing": written.keys() - found,
+    }
+    return [f"  {kind:7}  {path}" for kind, paths in what.items() for path in sorted(paths)]
+
+
+def main(root: Path) -> None:
+    """Write a warning if the engine was edited and its own tests are not here."""
+    if not (root / TESTS).exists() and (found := differences(root)):
+        print(WARNING.format(differences="\n".join(found)), end="", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(Path(__file__).resolve().parents[1])
