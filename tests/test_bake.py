@@ -77,6 +77,17 @@ def set_up(unusual: BakedProject) -> BakedProject:
     return unusual
 
 
+@pytest.mark.integration
+def test_a_new_service_passes_its_own_checks_and_tests(template: Template, output: Path) -> None:
+    project = template.bake(output)
+
+    project.make("check")
+    said = project.run("make", f"VENV={sys.prefix}", "test", "WORKERS=2")
+
+    assert re.search(r"\d+ passed", said)
+    assert not re.search(r"\d+ (skipped|xfailed)", said)
+
+
 def test_any_two_features_meet_in_a_variant_in_all_ways() -> None:
     baked = list(variants())
 
@@ -85,10 +96,13 @@ def test_any_two_features_meet_in_a_variant_in_all_ways() -> None:
         assert met == set(product(("yes", "no"), repeat=2)), (one, other)
 
 
+@pytest.mark.full
 def test_a_variant_passes_its_own_checks(variant: BakedProject) -> None:
     variant.make("check")
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_a_variant_passes_its_own_tests(variant: BakedProject) -> None:
     said = variant.run("make", f"VENV={sys.prefix}", "test", PYTEST_ADDOPTS=ONCE)
 
@@ -96,6 +110,7 @@ def test_a_variant_passes_its_own_tests(variant: BakedProject) -> None:
     assert not re.search(r"\d+ (skipped|xfailed)", said)
 
 
+@pytest.mark.full
 def test_a_variant_with_the_engines_tests_passes_those_that_need_no_server(
     variant: BakedProject,
 ) -> None:
@@ -108,6 +123,7 @@ def test_a_variant_with_the_engines_tests_passes_those_that_need_no_server(
         assert "test-engine" not in variant.read("Makefile")
 
 
+@pytest.mark.full
 def test_what_checks_and_tests_leave_behind_is_ignored_by_git(variant: BakedProject) -> None:
     assert variant.run("git", "status", "--porcelain") == ""
 
@@ -283,6 +299,7 @@ def test_a_manifest_that_names_what_is_not_there_bakes_nothing(
     assert list((tmp_path / "output").iterdir()) == []
 
 
+@pytest.mark.full
 def test_unusual_answers_pass_the_checks(unusual: BakedProject) -> None:
     unusual.make("check")
 
@@ -302,6 +319,7 @@ def test_unusual_answers_break_no_file(unusual: BakedProject) -> None:
     assert UNUSUAL["description"] in unusual.read("README.md")
 
 
+@pytest.mark.full
 def test_a_wheel_holds_all_the_source(unusual: BakedProject, tmp_path: Path) -> None:
     unusual.run(
         *(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"),
@@ -315,10 +333,14 @@ def test_a_wheel_holds_all_the_source(unusual: BakedProject, tmp_path: Path) -> 
     }
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_setting_up_installs_the_command_service(set_up: BakedProject) -> None:
     assert "migrate" in set_up.run(set_up.path / ".venv/bin/service", "--help")
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_setting_up_installs_what_the_answers_describe(set_up: BakedProject) -> None:
     ask = "from importlib.metadata import metadata; print(metadata('z9-a-1').json)"
 
@@ -329,10 +351,14 @@ def test_setting_up_installs_what_the_answers_describe(set_up: BakedProject) -> 
     assert f"{name} <{address}>" == UNUSUAL["author"]
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_setting_up_again_has_nothing_to_do(set_up: BakedProject) -> None:
     assert "Nothing to be done" in set_up.run("make", "setup")
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_a_service_that_was_set_up_from_nothing_passes_its_checks(set_up: BakedProject) -> None:
     set_up.run("make", "check")
 
@@ -362,6 +388,8 @@ def test_an_old_python_is_named_as_the_obstacle(
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
     read_me = set_up.read("README.md")
     # As the README has it, and a second time.
@@ -397,6 +425,8 @@ SELECT (SELECT count(*) FROM parcel) + (SELECT count(*) FROM pipeline.inbox)
 """
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_tests_pass_beside_a_running_service_which_gets_nothing_of_them(
     set_up: BakedProject,
 ) -> None:
@@ -497,6 +527,8 @@ def bash(
     )
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) -> None:
     """Changes the service: nothing below compares it with what was baked."""
     steps = set_up.read("README.md").partition("## A new handler")[2].partition("\n## ")[0]
@@ -523,6 +555,7 @@ def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) 
     assert re.search(r"^consumer  count-openings$", shown.stdout, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_a_service_whose_example_is_taken_out_as_the_readme_says_is_one_without_it(
     template: Template, tmp_path: Path
 ) -> None:
@@ -712,6 +745,8 @@ def as_here(text: str, letters: Iterator[str], archive: Path) -> str:
     return text.replace("2026-11-20", "2020-01-02")
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path: Path) -> None:
     settings = {}
     for name in ("archive", "claim"):
@@ -753,6 +788,8 @@ async def execute(database: str, statement: str) -> None:
     await db.close()
 
 
+@pytest.mark.full
+@pytest.mark.integration
 def test_tests_are_run_as_the_read_me_says_and_cleaning_up_leaves_the_source(
     set_up: BakedProject,
 ) -> None:

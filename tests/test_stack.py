@@ -22,6 +22,8 @@ import psutil
 import pytest
 import yaml
 
+pytestmark = [pytest.mark.full, pytest.mark.integration]
+
 SERVICE = Path(__file__).resolve().parent.parent / "<<cookiecutter.service_name>>"
 STACK = SERVICE / "dev" / "stack.py"
 DATABASE_URL = "PIPELINE_DATABASE_URL"

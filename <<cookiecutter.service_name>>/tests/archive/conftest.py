@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     return path
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.full)])
 def store(request: pytest.FixtureRequest) -> Store:
     """Return each of the stores, with the environment that leads there."""
     request.getfixturevalue(request.param)

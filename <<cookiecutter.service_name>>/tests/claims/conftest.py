@@ -32,7 +32,9 @@ LIMIT = 1_000
 SETTINGS = {"limit": LIMIT, "memory": 10_000, "timeout": 2}
 
 
-FOLDER_AND_S3 = pytest.mark.parametrize("store_url", ["folder", "s3"], indirect=True)
+FOLDER_AND_S3 = pytest.mark.parametrize(
+    "store_url", ["folder", pytest.param("s3", marks=pytest.mark.full)], indirect=True
+)
 """Of tests that are to have each of the stores."""
 
 
@@ -191,7 +193,11 @@ def loss(request: pytest.FixtureRequest, store_url: str, tmp_path: Path) -> Outa
 
 LOST = pytest.mark.parametrize(
     ("store_url", "loss"),
-    [("folder", "gone"), ("folder", "unmounted"), ("s3", "gone")],
+    [
+        ("folder", "gone"),
+        ("folder", "unmounted"),
+        pytest.param("s3", "gone", marks=pytest.mark.full),
+    ],
     indirect=True,
 )
 """Of tests that are to see each way in which a store may not be there."""

@@ -179,6 +179,7 @@ SELECT count(*) FROM pg_stat_activity
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("store_url", ["s3"], indirect=True)
 async def test_while_data_is_fetched_no_transaction_is_open(
     press: Press,

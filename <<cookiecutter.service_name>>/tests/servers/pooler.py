@@ -66,7 +66,7 @@ class Pooler:
 @contextmanager
 def pooling(server_url: str, settings: str = "") -> Iterator[Pooler]:
     """Run PgBouncer before the server; of what the settings repeat, theirs is what counts."""
-    pgbouncer = program("pgbouncer", "pgbouncer")
+    pgbouncer = program("pgbouncer")
     server = make_url(server_url)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,21 +1,19 @@
-"""Programs that some tests need, and that a machine may lack."""
+"""Programs that some tests need, and that a machine may lack: `dev/programs.py` lists them."""
 
 import os
-import shutil
-from typing import NoReturn
+from pathlib import Path
 
+import programs
 import pytest
 
 
-def program(name: str, package: str) -> str:
-    """Return where it is. Without it a person's test is skipped, and one of CI fails."""
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin") or lacking(
-        f"{name} is not on PATH (Debian: apt-get install {package})"
-    )
-
-
-def lacking(what: str) -> NoReturn:
-    """End the test. It fails where all programs have to be there: in CI, and behind a pooler."""
-    if os.environ.get("CI") or os.environ.get("TEST_POOLER"):
-        pytest.fail(what, pytrace=False)
-    pytest.skip(what)
+def program(name: str) -> Path:
+    """Return where it is. Without it the test is skipped, and fails where CI is set."""
+    wanted = programs.program(name)
+    found = wanted.find()
+    if found is None:
+        # Behind a pooler every test would be skipped, which is easily overlooked.
+        if os.environ.get("CI") or os.environ.get("TEST_POOLER"):
+            pytest.fail(wanted.hint, pytrace=False)
+        pytest.skip(wanted.hint)
+    return found

@@ -78,6 +78,6 @@ def _files(folder: Path, name: str) -> Certificate:
 
 
 def _openssl(*arguments: str) -> None:
-    openssl = program("openssl", "openssl")
+    openssl = program("openssl")
     done = subprocess.run([openssl, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,22 +11,12 @@ from servers.postgres import Postgres
 from servers.state import StateDirectory
 
 from .certificates import Authority, Certificate
-from tests.servers.programs import lacking
-
-_INSTALLED = Path("/usr/lib/postgresql")
+from tests.servers.programs import program
 
 _WHO_IS_LET_IN = f"""
 hostssl all service {LOOPBACK}/32 scram-sha-256
 hostssl all all     {LOOPBACK}/32 cert clientcert=verify-full
 """
-
-
-def _newest() -> Path:
-    """Return where Debian puts it. Without it a person's test is skipped, and one of CI fails."""
-    found = [one.parents[1] for one in _INSTALLED.glob("*/bin/postgres")]
-    if not found:
-        lacking(f"no PostgreSQL with TLS is in {_INSTALLED} (Debian: apt-get install postgresql)")
-    return max(found, key=lambda one: float(one.name))
 
 
 class GuardedPostgres(Postgres):
@@ -39,7 +29,7 @@ class GuardedPostgres(Postgres):
     def check_requirements(self) -> None:
         """Find Debian's."""
         super().check_requirements()
-        self.installation = _newest()
+        self.installation = program("postgres").resolve().parents[1]
 
     def create_data(self) -> None:
         """Let only those in who come by TLS."""

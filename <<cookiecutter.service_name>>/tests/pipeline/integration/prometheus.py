@@ -3,33 +3,20 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.servers.processes import ROOT
-from tests.servers.programs import lacking
+from tests.servers.programs import program
 
 RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 TEXT = RULES.read_text("utf-8")
 ALERTS = re.findall(r"- alert: (\w+)", TEXT)
 JOB = re.findall(r'job="([^"]+)"', TEXT)[0]
-_NO_GO = 3
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def promtool() -> Path:
-    """Return Prometheus' own tool; skips the test where a person has nothing to build it with."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "dev" / "promtool.py"], stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode == _NO_GO:
-        lacking("neither promtool (Debian: apt-get install prometheus) nor Go is on PATH")
-    assert done.returncode == 0
-    return Path(done.stdout.strip())
 
 
 def series(scrape: str) -> Series:
@@ -104,6 +91,6 @@ def check(
     path = folder / "rehearsal.yaml"
     path.write_text(json.dumps(test), "utf-8")
     done = subprocess.run(
-        [promtool(), "test", "rules", path], cwd=folder, capture_output=True, text=True
+        [program("promtool"), "test", "rules", path], cwd=folder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,9 +27,10 @@ from .grantees import Roles, splitting
 from .kafka_wire import Wire
 from .outgoing import LARGE, OLD, SMALL, allow, event, make_old_day, shares, stage, stage_long_ago
 from .processes import starting
-from .prometheus import ALERTS, TEXT, check, promtool, series, together
+from .prometheus import ALERTS, TEXT, check, series, together
 from tests.contract.bank import Deposit
 from tests.servers.processes import ROOT, Process, Start
+from tests.servers.programs import program
 from tests.servers.topics import create_topic, following
 from tests.servers.waiting import eventually
 
@@ -142,7 +143,7 @@ def test_the_rules_know_how_many_shards_there_are() -> None:
 
 def test_the_rules_pass_their_own_tests() -> None:
     done = subprocess.run(
-        [promtool(), "test", "rules", "alerts_test.yaml"],
+        [program("promtool"), "test", "rules", "alerts_test.yaml"],
         cwd=ROOT / "deploy" / "prometheus",
         capture_output=True,
         text=True,
@@ -196,7 +197,9 @@ def test_prometheus_can_read_what_the_dashboard_asks(tmp_path: Path) -> None:
     ]
     path = tmp_path / "panels.yaml"
     path.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}), "utf-8")
-    done = subprocess.run([promtool(), "check", "rules", path], capture_output=True, text=True)
+    done = subprocess.run(
+        [program("promtool"), "check", "rules", path], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert f"{len(rules)} rules found" in done.stdout
 
