@@ -31,6 +31,8 @@ from .worlds import PATIENCE, LetGo, Servers, World
 from .zygote import zygote
 from tests.servers.waiting import eventually
 
+pytestmark = pytest.mark.full
+
 AT_ONCE = 8
 """Worlds at a time. Most of a world's time is spent waiting for the group to miss the dead one."""
 
@@ -39,20 +41,7 @@ IN_VAIN = [boundary for boundary in BOUNDARIES if boundary.name == "reader: forg
 LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
 
 
-def is_essential(point: Point) -> bool:
-    """Return whether the point belongs to every change: a commit whose outcome is not known.
-
-    All other requests are there for the sake of a commit.
-    """
-    return point.moment is Moment.UNANSWERED and point.boundary.name.endswith("commit")
-
-
-POINTS = [
-    pytest.param(point, marks=[] if is_essential(point) else [pytest.mark.full])
-    for boundary in BOUNDARIES
-    for moment in Moment
-    for point in [Point(boundary, moment)]
-]
+POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Moment]
 
 BY_COMMANDS = (
     "pipeline.dead",
