@@ -117,7 +117,7 @@ def test_a_variant_with_the_engines_tests_passes_those_that_need_no_server(
     if variant.answers["engine_tests"] == "yes":
         run = ("-m", "pytest", "--numprocesses=2", "-m", "not integration and not full")
         said = variant.run(sys.executable, *run, "tests/pipeline")
-        assert int(re.findall(r"(\d+) passed", said)[0]) > 1_000
+        assert int(re.findall(r"(\d+) passed", said)[0]) > 800
     else:
         assert not (variant.path / "tests" / "pipeline").exists()
         assert "test-engine" not in variant.read("Makefile")
