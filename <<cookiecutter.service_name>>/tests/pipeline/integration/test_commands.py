@@ -17,13 +17,13 @@ from pipeline.commands import command_line
 
 from .bank import Bank
 from .processes import starting
-from tests.servers.databases import empty_database
+from tests.servers.databases import HOME, empty_database
 from tests.servers.processes import Process, Start
 from tests.servers.waiting import eventually
 
 ALEMBIC = f"""
 [alembic]
-script_location = {Path(__file__).with_name("alembic")}
+script_location = {HOME}
 version_locations = pipeline:migrations/versions
 path_separator = newline
 """

@@ -45,7 +45,7 @@ from .grantees import DIRECTLY, PASSWORD, Roles, splitting
 from .processes import starting
 from .prometheus import series
 from tests.contract.bank import Base, Deposit
-from tests.servers.databases import administer, drop_databases
+from tests.servers.databases import HOME, administer, drop_databases
 from tests.servers.processes import ROOT, Start
 from tests.servers.waiting import eventually
 
@@ -212,7 +212,7 @@ async def set_up(server_url: str) -> AsyncIterator[Roles]:
 def home(tmp_path: Path) -> Path:
     """Return a folder to migrate from; the bank has no revisions of its own."""
     (tmp_path / "alembic.ini").write_text(
-        f"[alembic]\nscript_location = {Path(__file__).with_name('alembic')}\n"
+        f"[alembic]\nscript_location = {HOME}\n"
         "version_locations = pipeline:migrations/versions\npath_separator = newline\n"
     )
     return tmp_path
