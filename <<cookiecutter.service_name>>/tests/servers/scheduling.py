@@ -1,4 +1,4 @@
-"""Which tests pytest-xdist may run in different workers: all but those that share a fixture."""
+"""Which tests pytest-xdist may run in different workers: all but those that belong together."""
 
 from functools import cache
 from pathlib import Path
@@ -8,8 +8,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 
-class ByFixtures(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file together if fixtures of it last as long as the module.
+class ByFiles(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps the tests of a file together that shares fixtures, or has the mark `together`.
 
     xdist's own `loadgroup` has no effect under pytest 9.2, which computes node ids anew.
     """
@@ -20,14 +20,15 @@ class ByFixtures(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if _shares_fixtures(self._root / file) else nodeid
+        return file if _stays_together(self._root / file) else nodeid
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFixtures:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFiles:
     """Return what spreads the tests, as pytest-xdist asks for it."""
-    return ByFixtures(config, log)
+    return ByFiles(config, log)
 
 
 @cache
-def _shares_fixtures(file: Path) -> bool:
-    return 'scope="module"' in file.read_text("utf-8")
+def _stays_together(file: Path) -> bool:
+    text = file.read_text("utf-8")
+    return 'scope="module"' in text or "pytest.mark.together" in text

@@ -34,6 +34,9 @@ from tests.servers.pooler import pooling
 from tests.servers.processes import Process
 from tests.servers.waiting import eventually
 
+# What one does to the server is a finding for the others.
+pytestmark = pytest.mark.together
+
 Examine = Callable[..., Awaitable[dict[str, Finding]]]
 OF_DECLARED = ("topics", "compaction", "message size")
 """Checks of every topic for which an event is declared."""
