@@ -327,6 +327,7 @@ def many(examples: int) -> settings:
     )
 
 
+@pytest.mark.full
 @many(30)
 @given(streets=st.tuples(streets(), streets()))
 async def test_those_that_bring_their_order_along_end_in_it(
@@ -338,6 +339,7 @@ async def test_those_that_bring_their_order_along_end_in_it(
             assert await history(db, account) == sorted(set(numbers_of(place, street.log)))
 
 
+@pytest.mark.full
 @many(30)
 @given(streets=st.tuples(streets(), streets()))
 async def test_the_others_end_in_the_order_in_which_each_came_first(
@@ -349,6 +351,7 @@ async def test_the_others_end_in_the_order_in_which_each_came_first(
             assert await history(db, account) == list(dict.fromkeys(numbers_of(place, street.log)))
 
 
+@pytest.mark.full
 @many(60)
 @given(story=stories)
 async def test_what_is_missing_is_waited_for_and_then_done_without(
