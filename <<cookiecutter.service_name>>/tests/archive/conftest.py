@@ -38,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and {"s3", "s3proxy"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.full)  # a folder holds in `make test`
+
+
 @pytest.fixture(scope="session")
 def s3proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Proxy]:
     """Run an S3-compatible server."""
