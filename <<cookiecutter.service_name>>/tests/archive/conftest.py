@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from pathlib import Path
 from uuid import uuid4
 
 import asyncpg
@@ -30,12 +29,6 @@ from tests.pipeline.integration.outgoing import publish_all
 
 DAY = date(2020, 1, 1)
 OLD = f"outbox_p{DAY:%Y%m%d}"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.integration)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
