@@ -352,7 +352,8 @@ def targets(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("owner", ["template", "service"])
-def test_what_a_page_has_made_can_be(owner: str, default_project: BakedProject) -> None:
+def test_what_a_page_has_made_can_be(owner: str, template: Template, output: Path) -> None:
+    project = template.bake(output, engine_tests="yes")
     pages = [page for page in PAGES if (RAW in page.parents) == (owner == "service")]
     named = set().union(*(targets(page.read_text("utf-8")) for page in pages))
     # Behind a `cd`: the service's. In docs/how-it-works.md, as the text says: the template's.
@@ -372,7 +373,7 @@ def test_what_a_page_has_made_can_be(owner: str, default_project: BakedProject) 
     for one in sorted(named):
         # Even then a line is run that calls make again; so what it would be run by does nothing.
         command = ["make", "--dry-run", "STACK=true", f"VENV={sys.prefix}", *one.split()]
-        where = ROOT if owner == "template" else default_project.path
+        where = ROOT if owner == "template" else project.path
         done = subprocess.run(
             command, cwd=where, env=clean_environment(), capture_output=True, text=True
         )
