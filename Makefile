@@ -76,7 +76,7 @@ model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it 
 
 test-unit: $(INSTALLED) ## the tests that need no server
 	@cd '$(RAW)' && $(ENGINE) --numprocesses=2 -m 'not integration and not full'
-	@$(TEMPLATE) --numprocesses=2 -m 'not integration and not full'
+	@$(TEMPLATE) --numprocesses=2 -m 'not integration and not full and not slow'
 
 test: check ## what a contributor needs to trust a change, real servers included
 	@$(BIN)/python -m tests.programs install test

@@ -11,6 +11,15 @@ sys.path.insert(0, str(RAW / "tests" / "servers"))
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 
 
+BAKING = {"default_project", "template"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and BAKING & set(item.fixturenames):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     """The template, apart from the working folder."""

@@ -99,6 +99,7 @@ def fields(module: str, name: str) -> list[str]:
     raise LookupError(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "guide",
     [HANDLING, TIME, OUTSIDE, BEFORE + TEMPLATES + FAILING],
@@ -455,6 +456,7 @@ def programs() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_program_that_a_page_shows_takes_its_options() -> None:
     shown = programs()
     assert {one.split()[0] for one in shown} >= {"benchmarks.run", "chaos.run", "demo.traced"}
@@ -473,6 +475,7 @@ def test_every_program_that_a_page_shows_takes_its_options() -> None:
                 assert option.partition("=")[0] in helped.stdout, program
 
 
+@pytest.mark.slow
 def test_what_a_page_chooses_of_faults_and_measures_exists() -> None:
     chosen: dict[str, set[str]] = {"--faults": set(), "--only": set()}
     for program in programs():
@@ -482,6 +485,7 @@ def test_what_a_page_chooses_of_faults_and_measures_exists() -> None:
     assert {"layers", "throughput"} <= chosen["--only"] <= set(MEASURES)
 
 
+@pytest.mark.slow
 def test_the_part_of_the_crash_matrix_that_the_page_runs_is_one() -> None:
     page = (ROOT / "docs" / "crash-matrix.md").read_text("utf-8")
     (line,) = re.findall(r"-m pytest (.*)", blocks_of_shells(page))
