@@ -10,7 +10,6 @@ from tests.baked import RAW, BakedProject, Template
 sys.path.insert(0, str(RAW / "tests" / "servers"))
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 
-
 BAKING = {"default_project", "template"}
 
 
