@@ -71,7 +71,7 @@ bench: $(INSTALLED) ## measure the service beside what else one could have writt
 	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots)
 
 model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it is and with faults
-	@$(BIN)/python -m tests.programs install spin gcc
+	@$(BIN)/python -m tests.programs spin gcc
 	@$(BIN)/python -m model.check
 
 test-unit: $(INSTALLED) ## the tests that need no server
@@ -79,11 +79,11 @@ test-unit: $(INSTALLED) ## the tests that need no server
 	@$(TEMPLATE) --numprocesses=2 -m 'not integration and not full and not slow'
 
 test: check ## what a contributor needs to trust a change, real servers included
-	@$(BIN)/python -m tests.programs install test
+	@$(BIN)/python -m tests.programs test
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine test-template
 
 test-full: $(INSTALLED) ## everything else: crashes, outages, plans, TLS, pooler, every variant; an hour
-	@$(BIN)/python -m tests.programs install test-full
+	@$(BIN)/python -m tests.programs test-full
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine-full test-template-full
 
 # The engine's own tests, in the raw tree; a baked service runs the contract suite.

@@ -1,14 +1,15 @@
 """What the template's tests share."""
 
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
 from tests.baked import RAW, BakedProject, Template
 
-sys.path.insert(0, str(RAW / "tests" / "servers"))
-from scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
+# What spreads the tests over workers, as in the raw tree.
+scheduling = runpy.run_path(str(RAW / "tests" / "servers" / "scheduling.py"))
+pytest_xdist_make_scheduler = scheduling["pytest_xdist_make_scheduler"]
 
 BAKING = {"default_project", "template"}
 

@@ -1,6 +1,6 @@
 """The programs of the service's own table, and what the template's tests need besides.
 
-`python -m tests.programs install TIER` installs what the tests of a tier lack, as
+`python -m tests.programs TIER` installs what the tests of a tier lack, as
 `<<cookiecutter.service_name>>/dev/programs.py` describes.
 """
 
@@ -51,4 +51,4 @@ def require(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(service.main(PROGRAMS))
+    service.main(PROGRAMS)

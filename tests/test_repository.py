@@ -135,9 +135,11 @@ def test_continuous_integration_calls_the_tests_that_contributors_call() -> None
 @pytest.mark.parametrize("folder", [ROOT, RAW], ids=["template", "service"])
 def test_every_command_of_make_says_what_it_does(folder: Path) -> None:
     text = (folder / "Makefile").read_text("utf-8")
-    commands = set(re.findall(r"^([a-z]+):", text, re.MULTILINE))
+    commands = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
+    parts = {"check-raw", "test-template", "test-engine-full", "test-template-full"}
+    parts |= {"test-engine"} if folder == ROOT else set()
 
-    assert commands == set(re.findall(r"^([a-z]+):.*## \w", text, re.MULTILINE))
+    assert commands - parts == set(re.findall(r"^([a-z-]+):.*## \w", text, re.MULTILINE))
 
 
 def test_every_test_that_a_page_names_exists() -> None:

@@ -1,7 +1,7 @@
 """Whether the engine is as the template wrote it: `python dev/engine.py` names what differs.
 
 `.engine.sha256` holds the checksums of its files; `sha256sum --check .engine.sha256` reads it, too.
-An edit is no error, as the engine is the service's own: the exit code is 0 in any case.
+An edit is no error, as the engine is the service's own: the exit code is 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def differences(root: Path) -> list[str]:
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for folder in folders
         for path in (root / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
     }
     what = {
         "changed": {one for one in written.keys() & found if written[one] != found[one]},
@@ -42,7 +42,13 @@ def differences(root: Path) -> list[str]:
 
 def main(root: Path) -> None:
     """Write a warning if the engine was edited and its own tests are not here."""
-    if not (root / TESTS).exists() and (found := differences(root)):
+    if (root / TESTS).exists():
+        return
+    if not (root / CHECKSUMS).exists():
+        print(
+            f"{CHECKSUMS} is missing: whether the engine was edited is not known", file=sys.stderr
+        )
+    elif found := differences(root):
         print(WARNING.format(differences="\n".join(found)), end="", file=sys.stderr)
 
 

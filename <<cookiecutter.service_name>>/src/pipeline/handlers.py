@@ -264,8 +264,13 @@ class Handlers:
         self._demanding.add(topic)
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
-        """Return the same handlers for topics of other names: where others use the brokers, too."""
+        """Return the same handlers for topics of other names: where others use the brokers, too.
+
+        Raises `ValueError` if two topics would have the same name.
+        """
         names = {topic: rename(topic) for topic in {*self.topics, *self._plain, *self._demanding}}
+        if len({*names.values()}) < len(names):
+            raise ValueError(f"two topics would have the same name: {sorted(names.values())}")
         renamed = Handlers()
         for topic, types in self._by_topic.items():
             name = names.get(topic, topic)  # effects have no topic of Kafka's

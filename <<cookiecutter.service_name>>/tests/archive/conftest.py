@@ -26,6 +26,7 @@ from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
 )
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import publish_all
+from tests.servers.programs import require_what_it_needs
 
 DAY = date(2020, 1, 1)
 OLD = f"outbox_p{DAY:%Y%m%d}"
@@ -42,7 +43,7 @@ def s3proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Proxy]:
     """Run an S3-compatible server."""
     directory = StateDirectory(tmp_path_factory.mktemp("s3proxy"))
     server = S3Proxy(directory, "s3proxy", Record())
-    server.check_requirements()
+    require_what_it_needs(server)
     try:
         server.start()
         server.wait_until_serving()

@@ -83,14 +83,16 @@ class Ledger:
         """Wait until every deposit has had its effect; then compare what was sent with that.
 
         Nothing is lost, doubled or reordered if the topic of deposits, the tables and the topic
-        of balances tell the same, each in its own words.
+        of balances agree.
         """
         await eventually(self.has_published_all)
         sent = _by_account(await records_in(self.kafka, self.deposits))
         amounts = {account: [one["amount"] for one in all_of] for account, all_of in sent.items()}
         assert await histories(self.db) == amounts, "in the tables, in the order of the topic"
-        told = _by_account(await records_in(self.kafka, self.balances))
-        balances = {account: [one["balance"] for one in all_of] for account, all_of in told.items()}
+        published = _by_account(await records_in(self.kafka, self.balances))
+        balances = {
+            account: [one["balance"] for one in all_of] for account, all_of in published.items()
+        }
         sums = {account: list(accumulate(all_of)) for account, all_of in amounts.items()}
         assert balances == sums, "published, in the same order, and each change once"
         rows = "SELECT count(*), count(DISTINCT event_id) FROM pipeline.outbox"

@@ -1,4 +1,4 @@
-"""While the database is away, messages wait; that is not their fault, and spends no attempt."""
+"""While the database is away, messages wait, which spends no attempt."""
 
 from collections.abc import Awaitable, Callable
 

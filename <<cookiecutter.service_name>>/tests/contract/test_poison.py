@@ -22,11 +22,12 @@ async def test_a_message_that_always_fails_holds_its_key_until_it_is_redriven_in
     await ledger.send(Deposit(5, "bob", partition=0), Deposit(6, "ada", partition=0))
     await ledger.published.until(lambda: len(set(ledger.published.ids)) == 3)
     assert await histories(ledger.db) == {"ada": [1], "bob": [3, 5]}, "its neighbours go on"
+    await eventually(lambda: is_parked(ledger, "2", "4", "6"))
 
     bad_release.send(signal.SIGTERM)
     assert await bad_release.ended() == 0
     await start("run")
-    assert [id for id, _ in await ledger.waiting()] == ["2", "4", "6"], "the death is remembered"
+    assert await is_parked(ledger, "2", "4", "6"), "the death is remembered"
     redriving = await start("dead", "redrive", "--all", "--yes")
     assert await redriving.ended() == 0, redriving.output
     assert "1 applied" in redriving.output
@@ -51,3 +52,8 @@ async def test_bytes_that_are_no_event_are_a_dead_letter_and_all_others_go_on(
 async def is_dead(ledger: Ledger, id: str) -> bool:
     """Whether the message of this id has used up its attempts."""
     return (id, "attempts used up") in await ledger.waiting()
+
+
+async def is_parked(ledger: Ledger, *ids: str) -> bool:
+    """Whether these messages, in this order, and no others are in the backlog."""
+    return tuple(id for id, _ in await ledger.waiting()) == ids

@@ -32,7 +32,7 @@ async def test_another_relay_takes_over_from_one_that_was_killed_and_publishes_e
     killed = await start("relay", relay_page=7)
     await ledger.progresses()
     await killed.kill()
-    assert await holds_leases(ledger), "nobody has given them back"
+    assert await holds_leases(ledger), "the leases are still recorded"
     await start("relay")
     await ledger.check()
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from servers.network import free_port
 from sqlalchemy import make_url
 
 from .programs import program
+from .waiting import PATIENCE
 
 POOLED = os.environ.get("TEST_POOLER") == "1"
 """Whether the tests reach their databases through PgBouncer."""
-
-_STARTS_WITHIN = 20.0
 
 _INI = """
 [databases]
@@ -54,7 +54,7 @@ class Pooler:
         self.process.send_signal(signal.SIGUSR1)
 
     def resume_at(self, port: int) -> None:
-        """Go on with another server, of which clients are not told."""
+        """Go on with another server, without closing the clients' connections."""
         old = self.config.read_text()
         self.config.write_text(
             re.sub(r"^(\* = .*port=)\d+", rf"\g<1>{port}", old, flags=re.MULTILINE)
@@ -68,9 +68,7 @@ def pooling(server_url: str, settings: str = "") -> Iterator[Pooler]:
     """Run PgBouncer before the server; of what the settings repeat, theirs is what counts."""
     pgbouncer = program("pgbouncer")
     server = make_url(server_url)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -97,7 +95,7 @@ def pooling(server_url: str, settings: str = "") -> Iterator[Pooler]:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _STARTS_WITHIN
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -105,4 +103,4 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.05)
         else:
             return
-    pytest.exit(f"PgBouncer does not start:\n{log.read_text()}", returncode=2)
+    pytest.fail(f"PgBouncer does not start:\n{log.read_text()}", pytrace=False)

@@ -1,6 +1,7 @@
 """Real processes of a service, for the tests that start, stop and kill them."""
 
 import asyncio
+import http.client
 import json
 import os
 import re
@@ -108,7 +109,7 @@ def _get(url: str) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-    except OSError:
+    except (OSError, http.client.HTTPException):  # it may die while it answers
         return 0, ""
 
 

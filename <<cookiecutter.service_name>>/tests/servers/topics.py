@@ -94,7 +94,7 @@ async def records_in(kafka: str, topic: str) -> list[ConsumerRecord]:
         AIOKafkaConsumer(topic, bootstrap_servers=kafka) as consumer,
     ):
         ends = await consumer.end_offsets(list(consumer.assignment()))
-        # Nobody writes transactions here, so offsets have no gaps.
+        # These topics hold no transactions, so offsets have no gaps.
         await tail.until(lambda: len(tail.records) >= sum(ends.values()))
         return tail.records
 

@@ -15,6 +15,8 @@ from servers.postgres import Postgres, installation
 from servers.state import StateDirectory
 from sqlalchemy import make_url
 
+from tests.servers.programs import require_what_it_needs
+
 
 class Cluster(Postgres):
     """A cluster of its own, or a copy of another, with that one's users and passwords."""
@@ -122,7 +124,7 @@ def private_broker(first: Kafka | None = None) -> Iterator[Kafka]:
         kafka = kind(directory, "kafka", directory.state.kafka)
         if first and isinstance(kafka, SecondBroker):
             kafka.controller = f"{LOOPBACK}:{first.record.ports[1]}"
-        kafka.check_requirements()
+        require_what_it_needs(kafka)
         try:
             kafka.start()
             kafka.wait_until_serving()
@@ -157,7 +159,7 @@ def _started(
         cluster = Cluster(directory, "postgres", directory.state.postgres)
         cluster.origin, cluster.copy_options = origin, copy_options
         cluster.options = options
-        cluster.check_requirements()
+        require_what_it_needs(cluster)
         try:
             cluster.start()
             cluster.wait_until_serving()

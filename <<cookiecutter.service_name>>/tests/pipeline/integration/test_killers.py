@@ -68,6 +68,7 @@ def struck(how: str) -> Deposit:
         # Among others, and three times with the attempt spent beforehand.
         ("deferred", "loop", 4),
         # As the first one, before any handler is called.
+        ("deferred", "kill", 4),
         ("immediate", "validation", 5),
     ],
 )

@@ -27,6 +27,7 @@ from tests.contract.bank import Deposit
 from tests.servers.databases import administer, migrations_of_the_engine
 from tests.servers.pooler import pooling
 from tests.servers.processes import Process, Start
+from tests.servers.programs import require_what_it_needs
 from tests.servers.topics import following
 from tests.servers.waiting import eventually
 
@@ -136,7 +137,7 @@ def servers(server_url: str) -> Iterator[Servers]:
         directory = StateDirectory(Path(state))
         kafka = GuardedKafka(directory, "kafka", directory.state.kafka)
         kafka.own, kafka.trusted = broker.together, ours.file
-        kafka.check_requirements()
+        require_what_it_needs(kafka)
         try:
             kafka.start()
             with pooling(server_url, guarded) as pooler:
@@ -248,9 +249,7 @@ def known(request: pytest.FixtureRequest, way: str) -> Known:
 @pytest.fixture
 async def start(guarded: Bank) -> AsyncIterator[Start]:
     """Start processes of the bank."""
-    async with starting(
-        guarded,
-    ) as one:
+    async with starting(guarded) as one:
         yield one
 
 

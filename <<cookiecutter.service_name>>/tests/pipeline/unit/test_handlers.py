@@ -148,6 +148,22 @@ def test_types_are_demanded_topic_by_topic() -> None:
     assert [handlers.demands_types(topic) for topic in ("a", "b")] == [True, False]
 
 
+def test_topics_are_renamed_with_all_that_is_said_of_them_and_never_become_one() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="bookings", consumer="note")(note)
+    handlers.on(Freed, topic="seats", consumer="note")(note)
+    handlers.plain("bookings", Plain(type="booked", identity=Position()))
+    handlers.demand_types("seats")
+
+    renamed = handlers.with_topics("{}-7".format)
+
+    assert renamed.topics == {"bookings-7", "seats-7"}
+    assert renamed.demanding == {"seats-7"}
+    assert handlers.topics == {"bookings", "seats"}
+    with pytest.raises(ValueError, match="two topics would have the same name"):
+        handlers.with_topics(lambda topic: "one")
+
+
 def test_a_handler_has_the_options_that_it_was_registered_with_and_sound_ones_otherwise() -> None:
     handlers = Handlers()
     patient = Policy(attempts=2, schedule=(1,))
