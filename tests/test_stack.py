@@ -667,6 +667,30 @@ def test_a_copy_whose_original_was_moved_does_not_use_its_data(
         assert asyncio.run(query(original.addresses(), "SELECT value FROM original")) == 42
 
 
+def test_a_copy_of_a_project_leaves_the_servers_alone_when_the_original_was_moved(
+    fresh: Stack, tmp_path: Path
+) -> None:
+    fresh.up()
+    # Kafka ends by itself after the move, as it has its data by the old path.
+    server, addresses = fresh.pid("postgres"), fresh.addresses()
+    asyncio.run(query(addresses, "CREATE TABLE original AS SELECT 42 AS value"))
+    copy = fresh.copy_to(tmp_path / "copy")
+    second = fresh.copy_to(tmp_path / "second")
+    original = fresh.move_to(tmp_path / "moved")
+    with removed_at_the_end(original.state):
+        assert copy("status").returncode == NOTHING_UP
+        result = copy("down")
+        assert f"{copy.state} was copied from {fresh.state}" in result.stderr
+        # An `up` would stop them as well, before it finds out that it has no Java.
+        result = second("up", environment={"PATH": "", "JAVA_HOME": ""})
+        assert f"{second.state} was copied from {fresh.state}" in result.stderr
+
+        assert asyncio.run(query(addresses, "SELECT value FROM original")) == 42
+        assert runs(server)
+        assert original("down").returncode == 0
+        assert not runs(server)
+
+
 def remove_abandoned_homes(folder: Path | None = None) -> None:
     script = "import sys; from servers import postgres; "
     if folder:
@@ -689,10 +713,15 @@ def test_data_whose_project_is_not_where_it_was_is_removed_after_a_month(tmp_pat
     (tmp_path / "link").symlink_to(linked)
     (linked / "linked-from").write_text(str(tmp_path / "link"))
     os.utime(linked / "linked-from", times=(0, 0))
+    # What another project is removing at the same time: the file is listed, but cannot be read.
+    vanishing = tmp_path / "a-vanishing-one"
+    vanishing.mkdir()
+    (vanishing / "linked-from").symlink_to("nowhere")
 
     remove_abandoned_homes(tmp_path)
 
-    assert {it.name for it in tmp_path.iterdir()} == {"used", "linked", "link"}
+    left = {it.name for it in tmp_path.iterdir()}
+    assert left == {"used", "linked", "link", "a-vanishing-one"}
 
 
 def test_the_containers_of_a_moved_project_are_still_its_own(fresh: Stack, tmp_path: Path) -> None:
@@ -708,13 +737,17 @@ def test_the_containers_of_a_moved_project_are_still_its_own(fresh: Stack, tmp_p
     assert copy("up", environment=environment).returncode == 1
 
     moved = fresh.move_to(tmp_path / "moved")
-    assert moved("down", "--purge", environment=environment).returncode == 0
-    assert copy("down", "--purge", environment=environment).returncode == 0
+    assert fresh("up", environment=environment).returncode == 1  # a new project at the old path
+    for stack in (moved, copy, fresh):
+        assert stack("down", "--purge", environment=environment).returncode == 0
 
     commands = re.findall(r"^compose -p (\S+) .*(up|down)\b", log.read_text(), re.MULTILINE)
-    original, copied = commands[0][0], commands[1][0]
-    assert original != copied
-    assert commands == [(original, "up"), (copied, "up"), (original, "down"), (copied, "down")]
+    original, copied, new = (name for name, _ in commands[:3])
+    assert len({original, copied, new}) == 3
+    assert commands == [
+        *((name, "up") for name in (original, copied, new)),
+        *((name, "down") for name in (original, copied, new)),
+    ]
 
 
 def is_free(number: int) -> bool:
@@ -763,6 +796,19 @@ def test_the_service_gets_its_own_port_where_that_is_free(
 
     eventually(is_named_if_free)  # Another process may hold it for a moment.
     eventually(is_named_if_free)
+
+
+def test_a_port_that_answers_is_taken_even_if_the_system_lets_it_be_bound() -> None:
+    # On macOS, a server on all addresses does not keep the port of one address from being bound.
+    script = (
+        "import socket, sys; from servers import network; socket.socket.bind = lambda *_: None; "
+        "print(network.port_is_free(int(sys.argv[1])))"
+    )
+    with socket.create_server(("", 0)) as server:
+        command = [sys.executable, "-c", script, str(server.getsockname()[1])]
+        output = subprocess.check_output(command, cwd=STACK.parent, text=True)
+
+    assert output == "False\n"
 
 
 def test_the_ports_that_are_named_are_the_defaults_of_the_settings() -> None:

@@ -25,7 +25,10 @@ def port_is_free(port: int) -> bool:
             probe.bind((LOOPBACK, port))
         except OSError:
             return False
-    return True
+    # With it, macOS lets a port be taken on one address that a server has on all addresses.
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((LOOPBACK, port)) != 0
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pwd
@@ -195,12 +196,15 @@ def remove_abandoned_homes() -> None:
     """
     for origin in REACHABLE_FOLDER.glob("*/linked-from"):
         home = origin.parent
-        if Path(origin.read_text()).resolve() == home.resolve():
-            continue
-        signs = (origin, home / "data" / "global" / "pg_control")
-        used = max(sign.stat().st_mtime for sign in signs if sign.exists())
-        if time.time() - used > ABANDONED_AFTER:
-            shutil.rmtree(home, ignore_errors=True)
+        # Another project that starts at the same time may remove the same home.
+        with contextlib.suppress(FileNotFoundError):
+            if Path(origin.read_text()).resolve() == home.resolve():
+                continue
+            signs = (origin, home / "data" / "global" / "pg_control")
+            now = time.time()
+            used = max((sign.stat().st_mtime for sign in signs if sign.exists()), default=now)
+            if now - used > ABANDONED_AFTER:
+                shutil.rmtree(home, ignore_errors=True)
 
 
 def installation() -> Path:

@@ -10,40 +10,13 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from servers.console import StackError, last_lines, pause, say
 from servers.network import keep_or_pick
-from servers.state import Record, StateDirectory
+from servers.state import Record, StateDirectory, process_start
 
 START_TIMEOUT = 120.0
-
-
-def process_start(pid: int) -> str:
-    """When a process has started, "" if it is gone.
-
-    A pid alone says little: the kernel gives it to another process once its owner has ended.
-    """
-    if pid <= 0:
-        return ""
-    if not Path("/proc/self/stat").exists():  # macOS
-        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-        environment = {**os.environ, "LC_ALL": "C"}
-        listing = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
-        status, _, start = listing.strip().partition(" ")
-        return "" if status.startswith("Z") else start.strip()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    # Counted from the third field, as the second, the name, may contain anything.
-    fields = stat.rpartition(")")[2].split()
-    status, threads, ticks = fields[0], int(fields[17]), fields[19]
-    # While threads remain of a zombie, so do its open files, locks and ports.
-    gone = status in "ZX" and threads <= 1
-    return "" if gone else f"{boot} {ticks}"
 
 
 class LocalServer(ABC):
@@ -88,8 +61,7 @@ class LocalServer(ABC):
     def runs(self) -> bool:
         if self.process is not None:
             self.process.poll()
-        started = self.record.started
-        return bool(started) and process_start(self.record.pid) == started
+        return self.record.runs()
 
     def serves(self) -> bool:
         return self.runs() and self.answers()

@@ -144,7 +144,9 @@ class ComposeServers(OwnServers):
         super().__init__(directory)
         # The project name keeps apart the containers and volumes of different state directories.
         if not self.state.project:
-            digest = hashlib.sha256(str(directory.path).encode()).hexdigest()[:10]
+            # A project that was moved keeps its name, so a new one at its old path needs another.
+            identity = f"{directory.path}{self.state.id}"
+            digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
             self.state.project = f"stack-{digest}"
         self.command = ["docker", "compose", "-p", self.state.project, "-f", str(COMPOSE_FILE)]
         self.log = directory.path / "compose.log"

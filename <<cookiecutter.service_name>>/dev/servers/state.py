@@ -8,12 +8,39 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 from servers.console import StackError, pause, say
+
+
+def process_start(pid: int) -> str:
+    """When a process has started, "" if it is gone.
+
+    A pid alone says little: the kernel gives it to another process once its owner has ended.
+    """
+    if pid <= 0:
+        return ""
+    if not Path("/proc/self/stat").exists():  # macOS
+        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+        environment = {**os.environ, "LC_ALL": "C"}
+        listing = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+        status, _, start = listing.strip().partition(" ")
+        return "" if status.startswith("Z") else start.strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # Counted from the third field, as the second, the name, may contain anything.
+    fields = stat.rpartition(")")[2].split()
+    status, threads, ticks = fields[0], int(fields[17]), fields[19]
+    # While threads remain of a zombie, so do its open files, locks and ports.
+    gone = status in "ZX" and threads <= 1
+    return "" if gone else f"{boot} {ticks}"
 
 
 @dataclass
@@ -24,12 +51,16 @@ class Record:
     pid: int = 0
     started: str = ""
 
+    def runs(self) -> bool:
+        return bool(self.started) and process_start(self.pid) == self.started
+
 
 @dataclass
 class State:
     # The path of the state directory, and the record's id. A copy of the directory has those of the
     # original; a directory that was moved finds no record of its id at its old path.
     path: str = ""
+    inode: str = ""  # device and inode number of the state directory: the same after a rename
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     mode: str = ""  # "process", "compose", or "" when nothing has been brought up
     project: str = ""  # of Docker Compose: the name of its containers and volumes
@@ -87,12 +118,19 @@ class StateDirectory:
         original = Path(self.state.path) / self._file.name
         try:
             content = json.loads(original.read_text())
-            same = content.get("id") == self.state.id
-            return same and not original.samefile(self._file)
+            if content.get("id") == self.state.id and not original.samefile(self._file):
+                return True
         except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
-            return False
+            pass
         except OSError:
             return True  # It belongs to another user.
+        # The original may have been moved after it was copied: then servers that run are its own.
+        running = self.state.postgres.runs() or self.state.kafka.runs()
+        return running and self.state.inode != self._inode()
+
+    def _inode(self) -> str:
+        status = self.path.stat()
+        return f"{status.st_dev}:{status.st_ino}"
 
     def _begin_anew(self) -> None:
         """Remove what a copy has brought along: data that was in use, or the link to it."""
@@ -111,6 +149,7 @@ class StateDirectory:
 
     def save(self) -> None:
         self.state.path, self.copied_from, self.moved_from = str(self.path), "", ""
+        self.state.inode = self._inode()
         new = self._file.with_suffix(".new")
         new.touch(mode=0o600)  # It holds the database password.
         new.write_text(json.dumps(asdict(self.state), indent=2) + "\n")
