@@ -527,6 +527,29 @@ def child_of(pid: int, command: str) -> int:
     return 0
 
 
+def test_fsync_is_off_only_for_data_that_run_alone_has_used(fresh: Stack) -> None:
+    def fsync() -> str:
+        return str(asyncio.run(query(fresh.addresses(), "SHOW fsync")))
+
+    with fresh.started("run", "--", "sleep", "600") as process:
+        eventually(lambda: child_of(process.pid, "sleep 600"))
+        pids = fresh.pids()
+        assert fsync() == "off"
+        fresh.up()
+        eventually(lambda: fsync() == "on")
+        assert fresh.pids() == pids  # The command keeps its connections.
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == TERMINATED
+    assert fsync() == "on"
+
+    assert fresh("down").returncode == 0
+    with fresh.started("run", "--", "sleep", "600") as process:
+        eventually(lambda: child_of(process.pid, "sleep 600"))
+        assert fsync() == "on"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == TERMINATED
+
+
 def test_a_port_that_was_taken_meanwhile_is_replaced(short_lived: Stack) -> None:
     if not short_lived.state.exists():
         assert short_lived("run", "--", "true").returncode == 0

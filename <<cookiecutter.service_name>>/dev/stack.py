@@ -58,6 +58,8 @@ def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
     restart_if_moved(directory)
     state.mode = servers.mode
     state.keep = state.keep or keep
+    if keep and isinstance(servers, LocalServers):
+        servers.postgres.make_durable()
     if servers.serve():
         say("already up")
     else:

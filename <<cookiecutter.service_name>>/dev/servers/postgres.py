@@ -46,6 +46,11 @@ class Postgres(LocalServer):
         return self.home.resolve() / "data"
 
     @property
+    def scratch(self) -> Path:
+        """The part of the configuration that exists as long as only `run` has used the data."""
+        return self.data / "scratch.conf"
+
+    @property
     def process_options(self) -> dict[str, Any]:
         options = super().process_options
         if self.user_and_group:
@@ -130,6 +135,20 @@ class Postgres(LocalServer):
             "CREATE DATABASE service\n",
             **self.process_options,
         )  # fmt: skip
+        if not self.directory.state.keep:
+            # Created by `run`, for tests, which make and drop many databases. A crash of the
+            # machine can damage data that is written without fsync, so `up` turns it on again.
+            with (self.data / "postgresql.conf").open("a") as configuration:
+                configuration.write(f"\ninclude_if_exists = '{self.scratch.name}'\n")
+            self.scratch.write_text("fsync = off\n")
+            self.give_to_user(self.scratch)
+
+    def make_durable(self) -> None:
+        """Turn fsync on if `run` created the data. A running server stays up, with its sessions."""
+        if self.scratch.exists():
+            self.scratch.unlink()
+            self.send(signal.SIGHUP)  # It reads its configuration again.
+            os.sync()  # What was written before, as PostgreSQL's documentation of fsync advises.
 
     def release_stale_lock(self) -> None:
         """Let a server start whose predecessor was killed.
@@ -150,10 +169,6 @@ class Postgres(LocalServer):
             "unix_socket_directories": "",
             "max_connections": 400,
         }
-        if not self.directory.state.keep:
-            # For tests, which make and drop many databases: it lasts as long as they do, and only
-            # a crash of the machine itself can damage its data.
-            settings |= {"fsync": "off"}
         options = [f"--{name}={value}" for name, value in settings.items()]
         return [str(self.binaries / "postgres"), "-D", str(self.data), *options]
 

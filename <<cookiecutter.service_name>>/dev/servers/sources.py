@@ -228,9 +228,9 @@ class LocalServers(OwnServers):
 
     def __init__(self, directory: StateDirectory) -> None:
         super().__init__(directory)
-        postgres = Postgres(directory, "postgres", self.state.postgres)
+        self.postgres = Postgres(directory, "postgres", self.state.postgres)
         kafka = Kafka(directory, "kafka", self.state.kafka)
-        self.servers: list[LocalServer] = [postgres, kafka]
+        self.servers: list[LocalServer] = [self.postgres, kafka]
 
     def up(self) -> None:
         missing = [server for server in self.servers if not server.runs()]
