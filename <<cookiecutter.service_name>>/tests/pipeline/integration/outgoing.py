@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import asyncpg
+import pytest
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from pipeline import dead_events, outbox, partitions, window
@@ -193,7 +194,10 @@ _STRANGERS = """
 SELECT array_agg(backend_xid) FROM pg_stat_activity
  WHERE datname <> current_database() OR backend_type <> 'client backend'
 """
-_ARE_AT_IT = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE backend_xid = ANY ($1))"
+_STILL_RUNNING = """
+SELECT array_agg(format('%s %s: %s', datname, now() - xact_start, query))
+  FROM pg_stat_activity WHERE backend_xid = ANY ($1)
+"""
 
 
 async def publish_all(db: asyncpg.Connection) -> None:
@@ -202,11 +206,18 @@ async def publish_all(db: asyncpg.Connection) -> None:
     The server's other databases and its autovacuum hold snapshots back for a moment.
     """
     strangers = await db.fetchval(_STRANGERS)
+    running: list[str] | None = None
 
     async def have_ended() -> bool:
-        return not await db.fetchval(_ARE_AT_IT, strangers)
+        nonlocal running
+        running = await db.fetchval(_STILL_RUNNING, strangers)
+        return not running
 
-    await eventually(have_ended)
+    try:
+        # Of other tests on a busy machine some take longer than this one may wait otherwise.
+        await eventually(have_ended, 2 * PATIENCE)
+    except pytest.fail.Exception:
+        pytest.fail(f"held back by transactions of other tests: {running}")
     await db.execute("UPDATE pipeline.outbox_cursor SET seen = pg_current_snapshot()")
 
 
