@@ -92,7 +92,7 @@ def address(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     log = tmp_path_factory.mktemp("page") / "page.log"
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{RAW / 'src'}{os.pathsep}{RAW}",
+        "PYTHONPATH": os.pathsep.join(map(str, (RAW / "src", RAW / "dev", RAW))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "BANK_NAME": "bank",
         "BANK_DEPOSITS": f"{name}-in",
