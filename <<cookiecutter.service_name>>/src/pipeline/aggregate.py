@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+from enum import Enum
 from operator import attrgetter
 from typing import Any, Generic, Self, TypeVar
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.dialects.postgresql import ARRAY, BYTEA, CITEXT, UUID
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from .events import Event
 
@@ -35,6 +38,7 @@ class Aggregate:
 A = TypeVar("A", bound=Aggregate)
 
 _PRIMARY_KEYS: dict[type[Aggregate], tuple[str, ...]] = {}
+_READERS: dict[type[Aggregate], tuple[Callable[[Any], Any], ...] | None] = {}
 _READING: dict[type[Aggregate], Callable[[Aggregate], Key]] = {}
 _LOCKING: dict[type[Aggregate], sa.Select[Any]] = {}
 
@@ -53,6 +57,7 @@ class Loads(Generic[A]):
     def check(self, event: type[Event]) -> None:
         """Raise `TypeError` if the event lacks a field or the key has another number of columns."""
         columns = primary_key(self.entity)
+        canonical(self.entity, ())
         known = event.model_fields
         for field, column in zip(self.fields, columns, strict=False):
             kept = _python_type(self.entity, column)
@@ -102,22 +107,90 @@ def _build_reading(entity: type[Aggregate]) -> Callable[[Aggregate], Key]:
     return lambda row: (read(row),)
 
 
-def record_key(values: Key) -> str:
-    """Return what a primary key is as the key of a record: its text, or JSON of several."""
-    texts = [str(value) for value in values]
+def canonical(entity: type[Any], key: Key) -> Key:
+    """Return the primary key with the values that the columns return for it."""
+    if entity not in _READERS:
+        _READERS[entity] = _build_readers(entity)
+    readers = _READERS[entity]
+    return key if readers is None else tuple([r(v) for r, v in zip(readers, key, strict=False)])
+
+
+def record_key(entity: type[Any], values: Key) -> str:
+    """Return what a primary key is as the key of a record: its text, or JSON of several.
+
+    Values that the database deems equal have one text.
+    """
+    texts = [_text(value) for value in canonical(entity, values)]
     return texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value)
+
+
+_EXACT = (
+    *(sa.SmallInteger, sa.Integer, sa.BigInteger, sa.Uuid, sa.Date, sa.Boolean),
+    *(sa.LargeBinary, sa.DateTime, UUID, BYTEA),
+)
+"""Types of columns whose equality is that of their values in Python."""
+
+
+def _build_readers(entity: type[Aggregate]) -> tuple[Callable[[Any], Any], ...] | None:
+    """Return how values are read back, by column; None: as they are.
+
+    Raises `TypeError` for a column whose equality is not that of its values in Python.
+    """
+    readers = tuple(
+        _reader_of(entity, name, sa.inspect(entity).columns[name].type)
+        for name in primary_key(entity)
+    )
+    return None if set(readers) == {_as_is} else readers
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _reader_of(
+    entity: type[Aggregate], name: str, kind: sa.types.TypeEngine[Any]
+) -> Callable[[Any], Any]:
+    if isinstance(kind, sa.Enum) and kind.enum_class is not None:
+        by_text = dict(zip(kind.enums, kind.enum_class, strict=True))
+        return lambda value: by_text.get(value, value) if isinstance(value, str) else value
+    if isinstance(kind, sa.DateTime) and kind.timezone:
+        return lambda value: value.astimezone(UTC) if isinstance(value, datetime) else value
+    if isinstance(kind, sa.Numeric) and kind.asdecimal and kind.scale is not None:
+        step = Decimal(1).scaleb(-kind.scale)
+        return lambda value: Decimal(value).quantize(step)
+    is_text = isinstance(kind, sa.String) and kind.collation is None
+    if (is_text and not isinstance(kind, sa.CHAR | CITEXT)) or type(kind) in _EXACT:
+        return _as_is
+    raise TypeError(
+        f"{entity.__name__}.{name} is {kind!r}, and can't be the key of events: values that"
+        " PostgreSQL deems equal differ in Python. Use Text, String, an integer, Uuid, Date,"
+        " Boolean, Enum of a class, DateTime(timezone=True) or Numeric with a scale"
+    )
 
 
 async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) -> dict[Key, A]:
     """Fetch the rows that exist and lock them until the transaction ends, in the key's order."""
     columns = {f"key_{place}": list(values) for place, values in enumerate(zip(*keys, strict=True))}
-    found = {key_of(row): row for row in await session.scalars(_locking(entity), columns)}
-    if not found.keys() <= set(keys):
+    found = {
+        canonical(entity, key_of(row)): row
+        for row in await session.run_sync(_fetch, _locking(entity), columns)
+    }
+    if not found.keys() <= {canonical(entity, key) for key in keys}:
         raise TypeError(
             f"{entity.__name__} has the key {next(iter(found))!r}, but was asked for as"
             f" {next(iter(keys))!r}: use the type that the column holds"
         )
     return found
+
+
+def _fetch(session: Session, statement: sa.Select[Any], values: dict[str, list[Any]]) -> list[Any]:
+    return list(Session.scalars(session, statement, values))
 
 
 def _locking(entity: type[A]) -> sa.Select[A]:
@@ -146,7 +219,12 @@ def _build_locking(entity: type[A]) -> sa.Select[A]:
 
 
 def create(entity: type[A], key: Key) -> A:
-    """Make a new row of which only the primary key is known."""
+    """Make a new row with this primary key and the defaults that its columns have in Python."""
     row = entity(**dict(zip(primary_key(entity), key, strict=True)))
     row.version = 0
+    given = sa.inspect(row).dict
+    for name, column in sa.inspect(entity).columns.items():
+        default = column.default
+        if name not in given and isinstance(default, sa.ColumnDefault) and default.is_scalar:
+            setattr(row, name, default.arg)
     return row

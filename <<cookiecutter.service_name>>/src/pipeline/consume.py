@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 import asyncpg
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from . import backlog, inbox, telemetry
 from .backlog import LaneLost
 from .batch import Item, in_sequence
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
+from .door import AT_WORK, SharedSession, new_session
 from .failures import Attempts, StoreSlow, is_contention, is_infrastructure
 from .filters import Filters
 from .handlers import Handlers
-from .handling import Attempt, BatchFailed, Handled, handle_all
+from .handling import Attempt, BatchFailed, Handled, NeedsOwnSession, handle_all
 from .inbox import Generations, IdentityMismatch, Known, PositionMoved
 from .outbox import Outbox
 from .payload import HASH_VERSION
@@ -38,9 +39,9 @@ from .policy import (
 )
 from .references import Claims, Unresolved
 from .results import Results
+from .rows import Rows
 from .settings import Settings
 from .telemetry import ProcessSpans
-from .transaction import BatchSession, Rows
 from .work import Work
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class _Guilty(Exception):
         """Whether the connection is not usable any more."""
 
 
-_IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, _Guilty, _Unclear)
+_IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, NeedsOwnSession, _Guilty, _Unclear)
 """Raised in order: the transaction is rolled back, its connection is as good as before."""
 
 
@@ -135,6 +136,8 @@ class Consume:
         self._turns = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
         self._under_way: set[Attempt] = set()
+        self._own = {handler.consumer for handler in handlers if handler.takes_batches}
+        """Consumers whose messages have a session of their own: known when one has used it."""
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator["Consume"]:
@@ -162,15 +165,18 @@ class Consume:
         Raises `BreakerOpen` when a consumer fails for whatever comes, and `PositionMoved` or
         `LaneLost` if the work is somebody else's.
         """
-        return await self._apply(work, work.fates, attempts)
+        return await self._apply(work, work.fates, attempts, set())
 
     async def _apply(
-        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts
+        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, handed: set[int]
     ) -> Sequence[Results]:
         late: set[bytes] = set()
         while True:
             try:
-                return [await self._attempt(work, fates, attempts)]
+                return [await self._attempt(work, fates, attempts, handed)]
+            except NeedsOwnSession as need:
+                _let_go(need)
+                self._own.add(need.consumer)
             except _Guilty as guilty:
                 # Again without them, as often as more of them are found.
                 _let_go(guilty)
@@ -185,16 +191,22 @@ class Consume:
                 if len(parts) == 1 and len(parts[0].items) == len(work.items):
                     fates = fates | self._blamed(_suspects(work, fates), unclear)
                 else:
-                    return [r for one in parts for r in await self._apply(one, fates, attempts)]
+                    return [
+                        result
+                        for one in parts
+                        for result in await self._apply(one, fates, attempts, handed)
+                    ]
 
-    async def _attempt(self, work: Work, fates: dict[bytes, Fate], attempts: Attempts) -> Results:
+    async def _attempt(
+        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, handed: set[int]
+    ) -> Results:
         """Commit the work, again and again while infrastructure fails."""
         contentions = 0
 
         async def commit() -> Results:
             nonlocal contentions
             try:
-                return await self._commit(work, fates)
+                return await self._commit(work, fates, handed)
             except _Unclear as unclear:
                 if unclear.storing and self.claims and _is_single(work):
                     # The handler has left it little time. If it fails with all of it, that is an
@@ -229,36 +241,34 @@ class Consume:
         fate = judged(item, unclear.error, unclear.reason)
         return {item.marker.key: replace(fate, trace=unclear.trace)}
 
-    async def _commit(self, work: Work, fates: dict[bytes, Fate]) -> Results:
+    async def _commit(self, work: Work, fates: dict[bytes, Fate], handed: set[int]) -> Results:
         limit = self._settings.transaction_timeout
-        new_session = AsyncSession(
-            self._engine, sync_session_class=BatchSession, expire_on_commit=False
-        )
         progress = _Progress()
-        async with self._turns, new_session as session:
+        # A connection is waited for within the turn, and outside the limit: that is not the batch's
+        # doing.
+        async with self._turns, self._engine.connect() as connection:
             # Within the turn: else all who wait would go on at once.
             await self._room()
             started = perf_counter()
             try:
-                transaction = await session.begin()
-                # Outside the limit: waiting for a connection is not the batch's doing.
-                connection = await session.connection()
+                transaction = await connection.begin()
                 with _blaming(work, fates, limit, progress):
                     async with asyncio.timeout(limit + _EARLY):
                         results, outbox = await self._execute(
-                            session, connection, work, fates, progress
+                            connection, work, fates, progress, handed
                         )
                     await transaction.commit()
             except _IN_ORDER as error:
                 if isinstance(error, _Unclear):
                     error.trace = progress.trace
                 is_cut_off = isinstance(error, _Guilty | _Unclear) and error.is_cut_off
-                if is_cut_off or perf_counter() - started > limit:
-                    await session.invalidate()  # it may be in the middle of a statement
+                if is_cut_off or progress.is_own or perf_counter() - started > limit:
+                    # It may be in the middle of a statement, or hold what a handler left there.
+                    await connection.invalidate()
                 raise
             except BaseException:
                 # Lost, cut off or cancelled in the middle: nobody else may get this connection.
-                await session.invalidate()
+                await connection.invalidate()
                 raise
         self._breaker.succeeded(results.fared_well)
         if outbox:
@@ -273,18 +283,17 @@ class Consume:
 
     async def _execute(
         self,
-        session: AsyncSession,
         connection: AsyncConnection,
         work: Work,
         fates: dict[bytes, Fate],
         progress: "_Progress",
+        handed: set[int],
     ) -> tuple[Results, Outbox]:
         settings = self._settings
-        await inbox.begin(
-            connection,
-            transaction_timeout=settings.transaction_timeout,
-            lock_timeout=settings.lock_timeout,
-        )
+        own = self._own.intersection(item.marker.consumer for item in work.items)
+        progress.is_own = bool(own)
+        limits = inbox.limits(settings, handler=AT_WORK if own else "")
+        await inbox.begin(connection, limits)
         driver = await driver_of(connection)
         generations = await work.open(driver)
         outbox = Outbox(
@@ -298,7 +307,18 @@ class Consume:
         new, waiting, stored = await _look_up(driver, generations, self._filters, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
         progress.records_since = perf_counter()
-        attempt = Attempt(session, driver, Rows(session), outbox, ProcessSpans(self._group))
+        session = new_session(connection, SharedSession)
+        attempt = Attempt(
+            session,
+            connection,
+            driver,
+            Rows(session),
+            outbox,
+            ProcessSpans(self._group),
+            own=own,
+            again=inbox.limiting(connection, limits),
+            handed=handed,
+        )
         progress.attempt = attempt
         self._under_way.add(attempt)
         try:
@@ -312,9 +332,7 @@ class Consume:
         results.fates += handled.early
         results.seconds = handled.seconds
         self._judge(work, handled, results)
-        await session.flush()
-        if not connection.in_transaction():
-            raise RuntimeError("a handler has rolled the transaction back: it is the batch's")
+        await attempt.rows.flush()
         if results.returned:
             await inbox.keep_results(driver, generations, results.returned)
         stored.update(item.marker.key for item, _ in results.fates)
@@ -468,6 +486,8 @@ class _Progress:
     records_since: float = math.inf
     """When it had done what is the engine's, and turned to what the records ask for."""
     outbox: Outbox | None = None
+    is_own: bool = False
+    """Whether handlers may have left something on the connection."""
     attempt: Attempt | None = None
     """What its handlers share, if it has come to them."""
 

@@ -1,7 +1,9 @@
 """Connections: SQLAlchemy's pool, and asyncpg's own connection below it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import asyncpg
@@ -11,6 +13,7 @@ from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from . import telemetry
+from .door import GUARD
 from .settings import Settings
 
 _BESIDE_TRANSACTIONS = 5
@@ -57,20 +60,33 @@ def _time_statements(engine: sa.Engine) -> None:
     """Have each statement timed once: SQLAlchemy prepares most of its own, and asyncpg tells only
     of what it runs unprepared, and of many at once. COPY is told of by neither."""
 
-    def watch(connection: Any, _: object) -> None:
-        connection.driver_connection.add_query_logger(_tell)
+    def watch(connection: Any, record: Any) -> None:
+        connection.driver_connection.add_query_logger(partial(_tell, record.info))
 
     sa.event.listen(engine, "connect", watch)
     sa.event.listen(engine, "before_cursor_execute", _begin)
     sa.event.listen(engine, "after_cursor_execute", _end)
     sa.event.listen(engine, "handle_error", _fail)
+    sa.event.listen(engine, "commit", _refuse_commit)
 
 
-def _tell(query: LoggedQuery) -> None:
+def _tell(info: dict[Any, Any], query: LoggedQuery) -> None:
     telemetry.executed(query.query, query.elapsed, query.exception)
+    if guard := info.get(GUARD):
+        guard.after(query.query)
 
 
-def _begin(_: object, cursor: object, text: str, values: Any, context: Any, is_many: bool) -> None:
+def _begin(
+    connection: sa.Connection,
+    cursor: object,
+    text: str,
+    values: Any,
+    context: Any,
+    is_many: bool,
+) -> None:
+    if guard := connection.info.get(GUARD):
+        driver: Any = connection.connection.driver_connection
+        guard.before(text, context.invoked_statement, driver)
     context.pipeline_statement = telemetry.Statement(
         text, has_values=bool(values), is_timed=not is_many
     )
@@ -84,6 +100,13 @@ def _fail(failed: sa.ExceptionContext) -> None:
     statement = getattr(failed.execution_context, "pipeline_statement", None)
     if statement is not None:
         statement.end(failed.original_exception)
+    if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
+        guard.was_cancelled |= isinstance(failed.original_exception, asyncio.CancelledError)
+
+
+def _refuse_commit(connection: sa.Connection) -> None:
+    if guard := connection.info.get(GUARD):
+        guard.refuse("COMMIT")
 
 
 def _refuse_if_closed(connection: Any, *_: object) -> None:

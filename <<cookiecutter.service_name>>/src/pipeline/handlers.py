@@ -231,7 +231,7 @@ class Handlers:
 
     def _check(self, new: Handler) -> None:
         """Raise `TypeError` for a handler that can't be beside those that are registered."""
-        for other in (one for topic in self._by_topic for one in self._on(topic)):
+        for other in self:
             is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
             if other.consumer == new.consumer and (other.effect is None) != (new.effect is None):
                 raise TypeError(
@@ -282,6 +282,10 @@ class Handlers:
         renamed._demanding = {names[topic] for topic in self._demanding}
         return renamed
 
+    def __iter__(self) -> Iterator[Handler]:
+        """Return all that are registered."""
+        return (one for topic in self._by_topic for one in self._on(topic))
+
     @property
     def demanding(self) -> frozenset[str]:
         """Topics of which `demand_types` was told."""
@@ -300,7 +304,7 @@ class Handlers:
     @property
     def consumers(self) -> frozenset[str]:
         """Names of all consumers."""
-        return frozenset(one.consumer for topic in self._by_topic for one in self._on(topic))
+        return frozenset(one.consumer for one in self)
 
     @property
     def callers(self) -> frozenset[str]:

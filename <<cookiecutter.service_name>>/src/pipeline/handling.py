@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Self, cast
@@ -11,19 +12,22 @@ import asyncpg
 import pydantic_core
 import sqlalchemy as sa
 from opentelemetry.context import Context
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from .aggregate import Aggregate, Key
 from .backlog import StoredRecord
-from .batch import Item
-from .failures import is_of_the_database
+from .batch import Item, validated
+from .door import DONE, HandlerFault, InContext, OwnSession, SharedSession, own_session
+from .events import Event
+from .failures import is_infrastructure, is_of_the_database
 from .handlers import Handler
 from .ordering import Sequenced, SequenceGap, sequence_of
 from .outbox import Outbox
 from .policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, dead, early
+from .rows import Rows
 from .tasks import Turn
 from .telemetry import Current, ProcessSpans, traceparent
-from .transaction import EventBatch, Rows, Transaction
+from .transaction import EventBatch, Transaction
 
 
 class Deadline:
@@ -66,7 +70,8 @@ class Deadline:
         self._ends_at = math.inf
         if self.is_over:
             is_ours = self._task.uncancel() <= self._cancelling
-            if is_ours and kind is asyncio.CancelledError:
+            # Also where the call has swallowed its end and returned.
+            if is_ours and kind in (None, asyncio.CancelledError):
                 raise TimeoutError from error
 
     def overdue(self) -> float:
@@ -102,10 +107,21 @@ class Attempt:
     """What the handlers of one transaction share, and which of them is at work."""
 
     session: AsyncSession
+    """Of the messages that share one, or of the message at work."""
+    connection: AsyncConnection
     driver: asyncpg.Connection
     rows: Rows
+    """Those of the session."""
     outbox: Outbox
     spans: ProcessSpans
+    own: Collection[str] = ()
+    """Consumers whose messages have a session of their own each."""
+    again: str = ""
+    """Statement that bounds the transaction anew."""
+    handed: set[int] = field(default_factory=set)
+    """`id` of the events that were handed to a handler, in this attempt or before."""
+    strays: dict[bytes, Exception] = field(default_factory=dict)
+    """What was done for a message after its handler had ended, by marker key."""
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     calling: Item | None = None
     context: Context | None = None
@@ -119,6 +135,25 @@ class Attempt:
         key = handler.consumer, handler.event.event_type
         if self.deadline.seconds > self.longest.get(key, 0.0):
             self.longest[key] = self.deadline.seconds
+
+    def event_of(self, item: Item) -> Event | None:
+        """Return the event for a call: its own, as the one before may have been changed."""
+        if id(item.event) in self.handed:
+            return validated(item).event
+        self.handed.add(id(item.event))
+        return item.event
+
+    @asynccontextmanager
+    async def own_session(self) -> AsyncIterator[None]:
+        """Give the message that is called next a session of its own."""
+        shared = self.session, self.rows
+        async with own_session(self.connection, self.driver, self.outbox, self.again) as session:
+            self.session, self.rows = session, Rows(session)
+            cast(OwnSession, session.sync_session).forget = self.rows.forget
+            try:
+                yield
+            finally:
+                self.session, self.rows = shared
 
     def deaf(self, seconds: float) -> Item | None:
         """Return the message whose handler goes on so long after it was cancelled."""
@@ -169,18 +204,47 @@ class _Failed(Exception):
         self.is_cut_off = is_cut_off
 
 
+class NeedsOwnSession(Exception):
+    """A consumer's handler needs a session of its own for each message."""
+
+    def __init__(self, consumer: str) -> None:
+        super().__init__(consumer)
+        self.consumer = consumer
+
+
 async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
     """Lock the rows that handlers have declared, and call the handlers in order.
 
-    After one has failed the transaction is lost. The others are tried all the same, to find out
-    who else fails; not those that have their order with one that failed. Raises `BatchFailed`.
+    First come those whose messages share a session: after one of them has failed the transaction
+    is lost, and the others are tried all the same, to find out who else fails; not those that have
+    their order with one that failed. Then come those that have one of their own each; the first
+    that fails ends it. Raises `BatchFailed`, and `NeedsOwnSession`.
     """
     for entity, keys in _declared(items):
         await attempt.rows.lock(entity, keys)
     handled = Handled()
+    begun = perf_counter()
+    own = [item for item in items if item.marker.consumer in attempt.own]
+    sharing = [item for item in items if item.marker.consumer not in attempt.own]
+    await _handle_runs(sharing, attempt, handled)
+    if attempt.own and not handled.failed:
+        await attempt.rows.flush()
+        await _handle_runs(own, attempt, handled)
+        if not handled.failed:
+            await attempt.driver.execute(DONE)
+    handled.failed += [
+        (item, attempt.strays[item.marker.key])
+        for item in handled.applied
+        if item.marker.key in attempt.strays
+    ]
+    handled.seconds = perf_counter() - begun
+    return handled
+
+
+async def _handle_runs(items: Sequence[Item], attempt: Attempt, handled: Handled) -> None:
+    """Call the handlers of the messages, and note how they fare."""
     behind: set[bytes] = set()
     waiting: set[bytes] = set()
-    begun = perf_counter()
     turn = Turn()
     for one in _runs(items):
         if turn.is_over:
@@ -189,22 +253,7 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
         if not run:
             continue
         try:
-            gap = 0
-            if run[0].handler.gaps is not None:
-                gap = await _gap_before(run[0], attempt)
-                if gap < 0:
-                    handled.stale.append(run[0])
-                    continue
-                follows = run[0].order_key in waiting  # also after a deadline of its own
-                if gap > 0 and (fate := FOLLOWER if follows else _fate_of_early(run[0], gap)):
-                    handled.early.append((run[0], fate))
-                    if not fate.is_dead or fate.holds:
-                        waiting.add(run[0].order_key)
-                    continue
-            result = await _handle(run, attempt, gap)
-            if result is not None:
-                handled.returned[run[0].marker.key] = result
-            handled.applied += run
+            await _handle_run(run, attempt, handled, waiting)
         except _Failed as failure:
             if len(run) > 1:
                 if handled.failed:
@@ -217,6 +266,8 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
             if failure.is_cut_off:
                 handled.late, handled.is_cut_off = run[0], True
                 break
+            if run[0].marker.consumer in attempt.own:
+                break
             if len(handled.failed) == 1:
                 # Aborted by the error of a statement, it would fail for everybody.
                 await attempt.driver.execute("SELECT")
@@ -224,8 +275,39 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
             if handled.failed:
                 break
             raise
-    handled.seconds = perf_counter() - begun
-    return handled
+
+
+async def _handle_run(
+    run: Sequence[Item], attempt: Attempt, handled: Handled, waiting: set[bytes]
+) -> None:
+    """Call the handler of what is handed over together, in the session that it needs."""
+    item = run[0]
+    is_own = item.marker.consumer in attempt.own
+    try:
+        async with attempt.own_session() if is_own else nullcontext():
+            attempt.rows.begin_message()
+            gap = 0
+            if item.handler.gaps is not None:
+                gap = await _gap_before(item, attempt)
+                if gap < 0:
+                    handled.stale.append(item)
+                    return
+                follows = item.order_key in waiting  # also after a deadline of its own
+                if gap > 0 and (fate := FOLLOWER if follows else _fate_of_early(item, gap)):
+                    handled.early.append((item, fate))
+                    if not fate.is_dead or fate.holds:
+                        waiting.add(item.order_key)
+                    return
+            result = await _handle(run, attempt, gap)
+    except HandlerFault as error:
+        raise _Failed(error, attempt.context, is_cut_off=True) from error
+    except Exception as error:
+        if not is_own or isinstance(error, _Failed) or is_infrastructure(error):
+            raise
+        raise _Failed(error, attempt.context) from error
+    if result is not None:
+        handled.returned[item.marker.key] = result
+    handled.applied += run
 
 
 def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
@@ -293,6 +375,8 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             await _hand_over(run, attempt)
             return None
         result = await _call(item, attempt, gap)
+        if attempt.rows.error is not None:
+            raise attempt.rows.error
         if handler.gaps is not None and (row := await _followed(item, attempt)):
             row.followed = item.sequence
         return (
@@ -312,11 +396,15 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
             late.__cause__ = error  # which tells where it was
             raise _Failed(late, attempt.context, is_cut_off=True) from error
+        error = attempt.rows.error or error
         if is_of_the_database(error) or attempt.driver.is_closed():
             raise
         raise _Failed(error, attempt.context) from error
     finally:
         attempt.calling = None
+        shared = attempt.session.sync_session
+        if isinstance(shared, SharedSession) and shared.is_wanted:
+            raise NeedsOwnSession(handler.consumer)
 
 
 async def _call(item: Item, attempt: Attempt, gap: int) -> object:
@@ -325,7 +413,7 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     What was called outside already has its span, and has told how long it took.
     """
     handler, marker = item.handler, item.marker
-    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker, gap=gap)
+    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker, attempt.strays, gap=gap)
     current = (
         attempt.spans.of(marker.message, handler.consumer, item.trace)
         if item.called is None
@@ -334,7 +422,7 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     attempt.context = current.context
     try:
         with current, attempt.deadline.within(handler.timeout):
-            return await handler.function(item.event, tx)
+            return await InContext(handler.function(attempt.event_of(item), tx))
     finally:
         tx.end()
         if item.called is None:
@@ -347,13 +435,16 @@ async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
     spans = [attempt.spans.of(item.marker.message, handler.consumer, item.trace) for item in run]
     attempt.context = spans[0].context
     calls = [
-        (item.event, Transaction(session, rows, outbox, item.marker, span.context))
+        (
+            attempt.event_of(item),
+            Transaction(session, rows, outbox, item.marker, attempt.strays, span.context),
+        )
         for item, span in zip(run, spans, strict=True)
     ]
     failure = None
     try:
         with attempt.deadline.within(handler.timeout):
-            await handler.function(EventBatch(session, calls))
+            await InContext(handler.function(EventBatch(calls)))
     except BaseException as error:
         failure = error
         raise

@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from .filters import Filters
 from .message import Message
 from .payload import HASH_VERSION
+from .settings import Settings
 
 GENERATION_LOCK = 0x1B0C5
 """Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
@@ -123,18 +124,21 @@ class Known(NamedTuple):
             raise IdentityMismatch(message, self.hash)
 
 
-_BEGIN = sa.text("""
-SELECT set_config('idle_in_transaction_session_timeout', :transaction_timeout, true),
-       set_config('lock_timeout', :lock_timeout, true),
+_LIMITS = """
+       set_config('idle_in_transaction_session_timeout', {transaction_timeout}, true),
+       set_config('lock_timeout', {lock_timeout}, true),
+       set_config('pipeline.handler', {handler}, true)"""
+_TRANSACTION_TIMEOUT = """,
+       set_config('transaction_timeout', {transaction_timeout}, true)"""
+_LOCK = """,
        pg_advisory_xact_lock_shared(:lock)
-""")
+"""
+_VALUES = {name: f":{name}" for name in ("transaction_timeout", "lock_timeout", "handler")}
 
-_BEGIN_WITH_TRANSACTION_TIMEOUT = sa.text("""
-SELECT set_config('idle_in_transaction_session_timeout', :transaction_timeout, true),
-       set_config('transaction_timeout', :transaction_timeout, true),
-       set_config('lock_timeout', :lock_timeout, true),
-       pg_advisory_xact_lock_shared(:lock)
-""")
+_BEGIN = sa.text(f"SELECT {_LIMITS.format(**_VALUES)}{_LOCK}")
+_BEGIN_WITH_TRANSACTION_TIMEOUT = sa.text(
+    f"SELECT {(_LIMITS + _TRANSACTION_TIMEOUT).format(**_VALUES)}{_LOCK}"
+)
 
 _MOVE_POSITION = """
 WITH moved AS (
@@ -263,24 +267,38 @@ RETURNING last
 """
 
 
-async def begin(
-    connection: AsyncConnection, *, transaction_timeout: float, lock_timeout: float
-) -> None:
+def limits(settings: Settings, *, handler: str = "") -> dict[str, str]:
+    """Return what bounds a transaction, as `begin` takes it.
+
+    `handler` is the value of the setting `pipeline.handler`, see `door`.
+    """
+    transaction, lock = (
+        f"{round(seconds * 1000)}ms"
+        for seconds in (settings.transaction_timeout, settings.lock_timeout)
+    )
+    return {"transaction_timeout": transaction, "lock_timeout": lock, "handler": handler}
+
+
+def limiting(connection: AsyncConnection, limits: Mapping[str, str]) -> str:
+    """Return the statement that sets the limits anew, after they were reset."""
+    bounded = _is_bounded(connection)
+    values = {name: f"'{value}'" for name, value in limits.items()}
+    return f"SELECT {(_LIMITS + _TRANSACTION_TIMEOUT * bounded).format(**values)}"
+
+
+async def begin(connection: AsyncConnection, limits: Mapping[str, str]) -> None:
     """Bound the transaction and hold off rotation. Must be its first statement, alone.
 
     The lock is granted after the statement's snapshot was taken, so what it guards is read by the
-    next one. Both times are in seconds.
+    next one.
     """
-    # transaction_timeout came with PostgreSQL 17.
-    bounded = (connection.dialect.server_version_info or (0,)) >= (17,)
-    await connection.execute(
-        _BEGIN_WITH_TRANSACTION_TIMEOUT if bounded else _BEGIN,
-        {
-            "lock": GENERATION_LOCK,
-            "transaction_timeout": f"{round(transaction_timeout * 1000)}ms",
-            "lock_timeout": f"{round(lock_timeout * 1000)}ms",
-        },
-    )
+    statement = _BEGIN_WITH_TRANSACTION_TIMEOUT if _is_bounded(connection) else _BEGIN
+    await connection.execute(statement, {"lock": GENERATION_LOCK, **limits})
+
+
+def _is_bounded(connection: AsyncConnection) -> bool:
+    """Whether the server knows transaction_timeout, which came with PostgreSQL 17."""
+    return (connection.dialect.server_version_info or (0,)) >= (17,)
 
 
 async def move_position(

@@ -127,6 +127,10 @@ def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
     return hash.hexdigest()
 
 
+Staged = tuple[int, int, dict[str, tuple[Due, StagedEvent] | None]]
+"""How many events and calls are staged, and what is scheduled or cancelled."""
+
+
 class Outbox:
     """The events of one transaction, in the order in which they were staged."""
 
@@ -159,6 +163,17 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._staged)
+
+    @property
+    def staged(self) -> Staged:
+        """What is staged so far. Set to an earlier value, it drops what was staged since."""
+        return len(self._staged), len(self.calls), dict(self._scheduled)
+
+    @staged.setter
+    def staged(self, earlier: Staged) -> None:
+        events, calls, self._scheduled = earlier
+        del self._staged[events:]
+        del self.calls[calls:]
 
     def stage(
         self,

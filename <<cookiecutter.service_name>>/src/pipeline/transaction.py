@@ -1,89 +1,22 @@
 """The transaction as a handler sees it: load and change rows, publish events."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
-import sqlalchemy as sa
 from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
 
-from . import aggregate
-from .aggregate import Aggregate, Key
+from .aggregate import Aggregate
+from .door import HandlerFault, SharedSession
 from .events import Event
 from .inbox import Marker
 from .ordering import Timed, overwrites
 from .outbox import Due, Outbox, event_id
+from .rows import Rows
 
 A = TypeVar("A", bound=Aggregate)
 E = TypeVar("E", bound=Event)
-
-
-class BatchSession(Session):
-    """The session of a batch. A handler that committed it would lose its neighbours' events."""
-
-    has_deleted = False
-    """Whether anything was deleted: to ask each time what that is would cost every message."""
-
-    def delete(self, instance: object) -> None:
-        self.has_deleted = True
-        super().delete(instance)
-
-    def delete_all(self, instances: Iterable[object]) -> None:
-        self.has_deleted = True
-        super().delete_all(instances)
-
-    def commit(self) -> None:
-        raise TypeError("leave session.commit() out: the whole batch commits after its handlers")
-
-
-class Rows:
-    """The aggregates that a batch has locked, and the keys it found no row for."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
-        # It answers three times as quickly.
-        self._known = cast(BatchSession, session.sync_session)
-        self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
-        self._added: set[object] = set()
-        # What a handler adds and flushes itself is nobody else's either. The session must not know
-        # of us: together we would wait for the collector.
-        added = self._added
-        sa.event.listen(self._known, "pending_to_persistent", lambda _, row: added.add(row))
-
-    async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
-        """Fetch and lock in one statement."""
-        found = await aggregate.lock(self._session, entity, keys)
-        for key in keys:
-            self._rows[entity, key] = found.get(key)
-
-    async def get(self, entity: type[A], key: Key) -> A | None:
-        """Return the locked row; one that the batch has not declared is fetched and locked now."""
-        if (entity, key) not in self._rows:
-            await self.lock(entity, {key})
-        row = self._rows[entity, key]
-        # Another message of the batch may have deleted it, flushed or not.
-        known = self._known
-        if row is None or row not in known or (known.has_deleted and row in known.deleted):
-            return None
-        return cast(A, row)
-
-    def check(self, row: Aggregate, key: Key) -> None:
-        """Raise `TypeError` for a row that others could change at the same time."""
-        held = self._rows.get((type(row), key))
-        if row is not held and row not in self._known.new and row not in self._added:
-            raise TypeError(
-                f"an event of={type(row).__name__} needs a row that is locked, or events lose"
-                " their order: fetch it by tx.load or tx.load_or_create"
-            )
-
-    def create(self, entity: type[A], key: Key) -> A:
-        """Add a new row to the session."""
-        row = aggregate.create(entity, key)
-        self._session.add(row)
-        self._rows[entity, key] = row
-        return row
 
 
 class Transaction:
@@ -99,10 +32,11 @@ class Transaction:
         "_key",
         "_outbox",
         "_rows",
+        "_session",
         "_staged",
+        "_strays",
         "gap",
         "message",
-        "session",
     )
 
     def __init__(
@@ -111,36 +45,64 @@ class Transaction:
         rows: Rows,
         outbox: Outbox,
         marker: Marker,
+        strays: dict[bytes, Exception],
         context: Context | None = None,
         gap: int = 0,
     ) -> None:
-        self.session = session
-        """SQLAlchemy's session of the batch. Don't commit or roll it back."""
+        """`strays` takes, by marker key, what was done after the handler had ended."""
         self.message = marker.message
         """Envelope of the event: identity, key, time, partition and offset."""
         self.gap = gap
         """So many events that come before this one did not come in time, see `Gaps`."""
+        self._session = session
         self._rows = rows
         self._outbox = outbox
         self._key = marker.key
+        self._strays = strays
         self._context = context
         self._staged = 0
         self._ended = False
 
     def end(self) -> None:
-        """Let nobody publish any more."""
-        # What a task that outlives its handler stages would be lost, and nobody would know.
+        """Refuse all that follows: what a task does that outlives its handler would be lost."""
         self._ended = True
+
+    def _check(self) -> None:
+        if self._ended:
+            error = HandlerFault("the handler has ended: await what it has begun before it returns")
+            self._strays[self._key] = error
+            raise error
+
+    @property
+    def session(self) -> AsyncSession:
+        """SQLAlchemy's session, of this message alone. Leave it open, and the transaction, too.
+
+        A message that has one takes a few round trips more: `load`, `load_or_create` and `add` do
+        without. Its changes are flushed when the handler returns. Savepoints, by `begin_nested()`,
+        take back what was published inside. The connection's state (`SET`, temporary tables,
+        session locks) ends with the message.
+        """
+        self._check()
+        if isinstance(self._session.sync_session, SharedSession):
+            self._session.sync_session.want()
+        return self._session
+
+    def add(self, row: object) -> None:
+        """Insert a new row when the batch is written, together with those of other messages."""
+        self._check()
+        self._rows.add(row)
 
     async def load(self, entity: type[A], *key: object) -> A | None:
         """Return the row with this primary key, locked until the end of the batch, or None.
 
         Rows declared by `loads=` were fetched for the whole batch at once and cost nothing here.
         """
+        self._check()
         return await self._rows.get(entity, key)
 
     async def load_or_create(self, entity: type[A], *key: object) -> A:
         """Return the row with this primary key, locked; a missing one is created by keyword."""
+        self._check()
         return await self._rows.get(entity, key) or self._rows.create(entity, key)
 
     def overwrites(self, row: Timed) -> bool:
@@ -179,8 +141,7 @@ class Transaction:
 
         Raises `Unpublishable` for an event that could never be sent.
         """
-        if self._ended:
-            raise RuntimeError("the handler has ended: await what publishes before it returns")
+        self._check()
         due = None
         if at is not None or after is not None or name is not None:
             if of is not None or sequence is not None:
@@ -189,7 +150,7 @@ class Transaction:
         if of is not None:
             if key is not None or sequence is not None:
                 raise TypeError("publish(…) takes of= or key= and sequence=: of= brings its own")
-            key = self._key_of(of)
+            key = self._rows.key_of(of)
             sequence = (of.version or 0) + 1
         self._outbox.stage(
             event, id=self._id(), key=key, sequence=sequence, context=self._context, due=due
@@ -207,12 +168,11 @@ class Transaction:
 
         Raises `TypeError` if no effect takes the event, and `Unpublishable` if it can't be stored.
         """
-        if self._ended:
-            raise RuntimeError("the handler has ended: await what calls before it returns")
+        self._check()
         if of is not None:
             if key is not None:
                 raise TypeError("call(…) takes of= or key=: of= brings its own")
-            key = self._key_of(of)
+            key = self._rows.key_of(of)
         self._outbox.call(event, id=self._id(), key=key, context=self._context)
         self._staged += 1
 
@@ -220,21 +180,12 @@ class Transaction:
         """Return the id of the event that is staged next."""
         return event_id(self._key, self.message.hash, self._staged)
 
-    def _key_of(self, row: Aggregate) -> str:
-        """Return the key of events of a row. Raises `TypeError` if it has none, or no lock."""
-        values = aggregate.key_of(row)
-        if None in values:
-            raise TypeError("an event of=row needs the row's primary key: flush first")
-        self._rows.check(row, values)
-        return aggregate.record_key(values)
-
     def cancel(self, name: str) -> None:
         """Take back the scheduled event of this name, exactly if this transaction commits.
 
         What is published already, or was never scheduled, is left alone.
         """
-        if self._ended:
-            raise RuntimeError("the handler has ended: await what cancels before it returns")
+        self._check()
         self._outbox.cancel(name)
 
 
@@ -244,10 +195,13 @@ class EventBatch(Generic[E]):
     All the transactions are one, and share `session`.
     """
 
-    def __init__(self, session: AsyncSession, calls: Sequence[tuple[E, Transaction]]) -> None:
-        self.session = session
-        """SQLAlchemy's session of the batch. Don't commit or roll it back."""
+    def __init__(self, calls: Sequence[tuple[E, Transaction]]) -> None:
         self._calls = calls
+
+    @property
+    def session(self) -> AsyncSession:
+        """SQLAlchemy's session of these events, as `Transaction.session`."""
+        return self._calls[0][1].session
 
     def __iter__(self) -> Iterator[tuple[E, Transaction]]:
         return iter(self._calls)

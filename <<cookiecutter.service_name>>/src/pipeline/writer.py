@@ -153,7 +153,7 @@ class _Written:
                 f"publish(…, of={type(row).__name__}) is for a row that is added or changed here:"
                 " an event of another one would have no place in its order"
             )
-        return aggregate.record_key(identity), row.version
+        return aggregate.record_key(type(row), identity), row.version
 
 
 def _is_conflict(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Transaction
-from pipeline.transaction import Rows
+from pipeline.rows import Rows
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -360,7 +360,7 @@ async def test_a_row_that_a_message_deletes_is_gone_for_the_later_ones_of_its_ba
     desk = await new_desk(handlers, topic="deposits")
     await db.execute("INSERT INTO account (id, balance, history, version) VALUES ('ada', 0, '', 0)")
     await desk.apply(Deposit(1), Deposit(2))
-    assert found == [True, False]
+    assert found[-2:] == [True, False]
     assert await db.fetchval("SELECT count(*) FROM account") == 0
 
 

@@ -161,7 +161,8 @@ async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_ma
     )
     await desk.apply(Deposit(1))
     async with desk.engine.connect() as stopped:
-        await inbox.begin(stopped, transaction_timeout=0.5, lock_timeout=0.4)
+        limits = {"transaction_timeout": "500ms", "lock_timeout": "400ms", "handler": ""}
+        await inbox.begin(stopped, limits)
         driver = (await stopped.get_raw_connection()).driver_connection
         assert isinstance(driver, asyncpg.Connection)
         await driver.execute("SELECT FROM account FOR UPDATE")

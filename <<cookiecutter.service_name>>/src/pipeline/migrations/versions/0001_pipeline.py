@@ -11,6 +11,12 @@ down_revision = None
 branch_labels = ("pipeline",)
 depends_on = None
 
+_REFUSE_COMMIT = """
+    CREATE CONSTRAINT TRIGGER refuse_commit AFTER UPDATE ON pipeline.{}
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
+    WHEN (current_setting('pipeline.handler', true) = 'at work')
+    EXECUTE FUNCTION pipeline.refuse_commit()"""
+
 
 def upgrade() -> None:
     """Create the schema `pipeline`."""
@@ -45,6 +51,20 @@ def upgrade() -> None:
     op.execute("""
         COMMENT ON TABLE pipeline.position IS
         'The offset that each partition goes on from; moved by the consume transaction itself.'""")
+
+    op.execute("""
+        CREATE FUNCTION pipeline.refuse_commit() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF current_setting('pipeline.handler', true) = 'at work' THEN
+                RAISE invalid_transaction_termination
+                USING MESSAGE = 'a handler has sent COMMIT: the engine commits the whole batch';
+            END IF;
+            RETURN NULL;
+        END $$""")
+    op.execute("""
+        COMMENT ON FUNCTION pipeline.refuse_commit IS
+        'Fails the COMMIT of a transaction while a handler is at work in it.'""")
+    op.execute(_REFUSE_COMMIT.format("position"))
 
     op.execute("""
         CREATE TABLE pipeline.inbox_generation (
@@ -222,6 +242,7 @@ def upgrade() -> None:
     op.execute("""
         INSERT INTO pipeline.backlog_lane (lane)
         SELECT lane FROM generate_series(0, 95) AS lane""")
+    op.execute(_REFUSE_COMMIT.format("backlog_lane"))
 
     op.execute("""
         CREATE TABLE pipeline.outbox (

@@ -1,0 +1,304 @@
+"""The handler's door: the sessions that handlers work with, and the guard of their connection.
+
+Messages that only use `tx` share a session, which saves round trips. A message that uses
+`tx.session` has a session of its own, over the connection of the batch: it begins with nothing in
+memory, its changes are flushed when its handler returns, and what it did to the connection is
+undone.
+"""
+
+import asyncio
+import decimal
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
+from contextlib import asynccontextmanager
+from contextvars import copy_context
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+
+import asyncpg
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.sql.elements import (
+    ReleaseSavepointClause,
+    RollbackToSavepointClause,
+    SavepointClause,
+)
+
+T = TypeVar("T")
+
+GUARD = "pipeline guard"
+"""Key in the `info` of a connection: the `Guard` of the message that uses it."""
+
+_CONTROL = re.compile(
+    r"\s*(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
+    r"|PREPARE\s+TRANSACTION)\b",
+    re.IGNORECASE,
+)
+_SAVEPOINT_CLAUSES = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
+
+_USE_BEGIN_NESTED = (
+    "savepoints are made by `async with tx.session.begin_nested()`, which the engine follows, and"
+    " the transaction is ended by the engine"
+)
+
+AT_WORK = "at work"
+"""Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
+refuses COMMIT then, see `pipeline.refuse_commit`."""
+DONE = "SELECT set_config('pipeline.handler', '', true)"
+
+_IS_AT_WORK = f"""
+SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}')::int
+"""
+"""Fails if the transaction is another one: a local setting ends with its transaction."""
+
+_RESET = """
+RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
+SELECT pg_advisory_unlock_all()
+"""
+
+
+class HandlerFault(RuntimeError):
+    """A handler has done what would harm its neighbours; the text says what to do instead."""
+
+
+class NeedsSession(BaseException):
+    """A handler has asked for a session of its own, and is called again with one.
+
+    Not an `Exception`: handlers catch those.
+    """
+
+
+class Stages(Protocol):
+    """Where handlers stage what is written when the transaction commits."""
+
+    staged: Any
+    """What is staged so far. Set to an earlier value, it drops what was staged since."""
+
+
+class RowSession(Session):
+    """A session that knows which rows were added to it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.added: set[object] = set()
+        """Rows that were added and are flushed: no other transaction can see them."""
+        self.has_deleted = False
+        """Whether anything was deleted: to ask each time what that is takes long."""
+
+
+class SharedSession(RowSession):
+    """The session of the messages that have none of their own; no handler may use it.
+
+    Its rows lead to it: by a relationship that is loaded late, or by `object_session`.
+    """
+
+    is_wanted = False
+    """Whether a handler needs a session of its own."""
+
+    def want(self, *_: object, **__: object) -> Any:
+        """Note that a handler needs a session of its own, and leave it."""
+        self.is_wanted = True
+        raise NeedsSession
+
+    execute = connection = refresh = merge = get = want
+    delete = delete_all = expire = expire_all = expunge_all = want
+    begin_nested = commit = rollback = want
+
+
+class OwnSession(RowSession):
+    """The session of one message."""
+
+    guard: "Guard"
+    forget: Callable[[], None]
+    """Called when a savepoint was rolled back: the locks of rows may be gone with it."""
+
+    def delete(self, instance: object) -> None:
+        self.has_deleted = True
+        super().delete(instance)
+
+    def delete_all(self, instances: Iterable[object]) -> None:
+        self.has_deleted = True
+        super().delete_all(instances)
+
+    def commit(self) -> None:
+        self.guard.refuse("session.commit()")
+
+
+def _note_added(session: RowSession, row: object) -> None:
+    session.added.add(row)
+
+
+def _begin_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
+    if transaction.nested:
+        session.guard.begin_savepoint()
+
+
+def _roll_back(session: OwnSession) -> None:
+    session.guard.roll_back()
+    session.forget()
+
+
+def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
+    if transaction.nested:
+        session.guard.end_savepoint()
+
+
+sa.event.listen(RowSession, "pending_to_persistent", _note_added, propagate=True)
+sa.event.listen(OwnSession, "after_transaction_create", _begin_savepoint)
+sa.event.listen(OwnSession, "after_rollback", _roll_back)
+sa.event.listen(OwnSession, "after_transaction_end", _end_savepoint)
+
+
+class Guard:
+    """Sees the statements of one message, and keeps what it has staged in step with savepoints."""
+
+    def __init__(self, outbox: Stages) -> None:
+        self._outbox = outbox
+        self._savepoints: list[Any] = []
+        """What was staged before each savepoint of the session that has not ended."""
+        self._is_undone = False
+        """Whether the latest of them was rolled back."""
+        self._unsent = 0
+        """Savepoints that the session has begun and not sent yet."""
+        self.fault: HandlerFault | None = None
+        self.was_cancelled = False
+        """Whether a statement was cancelled under way, which costs the connection."""
+
+    def begin_savepoint(self) -> None:
+        """Remember what is staged so far."""
+        self._savepoints.append(self._outbox.staged)
+        self._unsent += 1
+
+    def roll_back(self) -> None:
+        """Drop, when its block ends, what was staged since the latest savepoint."""
+        self._is_undone = bool(self._savepoints)
+
+    def end_savepoint(self) -> None:
+        """Forget a savepoint that is released or rolled back."""
+        earlier = self._savepoints.pop()
+        if self._is_undone:
+            self._outbox.staged, self._is_undone = earlier, False
+        self._unsent = min(self._unsent, len(self._savepoints))
+
+    def before(self, text: str, clause: object, driver: asyncpg.Connection) -> None:
+        """Raise `HandlerFault` for a statement of SQLAlchemy that may not be sent."""
+        if isinstance(clause, _SAVEPOINT_CLAUSES):
+            if isinstance(clause, SavepointClause):
+                self._unsent -= 1
+            is_ours = self._unsent >= 0
+        else:
+            is_ours = not _CONTROL.match(text)
+        if not is_ours:
+            self.refuse(text)
+        if not driver.is_in_transaction():
+            raise self._note("the transaction has ended: " + _USE_BEGIN_NESTED)
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise `HandlerFault` for a statement that ends the transaction or a part of it."""
+        raise self._note(f"{text.split(maxsplit=1)[0]} in a handler: {_USE_BEGIN_NESTED}")
+
+    def after(self, text: str) -> None:
+        """Note a statement that was sent by the driver itself."""
+        if control := _CONTROL.match(text):
+            self._note(f"{control[1]} in a handler: {_USE_BEGIN_NESTED}")
+
+    def _note(self, text: str) -> HandlerFault:
+        self.fault = HandlerFault(text)
+        return self.fault
+
+
+def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:
+    """Return a session in the transaction of the connection, which it does not commit."""
+    return AsyncSession(
+        connection,
+        sync_session_class=kind,
+        autoflush=kind is OwnSession,
+        expire_on_commit=False,
+        close_resets_only=False,
+        join_transaction_mode="rollback_only",
+    )
+
+
+@asynccontextmanager
+async def own_session(
+    connection: AsyncConnection, driver: asyncpg.Connection, outbox: Stages, again: str
+) -> AsyncIterator[AsyncSession]:
+    """Lend a session for one message, in the transaction of the connection.
+
+    At the end of the block its changes are flushed and the connection is as it was; `again` is the
+    statement that sets the transaction's limits anew. Raises `HandlerFault` if it can't be.
+    """
+    guard = Guard(outbox)
+    info = (await connection.get_raw_connection()).info
+    info[GUARD] = guard
+    session = new_session(connection, OwnSession)
+    cast(OwnSession, session.sync_session).guard = guard
+    try:
+        yield session
+        # A task that was begun last, and is not awaited, begins its statement now.
+        await asyncio.sleep(0)
+        await _end(session, driver, guard, again)
+    except BaseException as error:
+        if guard.was_cancelled and not isinstance(error, asyncio.CancelledError):
+            raise HandlerFault(
+                "a statement was cancelled under way, by asyncio.timeout or a task group: its"
+                " transaction is lost. Bound a statement by SET LOCAL statement_timeout inside"
+                " begin_nested(), or the whole handler by timeout="
+            ) from error
+        raise
+    finally:
+        info.pop(GUARD, None)
+        session.sync_session.close()
+
+
+async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, again: str) -> None:
+    if not driver.is_closed() and not driver.is_in_transaction():
+        raise guard.fault or HandlerFault("the transaction has ended: " + _USE_BEGIN_NESTED)
+    try:
+        # Releases savepoints that were left open; the transaction is the connection's.
+        await session.run_sync(Session.commit)
+        await driver.execute(f"{_IS_AT_WORK}; {_RESET}; {again}")
+    except asyncpg.DivisionByZeroError as error:
+        raise HandlerFault("the transaction has ended: " + _USE_BEGIN_NESTED) from error
+    except asyncpg.InFailedSQLTransactionError as error:
+        raise HandlerFault(
+            "a statement has failed, and the handler went on: wrap what may fail in"
+            " `async with tx.session.begin_nested()`"
+        ) from error
+    except asyncpg.InterfaceError as error:
+        if driver.is_closed():
+            raise
+        raise HandlerFault(
+            "a statement is still under way: await all that the handler has begun"
+        ) from error
+    if guard.fault:
+        raise guard.fault
+
+
+class InContext(Generic[T]):
+    """Awaits a coroutine in a context of its own: what it sets in there ends with it."""
+
+    __slots__ = ("_context", "_coroutine")
+
+    def __init__(self, call: Awaitable[T]) -> None:
+        """`call` is what a coroutine function has returned."""
+        self._coroutine = cast(Coroutine[Any, Any, T], call)
+        self._context = copy_context()
+        # The object, too, is changed in place.
+        self._context.run(lambda: decimal.setcontext(decimal.getcontext().copy()))
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        run, coroutine = self._context.run, self._coroutine
+        step: Callable[..., Any] = coroutine.send
+        value: Any = None
+        while True:
+            try:
+                waits_for = run(step, value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value = yield waits_for
+                step = coroutine.send
+            except BaseException as error:
+                value, step = error, coroutine.throw

@@ -1,0 +1,97 @@
+"""Whether a row in memory is what the database would return for it."""
+
+from collections.abc import Callable
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from functools import cache
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import sqlalchemy as sa
+from sqlalchemy.orm import InstanceState, Mapper
+
+_NO_OFFSET = timedelta(0)
+
+_EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
+    sa.SmallInteger: int,
+    sa.Integer: int,
+    sa.BigInteger: int,
+    sa.String: str,
+    sa.Text: str,
+    sa.Unicode: str,
+    sa.UnicodeText: str,
+    sa.Boolean: bool,
+    sa.Double: float,
+    sa.Date: date,
+    sa.Uuid: UUID,
+    sa.LargeBinary: bytes,
+}
+"""Types of columns that return the value that was written, if it is of this type of Python."""
+
+
+class _Kind(NamedTuple):
+    """What is known of the rows of a class."""
+
+    size: int
+    """Entries in the `__dict__` of a row that is loaded: its columns and SQLAlchemy's state."""
+    checks: dict[str, Callable[[Any], bool]]
+    """By column: whether the database would return the value as it is."""
+    may_mutate: bool
+    """Whether a value can change in place, which SQLAlchemy does not see."""
+    is_computed: bool
+    """Whether the database fills columns in when the row is written."""
+
+
+def is_as_stored(row: Any) -> bool:
+    """Whether a transaction that reads the row after its flush would see what is in memory."""
+    state: InstanceState[Any] = sa.inspect(row, raiseerr=True)
+    kind = _kind_of(row.__class__)
+    if kind.may_mutate or len(state.dict) != kind.size:
+        return False
+    if not state.modified and state.key is not None:
+        return True
+    if kind.is_computed:
+        return False
+    values, checks = state.dict, kind.checks
+    changed = state.committed_state if state.key is not None else checks
+    for name in changed:
+        check = checks.get(name)
+        if check is None or not (values[name] is None or check(values[name])):
+            return False
+    return True
+
+
+@cache
+def _kind_of(entity: type[Any]) -> _Kind:
+    mapper: Mapper[Any] = sa.inspect(entity)
+    checks: dict[str, Callable[[Any], bool]] = {}
+    may_mutate = False
+    for name, column in mapper.columns.items():
+        check = _check_of(column.type)
+        if check is not None:
+            checks[name] = check
+        elif not isinstance(
+            column.type, sa.types.Numeric | sa.types.DateTime | sa.Enum | sa.String
+        ):
+            may_mutate = True
+    is_computed = any(
+        column.computed is not None or column.onupdate is not None or column.server_onupdate
+        for column in mapper.columns
+    )
+    size = len(mapper.columns) + 1
+    return _Kind(size, checks, may_mutate or bool(mapper.relationships), is_computed)
+
+
+def _check_of(kind: sa.types.TypeEngine[Any]) -> Callable[[Any], bool] | None:
+    exact = _EXACT.get(type(kind))
+    if exact is not None and getattr(kind, "collation", None) is None:
+        return lambda value: type(value) is exact
+    if type(kind) is sa.DateTime and kind.timezone:
+        return lambda value: type(value) is datetime and value.utcoffset() == _NO_OFFSET
+    if type(kind) is sa.Numeric and kind.scale is not None and kind.asdecimal:
+        scale = -kind.scale
+        return lambda value: type(value) is Decimal and value.as_tuple().exponent == scale
+    if type(kind) is sa.Enum and kind.enum_class is not None:
+        member = kind.enum_class
+        return lambda value: isinstance(value, member)
+    return None

@@ -1,0 +1,747 @@
+"""The handler's door: what a handler does to its session is done as if it were alone in a batch."""
+
+import asyncio
+import contextvars
+import decimal
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import Text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pipeline import Aggregate, Call, Event, EventBatch, Handlers, Reject, Transaction
+from pipeline.database import driver_of
+
+from .desk import Desk, NewDesk
+from tests.contract.bank import Base, Deposit, Deposited
+from tests.servers.waiting import eventually
+
+TOPIC = "deposits"
+TOO_MUCH = 1_000
+
+
+class Wallet(Aggregate, Base):
+    """What somebody has in cents."""
+
+    __tablename__ = "wallet"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    cents: Mapped[int] = mapped_column(sa.CheckConstraint(f"cents < {TOO_MUCH}"), default=0)
+    owner: Mapped[str | None] = mapped_column(Text)
+    rate: Mapped[decimal.Decimal | None] = mapped_column(sa.Numeric(12, 2))
+    tags: Mapped[list[str] | None] = mapped_column(sa.JSON)
+
+
+class Note(Base):
+    """Something that was noted."""
+
+    __tablename__ = "note"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    text: Mapped[str] = mapped_column(Text, unique=True)
+
+
+class Changed(Event, type="wallet.changed", topic="wallets"):
+    """The wallet has changed."""
+
+    cents: int
+
+
+class Wired(Event, type="wired", topic="wires"):
+    """Money is to be sent."""
+
+    amount: int
+
+
+Habit = Callable[[Transaction, str], Awaitable[None]]
+
+
+async def add_cents(tx: Transaction, key: str, cents: int) -> None:
+    """Change the wallet and publish it, as handlers do."""
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.cents += cents
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+async def change(tx: Transaction, key: str) -> None:
+    """Add a cent."""
+    await add_cents(tx, key, 1)
+
+
+class Habits:
+    """A handler that does what a test says for each amount; `change` for the others."""
+
+    def __init__(self, desk: Desk, handlers: Handlers) -> None:
+        self.desk = desk
+        self.handlers = handlers
+        self.habits: dict[int, Habit] = {}
+        self.calls: list[int] = []
+
+        @handlers.on(Deposited, topic=TOPIC, consumer="wallet", loads=Wallet.by("account"))
+        async def wallet(event: Deposited, tx: Transaction) -> None:
+            self.calls.append(event.amount)
+            await self.habits.get(event.amount, change)(tx, event.account)
+
+    async def together(self, *amounts: int) -> None:
+        """Have the messages handled in one batch."""
+        await self.desk.apply(*(Deposit(n, account="ada") for n in amounts))
+
+    async def alone(self, *amounts: int) -> None:
+        """Have the messages handled one by one."""
+        for n in amounts:
+            await self.desk.apply(Deposit(n, account="bob", id=f"alone {n}"))
+
+
+@pytest.fixture
+async def habits(new_desk: NewDesk) -> Habits:
+    """Return a desk with a handler that has habits."""
+    handlers = Handlers()
+    return Habits(await new_desk(handlers, topic=TOPIC), handlers)
+
+
+async def wallet_of(db: asyncpg.Connection, key: str = "ada") -> dict[str, Any]:
+    """Return the row, without its key."""
+    row = await db.fetchrow("SELECT * FROM wallet WHERE id = $1", key)
+    return {name: value for name, value in dict(row or {}).items() if name != "id"}
+
+
+async def events_of(db: asyncpg.Connection, key: str = "ada") -> list[tuple[int, str]]:
+    """Return sequence and payload of the events published of the wallet."""
+    rows = await db.fetch(
+        "SELECT sequence, convert_from(payload, 'UTF8') AS payload FROM pipeline.outbox"
+        " WHERE subject = $1 ORDER BY id",
+        key,
+    )
+    return [(row["sequence"], row["payload"]) for row in rows]
+
+
+async def errors_of(desk: Desk) -> dict[int, str]:
+    """Return why messages failed, by their place."""
+    return {
+        row["offset"]: row["error"]
+        for row in await desk.backlog()
+        if row["reason"] != "follows another"
+    }
+
+
+# Savepoints
+
+
+async def breaking_a_check(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    with pytest.raises(IntegrityError):
+        async with tx.session.begin_nested():
+            wallet.cents = TOO_MUCH
+            tx.publish(Changed(cents=TOO_MUCH), of=wallet)
+            tx.publish(Changed(cents=-1), key="later", after=timedelta(days=1), name="later")
+            tx.cancel("kept")
+            tx.call(Wired(amount=1), key=key)
+            await tx.session.flush()
+
+
+async def raising(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    with pytest.raises(ZeroDivisionError):
+        async with tx.session.begin_nested():
+            wallet.cents += 1
+            tx.publish(Changed(cents=-1), of=wallet)
+            async with tx.session.begin_nested():
+                tx.publish(Changed(cents=-2), of=wallet)
+            raise ZeroDivisionError
+
+
+async def releasing(tx: Transaction, key: str) -> None:
+    async with tx.session.begin_nested():
+        await change(tx, key)
+        with pytest.raises(ZeroDivisionError):
+            async with tx.session.begin_nested():
+                await change(tx, key)
+                raise ZeroDivisionError
+        await change(tx, key)
+
+
+@pytest.mark.parametrize("habit", [breaking_a_check, raising])
+async def test_what_a_savepoint_staged_goes_with_it(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    @habits.handlers.effect(Wired, consumer="wire")
+    async def wire(event: Wired, call: Call) -> None:
+        raise AssertionError("never")
+
+    async def schedule(tx: Transaction, key: str) -> None:
+        tx.publish(Changed(cents=-1), key="kept", after=timedelta(days=1), name="kept")
+        await change(tx, key)
+
+    habits.habits = {1: schedule, 2: habit}
+    await habits.together(1, 2, 3)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db) == [(1, '{"cents":1}'), (2, '{"cents":2}')]
+    assert [r["name"] for r in await db.fetch("SELECT name FROM pipeline.scheduled")] == ["kept"]
+    assert (await wallet_of(db))["version"] == 2
+
+
+async def test_what_a_savepoint_staged_stays_when_it_is_released(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    habits.habits = {1: releasing}
+    await habits.together(1, 2)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
+
+
+async def test_a_row_whose_lock_went_with_a_savepoint_is_locked_and_read_again(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('ada', 100, 0)")
+    handlers, between = Handlers(), asyncio.Event()
+    desks = [await new_desk(handlers, topic=TOPIC, partition=number) for number in (0, 1)]
+    unlocked = asyncio.Event()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="wallet")
+    async def careful(event: Deposited, tx: Transaction) -> None:
+        if tx.message.partition == 0:
+            with pytest.raises(ZeroDivisionError):
+                async with tx.session.begin_nested():
+                    await tx.load(Wallet, "ada")
+                    raise ZeroDivisionError
+            unlocked.set()
+            await between.wait()
+        await add_cents(tx, "ada", 10 if tx.message.partition else 1)
+
+    first = asyncio.create_task(desks[0].apply(Deposit(1)))
+    await unlocked.wait()
+    await desks[1].apply(Deposit(1, id="other"))
+    between.set()
+    await first
+    assert (await wallet_of(db))["cents"] == 111
+    assert [sequence for sequence, _ in await events_of(db)] == [1, 2]
+
+
+async def test_a_row_is_usable_after_a_savepoint_was_rolled_back(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    async def habit(tx: Transaction, key: str) -> None:
+        await raising(tx, key)
+        wallet = await tx.load_or_create(Wallet, key)
+        tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+    habits.habits = {2: habit}
+    await habits.together(1, 2)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db) == [(1, '{"cents":1}'), (2, '{"cents":1}')]
+
+
+async def core_savepoint(tx: Transaction, key: str) -> None:
+    await change(tx, key)
+    savepoint = await (await tx.session.connection()).begin_nested()
+    await savepoint.rollback()
+
+
+async def text_savepoint(tx: Transaction, key: str) -> None:
+    await tx.session.execute(sa.text("SAVEPOINT mine"))
+    await change(tx, key)
+    await tx.session.execute(sa.text("ROLLBACK TO mine"))
+
+
+async def driver_savepoint(tx: Transaction, key: str) -> None:
+    driver = await driver_of(await tx.session.connection())
+    await driver.execute("SAVEPOINT mine")
+    await change(tx, key)
+    await driver.execute("ROLLBACK TO mine")
+
+
+@pytest.mark.parametrize("habit", [core_savepoint, text_savepoint, driver_savepoint])
+async def test_a_savepoint_that_the_engine_can_not_follow_is_refused(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {2: habit}
+    await habits.together(1, 2)
+    assert "tx.session.begin_nested()" in (await errors_of(habits.desk))[1]
+    assert (await wallet_of(db))["cents"] == 1
+    assert len(await events_of(db)) == 1
+
+
+# The connection
+
+
+async def gathering(tx: Transaction, key: str) -> None:
+    async def check() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("no such thing")
+
+    await asyncio.gather(tx.session.execute(sa.text("SELECT pg_sleep(2)")), check())
+
+
+async def forgetting(tx: Transaction, key: str) -> None:
+    asyncio.create_task(tx.session.execute(sa.text("SELECT pg_sleep(2)")))  # noqa: RUF006
+
+
+async def forgetting_an_idle_one(tx: Transaction, key: str) -> None:
+    async def later(session: Any) -> None:
+        await asyncio.sleep(0.001)
+        await session.execute(sa.text("INSERT INTO note (text) VALUES ('late')"))
+
+    asyncio.create_task(later(tx.session))  # noqa: RUF006
+
+
+async def timing_out(tx: Transaction, key: str) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await tx.session.execute(sa.text("SELECT pg_sleep(5)"))
+    await change(tx, key)
+
+
+@pytest.mark.parametrize(
+    ("habit", "text"),
+    [
+        (gathering, "no such thing"),
+        (forgetting, "await"),
+        (timing_out, "cancelled"),
+    ],
+)
+async def test_a_statement_under_way_is_the_fault_of_its_message(
+    habits: Habits, db: asyncpg.Connection, habit: Habit, text: str
+) -> None:
+    habits.habits = {2: habit}
+    await habits.together(1, 2)
+    await habits.alone(4)
+    assert text in (await errors_of(habits.desk))[1]
+    assert (await wallet_of(db))["cents"] == 1
+    assert (await wallet_of(db, "bob"))["cents"] == 1
+    assert habits.desk.outages == []
+
+
+async def test_a_session_that_is_used_after_its_handler_has_ended_does_nothing(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    unraised: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: unraised.append(what))
+    habits.habits = {2: forgetting_an_idle_one}
+    await habits.together(1, 2, 3)
+    await asyncio.sleep(0.05)
+    assert await db.fetchval("SELECT count(*) FROM note") == 0
+    idle = "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in%'"
+    await eventually(lambda: _is_none(db, idle))
+
+
+async def _is_none(db: asyncpg.Connection, question: str) -> bool:
+    return not await db.fetchval(question)
+
+
+# The transaction
+
+
+async def text_commit(tx: Transaction, key: str) -> None:
+    await tx.session.execute(sa.text("COMMIT"))
+
+
+async def text_rollback(tx: Transaction, key: str) -> None:
+    await tx.session.execute(sa.text("ROLLBACK"))
+
+
+async def connection_commit(tx: Transaction, key: str) -> None:
+    await (await tx.session.connection()).commit()
+
+
+async def connection_rollback(tx: Transaction, key: str) -> None:
+    await (await tx.session.connection()).rollback()
+    await tx.session.execute(sa.text("SELECT 1"))
+
+
+async def driver_commit(tx: Transaction, key: str) -> None:
+    await (await driver_of(await tx.session.connection())).execute("COMMIT")
+
+
+async def driver_commit_and_begin(tx: Transaction, key: str) -> None:
+    await (await driver_of(await tx.session.connection())).execute("COMMIT; BEGIN")
+
+
+async def driver_rollback_and_begin(tx: Transaction, key: str) -> None:
+    driver = await driver_of(await tx.session.connection())
+    await driver.execute("ROLLBACK")
+    await driver.execute("BEGIN")
+
+
+async def rolling_back_and_writing(tx: Transaction, key: str) -> None:
+    await tx.session.execute(sa.text("SELECT 1"))
+    driver = await driver_of(await tx.session.connection())
+    await driver.execute("ROLLBACK")
+    await tx.session.execute(sa.text("INSERT INTO note (text) VALUES ('outside')"))
+
+
+async def session_commit(tx: Transaction, key: str) -> None:
+    await tx.session.commit()
+
+
+async def session_rollback(tx: Transaction, key: str) -> None:
+    await tx.session.rollback()
+
+
+async def session_close(tx: Transaction, key: str) -> None:
+    await tx.session.close()
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
+@pytest.mark.parametrize(
+    "habit",
+    [
+        text_commit,
+        text_rollback,
+        connection_commit,
+        connection_rollback,
+        driver_commit,
+        driver_commit_and_begin,
+        driver_rollback_and_begin,
+        rolling_back_and_writing,
+        session_commit,
+        session_rollback,
+        session_close,
+    ],
+)
+async def test_who_ends_the_transaction_harms_no_neighbour_and_is_named(
+    habits: Habits, db: asyncpg.Connection, habit: Habit, swallows: bool
+) -> None:
+    async def end(tx: Transaction, key: str) -> None:
+        await change(tx, key)
+        try:
+            await habit(tx, key)
+        except Exception:
+            if not swallows:
+                raise
+
+    habits.habits = {2: end}
+    await habits.together(1, 2)
+    await habits.alone(4)
+    assert set(await errors_of(habits.desk)) == {1}, await errors_of(habits.desk)
+    assert (await wallet_of(db))["cents"] == 1
+    assert len(await events_of(db)) == 1
+    assert (await wallet_of(db, "bob"))["cents"] == 1
+    assert await db.fetchval("SELECT count(*) FROM note") == 0
+    assert habits.desk.outages == []
+
+
+# The session's state
+
+LEFT = [
+    "SET search_path TO pg_catalog",
+    "SET LOCAL search_path TO pg_catalog",
+    "SET ROLE pg_read_all_data",
+    "SET TIME ZONE 'Asia/Tokyo'",
+    "CREATE TEMP TABLE left_behind (id int)",
+    "SELECT pg_advisory_lock(12345)",
+    "LISTEN something",
+    "DECLARE kept CURSOR WITH HOLD FOR SELECT 1",
+]
+STATE = """
+SELECT current_setting('search_path'), current_user = session_user, current_setting('TimeZone'),
+       to_regclass('pg_temp.left_behind'), (SELECT count(*) FROM pg_cursors),
+       (SELECT count(*) FROM pg_listening_channels()),
+       (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 12345),
+       current_setting('lock_timeout')
+"""
+
+
+@pytest.mark.parametrize("statement", LEFT)
+@pytest.mark.parametrize("fails", [False, True], ids=["", "and fails"])
+async def test_the_state_of_the_session_ends_with_its_message(
+    habits: Habits, db: asyncpg.Connection, statement: str, fails: bool
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    async def leave(tx: Transaction, key: str) -> None:
+        await tx.session.execute(sa.text(statement))
+        if fails:
+            raise Reject("no")
+
+    async def look(tx: Transaction, key: str) -> None:
+        seen.append(tuple((await tx.session.execute(sa.text(STATE))).one()))
+        await change(tx, key)
+
+    habits.habits = {1: look, 2: leave, 3: look, 4: look}
+    await habits.together(1)
+    seen.clear()
+    await habits.desk.apply(Deposit(11), Deposit(1, "eve", id="x"), Deposit(2, "eve", id="y"))
+    await habits.desk.apply(Deposit(3, "eva"), Deposit(4, "eva"))
+    assert len(seen) >= 3
+    assert seen == [seen[0]] * len(seen)
+    assert set(await errors_of(habits.desk)) == ({3} if fails else set())
+
+
+# A message in a batch behaves as it would alone
+
+
+async def by_core(tx: Transaction, key: str) -> None:
+    await tx.session.execute(
+        sa.update(Wallet).where(Wallet.id == key).values(cents=Wallet.cents + 5)
+    )
+
+
+async def by_text(tx: Transaction, key: str) -> None:
+    await tx.session.execute(
+        sa.text("UPDATE wallet SET cents = cents + 5 WHERE id = :id"), {"id": key}
+    )
+
+
+async def by_the_driver(tx: Transaction, key: str) -> None:
+    driver = await driver_of(await tx.session.connection())
+    await driver.execute("UPDATE wallet SET cents = cents + 5 WHERE id = $1", key)
+
+
+async def by_upsert(tx: Transaction, key: str) -> None:
+    row = insert(Wallet).values(id=key, cents=5, version=0)
+    await tx.session.execute(
+        row.on_conflict_do_update(index_elements=["id"], set_={"cents": Wallet.cents + 5})
+    )
+
+
+async def deleting(tx: Transaction, key: str) -> None:
+    if wallet := await tx.load(Wallet, key):
+        await tx.session.delete(wallet)
+
+
+async def expiring_all(tx: Transaction, key: str) -> None:
+    tx.session.expire_all()
+
+
+async def expunging_all(tx: Transaction, key: str) -> None:
+    tx.session.expunge_all()
+
+
+async def expiring(tx: Transaction, key: str) -> None:
+    if wallet := await tx.load(Wallet, key):
+        tx.session.expire(wallet)
+
+
+async def without_autoflush(tx: Transaction, key: str) -> None:
+    tx.session.sync_session.autoflush = False
+
+
+async def naming(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.owner = f"the old owner of {len(key)}"
+
+
+async def rating(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.rate = (wallet.rate or decimal.Decimal(0)) + decimal.Decimal("1.005")
+
+
+async def tagging(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    if wallet.tags is None:
+        wallet.tags = []
+    else:
+        wallet.tags.append("SQLAlchemy does not see this")
+    wallet.cents = (wallet.cents or 0) + len(wallet.tags)
+
+
+async def keeping_an_attribute(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.cents = (wallet.cents or 0) + getattr(wallet, "seen", 0)
+    wallet.seen = 1  # type: ignore[attr-defined]
+
+
+async def counting(tx: Transaction, key: str) -> None:
+    found = await tx.session.scalar(sa.select(sa.func.sum(Wallet.cents)).where(Wallet.id == key))
+    tx.publish(Changed(cents=found or 0), key=key)
+
+
+async def adding(tx: Transaction, key: str) -> None:
+    tx.add(Note(text=f"{key} {tx.message.id.rpartition(' ')[2]}"))
+
+
+SEQUENCES: list[list[Habit]] = [
+    [change, by_core, change],
+    [change, by_text, change],
+    [change, by_the_driver, change],
+    [by_upsert, change, by_upsert, change],
+    [naming, change, deleting, change],
+    [change, expiring_all, change],
+    [change, expunging_all, change],
+    [change, expiring, change],
+    [change, without_autoflush, change, counting],
+    [rating, rating, rating],
+    [tagging, tagging, tagging, change],
+    [keeping_an_attribute, keeping_an_attribute],
+    [change, counting, change, counting],
+    [adding, change, adding, counting],
+]
+
+
+@pytest.mark.parametrize(
+    "sequence", SEQUENCES, ids=lambda one: "-".join(habit.__name__ for habit in one)
+)
+async def test_a_message_in_a_batch_behaves_as_it_would_alone(
+    habits: Habits, db: asyncpg.Connection, sequence: list[Habit]
+) -> None:
+    habits.habits = dict(enumerate(sequence))
+    places = range(len(sequence))
+    await habits.together(*places)
+    await habits.alone(*places)
+    assert await errors_of(habits.desk) == {}
+    assert await wallet_of(db) == await wallet_of(db, "bob")
+    assert await events_of(db) == await events_of(db, "bob")
+
+
+async def test_a_handler_of_batches_in_sql_and_one_of_rows_lose_nothing_of_each_other(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    @habits.handlers.on_batch(Deposited, topic=TOPIC, consumer="bonus")
+    async def bonus(batch: EventBatch[Deposited]) -> None:
+        for event, tx in batch:
+            await by_upsert(tx, event.account)
+
+    await habits.together(1, 2, 3, 4)
+    await habits.together(5, 6, 7, 8)
+    assert (await wallet_of(db))["cents"] == 8 + 8 * 5
+
+
+async def test_an_innocent_message_is_not_blamed_for_a_neighbours_row(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO note (text) VALUES ('there')")
+
+    async def add(tx: Transaction, key: str) -> None:
+        tx.add(Note(text="there"))
+
+    async def load(tx: Transaction, key: str) -> None:
+        try:
+            await tx.load(Wallet, "another")
+        except Exception as error:
+            raise Reject("wrapped") from error
+
+    async def query(tx: Transaction, key: str) -> None:
+        try:
+            await tx.session.scalar(sa.select(sa.func.count()).select_from(Note))
+        except DBAPIError as error:
+            raise Reject("wrapped") from error
+
+    habits.habits = {2: add, 3: load, 4: query}
+    deposits = [Deposit(n, account=str(n)) for n in (1, 2, 3, 4)]
+    await habits.desk.apply(*deposits)
+    assert await habits.desk.set_aside() == {("wallet", 1): "transaction failed"}
+
+
+async def test_a_row_that_was_added_is_found_by_later_messages(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    async def add(tx: Transaction, key: str) -> None:
+        wallet = Wallet(id="other", cents=7, version=0)
+        tx.add(wallet)
+        tx.publish(Changed(cents=7), of=wallet)
+
+    async def load(tx: Transaction, key: str) -> None:
+        await change(tx, "other")
+
+    habits.habits = {1: add, 2: load}
+    await habits.together(1, 2)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db, "other") == [(1, '{"cents":7}'), (2, '{"cents":8}')]
+
+
+# Contexts, events, exceptions
+
+VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+
+async def test_each_call_has_a_context_of_its_own(habits: Habits) -> None:
+    seen: list[tuple[str, int]] = []
+
+    async def look(tx: Transaction, key: str) -> None:
+        seen.append((VARIABLE.get(), decimal.getcontext().prec))
+        VARIABLE.set("mine")
+        decimal.getcontext().prec = 3
+        await asyncio.sleep(0)
+        assert VARIABLE.get() == "mine"
+        await change(tx, key)
+
+    habits.habits = dict.fromkeys((1, 2), look)
+    await habits.together(1, 2)
+    assert len(set(seen)) == 1
+    assert (VARIABLE.get(), decimal.getcontext().prec) == seen[0]
+
+
+class Bought(Event, type="deposited"):
+    """Articles were bought."""
+
+    account: str
+    amount: int
+    articles: list[str] = ["a", "b"]  # noqa: RUF012
+
+
+async def test_each_consumer_and_each_attempt_has_an_event_of_its_own(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+    seen: list[tuple[str, int, int]] = []
+
+    def on(consumer: str) -> None:
+        @handlers.on(Bought, topic=TOPIC, consumer=consumer)
+        async def take(event: Bought, tx: Transaction) -> None:
+            seen.append((consumer, event.amount, len(event.articles)))
+            while event.articles:
+                event.articles.pop()
+            if event.amount == 2 and consumer == "second":
+                raise Reject("no")
+
+    on("first")
+    on("second")
+    desk = await new_desk(handlers, topic=TOPIC)
+    value = b'{"account": "ada", "amount": %d, "articles": ["a", "b"]}'
+    await desk.apply(*(Deposit(n, account=str(n), value=value % n) for n in (1, 2, 3)))
+    assert {number for _, _, number in seen} == {2}
+    assert len(seen) > 6
+
+
+async def test_a_handler_can_not_swallow_the_end_of_its_time(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="deaf", timeout=0.05)
+    async def deaf(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 2:
+            try:
+                await asyncio.Event().wait()
+            except BaseException:
+                return
+
+    desk = await new_desk(handlers, topic=TOPIC)
+    await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
+    assert "takes longer" in (await errors_of(desk))[1]
+
+
+async def test_rows_may_be_loaded_at_once(habits: Habits, db: asyncpg.Connection) -> None:
+    async def load(tx: Transaction, key: str) -> None:
+        await asyncio.gather(*(tx.load(Wallet, str(n)) for n in range(5)))
+        await change(tx, key)
+
+    habits.habits = {1: load, 2: load}
+    await habits.together(1, 2)
+    assert await errors_of(habits.desk) == {}
+    assert habits.desk.outages == []
+
+
+async def test_what_is_done_by_a_transaction_that_has_ended_is_the_fault_of_its_message(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    late: list[Transaction] = []
+
+    async def keep(tx: Transaction, key: str) -> None:
+        late.append(tx)
+
+    async def use(tx: Transaction, key: str) -> None:
+        with pytest.raises(RuntimeError, match="has ended"):
+            late[-1].publish(Changed(cents=0), key="x")
+        await change(tx, key)
+
+    habits.habits = {1: keep, 2: use}
+    await habits.desk.apply(Deposit(1, account="eve"), Deposit(2, account="ada"))
+    assert "has ended" in (await errors_of(habits.desk))[0]
+    assert (await wallet_of(db))["cents"] == 1
