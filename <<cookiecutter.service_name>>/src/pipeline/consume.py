@@ -307,12 +307,10 @@ class Consume:
         new, waiting, stored = await _look_up(driver, generations, self._filters, work, results)
         items = _sort_out(new, waiting, fates, generations, results)
         progress.records_since = perf_counter()
-        session = new_session(connection, SharedSession)
         attempt = Attempt(
-            session,
             connection,
             driver,
-            Rows(session),
+            Rows(new_session(connection, SharedSession)),
             outbox,
             ProcessSpans(self._group),
             own=own,

@@ -44,6 +44,7 @@ _USE_BEGIN_NESTED = (
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
 refuses COMMIT then, see `pipeline.refuse_commit`."""
+BEGIN = f"SELECT set_config('pipeline.handler', '{AT_WORK}', true)"
 DONE = "SELECT set_config('pipeline.handler', '', true)"
 
 _IS_AT_WORK = f"""
@@ -122,6 +123,23 @@ class OwnSession(RowSession):
 
     def commit(self) -> None:
         self.guard.refuse("session.commit()")
+
+
+class WriterSession(OwnSession):
+    """The session of a writer, which notes what it has written."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.written: set[object] = set()
+        """Rows that were inserted or updated."""
+
+
+def _note_written(session: WriterSession, _: object) -> None:
+    session.written.update(session.new)
+    session.written.update(row for row in session.dirty if session.is_modified(row))
+
+
+sa.event.listen(WriterSession, "after_flush", _note_written)
 
 
 def _note_added(session: RowSession, row: object) -> None:
@@ -212,7 +230,7 @@ def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSes
     return AsyncSession(
         connection,
         sync_session_class=kind,
-        autoflush=kind is OwnSession,
+        autoflush=kind is not SharedSession,
         expire_on_commit=False,
         close_resets_only=False,
         join_transaction_mode="rollback_only",
@@ -221,7 +239,11 @@ def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSes
 
 @asynccontextmanager
 async def own_session(
-    connection: AsyncConnection, driver: asyncpg.Connection, outbox: Stages, again: str
+    connection: AsyncConnection,
+    driver: asyncpg.Connection,
+    outbox: Stages,
+    again: str,
+    kind: type[OwnSession] = OwnSession,
 ) -> AsyncIterator[AsyncSession]:
     """Lend a session for one message, in the transaction of the connection.
 
@@ -231,7 +253,7 @@ async def own_session(
     guard = Guard(outbox)
     info = (await connection.get_raw_connection()).info
     info[GUARD] = guard
-    session = new_session(connection, OwnSession)
+    session = new_session(connection, kind)
     cast(OwnSession, session.sync_session).guard = guard
     try:
         yield session
@@ -252,8 +274,10 @@ async def own_session(
 
 
 async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, again: str) -> None:
+    if guard.fault:
+        raise guard.fault
     if not driver.is_closed() and not driver.is_in_transaction():
-        raise guard.fault or HandlerFault("the transaction has ended: " + _USE_BEGIN_NESTED)
+        raise HandlerFault("the transaction has ended: " + _USE_BEGIN_NESTED)
     try:
         # Releases savepoints that were left open; the transaction is the connection's.
         await session.run_sync(Session.commit)
@@ -271,8 +295,6 @@ async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, 
         raise HandlerFault(
             "a statement is still under way: await all that the handler has begun"
         ) from error
-    if guard.fault:
-        raise guard.fault
 
 
 class InContext(Generic[T]):

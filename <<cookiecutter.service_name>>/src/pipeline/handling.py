@@ -12,7 +12,7 @@ import asyncpg
 import pydantic_core
 import sqlalchemy as sa
 from opentelemetry.context import Context
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .aggregate import Aggregate, Key
 from .backlog import StoredRecord
@@ -106,12 +106,10 @@ class Deadline:
 class Attempt:
     """What the handlers of one transaction share, and which of them is at work."""
 
-    session: AsyncSession
-    """Of the messages that share one, or of the message at work."""
     connection: AsyncConnection
     driver: asyncpg.Connection
     rows: Rows
-    """Those of the session."""
+    """Those of the session that messages share, or of the message at work."""
     outbox: Outbox
     spans: ProcessSpans
     own: Collection[str] = ()
@@ -146,14 +144,14 @@ class Attempt:
     @asynccontextmanager
     async def own_session(self) -> AsyncIterator[None]:
         """Give the message that is called next a session of its own."""
-        shared = self.session, self.rows
+        shared = self.rows
         async with own_session(self.connection, self.driver, self.outbox, self.again) as session:
-            self.session, self.rows = session, Rows(session)
+            self.rows = Rows(session)
             cast(OwnSession, session.sync_session).forget = self.rows.forget
             try:
                 yield
             finally:
-                self.session, self.rows = shared
+                self.rows = shared
 
     def deaf(self, seconds: float) -> Item | None:
         """Return the message whose handler goes on so long after it was cancelled."""
@@ -402,7 +400,7 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         raise _Failed(error, attempt.context) from error
     finally:
         attempt.calling = None
-        shared = attempt.session.sync_session
+        shared = attempt.rows.session.sync_session
         if isinstance(shared, SharedSession) and shared.is_wanted:
             raise NeedsOwnSession(handler.consumer)
 
@@ -413,7 +411,7 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     What was called outside already has its span, and has told how long it took.
     """
     handler, marker = item.handler, item.marker
-    tx = Transaction(attempt.session, attempt.rows, attempt.outbox, marker, attempt.strays, gap=gap)
+    tx = Transaction(attempt.rows, attempt.outbox, marker, attempt.strays, gap=gap)
     current = (
         attempt.spans.of(marker.message, handler.consumer, item.trace)
         if item.called is None
@@ -431,13 +429,13 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
 
 async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
     """Call a handler of batches. Each event it publishes belongs to the trace of its message."""
-    handler, session, rows, outbox = run[0].handler, attempt.session, attempt.rows, attempt.outbox
+    handler, rows, outbox = run[0].handler, attempt.rows, attempt.outbox
     spans = [attempt.spans.of(item.marker.message, handler.consumer, item.trace) for item in run]
     attempt.context = spans[0].context
     calls = [
         (
             attempt.event_of(item),
-            Transaction(session, rows, outbox, item.marker, attempt.strays, span.context),
+            Transaction(rows, outbox, item.marker, attempt.strays, span.context),
         )
         for item, span in zip(run, spans, strict=True)
     ]

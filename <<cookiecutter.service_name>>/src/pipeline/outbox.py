@@ -4,7 +4,7 @@ Those that are due later are written into a table of their own, from which `sche
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from hashlib import blake2b
 from typing import NamedTuple, Self
@@ -266,6 +266,15 @@ class Outbox:
             tracestate,
             baggage,
         )
+
+    def place(self, place_of: Callable[[str], tuple[str, int] | None]) -> None:
+        """Give staged events, by their ids, the key and the sequence that were not known before."""
+        for number, event in enumerate(self._staged):
+            if place := place_of(event.event_id):
+                key, sequence = place
+                self._staged[number] = event._replace(
+                    key=key.encode(), subject=key, sequence=sequence
+                )
 
     def cancel(self, name: str) -> None:
         """Let a scheduled event not be published, if it still waits when this commits."""

@@ -19,7 +19,7 @@ class Rows:
     """The aggregates that a session has locked, and the keys for which there is no row."""
 
     def __init__(self, session: AsyncSession) -> None:
-        self._session = session
+        self.session = session
         # It answers three times as quickly.
         self._known = cast(RowSession, session.sync_session)
         self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
@@ -45,7 +45,7 @@ class Rows:
     async def flush(self) -> None:
         """Write what has changed."""
         async with self._statement:
-            await self._session.run_sync(Session.flush)
+            await self.session.run_sync(Session.flush)
 
     async def get(self, entity: type[A], key: Key) -> A | None:
         """Return the locked row; one that is not declared is fetched and locked now.
@@ -77,12 +77,12 @@ class Rows:
         return not self._known.has_deleted or row not in self._known.deleted
 
     async def _lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
-        await self._session.run_sync(Session.flush)
+        await self.session.run_sync(Session.flush)
         for key in keys:
             row = self._rows.get((entity, aggregate.canonical(entity, key)))
             if row is not None and row in self._known:
                 self._known.expunge(row)
-        found = await aggregate.lock(self._session, entity, keys)
+        found = await aggregate.lock(self.session, entity, keys)
         for key in keys:
             place = entity, aggregate.canonical(entity, key)
             self._rows[place] = found.get(place[1])
@@ -91,11 +91,13 @@ class Rows:
         """Have all rows locked and fetched again: the locks may have gone with a savepoint."""
         self._rows.clear()
 
-    def key_of(self, row: Aggregate) -> str:
+    def key_of(self, row: object) -> str:
         """Return the key of events of a row.
 
         Raises `TypeError` if it has none, or others could change it at the same time.
         """
+        if not isinstance(row, Aggregate):
+            raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
         values = () if sa.inspect(row).expired else aggregate.key_of(row)
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")

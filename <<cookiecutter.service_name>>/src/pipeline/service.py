@@ -1,6 +1,7 @@
 """What a service is made of, as its `main.py` says it."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import date
 from typing import Protocol
@@ -9,10 +10,12 @@ import asyncpg
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
 
+from .database import create_engine
 from .events import declared_events
 from .handlers import Handlers
 from .references import Claims
-from .settings import Settings
+from .settings import Settings, WriterSettings
+from .writer import Writer
 
 
 class Misconfigured(Exception):
@@ -86,6 +89,26 @@ class Service:
             )
         if unread := self.handlers.demanding - self.handlers.topics:
             yield f"demand_types({min(unread)!r}) is about a topic that no handler reads"
+
+    @asynccontextmanager
+    async def writer(self, settings: Settings | None = None) -> AsyncIterator[Writer]:
+        """Lend a writer for an HTTP API or a job, with a pool of connections of its own.
+
+        By default it goes by the settings of the environment; it needs the database, and no Kafka.
+        Make one for a process.
+        """
+        settings = settings or WriterSettings()
+        engine = create_engine(settings, name=self.name)
+        try:
+            yield Writer(
+                engine,
+                source=self.source,
+                max_event_bytes=settings.max_event_bytes,
+                handlers=self.handlers,
+                claims=self.claims and self.claims(self.name, settings),
+            )
+        finally:
+            await engine.dispose()
 
     @property
     def source(self) -> str:

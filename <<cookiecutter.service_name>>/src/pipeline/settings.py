@@ -386,3 +386,9 @@ class Settings(BaseSettings):
 
 def _told(secret: SecretStr | None) -> str | None:
     return secret.get_secret_value() if secret else None
+
+
+class WriterSettings(Settings):
+    """Those of a process that only writes to the database, and needs no Kafka."""
+
+    kafka_bootstrap_servers: str = ""

@@ -5,12 +5,13 @@ its version when it is written, and everything is done again with the row as it 
 """
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
+import asyncpg
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import Mapped, Session, declared_attr, mapped_column
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 from tenacity import (
     RetryCallState,
@@ -19,12 +20,17 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from . import aggregate, telemetry
+from . import aggregate, backlog, telemetry
+from .aggregate import Aggregate
 from .database import driver_of
+from .door import BEGIN, InContext, WriterSession, own_session
 from .events import Event
 from .failures import Attempts, as_raised
+from .handlers import Handlers
 from .outbox import Outbox
 from .references import Claims
+from .rows import Rows
+from .unit_of_work import UnitOfWork
 
 T = TypeVar("T")
 
@@ -37,7 +43,8 @@ class Versioned:
     """Mixin for a mapped class whose rows are written without a lock.
 
     SQLAlchemy raises `version` with every write, and writes only over the version that was read. It
-    writes row by row; for handlers, which lock their rows for a whole batch, there is `Aggregate`.
+    writes row by row. Handlers lock their rows for a whole batch: those are `Aggregate`, which a
+    writer can lock and change as well.
     """
 
     version: Mapped[int] = mapped_column(sa.BigInteger)
@@ -55,24 +62,48 @@ class Conflict(Exception):
         super().__init__(f"the rows were changed by others at each of {attempts} attempts")
 
 
-class Writing:
-    """What a writer does in one attempt."""
+class Writing(UnitOfWork):
+    """What a writer does in one attempt: as in a handler, rows are loaded, events published."""
 
-    def __init__(self, session: AsyncSession) -> None:
-        self.session = session
-        """SQLAlchemy's session. Don't commit: that comes after the work."""
-        self.published: list[tuple[Event, Versioned | None, str | None]] = []
+    __slots__ = ("_attempt", "_versioned")
 
-    def publish(self, event: Event, *, of: Versioned | None = None, key: str | None = None) -> None:
-        """Stage an event; it is in the outbox exactly if this attempt commits.
+    def __init__(self, rows: Rows, outbox: Outbox, id: str) -> None:
+        """`id` names the work: its events have the same ids at each attempt."""
+        super().__init__(rows, outbox)
+        self._attempt = id
+        self._versioned: dict[str, Versioned] = {}
 
-        `of` is the row that it tells of: its primary key becomes the record's key and the version
-        that it is written with the event's sequence. So there is one event of a row, which was
-        added or changed.
+    def _id(self) -> str:
+        return f"{self._attempt}-{self._staged}"
+
+    def publish(self, event: Event, *, of: Aggregate | Versioned | None = None, **how: Any) -> None:
+        """Stage an event, as `Transaction.publish`; it is in the outbox exactly if this commits.
+
+        `of` is an `Aggregate` that was loaded by `load` or `load_or_create`, or is new: as in a
+        handler. Or it is a `Versioned` row that is added or changed here: the version that it is
+        written with is the event's sequence, and there is one event of it.
         """
-        if of is not None and (key is not None or any(of is row for _, row, _ in self.published)):
-            raise TypeError("publish(…, of=row) takes no key=, and is called once for a row")
-        self.published.append((event, of, key))
+        if not isinstance(of, Versioned):
+            super().publish(event, of=of, **how)
+        elif how or any(of is row for row in self._versioned.values()):
+            raise TypeError("publish(…, of=row) of a Versioned row is called once, with no key=")
+        else:
+            id = self._id()
+            super().publish(event)
+            self._versioned[id] = of
+
+    def place_of(self, id: str) -> tuple[str, int] | None:
+        """Return key and sequence of the event of a versioned row, which is written now."""
+        row = self._versioned.get(id)
+        if row is None:
+            return None
+        identity = sa.inspect(row).identity
+        if row not in cast(WriterSession, self._rows.session.sync_session).written or not identity:
+            raise TypeError(
+                f"publish(…, of={type(row).__name__}) is for a row that is added or changed here:"
+                " an event of another one would have no place in its order"
+            )
+        return aggregate.record_key(type(row), identity), row.version
 
 
 class Writer:
@@ -85,22 +116,25 @@ class Writer:
         source: str,
         max_event_bytes: int,
         attempts: int = 5,
+        handlers: Handlers | None = None,
         claims: Claims | None = None,
     ) -> None:
-        """`source` is the events' own, as `Service.source`; `claims` is what `Service.claims`
-        opens."""
+        """See `Service.writer`, which makes one. `source` is the events' own; `handlers` know the
+        effects that `call` is for; `claims` keeps payloads that are too large to travel."""
         self._engine = engine
         self._source = source
         self._max_event_bytes = max_event_bytes
         self._attempts = attempts
+        self._handlers = handlers or Handlers()
         self._claims = claims
 
     async def write(self, work: Callable[[Writing], Awaitable[T]]) -> T:
         """Do the work in a transaction; again, on a fresh session, when others were quicker.
 
         Pauses grow up to a second and differ, so that writers do not meet again. Raises `Conflict`
-        when all attempts are used up, and `StoreAway` if a payload is too large to travel and can't
-        be kept elsewhere; what the work raises is nobody else's to try again.
+        when all attempts are used up, `StoreAway` if a payload is too large to travel and can't be
+        kept elsewhere, and `HandlerFault` for work that ends the transaction, or goes on after an
+        error of a statement; what the work raises is nobody else's to try again.
         """
         id = uuid4().hex  # the events are the same at each attempt
 
@@ -118,42 +152,46 @@ class Writer:
         return await retrying(self._attempt, work, id)
 
     async def _attempt(self, work: Callable[[Writing], Awaitable[T]], id: str) -> T:
-        async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
-            # The transaction begins with its first statement, and COPY needs one that has begun.
-            await session.execute(sa.text("SELECT"))
-            written = _Written(session.sync_session)
-            writing = Writing(session)
-            result = await work(writing)
-            # Rows are locked from here on, so that their events have the order of their versions.
-            await session.flush()
-            outbox = Outbox(self._source, self._max_event_bytes, claims=self._claims)
-            for number, (event, row, given) in enumerate(writing.published):
-                key, version = (given, None) if row is None else written.key_and_version(row)
-                outbox.stage(event, id=f"{id}-{number}", key=key, sequence=version)
-            await outbox.write(await driver_of(await session.connection()))
-            return result
+        outbox = Outbox(
+            self._source,
+            self._max_event_bytes,
+            effects=self._handlers.effects,
+            claims=self._claims,
+        )
+        async with self._engine.connect() as connection:
+            try:
+                async with connection.begin():
+                    # The transaction begins with its first statement.
+                    await connection.execute(sa.text(BEGIN))
+                    driver = await driver_of(connection)
+                    result = await self._work(connection, driver, outbox, work, id)
+                    if outbox.calls:
+                        await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
+                    await outbox.write(driver)
+            except BaseException:
+                await connection.invalidate()  # the work may have left something on it
+                raise
+        return result
 
-
-class _Written:
-    """The rows that a session has written."""
-
-    def __init__(self, session: Session) -> None:
-        rows = self._rows = set[object]()
-
-        def add(session: Session, _: object) -> None:
-            rows.update(session.new)
-            rows.update(row for row in session.dirty if session.is_modified(row))
-
-        sa.event.listen(session, "after_flush", add)
-
-    def key_and_version(self, row: Versioned) -> tuple[str, int]:
-        identity = sa.inspect(row).identity
-        if row not in self._rows or identity is None:
-            raise TypeError(
-                f"publish(…, of={type(row).__name__}) is for a row that is added or changed here:"
-                " an event of another one would have no place in its order"
-            )
-        return aggregate.record_key(type(row), identity), row.version
+    async def _work(
+        self,
+        connection: AsyncConnection,
+        driver: asyncpg.Connection,
+        outbox: Outbox,
+        work: Callable[[Writing], Awaitable[T]],
+        id: str,
+    ) -> T:
+        async with own_session(connection, driver, outbox, BEGIN, WriterSession) as session:
+            rows = Rows(session)
+            cast(WriterSession, session.sync_session).forget = rows.forget
+            writing = Writing(rows, outbox, id)
+            try:
+                result = await InContext(work(writing))
+            finally:
+                writing.end()
+        # Rows are locked now, so that their events have the order of their versions.
+        outbox.place(writing.place_of)
+        return result
 
 
 def _is_conflict(error: BaseException) -> bool:

@@ -1,20 +1,37 @@
 """Writers without a lock: a conflict is done again on the new row, and nothing is overwritten."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
 import pytest
+import sqlalchemy as sa
 from sqlalchemy import Text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Mapped, mapped_column
 
-from pipeline import Conflict, Event, Versioned, Writer, Writing
+from pipeline import (
+    Aggregate,
+    Call,
+    Conflict,
+    Event,
+    Handlers,
+    Service,
+    Transaction,
+    Versioned,
+    Writer,
+    Writing,
+)
 from pipeline.database import create_engine, driver_of
+from pipeline.door import HandlerFault
 from pipeline.settings import Settings
 
-from tests.contract.bank import Base
+from .desk import NewDesk
+from tests.contract.bank import Base, Deposit, Deposited
 
 
 class Seat(Versioned, Base):
@@ -116,7 +133,8 @@ async def test_writers_that_have_met_pause_for_different_times_of_a_second_at_mo
     sleep, pauses = asyncio.sleep, list[float]()
 
     async def note(seconds: float) -> None:
-        pauses.append(seconds)
+        if seconds:
+            pauses.append(seconds)
         await sleep(0)
 
     async def outrun(writing: Writing) -> None:
@@ -165,7 +183,7 @@ async def test_an_event_is_told_of_a_row_that_is_written_and_once(writer: Writer
 
     with pytest.raises(TypeError, match="is added or changed here"):
         await writer.write(only_look)
-    with pytest.raises(TypeError, match="called once for a row"):
+    with pytest.raises(TypeError, match="is called once"):
         await writer.write(say_it_twice)
 
 
@@ -199,3 +217,172 @@ async def test_a_deadlock_is_tried_again_also_where_the_driver_tells_of_it(write
 
     await asyncio.gather(lock(1, 2), lock(2, 1))
     assert attempts == 3
+
+
+class Purse(Aggregate, Base):
+    """What handlers and writers change."""
+
+    __tablename__ = "purse"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    cents: Mapped[int] = mapped_column(default=0)
+
+
+class PurseChanged(Event, type="purse.changed", topic="purses"):
+    """The purse has changed."""
+
+    cents: int
+
+
+class Paid(Event, type="paid", topic="payments"):
+    """Something is to be paid outside."""
+
+    cents: int
+
+
+async def pay(writing: Writing) -> int:
+    """Add a cent, as a handler would."""
+    purse = await writing.load_or_create(Purse, "ada")
+    purse.cents += 1
+    writing.publish(PurseChanged(cents=purse.cents), of=purse)
+    return purse.cents
+
+
+async def test_writers_and_handlers_share_an_aggregate_and_its_sequence(
+    writer: Writer, new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="purse", loads=Purse.by("account"))
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        purse = await tx.load_or_create(Purse, event.account)
+        purse.cents += 1
+        tx.publish(PurseChanged(cents=purse.cents), of=purse)
+
+    desk = await new_desk(handlers, topic="deposits")
+    await writer.write(pay)
+    await asyncio.gather(
+        *(writer.write(pay) for _ in range(10)),
+        desk.apply(*(Deposit(n) for n in range(10))),
+    )
+    assert await told(db) == [(n, f'{{"cents":{n}}}', "ada") for n in range(1, 22)]
+    assert await db.fetchval("SELECT version FROM purse") == 21
+
+
+async def test_a_row_that_is_neither_locked_nor_versioned_is_refused(
+    writer: Writer, db: asyncpg.Connection
+) -> None:
+    await writer.write(pay)
+
+    async def unlocked(writing: Writing) -> None:
+        purse = await writing.session.get_one(Purse, "ada")
+        purse.cents += 1
+        writing.publish(PurseChanged(cents=purse.cents), of=purse)
+
+    async def anything(writing: Writing) -> None:
+        writing.publish(PurseChanged(cents=0), of="ada")  # type: ignore[arg-type]
+
+    for work in (unlocked, anything):
+        with pytest.raises(TypeError, match="locked"):
+            await writer.write(work)
+    assert len(await told(db)) == 1
+
+
+async def test_a_writer_calls_schedules_and_cancels(
+    engine: AsyncEngine, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+
+    @handlers.effect(Paid, consumer="pay")
+    async def effect(event: Paid, call: Call) -> None:
+        raise AssertionError("never")
+
+    writer = Writer(engine, source="/api", max_event_bytes=100_000, handlers=handlers)
+
+    async def work(writing: Writing) -> None:
+        writing.call(Paid(cents=1), key="ada")
+        for name in ("kept", "cancelled"):
+            writing.publish(Paid(cents=2), key="ada", after=timedelta(days=1), name=name)
+        writing.cancel("cancelled")
+
+    await writer.write(work)
+    assert await db.fetchval("SELECT array_agg(name) FROM pipeline.scheduled") == ["kept"]
+    assert await db.fetchval("SELECT array_agg(consumer) FROM pipeline.backlog") == ["pay"]
+
+
+async def test_what_a_writers_savepoint_staged_goes_with_it(
+    writer: Writer, db: asyncpg.Connection
+) -> None:
+    async def work(writing: Writing) -> None:
+        await want(writing)
+        for change in (pay, want):
+            with pytest.raises(ZeroDivisionError):
+                async with writing.session.begin_nested():
+                    if change is pay:
+                        await pay(writing)
+                    else:
+                        other = Seat(id="other", wanted_by=0)
+                        writing.session.add(other)
+                        writing.publish(SeatWanted(wanted_by=0), of=other)
+                    raise ZeroDivisionError
+        await pay(writing)
+
+    await writer.write(work)
+    assert await told(db) == [(1, '{"wanted_by":1}', "1A"), (1, '{"cents":1}', "ada")]
+
+
+async def swallowing(writing: Writing) -> None:
+    await pay(writing)
+    with suppress(DBAPIError):
+        await writing.session.execute(sa.text("SELECT 1 / 0"))
+
+
+async def committing(writing: Writing) -> None:
+    await pay(writing)
+    await writing.session.commit()
+
+
+async def committing_by_text(writing: Writing) -> None:
+    await pay(writing)
+    await writing.session.execute(sa.text("COMMIT"))
+
+
+async def committing_swallowed(writing: Writing) -> None:
+    await pay(writing)
+    with suppress(Exception):
+        await (await writing.session.connection()).commit()
+
+
+@pytest.mark.parametrize("work", [swallowing, committing, committing_by_text, committing_swallowed])
+async def test_work_that_harms_its_transaction_writes_nothing_and_is_told(
+    writer: Writer, db: asyncpg.Connection, work: Callable[[Writing], Awaitable[None]]
+) -> None:
+    with pytest.raises(HandlerFault, match="begin_nested"):
+        await writer.write(work)
+    assert await db.fetchval("SELECT count(*) FROM purse") == 0
+    assert await told(db) == []
+
+
+async def test_what_a_writer_publishes_after_its_work_has_ended_is_refused(writer: Writer) -> None:
+    kept: list[Writing] = []
+
+    async def work(writing: Writing) -> None:
+        kept.append(writing)
+
+    await writer.write(work)
+    with pytest.raises(HandlerFault, match="has ended"):
+        kept[0].publish(SeatWanted(wanted_by=1), key="1A")
+    with pytest.raises(HandlerFault, match="has ended"):
+        _ = kept[0].session
+
+
+async def test_a_service_lends_a_writer_that_needs_no_kafka(
+    database_url: str, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
+    monkeypatch.delenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", raising=False)
+    service = Service("bank", handlers=Handlers(), metadata=Base.metadata)
+    async with service.writer() as writer:
+        assert await writer.write(pay) == 1
+    assert len(await told(db)) == 1
+    assert await db.fetchval("SELECT source FROM pipeline.outbox") == "/bank"
