@@ -11,7 +11,8 @@ import json
 import os
 
 import uvloop
-from sqlalchemy.ext.asyncio import AsyncSessionTransaction
+from sqlalchemy.ext.asyncio import AsyncTransaction
+from sqlalchemy.orm import Session
 
 from pipeline import (  # type: ignore[import-not-found]
     batch,
@@ -35,10 +36,11 @@ from pipeline.inbox import Slot  # type: ignore[import-not-found]
 from pipeline.lead import Lead  # type: ignore[import-not-found]
 from pipeline.outbox import Outbox  # type: ignore[import-not-found]
 from pipeline.publisher import Publisher  # type: ignore[import-not-found]
+from pipeline.rows import Rows  # type: ignore[import-not-found]
 from pipeline.runtime import _collect_seldom  # type: ignore[import-not-found]
 from pipeline.schema import SHARDS  # type: ignore[import-not-found]
 from pipeline.settings import Settings  # type: ignore[import-not-found]
-from pipeline.transaction import BatchSession, Rows, Transaction  # type: ignore[import-not-found]
+from pipeline.unit_of_work import UnitOfWork  # type: ignore[import-not-found]
 from pipeline.window import Progress  # type: ignore[import-not-found]
 from pipeline.work import FromPartition  # type: ignore[import-not-found]
 
@@ -120,12 +122,12 @@ def watch(clock: Clock) -> None:
     clock.note(inbox, "mark", "markers")
     clock.note(FromPartition, "find", "backlog")
     clock.note(Rows, "lock", "load")
-    clock.note(Transaction, "publish", "stage")
+    clock.note(UnitOfWork, "publish", "stage")
     clock.note(handling, "_handle", "handlers", for_each=True)
     # Within SQLAlchemy's greenlet it waits for PostgreSQL.
-    clock.note(BatchSession, "flush", "flush", waits=True)
+    clock.note(Session, "flush", "flush", waits=True)
     clock.note(Outbox, "write", "COPY")
-    clock.note(AsyncSessionTransaction, "commit", "commit")
+    clock.note(AsyncTransaction, "commit", "commit")
     clock.note(Consume, "apply", "the rest")
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")

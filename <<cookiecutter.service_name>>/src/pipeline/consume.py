@@ -326,8 +326,8 @@ class Consume:
             telemetry.handled(attempt.longest)
             self._under_way.discard(attempt)
         results.applied, results.returned = handled.applied, handled.returned
-        results.stale = handled.stale
-        results.fates += handled.early
+        results.superseded = handled.superseded
+        results.fates += handled.unfit
         results.seconds = handled.seconds
         self._judge(work, handled, results)
         await attempt.rows.flush()

@@ -86,13 +86,22 @@ def _begin(
 ) -> None:
     if guard := connection.info.get(GUARD):
         driver: Any = connection.connection.driver_connection
-        guard.before(text, context.invoked_statement, driver)
+        guard.before(text, context, driver)
     context.pipeline_statement = telemetry.Statement(
         text, has_values=bool(values), is_timed=not is_many
     )
 
 
-def _end(_: object, cursor: object, text: str, values: Any, context: Any, is_many: bool) -> None:
+def _end(
+    connection: sa.Connection,
+    cursor: object,
+    text: str,
+    values: Any,
+    context: Any,
+    is_many: bool,
+) -> None:
+    if guard := connection.info.get(GUARD):
+        guard.under_way.discard(context)
     context.pipeline_statement.end()
 
 
@@ -101,6 +110,7 @@ def _fail(failed: sa.ExceptionContext) -> None:
     if statement is not None:
         statement.end(failed.original_exception)
     if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
+        guard.under_way.discard(failed.execution_context)
         guard.was_cancelled |= isinstance(failed.original_exception, asyncio.CancelledError)
 
 

@@ -41,6 +41,8 @@ _USE_BEGIN_NESTED = (
     " the transaction is ended by the engine"
 )
 
+_UNDER_WAY = "a statement is still under way: await all that the handler has begun"
+
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
 refuses COMMIT then, see `pipeline.refuse_commit`."""
@@ -178,6 +180,8 @@ class Guard:
         """Whether the latest of them was rolled back."""
         self._unsent = 0
         """Savepoints that the session has begun and not sent yet."""
+        self.under_way: set[object] = set()
+        """Statements of SQLAlchemy that are not answered yet."""
         self.fault: HandlerFault | None = None
         self.was_cancelled = False
         """Whether a statement was cancelled under way, which costs the connection."""
@@ -198,8 +202,9 @@ class Guard:
             self._outbox.staged, self._is_undone = earlier, False
         self._unsent = min(self._unsent, len(self._savepoints))
 
-    def before(self, text: str, clause: object, driver: asyncpg.Connection) -> None:
+    def before(self, text: str, context: Any, driver: asyncpg.Connection) -> None:
         """Raise `HandlerFault` for a statement of SQLAlchemy that may not be sent."""
+        clause = context.invoked_statement
         if isinstance(clause, _SAVEPOINT_CLAUSES):
             if isinstance(clause, SavepointClause):
                 self._unsent -= 1
@@ -210,6 +215,7 @@ class Guard:
             self.refuse(text)
         if not driver.is_in_transaction():
             raise self._note("the transaction has ended: " + _USE_BEGIN_NESTED)
+        self.under_way.add(context)
 
     def refuse(self, text: str) -> NoReturn:
         """Raise `HandlerFault` for a statement that ends the transaction or a part of it."""
@@ -274,6 +280,8 @@ async def own_session(
 
 
 async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, again: str) -> None:
+    if guard.under_way:
+        raise HandlerFault(_UNDER_WAY)
     if guard.fault:
         raise guard.fault
     if not driver.is_closed() and not driver.is_in_transaction():
@@ -292,9 +300,7 @@ async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, 
     except asyncpg.InterfaceError as error:
         if driver.is_closed():
             raise
-        raise HandlerFault(
-            "a statement is still under way: await all that the handler has begun"
-        ) from error
+        raise HandlerFault(_UNDER_WAY) from error
 
 
 class InContext(Generic[T]):

@@ -21,7 +21,7 @@ from .door import DONE, HandlerFault, InContext, OwnSession, SharedSession, own_
 from .events import Event
 from .failures import is_infrastructure, is_of_the_database
 from .handlers import Handler
-from .ordering import Sequenced, SequenceGap, sequence_of
+from .ordering import SequenceConflict, Sequenced, SequenceGap, name_of, sequence_of
 from .outbox import Outbox
 from .policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, dead, early
 from .rows import Rows
@@ -163,10 +163,10 @@ class Handled:
     """How the handlers have fared."""
 
     applied: list[Item] = field(default_factory=list)
-    stale: list[Item] = field(default_factory=list)
-    """Those that a later one of their sequence has overtaken."""
-    early: list[tuple[Item, Fate]] = field(default_factory=list)
-    """Those that come before others of their sequence, and what becomes of them."""
+    superseded: list[tuple[Item, str]] = field(default_factory=list)
+    """Those that a later one of their sequence has overtaken, and which."""
+    unfit: list[tuple[Item, Fate]] = field(default_factory=list)
+    """Those that are too early in their sequence or conflict with it, and what becomes of them."""
     returned: dict[bytes, str] = field(default_factory=dict)
     """What they returned, as JSON, by marker key."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
@@ -288,11 +288,11 @@ async def _handle_run(
             if item.handler.gaps is not None:
                 gap = await _gap_before(item, attempt)
                 if gap < 0:
-                    handled.stale.append(item)
+                    await _supersede(item, attempt, handled)
                     return
                 follows = item.order_key in waiting  # also after a deadline of its own
                 if gap > 0 and (fate := FOLLOWER if follows else _fate_of_early(item, gap)):
-                    handled.early.append((item, fate))
+                    handled.unfit.append((item, fate))
                     if not fate.is_dead or fate.holds:
                         waiting.add(item.order_key)
                     return
@@ -344,6 +344,18 @@ async def _gap_before(item: Item, attempt: Attempt) -> int:
     return sequence - (followed or 0) - 1
 
 
+async def _supersede(item: Item, attempt: Attempt, handled: Handled) -> None:
+    """Note an event that is overtaken, or has the place of another one."""
+    row = await _followed(item, attempt)
+    assert row is not None
+    name = name_of(item.marker.message)
+    if item.sequence == row.followed and row.followed_by not in (None, name):
+        error = SequenceConflict(item.sequence, str(row.followed_by))
+        handled.unfit.append((item, dead(item.handler.policy, "sequence conflict", error)))
+    else:
+        handled.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
+
+
 def _fate_of_early(item: Item, gap: int) -> Fate | None:
     """Return what becomes of an event before which others are missing; None: it is applied."""
     gaps, policy = item.handler.gaps, item.handler.policy
@@ -377,6 +389,7 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             raise attempt.rows.error
         if handler.gaps is not None and (row := await _followed(item, attempt)):
             row.followed = item.sequence
+            row.followed_by = name_of(item.marker.message)
         return (
             None
             if result is None

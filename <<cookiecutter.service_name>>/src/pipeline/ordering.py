@@ -20,6 +20,8 @@ class Sequenced:
 
     followed: Mapped[int] = mapped_column(sa.BigInteger, default=0)
     """Sequence of the last event that was applied to the row; the engine writes it."""
+    followed_by: Mapped[str | None] = mapped_column(sa.Text)
+    """Source and id of that event."""
 
 
 class Timed:
@@ -57,6 +59,21 @@ class SequenceGap(Exception):
         super().__init__(f"it has the sequence {sequence}, and {missing} did not come")
 
 
+class SequenceConflict(Exception):
+    """Another event of the same sequence was applied: their producer counts wrongly."""
+
+    def __init__(self, sequence: int, other: str) -> None:
+        super().__init__(
+            f"it has the sequence {sequence}, as {other!r} that was applied: one of both was not"
+            " meant; see what their producer counts by"
+        )
+
+
+def name_of(message: Message) -> str:
+    """Return what names an event in a row: its source and its id."""
+    return f"{message.source} {message.id}"
+
+
 def sequence_of(message: Message) -> int:
     """Return the event's place among those of its subject. Raises `Reject` if it has none."""
     text = message.sequence or ""
@@ -72,7 +89,7 @@ def overwrites(row: Timed, message: Message) -> bool:
     """Let the event win over the row if it is later; says whether it is. Raises `Reject`."""
     if message.time is None:
         raise Reject("what wins goes by the CloudEvents attribute `time`, which is not there")
-    by = f"{message.source} {message.id}"
+    by = name_of(message)
     if row.written_at is not None and (message.time, by) <= (row.written_at, row.written_by or ""):
         return False
     row.written_at, row.written_by = message.time, by

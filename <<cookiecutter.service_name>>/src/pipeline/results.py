@@ -22,8 +22,8 @@ class Results:
 
     applied: list[Item] = field(default_factory=list)
     duplicates: list[Item] = field(default_factory=list)
-    stale: list[Item] = field(default_factory=list)
-    """What a later one of its sequence has overtaken; no handler was called."""
+    superseded: list[tuple[Item, str]] = field(default_factory=list)
+    """What a later one of its sequence has overtaken, and which; no handler was called."""
     impostors: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
     fates: list[tuple[Item, Fate]] = field(default_factory=list)
     """What is not applied now."""
@@ -41,7 +41,7 @@ class Results:
 
     def tell(self, group: str) -> None:
         """Count and log what has been committed."""
-        fine = (("new", self.applied), ("duplicate", self.duplicates), ("stale", self.stale))
+        fine = (("new", self.applied), ("duplicate", self.duplicates))
         counts: Counter[tuple[str, str, str]] = Counter(
             (item.record.topic, item.marker.consumer, outcome)
             for outcome, items in fine
@@ -55,6 +55,9 @@ class Results:
         def count(item: Item, outcome: str) -> None:
             counts[item.record.topic, item.marker.consumer, outcome] += 1
 
+        for item, by in self.superseded:
+            count(item, "superseded")
+            _log_superseded(item, by)
         for item, fate in self.fates:
             if fate.is_assumed:
                 continue
@@ -90,6 +93,17 @@ def _log_unread(record: Record, fate: Fate) -> None:
 def _log_fine(item: Item, outcome: str) -> None:
     with telemetry.within(item.trace or item.marker.message.traceparent):
         log.debug("%s: %s", _what(item), outcome, extra=_names(item) | {"reason": outcome})
+
+
+def _log_superseded(item: Item, by: str) -> None:
+    with telemetry.within(item.trace or item.marker.message.traceparent):
+        log.info(
+            "%s of sequence %s is superseded: %s was applied",
+            _what(item),
+            item.sequence,
+            by,
+            extra=_names(item) | {"reason": "superseded"},
+        )
 
 
 def _log_fate(item: Item, fate: Fate) -> None:

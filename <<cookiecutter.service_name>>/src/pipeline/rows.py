@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from . import aggregate
 from .aggregate import Aggregate, Key
-from .door import RowSession
+from .door import RowSession, SharedSession
 from .stored import is_as_stored
 
 A = TypeVar("A", bound=Aggregate)
@@ -26,6 +26,8 @@ class Rows:
         self._taken: dict[tuple[type[Aggregate], Key], int] = {}
         """Number of the message that has taken the row last."""
         self._statement = asyncio.Lock()
+        self._knows_the_missing = isinstance(self._known, SharedSession)
+        """Whether a row that was not there can have come by `create` only."""
         self.message = 0
         """Number of the message whose handler is called."""
         self.error: BaseException | None = None
@@ -71,8 +73,10 @@ class Rows:
         if place not in self._rows:
             return False
         row, taken = self._rows[place], self._taken.get(place, self.message)
-        if row is None or taken != self.message:
-            return row is None or is_as_stored(row)
+        if row is None:
+            return self._knows_the_missing
+        if taken != self.message:
+            return is_as_stored(row)
         # A row that is deleted and created anew before a flush would keep its old values.
         return not self._known.has_deleted or row not in self._known.deleted
 
@@ -90,6 +94,7 @@ class Rows:
     def forget(self) -> None:
         """Have all rows locked and fetched again: the locks may have gone with a savepoint."""
         self._rows.clear()
+        self.error = None
 
     def key_of(self, row: object) -> str:
         """Return the key of events of a row.
@@ -113,11 +118,12 @@ class Rows:
 
     def add(self, row: object) -> None:
         """Have a new row inserted with the next flush."""
+        self._knows_the_missing = False
         Session.add(self._known, row)
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""
         row = aggregate.create(entity, key)
-        self.add(row)
+        Session.add(self._known, row)
         self._rows[entity, aggregate.canonical(entity, key)] = row
         return row

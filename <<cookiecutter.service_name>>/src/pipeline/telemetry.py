@@ -509,7 +509,7 @@ def _parse(traceparent: str) -> trace.SpanContext | None:
 
 
 def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
-    """Count messages; `outcome` is `new`, `duplicate`, `stale`, `skipped`, `parked`, `dead`,
+    """Count messages; `outcome` is `new`, `duplicate`, `superseded`, `skipped`, `parked`, `dead`,
     `mismatch` (dead, for its id came before with another payload) or `stuck`.
     """
     attributes = {

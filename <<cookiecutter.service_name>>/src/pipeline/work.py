@@ -227,7 +227,8 @@ class FromLane:
 
     async def settle(self, connection: asyncpg.Connection, results: Results) -> Sequence[Row]:
         """Take off what was applied, and change what was not; returns what has died."""
-        gone = (*results.applied, *results.duplicates, *results.stale)
+        superseded = (item for item, _ in results.superseded)
+        gone = (*results.applied, *results.duplicates, *superseded)
         unread = self.taken.hopeless
         results.unread += [(row.consumer, row.record, row.fate) for row in unread]
         # The others stay as they are: behind one that failed, or to be tried by themselves.

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import permutations
 from typing import Any
@@ -151,7 +151,7 @@ async def test_what_was_overtaken_is_skipped_and_counted(
     await desk.apply(*numbered(3, 6))
     assert await history(db) == [5, 6]
     assert service.seen == [(5, 4), (6, 0)], "the gap is told"
-    assert outcomes == {"new": 2, "stale": 1}
+    assert outcomes == {"new": 2, "superseded": 1}
     await desk.apply(*numbered(3))
     assert outcomes["duplicate"] == 1, "it is remembered"
 
@@ -376,3 +376,31 @@ async def test_the_latest_wins_in_whatever_order_they_come(
         assert await history(db, account) == [2]
     await desk.apply(Deposit(1, "eve"))
     assert "attribute `time`, which is not there" in (await desk.backlog())[0]["error"]
+
+
+async def test_what_is_superseded_is_logged_with_both_ids(
+    new_desk: NewDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pipeline.results")
+    _, desk = await following(new_desk)
+    await desk.apply(*numbered(1, 2, 3))
+    await desk.apply(replace(numbered(2)[0], id="late"))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "'late'" in line
+    assert "superseded" in line
+    assert "sequence 3 of '/tests ada-3'" in line
+
+
+async def test_two_events_of_one_sequence_are_an_incident(
+    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+) -> None:
+    """Their producer counts wrongly, and one of both would be lost in silence."""
+    _, desk = await following(new_desk)
+    await desk.apply(*numbered(1, 2))
+    await desk.apply(replace(numbered(2)[0], id="another"), *numbered(3))
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["offset"]) == ("sequence conflict", 2)
+    assert row["died_at"] is not None
+    assert "ada-2" in row["error"]
+    assert await history(db, "ada") == [1, 2, 3]
+    assert outcomes["dead"] == 1

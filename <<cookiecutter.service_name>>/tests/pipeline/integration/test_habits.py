@@ -1,0 +1,419 @@
+"""Whatever habits handlers have: a batch comes out as plain SQLAlchemy does, message by message."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm.attributes import flag_modified
+
+from pipeline import Handlers, Policy, Transaction
+
+from .desk import Desk, NewDesk
+from .test_door import TOO_MUCH, TOPIC, Changed, Wallet, events_of, wallet_of
+from tests.contract.bank import Deposit, Deposited
+
+KEYS = ("a", "b")
+_numbers = count(1)
+
+
+class ByHand:
+    """What a handler gets of `Transaction`, made of nothing but SQLAlchemy."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self.session = session
+        self.events: list[tuple[str, int, int]] = []
+        self.is_broken = False
+        self._loaded: dict[str, Wallet | None] = {}
+        self._kept: list[Wallet | None] = []
+
+    async def load(self, entity: type[Wallet], key: str) -> Wallet | None:
+        row = self._loaded.get(key)
+        if row is None or row in self.session.deleted:
+            await self.session.flush()
+            wanted = sa.select(Wallet).where(Wallet.id == key).with_for_update()
+            row = await self.session.scalar(wanted.execution_options(populate_existing=True))
+            self._loaded[key] = row
+        return row if row is not None and row in self.session else None
+
+    async def load_or_create(self, entity: type[Wallet], key: str) -> Wallet:
+        row = await self.load(entity, key)
+        if row is None:
+            row = self._loaded[key] = Wallet(id=key, cents=0, version=0)
+            self._kept.append(row)
+            self.session.add(row)
+        return row
+
+    def add(self, row: object) -> None:
+        self.session.add(row)
+
+    def publish(self, event: Changed, *, of: Wallet) -> None:
+        of.version += 1
+        self.events.append((of.id, of.version, event.cents))
+
+    @asynccontextmanager
+    async def savepoint(self) -> Any:
+        before = len(self.events)
+        try:
+            async with self.session.begin_nested():
+                yield
+        except BaseException:
+            del self.events[before:]
+            self._loaded.clear()
+            raise
+
+
+@asynccontextmanager
+async def savepoint(tx: Any) -> Any:
+    """A savepoint, as a handler makes it."""
+    make = tx.savepoint if isinstance(tx, ByHand) else tx.session.begin_nested
+    async with make():
+        yield
+
+
+class Broken(Exception):
+    """What handlers raise."""
+
+
+Habit = tuple[Any, ...]
+Tx = Any
+
+
+async def change(tx: Tx, key: str, cents: int) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.cents += cents
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+async def rename(tx: Tx, key: str, cents: int) -> None:
+    if wallet := await tx.load(Wallet, key):
+        wallet.owner = f"owner {cents}"
+
+
+async def tag(tx: Tx, key: str, cents: int) -> None:
+    if wallet := await tx.load(Wallet, key):
+        if wallet.tags:
+            wallet.tags.append("unseen")
+        else:
+            wallet.tags = ["first"]
+        wallet.owner = ",".join(wallet.tags)
+
+
+async def tag_seen(tx: Tx, key: str, cents: int) -> None:
+    if wallet := await tx.load(Wallet, key):
+        wallet.tags = wallet.tags or []
+        wallet.tags.append(str(cents))
+        flag_modified(wallet, "tags")
+
+
+async def keep_aside(tx: Tx, key: str, cents: int) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.cents += getattr(wallet, "aside", 0)
+    wallet.aside = cents
+
+
+async def by_text(tx: Tx, key: str, cents: int) -> None:
+    await tx.session.execute(
+        sa.text("UPDATE wallet SET cents = cents + :cents WHERE id = :id"),
+        {"id": key, "cents": cents},
+    )
+
+
+async def by_core(tx: Tx, key: str, cents: int) -> None:
+    await tx.session.execute(
+        sa.update(Wallet)
+        .where(Wallet.id == key)
+        .values(cents=Wallet.cents + cents)
+        .execution_options(synchronize_session=False)
+    )
+
+
+async def by_upsert(tx: Tx, key: str, cents: int) -> None:
+    row = insert(Wallet).values(id=key, cents=cents, version=0)
+    await tx.session.execute(
+        row.on_conflict_do_update(index_elements=["id"], set_={"cents": Wallet.cents + cents})
+    )
+
+
+async def merge(tx: Tx, key: str, cents: int) -> None:
+    await tx.session.merge(Wallet(id=key, cents=cents, version=100 + cents))
+
+
+async def delete(tx: Tx, key: str, cents: int) -> None:
+    if wallet := await tx.load(Wallet, key):
+        await tx.session.delete(wallet)
+
+
+async def refresh(tx: Tx, key: str, cents: int) -> None:
+    if wallet := await tx.load(Wallet, key):
+        await tx.session.flush()
+        await tx.session.refresh(wallet)
+        wallet.owner = str(wallet.cents)
+
+
+async def expire_all(tx: Tx, key: str, cents: int) -> None:
+    await tx.session.flush()
+    tx.session.expire_all()
+
+
+async def expunge_all(tx: Tx, key: str, cents: int) -> None:
+    tx.session.expunge_all()
+
+
+async def flush(tx: Tx, key: str, cents: int) -> None:
+    await tx.session.flush()
+
+
+async def no_autoflush(tx: Tx, key: str, cents: int) -> None:
+    tx.session.sync_session.autoflush = False
+
+
+async def count_all(tx: Tx, key: str, cents: int) -> None:
+    found = await tx.session.scalar(sa.select(Wallet.cents).where(Wallet.id == key))
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.owner = f"found {found}"
+
+
+async def set_local(tx: Tx, key: str, cents: int) -> None:
+    await tx.session.execute(sa.text(f"SET LOCAL TIME ZONE {cents % 12}"))
+    await tx.session.execute(
+        sa.text("UPDATE wallet SET owner = current_setting('TimeZone') WHERE id = :id"),
+        {"id": key},
+    )
+
+
+async def set_for_good(tx: Tx, key: str, cents: int) -> None:
+    await tx.session.execute(sa.text("SET search_path TO pg_catalog"))
+
+
+async def gather(tx: Tx, key: str, cents: int) -> None:
+    others = ("x", "y", "z")
+    if isinstance(tx, ByHand):
+        for other in others:
+            await tx.load(Wallet, other)
+    else:
+        await asyncio.gather(*(tx.load(Wallet, other) for other in others))
+
+
+async def fail(tx: Tx, key: str, cents: int) -> None:
+    raise Broken
+
+
+async def swallow(tx: Tx, key: str, cents: int) -> None:
+    with suppress(DBAPIError):
+        await tx.session.execute(sa.text("SELECT 1 / 0"))
+    if isinstance(tx, ByHand):
+        tx.is_broken = True
+
+
+async def break_check(tx: Tx, key: str, cents: int) -> None:
+    await change(tx, key, TOO_MUCH)
+
+
+async def commit(tx: Tx, key: str, cents: int) -> None:
+    if isinstance(tx, ByHand):
+        tx.is_broken = True
+    else:
+        with suppress(Exception):
+            await tx.session.execute(sa.text("COMMIT"))
+
+
+async def forget(tx: Tx, key: str, cents: int) -> None:
+    if isinstance(tx, ByHand):
+        tx.is_broken = True
+    else:
+        task = asyncio.create_task(tx.session.execute(sa.text("SELECT pg_sleep(0.2)")))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+PLAIN = (change, change, change, rename, tag, tag_seen, gather)
+FREE = (
+    *(by_text, by_core, by_upsert, merge, delete, refresh, expire_all, flush),
+    *(no_autoflush, count_all, set_local, set_for_good),
+)
+HARMFUL = (fail, swallow, break_check, commit, forget)
+LAST = (expunge_all, set_for_good)
+"""After which a handler's own rows are not what they were."""
+
+
+@dataclass
+class Step:
+    """A habit, or a savepoint around some."""
+
+    habit: Callable[[Tx, str, int], Awaitable[None]] | None
+    cents: int = 0
+    inner: list["Step"] = field(default_factory=list)
+    ends: Literal["released", "rolled back", "broken"] = "released"
+
+    async def run(self, tx: Tx, key: str) -> None:
+        if self.habit is not None:
+            await self.habit(tx, key, self.cents)
+            return
+        with suppress(Broken, DBAPIError):
+            async with savepoint(tx):
+                for step in self.inner:
+                    await step.run(tx, key)
+                if self.ends == "rolled back":
+                    raise Broken
+                if self.ends == "broken":
+                    await break_check(tx, key, 0)
+                    await tx.session.flush()
+
+    def __repr__(self) -> str:
+        if self.habit is not None:
+            return f"{self.habit.__name__}({self.cents})"
+        return f"savepoint({self.inner}, {self.ends})"
+
+
+cents = st.integers(1, 9)
+habits = st.builds(Step, st.sampled_from(PLAIN + FREE), cents)
+steps = st.recursive(
+    habits,
+    lambda inner: st.builds(
+        Step,
+        st.none(),
+        inner=st.lists(inner, min_size=1, max_size=2),
+        ends=st.sampled_from(["released", "rolled back", "broken"]),
+    ),
+    max_leaves=3,
+)
+
+
+@dataclass
+class Message:
+    """What the handler of a message does."""
+
+    key: str
+    steps: list[Step]
+
+    async def run(self, tx: Tx, key: str) -> None:
+        for step in self.steps:
+            await step.run(tx, key)
+
+
+# What is kept on an object outlives a savepoint as long as somebody has the object: any answer is
+# right there.
+plain = st.lists(
+    st.builds(Step, st.sampled_from((*PLAIN, keep_aside)), cents), min_size=1, max_size=3
+)
+free = st.lists(steps, min_size=1, max_size=3)
+last = st.lists(st.builds(Step, st.sampled_from(HARMFUL + LAST), cents), max_size=1)
+messages = st.builds(
+    lambda key, first, then: Message(key, first + then),
+    st.sampled_from(KEYS),
+    plain | free,
+    st.just([]) | st.just([]) | last,
+)
+batches = st.lists(messages, min_size=1, max_size=6)
+
+
+@dataclass
+class World:
+    """The engine's batch and what plain SQLAlchemy makes of the same messages."""
+
+    desk: Desk
+    engine: AsyncEngine
+    db: asyncpg.Connection
+    running: dict[str, Message] = field(default_factory=dict)
+
+    async def compare(self, batch: list[Message]) -> None:
+        """Raise `AssertionError` for a difference in rows, events or failures."""
+        number = next(_numbers)
+        names = {key: f"{number} {key}" for key in KEYS}
+        self.running = {f"{number} {place}": message for place, message in enumerate(batch)}
+        start = await self.desk.position()
+        await self.desk.apply(
+            *(
+                Deposit(place, account=names[message.key], id=f"{number} {place}")
+                for place, message in enumerate(batch)
+            )
+        )
+        rows = await self.desk.backlog()
+        failed = {row["offset"] - start for row in rows if row["offset"] >= start}
+        assert self.desk.outages == []
+        expected, events = await self._by_hand(batch, number)
+        assert failed == expected
+        for key, name in names.items():
+            mine, theirs = await wallet_of(self.db, name), await wallet_of(self.db, f"hand {name}")
+            assert mine == theirs, key
+            published = [
+                (sequence, f'{{"cents":{cents}}}')
+                for one, sequence, cents in events
+                if one == f"hand {name}"
+            ]
+            assert await events_of(self.db, name) == published, key
+
+    async def _by_hand(
+        self, batch: list[Message], number: int
+    ) -> tuple[set[int], list[tuple[str, int, int]]]:
+        failed: set[int] = set()
+        events: list[tuple[str, int, int]] = []
+        for place, message in enumerate(batch):
+            if any(batch[other].key == message.key for other in failed):
+                failed.add(place)  # it follows one that waits
+                continue
+            async with AsyncSession(self.engine, expire_on_commit=False) as session:
+                tx = ByHand(session)
+                try:
+                    await message.run(tx, f"hand {number} {message.key}")
+                    if tx.is_broken:
+                        raise Broken
+                    await session.execute(sa.text("RESET search_path"))
+                    await session.commit()
+                except (Broken, sa.exc.SQLAlchemyError, sa.exc.SAWarning):
+                    failed.add(place)
+                    await session.rollback()
+                else:
+                    events += tx.events
+        return failed, events
+
+
+@pytest.fixture
+async def world(new_desk: NewDesk, db: asyncpg.Connection) -> World:
+    """Return a desk whose handler does what a message says."""
+    handlers = Handlers()
+    desk = await new_desk(handlers, topic=TOPIC, breaker_keys=1_000_000)
+    world = World(desk, desk.engine, db)
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="wallet", policy=Policy(attempts=20))
+    async def wallet(event: Deposited, tx: Transaction) -> None:
+        await world.running[tx.message.id].run(tx, event.account)
+
+    return world
+
+
+def drawing(examples: int) -> settings:
+    """Hypothesis' settings for so many examples."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+        phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+    )
+
+
+@drawing(40)
+@given(batch=batches)
+async def test_a_batch_comes_out_as_plain_sqlalchemy_does(
+    world: World, batch: list[Message]
+) -> None:
+    await world.compare(batch)
+
+
+@pytest.mark.full
+@drawing(1_000)
+@given(batch=batches)
+async def test_many_batches_come_out_as_plain_sqlalchemy_does(
+    world: World, batch: list[Message]
+) -> None:
+    await world.compare(batch)
