@@ -75,8 +75,8 @@ class Handlers:
         a second time; otherwise it is a dead letter.
 
         With `gaps` the events of a row, the one that `loads` names, are applied in the order of
-        their CloudEvents `sequence`: what was overtaken is skipped and counted as superseded, and what
-        comes too early waits as `gaps` says. The row is a `Sequenced` one. All handlers of a
+        their CloudEvents `sequence`: what was overtaken is skipped and counted as superseded, and
+        what comes too early waits as `gaps` says. The row is a `Sequenced` one. All handlers of a
         consumer and a topic go by it, or none.
 
         What the function returns is kept as JSON beside the marker; a duplicate gets it back, and
