@@ -302,6 +302,10 @@ class Handlers:
         """Names of all consumers."""
         return frozenset(one.consumer for topic in self._by_topic for one in self._on(topic))
 
+    def refusing_old(self, topic: str) -> frozenset[str]:
+        """Names of the topic's consumers without `takes_old=True`."""
+        return frozenset(one.consumer for one in self._on(topic) if not one.takes_old)
+
     @property
     def callers(self) -> frozenset[str]:
         """Names of those consumers that are effects."""
