@@ -7,7 +7,7 @@ still runs in a client whose stop has been cut short opens new connections, or w
 import asyncio
 import ssl
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from time import monotonic
@@ -139,6 +139,22 @@ async def asking(settings: Settings) -> AsyncIterator[AIOKafkaConsumer]:
         yield client
     finally:
         await client.stop()
+
+
+async def stable_offsets(
+    client: AIOKafkaConsumer, partitions: Sequence[TopicPartition]
+) -> dict[TopicPartition, int]:
+    """Return the offset in each partition before which no producer's transaction is open.
+
+    `read_committed` reads up to there. Where none is open at all it is the end.
+    """
+    offsets = client._fetcher
+    level, offsets._isolation_level = offsets._isolation_level, fetcher.READ_COMMITTED
+    try:
+        found: dict[TopicPartition, int] = await client.end_offsets(partitions)
+        return found
+    finally:
+        offsets._isolation_level = level
 
 
 @asynccontextmanager
