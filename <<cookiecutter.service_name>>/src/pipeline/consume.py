@@ -343,7 +343,7 @@ class Consume:
             outbox.add(backlog.dead_letter(row, settings.dead_letter_topic) for row in died)
         if outbox.calls:
             await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
-        if not await outbox.write(driver) and results.applied:
+        if not await outbox.write(driver) and results.applied and not results.returned:
             # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
             await driver.execute("SELECT")
         return results, outbox

@@ -408,7 +408,11 @@ async def unmark(
 async def keep_results(
     connection: asyncpg.Connection, generations: Generations, results: Mapping[bytes, str]
 ) -> None:
-    """Keep what handlers returned, as JSON, beside the markers inserted by this transaction."""
+    """Keep what handlers returned, as JSON, beside the markers inserted by this transaction.
+
+    A statement of its own: a marker is inserted before its handler is called, so that whoever has
+    the same message waits there.
+    """
     await connection.execute(
         _KEEP_RESULTS, generations.current, list(results), list(results.values())
     )
