@@ -73,6 +73,21 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
 
     _busy_until = 0.0
 
+    async def arrival(self, partition: TopicPartition, seconds: float) -> int:
+        """Wait so long for records of the partition; nothing of them is unpacked before `getmany`.
+
+        Returns the offset before which all transactions of producers have ended; 0 if none came.
+        """
+        arrived = self._fetcher._records
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while partition not in arrived:
+                    await self._fetcher._create_fetch_waiter()
+        result = arrived.get(partition)
+        if not isinstance(result, fetcher.FetchResult):  # nothing, or an error
+            return 0
+        return result._assignment.state_value(partition).lso or 0
+
     async def getmany(
         self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
     ) -> dict[TopicPartition, list[ConsumerRecord]]:
