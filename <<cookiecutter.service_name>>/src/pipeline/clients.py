@@ -7,7 +7,7 @@ still runs in a client whose stop has been cut short opens new connections, or w
 import asyncio
 import ssl
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from time import monotonic
@@ -72,6 +72,21 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
     """One that asks less often as long as nothing comes: to ask is most of what it costs then."""
 
     _busy_until = 0.0
+
+    async def arrival(self, partition: TopicPartition, seconds: float) -> int:
+        """Wait so long for records of the partition; nothing of them is unpacked before `getmany`.
+
+        Returns the offset before which all transactions of producers have ended; 0 if none came.
+        """
+        arrived = self._fetcher._records
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while partition not in arrived:
+                    await self._fetcher._create_fetch_waiter()
+        result = arrived.get(partition)
+        if not isinstance(result, fetcher.FetchResult):  # nothing, or an error
+            return 0
+        return result._assignment.state_value(partition).lso or 0
 
     async def getmany(
         self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
@@ -139,6 +154,22 @@ async def asking(settings: Settings) -> AsyncIterator[AIOKafkaConsumer]:
         yield client
     finally:
         await client.stop()
+
+
+async def stable_offsets(
+    client: AIOKafkaConsumer, partitions: Sequence[TopicPartition]
+) -> dict[TopicPartition, int]:
+    """Return the offset in each partition before which no producer's transaction is open.
+
+    `read_committed` reads up to there. Where none is open at all it is the end.
+    """
+    offsets = client._fetcher
+    level, offsets._isolation_level = offsets._isolation_level, fetcher.READ_COMMITTED
+    try:
+        found: dict[TopicPartition, int] = await client.end_offsets(partitions)
+        return found
+    finally:
+        offsets._isolation_level = level
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from datetime import datetime
 from time import perf_counter
 
 import asyncpg
@@ -23,7 +24,8 @@ from .failures import Attempts, StoreSlow, is_contention, is_infrastructure
 from .filters import Filters
 from .handlers import Handlers
 from .handling import Attempt, BatchFailed, Handled, NeedsOwnSession, handle_all
-from .inbox import Generations, IdentityMismatch, Known, PositionMoved
+from .inbox import Generations, IdentityMismatch, Known, PositionMoved, time_of
+from .message import Message
 from .outbox import Outbox
 from .payload import HASH_VERSION
 from .policy import (
@@ -52,14 +54,28 @@ _CONTENTIONS = 3
 """Deadlocks and lock time-outs in a row after which they are the batch's doing."""
 
 
+_SECONDS_AS_MILLISECONDS = range(1_000_000_000, 5_000_000_000)
+"""From 2001 to 2128, where a producer gives seconds for milliseconds: January, February 1970."""
+
+
 class TooOld(Exception):
     """The message is older than the inbox remembers: nobody can tell whether it is a repeat."""
 
-    def __init__(self, since: object) -> None:
-        super().__init__(
-            f"the inbox remembers since {since}: whether it was applied before is not known;"
-            " register the handler with takes_old=True to apply such messages"
+    def __init__(self, message: Message, since: datetime | None) -> None:
+        at = message.timestamp
+        text = f"its record is of {time_of(at)}, " if at >= 0 else ""
+        text += f"its event of {message.time}, " if message.time is not None else ""
+        text += (
+            f"and the inbox remembers since {since}: whether it was applied before is not known."
+            " Redrive it by its id if it was not; register the handler with takes_old=True to"
+            " apply all such messages"
         )
+        if at in _SECONDS_AS_MILLISECONDS:
+            text += (
+                f". The record's timestamp, {at}, looks like seconds, and has to be milliseconds:"
+                f" for {time_of(1_000 * at)} let its producer send {1_000 * at}"
+            )
+        super().__init__(text)
 
 
 class _Unclear(Exception):
@@ -305,7 +321,9 @@ class Consume:
         progress.outbox = outbox
         results = Results()
         new, waiting, stored = await _look_up(driver, generations, self._filters, work, results)
-        items = _sort_out(new, waiting, fates, generations, results)
+        # First: what waits is not asked for its age any more.
+        fates = fates | await _too_old(driver, generations, new)
+        items = _sort_out(new, waiting, fates, results)
         progress.records_since = perf_counter()
         attempt = Attempt(
             connection,
@@ -341,7 +359,7 @@ class Consume:
             outbox.add(backlog.dead_letter(row, settings.dead_letter_topic) for row in died)
         if outbox.calls:
             await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
-        if not await outbox.write(driver) and results.applied:
+        if not await outbox.write(driver) and results.applied and not results.returned:
             # COMMIT is silent when a handler has swallowed the error of a statement. This is not.
             await driver.execute("SELECT")
         return results, outbox
@@ -411,15 +429,13 @@ def _sort_out(
     new: Sequence[Item],
     waiting: set[bytes],
     fates: Mapping[bytes, Fate],
-    generations: Generations,
     results: Results,
 ) -> list[Item]:
     """Return the messages to handle now; what becomes of the others goes into the results."""
     behind = set(waiting)
     now: list[Item] = []
     for item in in_sequence(new):
-        # First: what waits is not asked for its age any more.
-        fate = _too_old(item, generations) or fates.get(item.marker.key)
+        fate = fates.get(item.marker.key)
         if fate is None and behind and item.order_key in behind:
             fate = FOLLOWER
         if fate is None and item.fault is not None:
@@ -454,12 +470,27 @@ def judged(item: Item, error: BaseException, reason: str) -> Fate:
     return after_failure(policy, error, attempts=attempts, waited=waited, reason=reason)
 
 
-def _too_old(item: Item, generations: Generations) -> Fate | None:
-    """Return the fate of a message that may have been applied and forgotten."""
-    takes_it = item.was_young or item.handler.takes_old
-    if takes_it or not generations.forgot(item.marker.message):
-        return None
-    return dead(item.handler.policy, "too old", TooOld(generations.since))
+async def _too_old(
+    driver: asyncpg.Connection, generations: Generations, new: Sequence[Item]
+) -> dict[bytes, Fate]:
+    """Return the fates of messages that may have been applied and forgotten, by marker key."""
+    old = [
+        item
+        for item in new
+        if generations.forgot(item.marker.message)
+        and not (item.was_young or item.handler.takes_old)
+    ]
+    if not old:
+        return {}
+    consumers = {item.marker.consumer for item in old}
+    remembering = await inbox.remembers_all(driver, generations, consumers)
+    return {
+        item.marker.key: dead(
+            item.handler.policy, "too old", TooOld(item.marker.message, generations.since)
+        )
+        for item in old
+        if item.marker.consumer not in remembering
+    }
 
 
 def _suspects(work: Work, fates: Mapping[bytes, Fate]) -> list[Item]:

@@ -534,7 +534,7 @@ def _not_told(topic: Topic) -> Finding:
 
 
 async def _lag(patient: Patient) -> Findings:
-    behind: dict[tuple[str, int], int] = {}
+    behind: dict[tuple[str, int], tuple[int, int | None]] = {}
     for row in await patient.connection.fetch(_STANDING, patient.service.name, _STANDS_STILL):
         topic = (patient.topics or {}).get(row["topic"])
         if topic is None or row["topic"] not in patient.service.handlers.topics:
@@ -549,17 +549,34 @@ async def _lag(patient: Patient) -> Findings:
                 f" {row['partition']} --to earliest`, first with --dry-run",
             )
         elif lag > 0:
-            behind[place] = lag
+            behind[place] = lag, topic.blocked_at(row["partition"], row["next_offset"])
     readers = await _readers(patient) if behind else None
-    for (name, partition), lag in behind.items():
+    for (name, partition), (lag, open_at) in behind.items():
         told = (
             f"{name}/{partition} has stood still for over a minute, {lag:,} offsets before the end"
         )
         if readers is not None and (name, partition) not in readers:
             advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"
             yield _wrong(f"{told}: nobody reads it", advice)
+        elif open_at is not None:
+            yield _open_transaction(patient, name, partition, open_at, lag)
         else:
             yield _warning(told, "see `/health/ready` of the service")
+
+
+def _open_transaction(
+    patient: Patient, topic: str, partition: int, open_at: int, lag: int
+) -> Finding:
+    tool = f"kafka-transactions.sh --bootstrap-server {patient.settings.kafka_bootstrap_servers}"
+    where = f"--topic {topic} --partition {partition}"
+    return _warning(
+        f"a producer's transaction is open in {topic}/{partition} at offset {open_at}: until it"
+        f" ends nobody reads on, and {lag:,} offsets wait behind it",
+        "its producer ends it, or the brokers do after the producer's transaction.timeout.ms, by"
+        f" default a minute. If it stays: `{tool} describe-producers {where}` tells whose it is, by"
+        f" CurrentTransactionStartOffset {open_at}, and `{tool} abort {where} --start-offset"
+        f" {open_at}` aborts it: its records are never read",
+    )
 
 
 async def _readers(patient: Patient) -> Mapping[tuple[str, int], str] | None:

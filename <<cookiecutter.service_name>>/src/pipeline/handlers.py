@@ -79,8 +79,9 @@ class Handlers:
         what comes too early waits as `gaps` says. The row is a `Sequenced` one. All handlers of a
         consumer and a topic go by it, or none.
 
-        What the function returns is kept as JSON beside the marker; a duplicate gets it back, and
-        `service inbox show` prints it.
+        What the function returns is kept as JSON beside the marker, as long as that is, at the
+        price of a statement in a transaction in which any function returns something.
+        `service inbox show` prints it; whoever sends the event once more gets no answer.
 
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
         function does not fit, and `ValueError` for a time-out that is none.
@@ -305,6 +306,10 @@ class Handlers:
     def consumers(self) -> frozenset[str]:
         """Names of all consumers."""
         return frozenset(one.consumer for one in self)
+
+    def refusing_old(self, topic: str) -> frozenset[str]:
+        """Names of the topic's consumers without `takes_old=True`."""
+        return frozenset(one.consumer for one in self._on(topic) if not one.takes_old)
 
     @property
     def callers(self) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """The inbox: where a partition goes on, and which events have already taken effect.
 
 Everything here runs on the connection of a consume transaction, in the order of `docs/protocol.md`,
-but for `start_at`, `position`, `seek`, `rotate` and `forget`, which are transactions of their own.
+but for `register`, `start_at`, `position`, `seek`, `rotate` and `forget`, which are transactions of
+their own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,8 +68,12 @@ class Anchor(NamedTuple):
         digest = blake2b(f"{record.timestamp}".encode(), digest_size=16)
         for part in (record.key, record.value):
             digest.update(b"-" if part is None else b"%d:%b" % (len(part), part))
-        time = datetime.fromtimestamp(min(max(0, record.timestamp), _LAST_MILLISECOND) / 1e3, UTC)
-        return cls(record.offset, time, digest.digest())
+        return cls(record.offset, time_of(record.timestamp), digest.digest())
+
+
+def time_of(milliseconds: int) -> datetime:
+    """Return the time of a record; what is no time of a calendar becomes the nearest one."""
+    return datetime.fromtimestamp(min(max(0, milliseconds), _LAST_MILLISECOND) / 1e3, UTC)
 
 
 class StoredPosition(NamedTuple):
@@ -90,7 +95,10 @@ class Generations:
     """Names the rotation that opened the current one: no other has this name."""
 
     def forgot(self, message: Message) -> bool:
-        """Whether the message may have taken effect so long ago that no marker tells of it."""
+        """Whether the message may have taken effect so long ago that its marker was forgotten.
+
+        By its times: not so at a consumer that `remembers_all`.
+        """
         if self.since is None:
             return False
         milliseconds = self.since.timestamp() * 1000
@@ -154,6 +162,17 @@ WITH moved AS (
 )
 SELECT current, oldest, since, opening, EXISTS (SELECT FROM moved) AS ours
   FROM pipeline.inbox_generation
+"""
+
+_REGISTER = """
+INSERT INTO pipeline.inbox_consumer (consumer, generation)
+SELECT new.consumer, current
+  FROM unnest($1::text[]) AS new (consumer), pipeline.inbox_generation
+    ON CONFLICT DO NOTHING
+"""
+
+_REMEMBERS_ALL = """
+SELECT consumer FROM pipeline.inbox_consumer WHERE consumer = ANY ($1) AND generation >= $2
 """
 
 _COUNT_DUPLICATES = """
@@ -325,6 +344,27 @@ async def move_position(
     return Generations(row["current"], row["oldest"], row["since"], row["opening"])
 
 
+async def register(connection: asyncpg.Connection, consumers: Iterable[str]) -> None:
+    """Store the generation in which each consumer begins; one that has begun keeps its own.
+
+    Before it applies anything: then all its markers are in that generation or in later ones, also
+    where the current one is closed meanwhile.
+    """
+    await connection.execute(_REGISTER, sorted(consumers))
+
+
+async def remembers_all(
+    connection: asyncpg.Connection, generations: Generations, consumers: Iterable[str]
+) -> set[str]:
+    """Return the consumers of which no marker was ever forgotten: they have begun since.
+
+    What they have no marker of they have not applied, however old it is. A consumer that was not
+    registered is none of them.
+    """
+    rows = await connection.fetch(_REMEMBERS_ALL, sorted(consumers), generations.oldest)
+    return {row["consumer"] for row in rows}
+
+
 async def count_duplicates(connection: asyncpg.Connection, slot: Slot, number: int) -> None:
     """Remember how many messages came to the partition again, for people who ask."""
     await connection.execute(_COUNT_DUPLICATES, slot.group, slot.topic, slot.partition, number)
@@ -386,7 +426,11 @@ async def unmark(
 async def keep_results(
     connection: asyncpg.Connection, generations: Generations, results: Mapping[bytes, str]
 ) -> None:
-    """Keep what handlers returned, as JSON, beside the markers inserted by this transaction."""
+    """Keep what handlers returned, as JSON, beside the markers inserted by this transaction.
+
+    A statement of its own: a marker is inserted before its handler is called, so that whoever has
+    the same message waits there.
+    """
     await connection.execute(
         _KEEP_RESULTS, generations.current, list(results), list(results.values())
     )

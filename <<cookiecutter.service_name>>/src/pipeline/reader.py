@@ -4,14 +4,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from traceback import clear_frames
 from typing import NoReturn, TypeVar
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import inbox, telemetry
 from .batch import Batch, read
 from .breaker import BreakerOpen
+from .clients import KafkaConsumer
 from .consume import Consume
 from .database import autocommitting
 from .failures import Attempts, is_infrastructure, named, patiently, told
@@ -19,6 +21,7 @@ from .fetching import fetch_batch
 from .handlers import Handlers
 from .health import Health
 from .inbox import Anchor, PositionMoved, Slot, StoredPosition
+from .record_batches import UnreadableBatch, unpacked_at_most
 from .settings import Settings
 from .tasks import end, in_background, woken
 from .work import FromPartition, Pace
@@ -32,6 +35,9 @@ _ANSWER_SECONDS = 5.0
 _FAREWELL_SECONDS = 1.0
 _PROOF_SECONDS = 1.0
 """Without an error for so long after an outage, the brokers are there again."""
+_CAREFUL_BYTES = 16 * 2**20
+"""What a batch may unpack to where processes have died: more than nearly all do, and little beside
+what a process has."""
 
 
 class TopicChanged(Exception):
@@ -40,8 +46,7 @@ class TopicChanged(Exception):
     def __init__(self, slot: Slot, position: int, what: str) -> None:
         super().__init__(
             f"{slot.topic}/{slot.partition} goes on at {position}, but {what}. Nothing is"
-            " read until somebody says where to go on, for instance: service topics seek"
-            f" {slot.topic} --partition {slot.partition} --to earliest"
+            f" read until somebody says where to go on, for instance: {_seek(slot, 'earliest')}"
         )
 
 
@@ -55,7 +60,21 @@ class Stuck(Exception):
         self.error = error
 
 
-_EXPLAINED = (BreakerOpen, TopicChanged)
+class BatchHeld(Exception):
+    """A batch of a producer can't be read here: a person decides whether to go on behind it."""
+
+    def __init__(self, slot: Slot, batch: UnreadableBatch, advice: str) -> None:
+        super().__init__(
+            f"{batch}. Nothing is read until it can be. {advice}To go on behind it, without what it"
+            f" holds: {_seek(slot, batch.next)}"
+        )
+
+
+def _seek(slot: Slot, to: int | str) -> str:
+    return f"service topics seek {slot.topic} --partition {slot.partition} --to {to}"
+
+
+_EXPLAINED = (BatchHeld, BreakerOpen, TopicChanged)
 
 
 class Reader:
@@ -63,7 +82,7 @@ class Reader:
 
     def __init__(
         self,
-        client: AIOKafkaConsumer,
+        client: KafkaConsumer,
         partition: TopicPartition,
         *,
         engine: AsyncEngine,
@@ -91,7 +110,11 @@ class Reader:
         self._anchor: Anchor | None = None
         self._left: list[ConsumerRecord] = []
         """What is read behind the latest batch, which had no room for it."""
+        self._has_begun = False
+        """Whether the first records are read; before that nothing is known of them."""
         self._started_at: int | None = None
+        self._starts = 0
+        """Processes that have begun there and not come back, this one included."""
         self.position: int | None = None
         """The offset after the last record that took effect."""
 
@@ -124,6 +147,10 @@ class Reader:
                 log.warning("%s: %s; reading the position again", self._part, moved)
             except BreakerOpen as error:
                 await self._hold(Stuck(self.position or 0, "breaker open", error))
+            except UnreadableBatch as batch:
+                await self._hold(
+                    Stuck(self.position or 0, "unreadable batch", self._held_by(batch))
+                )
             except Stuck as stuck:
                 await self._hold(stuck)
             except Exception as error:
@@ -193,7 +220,7 @@ class Reader:
 
     async def _read_on(self) -> None:
         assert self.position is not None
-        while self._started_at is None and not self._stopping.is_set():
+        while not self._has_begun and not self._stopping.is_set():
             await self._begin(self.position)
         following = asyncio.create_task(self._fetch(self.position))
         try:
@@ -205,20 +232,15 @@ class Reader:
             await end(following)
 
     async def _begin(self, position: int) -> None:
-        """Count the start before anything is done with the first records, then apply them."""
+        """Apply the first records, whose start is counted before anything is done with them."""
         async with in_background(self._records(position)) as fetching:
             records = await self._unless_stopped(fetching)
         if records is None:
             return
-        if not records:  # in a gap nobody dies
-            await self._apply(FromPartition(self._slot, await self._read(position, records)))
-            return
-        self._started_at = position
-        counting = self._patiently("counting the start")
-        starts: int = await counting(self._count_start, position)
-        if starts > self._settings.unclean_starts:
-            log.warning("%s: %s processes have died here: one by one", self._part, starts - 1)
-            await self._apply_singly(records, starts)
+        self._has_begun = bool(records)  # in a gap nobody dies
+        if records and self._starts > self._settings.unclean_starts:
+            log.warning("%s: %s processes have died here: one by one", self._part, self._starts - 1)
+            await self._apply_singly(records, self._starts)
         else:
             await self._apply(FromPartition(self._slot, await self._read(position, records)))
 
@@ -241,6 +263,12 @@ class Reader:
         results = await self._consume.apply(work, self._patiently("the consume transaction"))
         self._pace.learn(results)
         self._move_to(work.batch.end)
+
+    async def _begin_at(self, position: int) -> None:
+        """Count the start, unless that is done. What dies without records was not theirs."""
+        if self._started_at != position:
+            self._started_at = position
+            self._starts = await self._patiently("counting the start")(self._count_start, position)
 
     async def _count_start(self, position: int) -> int:
         async with autocommitting(self._engine) as driver:
@@ -286,6 +314,12 @@ class Reader:
         while not records and not is_gap:
             seconds = _PROOF_SECONDS if self._is_cut_off else self._settings.offset_commit_interval
             with telemetry.polling(self._slot.topic, self._slot.group):
+                if not self._has_begun:
+                    # To unpack them may be what kills. The anchor alone is no record to begin with.
+                    if await self._client.arrival(self._partition, seconds) > start:
+                        await self._begin_at(start)
+                    seconds = 0.0
+                unpacked_at_most.set(self._room)
                 fetched = await self._client.getmany(
                     self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
                 )
@@ -302,6 +336,32 @@ class Reader:
                 self._release()
                 self._health.ready(self._part)
         return records
+
+    @property
+    def _are_suspects(self) -> bool:
+        """Whether processes have died over the first records, or over reading them."""
+        return not self._has_begun and self._starts > self._settings.unclean_starts
+
+    @property
+    def _room(self) -> int:
+        """Bytes that a batch may unpack to."""
+        room = self._settings.unpacked_mebibytes * 2**20
+        return min(_CAREFUL_BYTES, room) if self._are_suspects else room
+
+    def _held_by(self, batch: UnreadableBatch) -> BatchHeld:
+        # Else all that was unpacked of it would be kept meanwhile.
+        for error in filter(None, (batch, batch.__cause__)):
+            clear_frames(error.__traceback__)
+        advice = ""
+        if batch.is_too_large and self._are_suspects:
+            here = self.position or 0
+            advice = (
+                f"Processes have died here ({self._starts - 1}): give them more memory, and let one"
+                f" try to read it: {_seek(self._slot, here)}. "
+            )
+        elif batch.is_too_large:
+            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES: it takes twice that memory. "
+        return BatchHeld(self._slot, batch, advice)
 
     async def _is_elsewhere(self, start: int) -> bool:
         """Whether a person has moved the position; without the database nobody can tell."""

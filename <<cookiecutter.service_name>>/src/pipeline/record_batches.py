@@ -1,18 +1,58 @@
-"""Batches of records, read whatever the names of their headers are.
+"""Batches of records, unpacked to no more than a limit, and read whatever their headers' names are.
 
-aiokafka reads the names as UTF-8, which no broker asks of anybody. At a record with another one it
-raises, however often it is asked, and nothing behind it would ever be read.
+aiokafka unpacks a batch to as much as it takes, and a few hundred kilobytes may take all memory.
+And it reads the names of headers as UTF-8, which no broker asks of anybody. At a record with
+another one it raises, however often it is asked, and nothing behind it would ever be read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from itertools import islice
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from struct import unpack_from
 from typing import Any
 
+import cramjam
+from aiokafka.codec import _detect_xerial_stream
 from aiokafka.errors import CorruptRecordException
-from aiokafka.record.default_records import _DefaultRecordBatchPy
+from aiokafka.record.default_records import DefaultRecordBase, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import MemoryRecords
+
+unpacked_at_most: ContextVar[int] = ContextVar("unpacked_at_most", default=128 * 2**20)
+"""Bytes that a batch may unpack to for who reads it."""
 
 _BEFORE_LENGTH, _BEFORE_BATCH = 8, 12
 """Bytes of a batch before its length, and before what the length counts."""
+_MAGIC, _OLD_CODEC, _CODEC = 16, 17, 22
+"""Where a batch says its format, and its codec: before format 2 and as of it."""
+_HEADER = DefaultRecordBase.HEADER_STRUCT.size
+_CODEC_MASK = DefaultRecordBase.CODEC_MASK
+_CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
+_XERIAL_HEADER = 16
+_NO_ROOM = "failed to write whole buffer"
+"""What cramjam raises at the end of the buffer."""
+
+
+class UnreadableBatch(Exception):
+    """A batch can't be unpacked, not to as much as it may be, or what is in it are no records."""
+
+    def __init__(self, batch: Any, raw: memoryview, error: Exception) -> None:
+        codec = raw[_OLD_CODEC if _is_old(raw) else _CODEC] & _CODEC_MASK
+        self.first, self.next = _offset_of(raw), int(batch.next_offset)
+        self.is_too_large = isinstance(error, _TooLarge)
+        why = (
+            f"unpacks to more than {unpacked_at_most.get():,} bytes"
+            if self.is_too_large
+            else f"can't be read: {type(error).__name__}: {error}"
+        )
+        super().__init__(
+            f"the batch of the offsets {self.first} to {self.next - 1}"
+            f" ({len(raw):,} bytes, {_CODECS[codec] if codec < len(_CODECS) else codec}) {why}"
+        )
+
+
+class _TooLarge(Exception):
+    """There is more to unpack than there is room for."""
 
 
 class AnyMemoryRecords:
@@ -22,6 +62,7 @@ class AnyMemoryRecords:
         self._data = memoryview(data)
         self._at = 0
         self._records = MemoryRecords(bytes(data))
+        self._is_over = False
 
     def size_in_bytes(self) -> int:
         """Return the size of all batches."""
@@ -29,44 +70,113 @@ class AnyMemoryRecords:
 
     def has_next(self) -> bool:
         """Whether there is another batch."""
-        return bool(self._records.has_next())
+        return not self._is_over and bool(self._records.has_next())
 
     def next_batch(self) -> "AnyBatch":
         """Return the next batch."""
         length = self._data[self._at + _BEFORE_LENGTH : self._at + _BEFORE_BATCH]
         end = self._at + _BEFORE_BATCH + int.from_bytes(length, "big")
-        raw, self._at = self._data[self._at : end], end
-        return AnyBatch(self._records.next_batch(), raw)
+        raw, leave = self._data[self._at : end], self._leave if self._at else None
+        self._at = end
+        return AnyBatch(self._records.next_batch(), raw, leave)
+
+    def _leave(self) -> None:
+        self._is_over = True
 
 
 class AnyBatch:
-    """A batch of aiokafka's, or a lenient one if it holds a record that aiokafka can't read."""
+    """A batch of aiokafka's, unpacked here, and read leniently from where aiokafka can't read it.
 
-    def __init__(self, batch: Any, raw: memoryview) -> None:
+    Where it can't be read it raises `UnreadableBatch` only as the first one of a fetch: else it is
+    left to the next fetch, or what has come before it would never get further.
+    """
+
+    def __init__(self, batch: Any, raw: memoryview, leave: Callable[[], None] | None) -> None:
         self._batch = batch
         self._raw = raw
+        self._leave = leave
+        self._is_left = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batch, name)
+
+    @property
+    def next_offset(self) -> int:
+        """Where to go on behind it."""
+        return _offset_of(self._raw) if self._is_left else int(self._batch.next_offset)
 
     def __next__(self) -> Any:
         return next(self._batch)
 
     def __iter__(self) -> Iterator[Any]:
+        read = 0
         try:
-            return iter(list(self._batch))
-        except (UnicodeDecodeError, CorruptRecordException) as error:
-            # The second one is what aiokafka makes of it without its C extension.
-            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
-                raise
-            return iter(_LenientBatch(self._raw))
+            raw, batch = self._raw, self._batch
+            if raw[_CODEC] & _CODEC_MASK and not _is_old(raw):
+                raw = _unpacked(raw, unpacked_at_most.get())
+                batch = type(batch)(raw)
+            try:
+                for record in batch:
+                    read += 1
+                    yield record
+            except (UnicodeDecodeError, CorruptRecordException) as error:
+                # The second one is what aiokafka makes of it without its C extension.
+                if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                    raise
+                yield from islice(_LenientBatch(raw), read, None)
+        except Exception as error:
+            if self._leave is None or read:
+                raise UnreadableBatch(self._batch, self._raw, error) from error
+            self._is_left = True
+            self._leave()
+
+
+def _is_old(raw: memoryview) -> bool:
+    """Whether it is of a format that brokers have not written since Kafka 3.0."""
+    return raw[_MAGIC] <= 1
+
+
+def _offset_of(raw: memoryview) -> int:
+    return int.from_bytes(raw[:_BEFORE_LENGTH], "big")
+
+
+def _unpacked(raw: memoryview, limit: int) -> memoryview:
+    """Return the batch as it would be without a codec. Raises `_TooLarge`, or what a codec does."""
+    # Of memory that nobody has touched only the addresses are taken.
+    batch = memoryview(mmap(-1, _HEADER + limit, flags=MAP_PRIVATE | MAP_ANONYMOUS))
+    batch[:_HEADER] = raw[:_HEADER]
+    batch[_CODEC] &= ~_CODEC_MASK
+    codec, data, room = _CODECS[raw[_CODEC] & _CODEC_MASK], raw[_HEADER:], batch[_HEADER:]
+    if codec == "snappy":
+        size = 0
+        for block in _snappy_blocks(data):
+            if cramjam.snappy.decompress_raw_len(block) > limit - size:
+                raise _TooLarge
+            size += cramjam.snappy.decompress_raw_into(block, room[size:])
+    else:
+        try:
+            size = getattr(cramjam, codec).decompress_into(data, room)
+        except cramjam.DecompressionError as error:
+            raise _TooLarge if _NO_ROOM in str(error) else error from None
+    return batch[: _HEADER + size]
+
+
+def _snappy_blocks(data: memoryview) -> Iterator[memoryview]:
+    """Yield what is packed by itself: everything, or the blocks of Java's stream format."""
+    if not _detect_xerial_stream(data):
+        yield data
+        return
+    at = _XERIAL_HEADER
+    while at < len(data):
+        (length,) = unpack_from(">I", data, at)
+        yield data[at + 4 : at + 4 + length]
+        at += 4 + length
 
 
 class _LenientBatch(_DefaultRecordBatchPy):  # type: ignore[misc]  # it has no types
     """A batch whose headers may have any name: what is not UTF-8 becomes surrogates."""
 
     def _maybe_uncompress(self) -> None:
-        super()._maybe_uncompress()
         self._buffer: bytearray = _Buffer(self._buffer)
 
 

@@ -27,11 +27,18 @@ _LEAD = 1 / 8
 """Of the time for which the inbox remembers: for a replay that takes long, what is forgotten so
 soon counts as forgotten."""
 
+# Nothing is too old for consumers that have begun since the last generation that counts.
 _MEMORY = """
-SELECT GREATEST(since, (SELECT max(closed_at) + $2::interval FROM pipeline.inbox_closed
-                         WHERE closed_at < clock_timestamp() - $1::interval)) AS since,
+SELECT CASE WHEN EXISTS (
+           SELECT FROM unnest($3::text[]) AS reader (consumer)
+             LEFT JOIN pipeline.inbox_consumer USING (consumer)
+            WHERE generation IS NULL OR generation < oldest OR generation <= soon.last)
+       THEN GREATEST(since, soon.closed_at + $2::interval) END AS since,
        clock_timestamp() AS now, current
   FROM pipeline.inbox_generation
+ CROSS JOIN (SELECT max(generation) AS last, max(closed_at) AS closed_at
+               FROM pipeline.inbox_closed
+              WHERE closed_at < clock_timestamp() - $1::interval) AS soon
 """
 
 _APPLIED = """
@@ -66,7 +73,7 @@ class Replay:
     moves: Sequence[Move]
     since: datetime | None
     """What is older may have been forgotten, or will be within an eighth of the time for which the
-    inbox remembers; None: nothing was."""
+    inbox remembers; None: nothing was that a consumer of the topic has taken."""
     forgotten: int
     """Offsets that are older than that."""
     begun_at: datetime
@@ -108,7 +115,10 @@ async def plan(
             f"nothing of {topic} was read after {to}: to go forward, `service topics seek`"
         )
     soon = timedelta(seconds=settings.inbox_age * (1 - _LEAD))
-    since, now, generation = await connection.fetchrow(_MEMORY, soon, CLOCK_MARGIN)
+    consumers = service.handlers.refusing_old(topic)
+    since, now, generation = await connection.fetchrow(
+        _MEMORY, soon, CLOCK_MARGIN, sorted(consumers)
+    )
     forgotten = 0
     if since is not None:
         # People are told a whole second, and to begin with it has to be enough.

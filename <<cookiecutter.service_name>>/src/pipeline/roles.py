@@ -39,6 +39,7 @@ GRANTS: dict[str, dict[str, str]] = {
     "position": {"service": "SELECT, INSERT, UPDATE", "operator": "SELECT"},
     "inbox_generation": dict.fromkeys(ROLES, "SELECT") | {RETENTION: "SELECT, UPDATE"},
     "inbox_closed": {"service": "SELECT", "operator": "SELECT", RETENTION: _ALL},
+    "inbox_consumer": {"service": "SELECT, INSERT", "operator": "SELECT"},
     "inbox": {"service": _ALL, "operator": "SELECT"},
     "inbox_filter": {
         "service": "SELECT, DELETE",

@@ -15,7 +15,7 @@ import asyncpg
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from . import exporters, horizon, logs, revisions, telemetry
+from . import exporters, horizon, inbox, logs, revisions, telemetry
 from .breaker import Breaker
 from .caller import Caller
 from .consume import Consume
@@ -124,9 +124,16 @@ async def _serve(
     stopping: asyncio.Event,
     migrations: ScriptDirectory | None,
 ) -> None:
+    async def prepare(
+        connection: asyncpg.Connection, settings: Settings, *, warns: bool = True
+    ) -> None:
+        await make_ahead(connection, settings, warns=warns)
+        if Part.CONSUME in parts:
+            await inbox.register(connection, service.handlers.consumers)
+
     async def begin(connection: asyncpg.Connection, settings: Settings) -> None:
         await revisions.check(connection, migrations)
-        await make_ahead(connection, settings)
+        await prepare(connection, settings)
 
     # Nothing may meet a missing column or partition: this comes before everything else.
     health.not_ready("housekeeping", "schema and partitions are not checked yet")
@@ -193,7 +200,7 @@ async def _serve(
         in_background(_watch([consume, caller], settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
         in_background(
-            _keep_house(engine, service, claims, settings, health, stopping)
+            _keep_house(engine, service, claims, settings, health, stopping, prepare)
         ) as housekeeping,
     ):
         chosen = [
@@ -258,11 +265,12 @@ async def _keep_house(
     settings: Settings,
     health: Health,
     stopping: asyncio.Event,
+    prepare: Callable[..., Awaitable[None]],
 ) -> None:
     tidy_at = 0.0
     while True:
         is_time = monotonic() >= tidy_at
-        await _patiently(partial(make_ahead, warns=is_time), engine, settings, health, stopping)
+        await _patiently(partial(prepare, warns=is_time), engine, settings, health, stopping)
         if is_time:
             tidy_at = monotonic() + settings.housekeeping_interval
             await _tidy(engine, service, claims, settings)

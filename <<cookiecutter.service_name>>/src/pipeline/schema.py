@@ -130,6 +130,19 @@ inbox_closed = sa.Table(
     comment="When each closed generation that is still remembered was closed.",
 )
 
+inbox_consumer = sa.Table(
+    "inbox_consumer",
+    metadata,
+    sa.Column("consumer", sa.Text, primary_key=True),
+    sa.Column(
+        "generation",
+        sa.Integer,
+        nullable=False,
+        comment="its oldest marker is in this one or a later one",
+    ),
+    comment="Since which generation each consumer has taken messages.",
+)
+
 inbox = sa.Table(
     "inbox",
     metadata,

@@ -159,6 +159,10 @@ class Settings(BaseSettings):
     """So many keys in a row that fail alike at one consumer stop the setting aside of messages."""
     unclean_starts: Count = 3
     """So many processes that die at one position are followed by one that takes records singly."""
+    unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
+    """What a compressed batch of a producer may unpack to, in MiB: 128 times what brokers take by
+    default. A larger one could take all memory: its partition stands still until a person decides.
+    To read one takes about twice its size."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
     """A process whose event loop is blocked for this long ends, with its stack in the log; what
     supervises it is to start another."""

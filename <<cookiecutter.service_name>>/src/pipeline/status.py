@@ -94,6 +94,8 @@ class Reading:
     moved_at: datetime | None
     duplicates: int = 0
     """Messages that came here and had come before, ever since."""
+    open_transaction: int | None = None
+    """The offset at which a producer's transaction is open, where that is why it does not go on."""
     reader: str | None = None
     """Who reads it: the host, and the end of the name in the group; None: nobody does."""
 
@@ -303,6 +305,7 @@ def _compared(readings: list[Reading], described: dict[str, topics.Topic]) -> li
             )
             one.end = end
             begins = topic.first[partition] if one.position is None else one.position
+            one.open_transaction = topic.blocked_at(partition, begins)
             one.lag = None if begins > end else end - begins
     return [known[place] for place in sorted(known)]
 
@@ -324,7 +327,13 @@ def told(status: Status) -> list[str]:
         ("ahead", "memory", f"partitions until {status.ahead_until}"),
     ):
         lines.append(_line(name, "not known, see below" if part in status.unknown else text))
-    lines += _some([_line("held", f"{name}: {why}") for name, why in status.held.items()], 2)
+    held = [
+        f"{one.topic}/{one.partition}: a producer's transaction is open at {one.open_transaction}"
+        for one in status.readings
+        if one.open_transaction is not None
+    ]
+    held += [f"{name}: {why}" for name, why in status.held.items()]
+    lines += _some([_line("held", text) for text in held], 2)
     lines += _some([_line("unknown", f"{part}: {why}") for part, why in status.unknown.items()], 3)
     return [line if len(line) <= 80 else f"{line[:79]}…" for line in lines]
 

@@ -26,9 +26,17 @@ class Topic:
     """The first offset that each partition still has."""
     end: Mapping[int, int]
     """The offset after each partition's last record."""
+    stable: Mapping[int, int]
+    """The first offset of each partition that a producer's open transaction keeps from being read;
+    the end, if none does."""
     configs: Mapping[str, str]
     unreadable: str | None
     """Why the brokers don't tell its configuration; None: they do."""
+
+    def blocked_at(self, partition: int, position: int) -> int | None:
+        """Return where a producer's open transaction keeps a reader from going on, if it does."""
+        stable = self.stable[partition]
+        return stable if stable <= position < self.end[partition] else None
 
 
 async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]:
@@ -82,6 +90,8 @@ async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
     async with clients.asking(settings) as client:
         first = await client.beginning_offsets(partitions)
         end = await client.end_offsets(partitions)
+        # After that: what is written meanwhile does not look like an open transaction.
+        stable = await clients.stable_offsets(client, partitions)
     told = [one for answer in answers for one in answer.resources]
     configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in told}
     unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in told if code}
@@ -90,6 +100,7 @@ async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
             name,
             {one.partition: offset for one, offset in first.items() if one.topic == name},
             {one.partition: offset for one, offset in end.items() if one.topic == name},
+            {one.partition: offset for one, offset in stable.items() if one.topic == name},
             configs.get(name, {}),
             unreadable.get(name),
         )

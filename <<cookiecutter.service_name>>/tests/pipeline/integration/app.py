@@ -13,7 +13,7 @@ from uuid import uuid4
 import asyncpg
 from pydantic import field_validator
 
-from pipeline import Call, Event, Policy, Transaction, lanes
+from pipeline import Call, Event, Policy, Transaction, lanes, record_batches
 from pipeline.commands import command_line
 from pipeline.references import Claims, Kept, Reference
 from pipeline.settings import Settings
@@ -152,6 +152,19 @@ async def strike(event: Struck, tx: Transaction) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+unpacked = record_batches._unpacked
+
+
+def unpacked_or_dead(raw: memoryview, limit: int) -> memoryview:
+    """Die of a batch for which there is no memory, as the kernel would see to it."""
+    found = unpacked(raw, limit)
+    if len(found) > int(os.environ["BANK_MEMORY"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+
+if "BANK_MEMORY" in os.environ:
+    record_batches._unpacked = unpacked_or_dead
 if "BANK_COUNTS" in os.environ:
     lanes._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
 

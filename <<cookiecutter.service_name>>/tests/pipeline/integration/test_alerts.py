@@ -735,6 +735,7 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
         )
 
     first = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
+    await inbox.register(db, bank.handlers.consumers)
     await age(first)
     process = await start("run", inbox_age=7_200)
     fires = await tells(process, "pipeline_inbox_horizon_seconds", positive)

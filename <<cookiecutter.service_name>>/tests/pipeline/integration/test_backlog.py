@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 import sqlalchemy as sa
 
-from pipeline import Park, Policy, Reject, Retry, Transaction, backlog, telemetry
+from pipeline import Park, Policy, Reject, Retry, Transaction, backlog, inbox, telemetry
 from pipeline.breaker import BreakerOpen
 from pipeline.database import autocommitting
 from pipeline.policy import DEFERRED, dead
@@ -474,6 +474,7 @@ async def test_what_comes_again_after_the_inbox_has_forgotten_it_is_not_applied_
     assert (row["reason"], row["attempts"], row["timestamp"]) == ("too old", 0, NOW - 2_000)
     assert row["died_at"] is not None
     assert "takes_old=True" in row["error"]
+    assert f"record is of {inbox.time_of(NOW - 2_000)}" in row["error"]
 
 
 async def test_an_old_event_in_a_new_record_is_too_old_as_well(
@@ -484,8 +485,24 @@ async def test_an_old_event_in_a_new_record_is_too_old_as_well(
     times = (("ce_time", b"2020-01-01T00:00:00Z"),)
     unknown = Deposit(3, timestamp=-1)  # a record of an ancient format has no time
     await desk.apply(Deposit(1, timestamp=NOW, headers=times), Deposit(2, timestamp=NOW), unknown)
-    assert [row["reason"] for row in await desk.backlog()] == ["too old"]
+    (row,) = await desk.backlog()
+    assert row["reason"] == "too old"
+    assert "its event of 2020-01-01 00:00:00+00:00, and the inbox remembers since" in row["error"]
     assert await histories(db) == {"ada": [2, 3]}
+
+
+async def test_a_record_whose_producer_stamps_seconds_is_too_old_and_says_why(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await forgetful(db)
+    await desk.apply(Deposit(1, timestamp=1_700_000_000))
+    (row,) = await desk.backlog()
+    assert "its record is of 1970-01-20 16:13:20+00:00, and" in row["error"]
+    assert row["error"].endswith(
+        "The record's timestamp, 1700000000, looks like seconds, and has to be milliseconds:"
+        " for 2023-11-14 22:13:20+00:00 let its producer send 1700000000000"
+    )
 
 
 async def test_a_handler_may_take_what_is_older_than_the_inbox_remembers(

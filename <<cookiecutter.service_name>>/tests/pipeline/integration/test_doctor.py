@@ -16,19 +16,20 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
 from sqlalchemy import MetaData
 
-from pipeline import Reject, Retry, doctor, roles, status_commands, topics
+from pipeline import Reject, Retry, doctor, roles, status, status_commands, topics
 from pipeline.database import autocommitting, create_engine
 from pipeline.doctor import Finding
 from pipeline.settings import Settings
 
 from .bank import Bank
 from .clusters import private, standing_by
-from .conftest import Command, build
+from .conftest import Command, build, position_reaches
 from .desk import NewDesk
 from .kafka_wire import Wire
 from .outgoing import event, stage
 from .processes import starting
 from .test_commands import ALEMBIC
+from tests.conftest import Running
 from tests.contract.bank import Deposit
 from tests.servers.pooler import pooling
 from tests.servers.processes import Process
@@ -441,6 +442,43 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
     assert (found.level, found.advice) == ("warning", "see `/health/ready` of the service")
     await db.execute("UPDATE pipeline.position SET moved_at = now()")
     assert await examine() == {}
+
+
+@asynccontextmanager
+async def _open_transaction(kafka: str, topic: str) -> AsyncIterator[None]:
+    """Hold a transaction open that has sent an event."""
+    async with AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=uuid4().hex) as other:
+        await other.begin_transaction()
+        await Deposit(10).send(other, topic)
+        yield
+        await other.abort_transaction()
+
+
+async def test_a_transaction_that_keeps_a_partition_from_being_read_is_told(
+    examine: Examine,
+    bank: Bank,
+    running: Running,
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    producer: AIOKafkaProducer,
+    kafka: str,
+) -> None:
+    await Deposit(1).send(producer, bank.deposits)
+    async with running(bank.service) as health, _open_transaction(kafka, bank.deposits):
+        await Deposit(2).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 1))
+        await db.execute("UPDATE pipeline.position SET moved_at = now() - interval '1 h'")
+        found = (await examine())["lag"]
+        assert health.is_ready
+        async with _connected(settings()) as connection:
+            screen = status.told(await status.look(connection, bank.service, settings()))
+    place = f"{bank.deposits}/0"
+    assert found.level == "warning"
+    assert f"transaction is open in {place} at offset 1:" in found.found
+    assert "2 offsets wait behind it" in found.found
+    assert f"describe-producers --topic {bank.deposits} --partition 0" in found.advice
+    assert f"abort --topic {bank.deposits} --partition 0 --start-offset 1`" in found.advice
+    assert f"held       {place}: a producer's transaction is open at 1" in screen
 
 
 async def test_who_reads_is_not_known_while_a_group_shares_out_its_partitions(

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import asyncpg
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from pipeline import Transaction, inbox
 from pipeline.database import autocommitting
@@ -15,7 +16,9 @@ from pipeline.retention import keep_house
 from pipeline.settings import Settings
 
 from .bank import Bank
+from .conftest import position_reaches
 from .desk import Desk, NewDesk
+from tests.conftest import Running
 from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -211,6 +214,115 @@ async def test_what_is_older_than_the_inbox_remembers_is_no_new_event_unless_its
         assert await histories(db) == {"ada": [3]}
         assert await desk.set_aside() == {("deposit", 0): "too old", ("deposit", 1): "too old"}
         assert all(row["died_at"] is not None for row in await desk.backlog())
+
+
+@pytest.fixture
+async def forgotten(db: asyncpg.Connection) -> datetime:
+    """Forget all that is before today, as retention does; return since when all is remembered."""
+    since = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    await forget(db, since)
+    return since
+
+
+async def forget(db: asyncpg.Connection, since: datetime) -> None:
+    """Close the current generation, and forget it."""
+    current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
+    assert await inbox.rotate(db, current=current)
+    await db.execute("UPDATE pipeline.inbox_generation SET oldest = current, since = $1", since)
+    await db.execute("DELETE FROM pipeline.inbox WHERE generation = $1", current)
+
+
+def at(time: datetime) -> int:
+    """Return the time as a record has it."""
+    return round(time.timestamp() * 1_000)
+
+
+async def test_a_consumer_that_begins_on_an_old_topic_applies_what_it_finds_there(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, forgotten: datetime
+) -> None:
+    """It can have forgotten nothing: whatever it has applied is remembered."""
+    bank, desk = ledger
+    await inbox.register(db, bank.handlers.consumers)
+    last_year = ("ce_time", b"2020-01-01T00:00:00Z")
+    long_ago = at(forgotten - timedelta(days=300))
+    await desk.apply(
+        Deposit(1, timestamp=long_ago),
+        Deposit(2, timestamp=at(datetime.now(UTC)), headers=(last_year,)),
+        Deposit(3, timestamp=1_700_000_000),
+    )
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    assert await desk.set_aside() == {}
+    again = await desk.apply(Deposit(1, timestamp=long_ago))
+    assert [one.is_new for one in again] == [False]
+
+
+async def test_of_two_consumers_of_a_topic_only_the_older_may_have_forgotten(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    taken = []
+    await inbox.register(db, bank.handlers.consumers)
+    old = Deposit(1, timestamp=at(datetime.now(UTC) - timedelta(days=300)))
+    await desk.apply(old)
+    await forget(db, datetime.now(UTC))
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="new")
+    async def take(event: Deposited, tx: Transaction) -> None:
+        taken.append(event.amount)
+
+    await inbox.register(db, bank.handlers.consumers)
+    await desk.apply(old)
+    assert taken == [1]
+    assert await desk.set_aside() == {("deposit", 1): "too old"}
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_what_comes_again_is_too_old_as_soon_as_the_consumer_has_forgotten_anything(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, forgotten: datetime
+) -> None:
+    """Trap 10: the first copy was applied and forgotten, whatever the time of the second is."""
+    bank, desk = ledger
+    await inbox.register(db, bank.handlers.consumers)
+    old = Deposit(1, timestamp=at(forgotten - timedelta(days=300)))
+    await desk.apply(old)
+    assert await inbox.rotate(db, current=2)
+    await desk.apply(old)
+    assert await desk.set_aside() == {}, "it is known"
+    await db.execute("UPDATE pipeline.inbox_generation SET oldest = current")
+    await inbox.register(db, bank.handlers.consumers)
+    await desk.apply(old)
+    assert await histories(db) == {"ada": [1]}
+    assert await desk.set_aside() == {("deposit", 2): "too old"}
+
+
+async def test_a_consumer_that_is_not_registered_may_have_forgotten_anything(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection, forgotten: datetime
+) -> None:
+    """As when a failover has lost its row: rather a dead letter than applied twice."""
+    _, desk = ledger
+    await desk.apply(Deposit(1, timestamp=at(forgotten - timedelta(days=1))))
+    assert await desk.set_aside() == {("deposit", 0): "too old"}
+
+
+async def test_a_service_applies_an_old_topic_that_it_begins_to_read(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    forgotten: datetime,
+) -> None:
+    for amount in range(3):
+        old = Deposit(amount, timestamp=at(forgotten - timedelta(days=100 - amount)))
+        await old.send(producer, bank.deposits)
+    async with running(bank.service):
+        await eventually(position_reaches(db, bank.deposits, 3))
+    assert await histories(db) == {"ada": [0, 1, 2]}
+    # Read once more, by whatever way.
+    await db.execute("UPDATE pipeline.position SET next_offset = 0, anchor_offset = NULL")
+    async with running(bank.service):
+        await eventually(position_reaches(db, bank.deposits, 3))
+    assert await histories(db) == {"ada": [0, 1, 2]}
+    assert await count(db, "pipeline.backlog") == 0
 
 
 async def test_what_is_known_is_a_duplicate_however_old_it_is(

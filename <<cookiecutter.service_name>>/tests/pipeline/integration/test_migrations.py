@@ -73,6 +73,7 @@ ALL = [
     "claim",
     "inbox",
     "inbox_closed",
+    "inbox_consumer",
     "inbox_filter",
     "inbox_generation",
     "outbox",

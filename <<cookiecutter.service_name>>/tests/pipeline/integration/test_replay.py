@@ -10,7 +10,7 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Park, replay
+from pipeline import Park, inbox, replay
 from pipeline.commands import command_line
 from pipeline.replay import Progress, Replay
 from pipeline.runtime import Part
@@ -182,10 +182,26 @@ async def test_what_is_forgotten_before_a_long_replay_ends_counts_as_forgotten(
     assert "2 of 4 offsets are from before" in refused.output
 
     await db.execute("UPDATE pipeline.inbox_generation SET since = $1", closed_at)
+    await db.execute("INSERT INTO pipeline.inbox_consumer VALUES ('deposit', 0)")
     async with running(bank.service, Part.CONSUME):
         done = await command("replay", bank.deposits, "--from", "earliest", "--too-old")
     assert "2 messages took effect that had not" in done.stdout
     assert "2 messages were too old, and are dead letters now" in done.stdout
+
+
+async def test_what_a_consumer_has_never_taken_is_read_again_however_old_it_is(
+    bank: Bank, command: Command, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    await Deposit(1, timestamp=1_700_000_000_000).send(producer, bank.deposits)
+    await store_position(db, bank, 1)
+    await db.execute("UPDATE pipeline.inbox_generation SET since = now(), oldest = 2, current = 3")
+    await inbox.register(db, bank.handlers.consumers)
+    begins = ("replay", bank.deposits, "--from", "earliest", "--no-wait")
+    # It has begun in a generation that will be forgotten soon; and in none such.
+    await db.execute("INSERT INTO pipeline.inbox_closed VALUES (3, now() - interval '8 days')")
+    assert (await command(*begins)).exit_code == 1
+    await db.execute("UPDATE pipeline.inbox_closed SET generation = 2")
+    assert (await command(*begins)).exit_code == 0
 
 
 @pytest.mark.parametrize(

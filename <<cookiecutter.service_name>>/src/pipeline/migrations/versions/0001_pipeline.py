@@ -96,6 +96,18 @@ def upgrade() -> None:
         'When each closed generation that is still remembered was closed.'""")
 
     op.execute("""
+        CREATE TABLE pipeline.inbox_consumer (
+            consumer   text PRIMARY KEY,
+            generation integer NOT NULL
+        )""")
+    op.execute("""
+        COMMENT ON COLUMN pipeline.inbox_consumer.generation IS
+        'its oldest marker is in this one or a later one'""")
+    op.execute("""
+        COMMENT ON TABLE pipeline.inbox_consumer IS
+        'Since which generation each consumer has taken messages.'""")
+
+    op.execute("""
         CREATE TABLE pipeline.inbox (
             generation   integer NOT NULL,
             key          bytea NOT NULL,
