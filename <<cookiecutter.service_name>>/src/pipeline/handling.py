@@ -16,11 +16,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from .aggregate import Aggregate, Key
 from .backlog import StoredRecord
 from .batch import Item
-from .failures import is_of_the_database
+from .failures import is_of_the_database, named
 from .handlers import Handler
 from .ordering import Sequenced, SequenceGap, sequence_of
 from .outbox import Outbox
-from .policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, dead, early
+from .policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, as_decision, dead, early
 from .tasks import Turn
 from .telemetry import Current, ProcessSpans, traceparent
 from .transaction import EventBatch, Rows, Transaction
@@ -164,7 +164,7 @@ class _Failed(Exception):
         self, error: BaseException, context: Context | None = None, *, is_cut_off: bool = False
     ) -> None:
         super().__init__()
-        self.error = error
+        self.error = as_decision(error)
         self.trace = traceparent(context)
         self.is_cut_off = is_cut_off
 
@@ -295,18 +295,12 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         result = await _call(item, attempt, gap)
         if handler.gaps is not None and (row := await _followed(item, attempt)):
             row.followed = item.sequence
-        return (
-            None
-            if result is None
-            else pydantic_core.to_json(result, inf_nan_mode="strings").decode()
-        )
+        return result_as_json(result)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         raise _Failed(error, attempt.context) from error
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:  # sys.exit() too, and the panic of a library that is not Python
         if attempt.deadline.is_over:
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
@@ -317,6 +311,19 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         raise _Failed(error, attempt.context) from error
     finally:
         attempt.calling = None
+
+
+def result_as_json(result: object) -> str | None:
+    """Return what is kept of a handler's result. Raises `TypeError` for what is no JSON."""
+    if result is None:
+        return None
+    try:
+        return pydantic_core.to_json(result, inf_nan_mode="strings").decode()
+    except Exception as error:
+        raise TypeError(
+            f"the function has returned what is no JSON ({named(error)}): return text, a number, a"
+            " list, a dict or a model, which are kept, or nothing"
+        ) from error
 
 
 async def _call(item: Item, attempt: Attempt, gap: int) -> object:
