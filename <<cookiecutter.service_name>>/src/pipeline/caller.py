@@ -27,8 +27,9 @@ from .breaker import BreakerOpen
 from .consume import judged
 from .effects import Call, Effect
 from .failures import is_of_the_database, named
+from .handling import result_as_json
 from .lanes import Lanes, died, untouched
-from .policy import DIED, NOT_DONE, UNKNOWN, Fate, ProcessDied, assumed, unknown
+from .policy import DIED, NOT_DONE, UNKNOWN, Fate, ProcessDied, as_decision, assumed, unknown
 from .results import Results
 from .schema import LANES
 from .tasks import end, in_background
@@ -62,6 +63,8 @@ class _Called:
 
     item: Item
     result: object = None
+    kept: object = None
+    """What is kept of the result."""
     error: BaseException | None = None
     context: Context | None = None
     """The call's, with its span."""
@@ -85,12 +88,12 @@ class _Called:
             if effect.then is not None:
                 try:
                     await effect.then(event, tx, self.result)
-                except NOT_DONE as error:
-                    if effect.is_repeatable:
+                except Exception as error:
+                    if effect.is_repeatable or not isinstance(as_decision(error), NOT_DONE):
                         raise
                     # Of a call they say that it did not take place. This one did.
                     raise OutcomeUnknown(f"it took place, but then: {named(error)}") from error
-            return self.result
+            return self.kept
 
         handler = replace(self.item.handler, function=settle)
         return self.item._replace(handler=handler, called=self.context)
@@ -291,14 +294,11 @@ class Caller(Lanes):
                             raise TimeoutError
                     called = replace(called, is_made=True)
                     result = await handler.function(item.event, call)
-            pydantic_core.to_json(result, inf_nan_mode="strings")  # as it is kept
-            return replace(called, result=result)
+            return replace(called, result=result, kept=_kept(result, item))
         except asyncio.CancelledError as error:
             if task.cancelling():
                 raise
             return replace(called, error=error)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
         except BaseException as error:  # sys.exit() too, and the panic of a library
             told = _told(error, handler.consumer, handler.timeout, limit)
             return replace(called, error=told)
@@ -397,9 +397,22 @@ async def _has_happened(item: Item, call: Call) -> bool:
     assert ask is not None
     try:
         return await ask(item.event, call)
-    except NOT_DONE as error:
+    except Exception as error:
+        if not isinstance(as_decision(error), NOT_DONE):
+            raise
         # Of a call they say that it did not take place. Who asks can't say that so.
         raise OutcomeUnknown(f"it can't be asked: {named(error)}") from error
+
+
+def _kept(result: object, item: Item) -> object:
+    """Return the JSON that is kept of what a call has returned: whatever it is, it was made."""
+    try:
+        kept = result_as_json(result)
+    except TypeError as error:
+        consumer, id = item.marker.consumer, item.marker.message.id
+        log.warning("%s: call %r was made, and nothing of it is kept: %s", consumer, id, error)
+        return None
+    return kept and pydantic_core.from_json(kept)
 
 
 def _before(item: Item) -> Fate:
@@ -428,11 +441,12 @@ def _told(
 ) -> BaseException:
     """Return the error of a call as one that the transaction takes for its handler's own."""
     told: BaseException
+    decision = as_decision(error)
     if limit.expired():
         told = TimeoutError(f"{consumer} takes longer than {seconds} s")
-    elif is_of_the_database(error):
+    elif is_of_the_database(decision):
         told = CallFailed(named(error))
     else:
-        return error
+        return decision
     told.__cause__ = error
     return told

@@ -1,5 +1,6 @@
 """The command line `service`."""
 
+import logging
 from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated
@@ -42,6 +43,8 @@ from .terminal import (
     tell_program,
 )
 
+log = logging.getLogger(__name__)
+
 PLACE = "earliest|latest|OFFSET|TIME"
 _REPLICAS = 3
 """Where there are as many brokers: one may be away, and what was acknowledged is kept."""
@@ -75,7 +78,15 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
 
     def serve(parts: Part) -> None:
         with serving() as tell:
-            run_to_end(run(service, read_settings(service, tell), parts), tell)
+            work = run(service, read_settings(service, tell), parts)
+            try:
+                run_to_end(work, tell)
+            except (KeyboardInterrupt, SystemExit) as error:
+                # Signals don't: asyncio lets these out of any task, and so out of a handler's own.
+                log.critical(
+                    "%s in a task has ended the process", type(error).__name__, exc_info=error
+                )
+                raise
 
     @app.command("run", epilog="For example: service run")
     def run_all() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from inspect import iscoroutinefunction
 
 from .message import Message
 
@@ -35,8 +34,5 @@ class Effect:
     def __post_init__(self) -> None:
         if self.per_second is not None and not self.per_second > 0:
             raise ValueError(f"per_second is a number of calls, not {self.per_second!r}")
-        for function in (self.then, self.ask):
-            if function is not None and not iscoroutinefunction(function):
-                raise TypeError(f"{function} is no coroutine function: write `async def`")
         if self.ask is not None and self.is_repeatable:
             raise TypeError("ask= is for what may not be repeated: give repeatable=False, too")

@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
 from random import uniform
 from typing import Any, TypeVar
 
@@ -42,14 +43,34 @@ class StoreSlow(StoreAway):
 
 _LONGEST = 4_000
 """Characters of an error's text: a payload can be wrong in a hundred thousand places."""
+_MOST = 20
+"""Errors of an exception group that are described."""
 _UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
 """What PostgreSQL's text does not hold."""
 _VALUE = re.compile(r"""["']|: """)
 """What comes before a value in a text of PostgreSQL or asyncpg about it."""
 
 
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield what an exception group contains, however nested; the error itself if it is none."""
+    left = [error]
+    while left:
+        error = left.pop()
+        if isinstance(error, BaseExceptionGroup):
+            left += reversed(error.exceptions)
+        else:
+            yield error
+
+
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether the servers or the way to them failed, and not a record or a handler."""
+    """Whether the servers or the way to them failed, and not a record or a handler.
+
+    Of an exception group: whether nothing else did.
+    """
+    return all(map(_is_infrastructure, leaves(error)))
+
+
+def _is_infrastructure(error: BaseException) -> bool:
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
         return True
     error = as_raised(error)
@@ -58,10 +79,13 @@ def is_infrastructure(error: BaseException) -> bool:
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "").startswith(_INFRASTRUCTURE) or _lacks_a_partition(error)
     if isinstance(error, asyncpg.InterfaceError):
-        return not isinstance(error, ValueError)  # those are arguments that asyncpg can't encode
-    return isinstance(
-        error, asyncpg.InternalClientError | sqlalchemy.exc.TimeoutError | OSError | KafkaError
-    )
+        # "Improper use of asyncpg API". Of an outage it tells when the connection is lost already;
+        # that has neither a class nor a cause of its own, and SQLAlchemy knows it by the text, too.
+        return "connection is closed" in str(error)
+    if isinstance(error, asyncpg.InternalClientError):
+        # The class itself is for states that asyncpg should never be in.
+        return type(error) is not asyncpg.InternalClientError
+    return isinstance(error, sqlalchemy.exc.TimeoutError | OSError | KafkaError)
 
 
 def _lacks_a_partition(error: asyncpg.PostgresError) -> bool:
@@ -82,8 +106,16 @@ _CONTENTION = ("40001", "40P01", "55P03", "57014")
 
 def is_contention(error: BaseException) -> bool:
     """Whether others' locks were in the way: an outage if it passes, and else the batch's doing."""
-    error = as_raised(error)
-    return isinstance(error, asyncpg.PostgresError) and error.sqlstate in _CONTENTION
+    raised = map(as_raised, leaves(error))
+    return any(isinstance(e, asyncpg.PostgresError) and e.sqlstate in _CONTENTION for e in raised)
+
+
+_OF_THE_DATABASE = (
+    sqlalchemy.exc.SQLAlchemyError,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+)
 
 
 def is_of_the_database(error: BaseException) -> bool:
@@ -91,9 +123,7 @@ def is_of_the_database(error: BaseException) -> bool:
 
     A statement that fails may be the flush of what another record's handler has left behind.
     """
-    return isinstance(
-        error, sqlalchemy.exc.SQLAlchemyError | asyncpg.PostgresError | asyncpg.InterfaceError
-    )
+    return any(isinstance(one, _OF_THE_DATABASE) for one in leaves(error))
 
 
 def told(error: BaseException) -> str:
@@ -109,6 +139,9 @@ def told(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        inner = [*islice(leaves(error), _MOST)]
+        return "; ".join([str(error), *(named(one)[: _LONGEST // len(inner)] for one in inner)])
     if isinstance(error, ValidationError):
         return "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'payload'}: {one['msg']}"

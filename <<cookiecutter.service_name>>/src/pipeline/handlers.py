@@ -1,13 +1,13 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeVar
 
+from . import signatures
 from .aggregate import Loads
 from .effects import Call, Effect
-from .events import Event, Tombstone
+from .events import Event, Tombstone, check_event, check_name, check_topic, reader
 from .message import Plain
 from .ordering import Gaps, Sequenced
 from .outbox import EFFECTS
@@ -84,8 +84,9 @@ class Handlers:
         `service inbox show` prints it; whoever sends the event once more gets no answer.
 
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
-        function does not fit, and `ValueError` for a time-out that is none.
+        function does not fit, and `ValueError` for a time-out or a name that is none.
         """
+        check_topic(topic)
         if gaps is not None and not (loads and issubclass(loads.entity, Sequenced)):
             raise TypeError("gaps= needs loads= of a class that has the mixin Sequenced")
         register: Callable[[Function[E]], Function[E]] = self._registering(
@@ -120,6 +121,7 @@ class Handlers:
         the function returns nothing, `timeout` is for all of a call, and when it fails on several
         events they are tried again in halves, until it is known which one is at fault.
         """
+        check_topic(topic)
         register: Callable[[BatchFunction[E]], BatchFunction[E]] = self._registering(
             event, topic, consumer, loads, policy, mode, timeout, takes_old, takes_batches=True
         )
@@ -157,8 +159,12 @@ class Handlers:
         of it is done again.
 
         Raises `TypeError` if the consumer already takes these events, or `ask`, `loads` or the
-        function does not fit, and `ValueError` for a time-out or a rate that is none.
+        function does not fit, and `ValueError` for a time-out, a rate or a name that is none.
         """
+        if then is not None:
+            signatures.check(then, event=event, tx=Transaction, result=Any)
+        if ask is not None:
+            signatures.check(ask, event=event, call=Call)
         register: Callable[[EffectFunction[E]], EffectFunction[E]] = self._registering(
             event,
             EFFECTS,
@@ -188,22 +194,28 @@ class Handlers:
         effect: Effect | None = None,
         gaps: Gaps | None = None,
     ) -> Callable[[F], F]:
+        check_event(event)
+        check_name("a consumer", consumer)
+        if event.__pydantic_complete__:  # else it names what comes later
+            reader(event)
         if loads is not None:
             loads.check(event)
         if not timeout > 0:
             raise ValueError(f"timeout is in seconds, not {timeout}")
 
         def register(function: F) -> F:
-            is_coroutine_function = iscoroutinefunction(function)
-            if not is_coroutine_function:
-                raise TypeError(f"{function} is no coroutine function: write `async def`")
+            if takes_batches:
+                signatures.check(function, batch=EventBatch[event])  # type: ignore[valid-type]
+            else:
+                takes = {"tx": Transaction} if effect is None else {"call": Call}
+                signatures.check(function, event=event, **takes)
             registered = self._by_topic.setdefault(topic, {})
             others = registered.get(event.event_type, ())
             for other in others:
                 if other.event is not event:
                     raise TypeError(
                         f"{other.event.__name__} and {event.__name__} both have the type"
-                        f" {event.event_type!r}"
+                        f" {event.event_type!r}: take one of them in all handlers of the topic"
                     )
                 if other.consumer == consumer:
                     raise TypeError(
@@ -256,12 +268,14 @@ class Handlers:
 
         Raises `TypeError` if it was said before.
         """
+        check_topic(topic)
         if topic in self._plain:
             raise TypeError(f"topic {topic!r} is described twice")
         self._plain[topic] = how
 
     def demand_types(self, topic: str) -> None:
         """Make a type that no handler takes a dead letter; elsewhere it is skipped and counted."""
+        check_topic(topic)
         self._demanding.add(topic)
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
@@ -298,9 +312,15 @@ class Handlers:
         return frozenset(self._by_topic) - {EFFECTS}
 
     @property
-    def effects(self) -> frozenset[str]:
-        """Types of the events that some effect takes."""
-        return frozenset(self._by_topic.get(EFFECTS, ()))
+    def effects(self) -> Mapping[str, type[Event]]:
+        """The events that some effect takes, by their types."""
+        return {type: one[0].event for type, one in self._by_topic.get(EFFECTS, {}).items()}
+
+    @property
+    def replaced(self) -> list[str]:
+        """Names of the functions that a decorator above the registration has replaced since."""
+        functions = {one.function for topic in self._by_topic for one in self._on(topic)}
+        return sorted(one.__qualname__ for one in functions if signatures.is_wrapped_since(one))
 
     @property
     def consumers(self) -> frozenset[str]:

@@ -19,11 +19,11 @@ from .backlog import StoredRecord
 from .batch import Item, validated
 from .door import DONE, HandlerFault, InContext, OwnSession, SharedSession, own_session
 from .events import Event
-from .failures import is_infrastructure, is_of_the_database
+from .failures import is_infrastructure, is_of_the_database, named
 from .handlers import Handler
 from .ordering import SequenceConflict, Sequenced, SequenceGap, name_of, sequence_of
 from .outbox import Outbox
-from .policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, dead, early
+from .policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Fate, Reject, as_decision, dead, early
 from .rows import Rows
 from .tasks import Turn
 from .telemetry import Current, ProcessSpans, traceparent
@@ -197,7 +197,7 @@ class _Failed(Exception):
         self, error: BaseException, context: Context | None = None, *, is_cut_off: bool = False
     ) -> None:
         super().__init__()
-        self.error = error
+        self.error = as_decision(error)
         self.trace = traceparent(context)
         self.is_cut_off = is_cut_off
 
@@ -390,18 +390,12 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         if handler.gaps is not None and (row := await _followed(item, attempt)):
             row.followed = item.sequence
             row.followed_by = name_of(item.marker.message)
-        return (
-            None
-            if result is None
-            else pydantic_core.to_json(result, inf_nan_mode="strings").decode()
-        )
+        return result_as_json(result)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         raise _Failed(error, attempt.context) from error
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:  # sys.exit() too, and the panic of a library that is not Python
         if attempt.deadline.is_over:
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
@@ -416,6 +410,19 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         shared = attempt.rows.session.sync_session
         if isinstance(shared, SharedSession) and shared.is_wanted:
             raise NeedsOwnSession(handler.consumer)
+
+
+def result_as_json(result: object) -> str | None:
+    """Return what is kept of a handler's result. Raises `TypeError` for what is no JSON."""
+    if result is None:
+        return None
+    try:
+        return pydantic_core.to_json(result, inf_nan_mode="strings").decode()
+    except Exception as error:
+        raise TypeError(
+            f"the function has returned what is no JSON ({named(error)}): return text, a number, a"
+            " list, a dict or a model, which are kept, or nothing"
+        ) from error
 
 
 async def _call(item: Item, attempt: Attempt, gap: int) -> object:

@@ -147,8 +147,10 @@ class Lanes:
             await self._release(lane)
             await self._pause(self._settings.retry_pause)
             return
-        except (Exception, asyncio.CancelledError):  # who ends in order has killed nobody
-            with suppress(Exception):
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self._stopping.is_set():
+                raise  # the loop ends over what a task of a handler has raised: that is a death
+            with suppress(Exception):  # who ends in order has killed nobody
                 await self._release(lane)
             raise
         await self._release(lane)
@@ -238,8 +240,10 @@ class Lanes:
             except (BreakerOpen, StoreAway):
                 await self._apply(consume, before)
                 raise
-            except asyncio.CancelledError:  # who ends in order accuses nobody
-                with suppress(Exception):
+            except asyncio.CancelledError:
+                if not self._stopping.is_set():
+                    raise
+                with suppress(Exception):  # who ends in order accuses nobody
                     async with asyncio.timeout(_FAREWELL_SECONDS):
                         await self._apply(consume, before)
                 raise

@@ -3,25 +3,25 @@
 Those that are due later are written into a table of their own, from which `scheduled` moves them.
 """
 
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from hashlib import blake2b
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import asyncpg
 from opentelemetry.context import Context, get_current
+from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from . import telemetry
 from .events import Event
+from .failures import told
 from .references import Claims, Kept
 from .schema import SCHEMA
 
 EFFECTS = "(effects)"
 """Stands for a topic where an event is to be given to effects; no topic has such a name."""
 
-_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
 _REFERENCE_AT_MOST = 1_500
@@ -29,6 +29,11 @@ _REFERENCE_AT_MOST = 1_500
 _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
+
+_ADVICE = (
+    "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
+    " nothing of another type or a subclass; an alias needs serialize_by_alias=True"
+)
 
 _BEGUN = blake2b(digest_size=16)
 
@@ -139,10 +144,10 @@ class Outbox:
         source: str,
         max_event_bytes: int,
         *,
-        effects: Collection[str] = (),
+        effects: Mapping[str, type[Event]] = {},
         claims: Claims | None = None,
     ) -> None:
-        """`effects` are the types that some effect takes."""
+        """`effects` are the events that some effect takes, by their types."""
         self._source = source
         self._max_event_bytes = max_event_bytes
         self._effects = effects
@@ -207,9 +212,13 @@ class Outbox:
         Raises `TypeError` if no effect takes it, and `Unpublishable` as `stage` does.
         """
         kind = type(event)
-        if kind.event_type not in self._effects:
+        taken = self._effects.get(kind.event_type)
+        if taken is not kind:
             name = kind.__name__
-            raise TypeError(f"no effect takes {name}: register one by @handlers.effect({name}, …)")
+            other = f", but {taken.__name__}, which has its type" if taken else ""
+            raise TypeError(
+                f"no effect takes {name}{other}: register one by @handlers.effect({name}, …)"
+            )
         size = self._fixed_size(kind)
         self.calls.append(self._written(event, EFFECTS, size, id, key, None, context))
 
@@ -235,6 +244,7 @@ class Outbox:
         except (UnicodeEncodeError, PydanticSerializationError) as error:
             text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
             raise Unpublishable(text) from error
+        _read_back(event, payload)
         traceparent, tracestate, baggage = self._headers_of(
             get_current() if context is None else context
         )
@@ -290,11 +300,9 @@ class Outbox:
     def _check(self, kind: type[Event]) -> tuple[str, int]:
         """Return the topic of such events, and what each takes beside payload, key and context."""
         topic, name = kind.event_topic, kind.__name__
-        if topic is None or not _TOPIC.fullmatch(topic) or topic in (".", ".."):
+        if topic is None:
             raise Unpublishable(
-                f"{name} has {'no topic' if topic is None else f'the topic {topic!r}'};"
-                f' declare it as class {name}(Event, type="…", topic="…"), with 1 to 249 letters,'
-                " digits, dots, underscores and hyphens"
+                f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
             )
         size = self._fixed_size(kind)
         self._checked[kind] = topic, size
@@ -352,6 +360,48 @@ class Outbox:
         ]
         if rows:
             await connection.execute(_SCHEDULE, rows)
+
+
+def _read_back(event: Event, payload: bytes) -> None:
+    """Raise `Unpublishable` if the event's class does not read what it has written as it was."""
+    kind = type(event)
+    try:
+        read = kind.__pydantic_validator__.validate_json(payload)
+    except Exception as error:
+        why = f"{kind.__name__} can't be read from its own JSON ({told(error)})"
+        raise Unpublishable(f"{why}: {_ADVICE}") from error
+    if read.__dict__ != event.__dict__ or event.__pydantic_extra__:
+        before, after = _members(event), _members(read)
+        for name in before:
+            if not _is_same(before[name], after.get(name)):
+                why = f"{kind.__name__}.{name} is another value when it is read from its own JSON"
+                raise Unpublishable(f"{why}: {_ADVICE}")
+
+
+def _members(one: object) -> dict[str, Any]:
+    if isinstance(one, BaseModel):
+        return {name: getattr(one, name) for name in type(one).model_fields} | (
+            one.__pydantic_extra__ or {}
+        )
+    return getattr(one, "__dict__", {})
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether values are the same, also where Python has no two equal ones."""
+    if one == other or type(one) is not type(other):
+        return bool(one == other)
+    if isinstance(one, datetime):  # of two zones, in the hour that a clock is set back by
+        return bool(one.isoformat() == other.isoformat())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    before, after = (
+        _members(value) if not isinstance(value, dict) else value for value in (one, other)
+    )
+    return (
+        bool(before)
+        and before.keys() == after.keys()
+        and all(_is_same(before[name], after[name]) for name in before)
+    )
 
 
 async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .failures import told
+from .failures import is_infrastructure, leaves, told
 
 _JITTER = 0.1
 """Share of a delay by which it differs, so that what failed together does not come back at once."""
@@ -49,6 +49,22 @@ class Reject(Exception):
 
 NOT_DONE = (Retry, Park, Reject)
 """What a handler raises to say that it has done nothing: of a call, that it did not take place."""
+_STRONGEST_FIRST = (Reject, Park, Retry)
+
+
+def as_decision(error: BaseException) -> BaseException:
+    """Return the strongest of the decisions that an exception group contains, else the error.
+
+    A group is what it contains: where something failed beside the decisions, it is a failure. An
+    outage is none.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    found = [one for one in leaves(error) if not is_infrastructure(one)]
+    if not all(isinstance(one, NOT_DONE) for one in found):
+        return error
+    decisions = (one for kind in _STRONGEST_FIRST for one in found if isinstance(one, kind))
+    return next(decisions, error)
 
 
 def is_delay(seconds: object) -> bool:
@@ -203,6 +219,7 @@ def after_failure(
 
     `attempts` and `waited` are its own from before.
     """
+    error = as_decision(error)
     if isinstance(error, Reject):
         return dead(policy, "rejected", error, attempts=attempts + 1)
     is_parked = isinstance(error, Park)

@@ -129,6 +129,11 @@ class Reader:
 
     async def stop(self, grace: float) -> None:
         """Let the running batch finish within `grace` seconds, then roll it back."""
+        task = self._task
+        if task and not self._stopping.is_set() and (task.done() or task.cancelling()):
+            # Not by us: the loop ends over what a task of a handler has raised, KeyboardInterrupt
+            # or SystemExit, and all tasks are cancelled. That is a death.
+            self._started_at = None
         self._stopping.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=grace)

@@ -337,7 +337,8 @@ async def _beat(health: Health, hang_timeout: float) -> None:
 def _stopping_on_signals() -> asyncio.Event:
     """Return the event that the first signal sets; a second one ends the process at once.
 
-    That is safe: what is not in the database or in Kafka has not happened.
+    That is safe: what is not in the database or in Kafka has not happened. Not even SIGINT raises
+    `KeyboardInterrupt`, which would be the failure of the handler that it finds at work.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -346,6 +347,7 @@ def _stopping_on_signals() -> asyncio.Event:
         log.info("%s: finishing what is begun", number.name)
         stopping.set()
         loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)

@@ -87,6 +87,11 @@ class Service:
                 f"the service reads {settings.dead_letter_topic}, and would send its dead letters"
                 " there for ever: let PIPELINE_DEAD_LETTER_TOPIC name another topic"
             )
+        for name in self.handlers.replaced:
+            yield (
+                f"a decorator above that of {name} would never be used: the function was registered"
+                " before. Write @handlers… above all others"
+            )
         if unread := self.handlers.demanding - self.handlers.topics:
             yield f"demand_types({min(unread)!r}) is about a topic that no handler reads"
 

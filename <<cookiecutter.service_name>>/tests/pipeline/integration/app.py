@@ -131,7 +131,19 @@ class Struck(Event, type="struck"):
     def _nobody_survives_its_validation(cls, how: str) -> str:
         if how == "validation":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how.startswith("validation: "):
+            raise EXITS[how.removeprefix("validation: ")]
         return how
+
+
+EXITS: dict[str, type[BaseException]] = {
+    one.__name__: one for one in (KeyboardInterrupt, GeneratorExit, SystemExit)
+}
+
+
+async def exit_by(kind: type[BaseException]) -> None:
+    """Raise what ends a process."""
+    raise kind
 
 
 @bank.handlers.on(
@@ -149,6 +161,10 @@ async def strike(event: Struck, tx: Transaction) -> None:
     while event.how == "deaf":
         with suppress(BaseException):
             await asyncio.sleep(60)
+    if event.how in EXITS:
+        raise EXITS[event.how]
+    if event.how.startswith("task: "):
+        await asyncio.create_task(exit_by(EXITS[event.how.removeprefix("task: ")]))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,8 @@ from tests.servers.processes import Process, Start
 from tests.servers.waiting import eventually
 
 pytestmark = pytest.mark.full
+
+EXITS = {"KeyboardInterrupt", "GeneratorExit", "SystemExit"}
 
 
 @pytest.fixture
@@ -70,6 +73,12 @@ def struck(how: str) -> Deposit:
         # As the first one, before any handler is called.
         ("deferred", "kill", 4),
         ("immediate", "validation", 5),
+        # asyncio lets these out of a task that the handler has begun, and so out of the loop.
+        ("immediate", "task: KeyboardInterrupt", 5),
+        ("deferred", "task: SystemExit", 4),
+        # From the handler itself they are its failure, as anything else is.
+        ("immediate", "KeyboardInterrupt", 0),
+        ("deferred", "GeneratorExit", 0),
     ],
 )
 async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(
@@ -118,6 +127,35 @@ async def test_a_handler_that_swallows_its_cancellation_ends_the_process(
     assert "struck by deaf" in one.output
     assert "does not end, 2.0 s after it was cancelled" in one.output
     assert "in strike" in one.output
+
+
+async def test_a_validator_that_would_end_the_process_makes_its_payload_a_dead_letter(
+    bank: Bank, start: Start, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    one = await start("run")
+    for how in EXITS:
+        await struck(f"validation: {how}").send(producer, bank.deposits)
+
+    async def are_dead() -> bool:
+        rows = await db.fetch("SELECT reason, error FROM pipeline.backlog")
+        assert {row["reason"] for row in rows} <= {"invalid payload"}
+        return {row["error"].partition(":")[0] for row in rows} == EXITS
+
+    await eventually(are_dead)
+    assert one.is_running
+
+
+async def test_a_second_signal_ends_the_process_at_once_and_is_no_failure_of_a_handler(
+    bank: Bank, start: Start, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    one = await start("run", hang_timeout=60)
+    await struck("deaf").send(producer, bank.deposits)
+    await eventually(lambda: db.fetchval("SELECT sum(starts) > 0 FROM pipeline.position"))
+    one.send(signal.SIGINT)
+    await one.says("SIGINT: finishing what is begun")
+    one.send(signal.SIGINT)
+    assert await one.ended() == -signal.SIGINT
+    assert await db.fetch("SELECT FROM pipeline.backlog") == []
 
 
 async def _is_empty(db: asyncpg.Connection) -> bool:

@@ -24,6 +24,7 @@ from pipeline.work import FromLane
 
 from .bank import Bank
 from .desk import Desk, NewDesk
+from .lives import lanes_of
 from .test_backlog import QUICK, bank_with
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
@@ -218,11 +219,28 @@ async def test_who_is_told_to_end_accuses_no_row(new_desk: NewDesk) -> None:
     await eventually(lambda: bank.calls == [1])
     (row,) = await desk.backlog()
     assert (row["reason"], row["attempts"]) == ("process died", 2)
+    desk.lanes.stop()
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
     (row,) = await desk.backlog()
     assert (row["reason"], row["attempts"]) == ("undecided", 1)
+
+
+async def test_a_worker_whose_loop_is_torn_down_has_died(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """As all tasks are when one of a handler raises `KeyboardInterrupt` or `SystemExit`."""
+    bank, desk = await waiting(new_desk, 1)
+    await desk.make_due()
+    bank.calls.clear()
+    bank.waits = {1: asyncio.Event().wait}  # type: ignore[dict-item]
+    working = asyncio.create_task(desk.lanes.work_off())
+    await eventually(lambda: bank.calls == [1])
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert await lanes_of(db, desk) == [1], "as if it had begun and not come back"
 
 
 async def test_a_row_over_which_a_process_died_at_its_last_attempt_is_dead_untried(

@@ -5,10 +5,11 @@ import json
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Self
 
 import pytest
 from aiokafka import ConsumerRecord
-from pydantic import ValidationError, field_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction, tasks
 from pipeline.batch import Batch, read
@@ -187,6 +188,22 @@ async def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and
     ]
     assert [item.event for item in faulty] == [None] * len(consumers)
     assert len(batch.items) == 4 + len(faulty)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, SystemExit])
+async def test_a_validator_that_would_end_the_process_is_its_payloads_fault(
+    handlers: Handlers, kind: type[BaseException]
+) -> None:
+    class Ending(Event, type="ending"):
+        """An event that nobody validates twice."""
+
+        @model_validator(mode="after")
+        def _ends(self) -> Self:
+            raise kind
+
+    handlers.on(Ending, topic=TOPIC, consumer="ship")(ignore)
+    (item,) = (await read(handlers, TOPIC, 0, [record(0, type="ending", value=b"{}")])).items
+    assert type(item.fault) is kind
 
 
 async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_value(

@@ -1,9 +1,13 @@
 """The base of events: what a class statement must say, and what an instance is."""
 
+from typing import Generic, TypeVar
+
 import pytest
 from pydantic import ValidationError
 
 from pipeline import Event, Tombstone
+
+T = TypeVar("T")
 
 
 class Moved(Event, type="moved", topic="moves"):
@@ -29,17 +33,57 @@ def test_an_event_without_a_type_is_refused_with_an_example() -> None:
         class Empty(Event, type=""):
             pass
 
-    with pytest.raises(TypeError, match="type"):
+    with pytest.raises(TypeError, match=r'class Missing\(Moved, type="…"\)'):
 
-        class Missing(Event):
+        class Missing(Moved):
             pass
 
 
-def test_a_subclass_does_not_inherit_the_topic() -> None:
+@pytest.mark.parametrize("type", ["a\x00b", "a\n", " a", "\ud800"])
+def test_a_type_that_could_not_be_stored_or_read_is_refused(type: str) -> None:
+    with pytest.raises(ValueError, match="the type of Odd is a name"):
+
+        class Odd(Event, type=type):
+            pass
+
+
+def test_a_subclass_has_its_parents_topic_unless_it_gives_one() -> None:
     class Lost(Moved, type="lost"):
         pass
 
-    assert (Lost.event_type, Lost.event_topic) == ("lost", None)
+    class Found(Moved, type="found", topic="finds"):
+        pass
+
+    assert (Lost.event_type, Lost.event_topic) == ("lost", "moves")
+    assert (Found.event_type, Found.event_topic) == ("found", "finds")
+
+
+def test_a_generic_event_keeps_type_and_topic_whatever_its_parameters_are() -> None:
+    class Changed(Event, Generic[T], type="changed", topic="changes"):
+        value: T
+
+    class Counted(Changed[int], type="counted"):
+        pass
+
+    assert (Changed[int].event_type, Changed[int].event_topic) == ("changed", "changes")
+    assert Changed[int].model_validate_json('{"value": 1}').value == 1
+    assert (Counted.event_type, Counted.event_topic) == ("counted", "changes")
+
+
+@pytest.mark.parametrize("topic", ["", ".", "..", "a b", "ä", "a/b", "x" * 250, "a\n", "a\x00"])
+def test_a_topic_that_kafka_can_not_have_is_refused(topic: str) -> None:
+    with pytest.raises(ValueError, match="1 to 249 letters"):
+
+        class Sent(Event, type="sent", topic=topic):
+            pass
+
+
+@pytest.mark.parametrize("topic", ["a", "A-b_c.9", "x" * 249, "..."])
+def test_a_topic_that_kafka_can_have_is_taken(topic: str) -> None:
+    class Sent(Event, type="sent", topic=topic):
+        pass
+
+    assert Sent.event_topic == topic
 
 
 def test_an_event_can_not_be_changed() -> None:

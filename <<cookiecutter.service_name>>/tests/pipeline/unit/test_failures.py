@@ -3,14 +3,26 @@
 import asyncio
 import gc
 import logging
+import re
+from pathlib import Path
 
 import asyncpg
 import pytest
 import sqlalchemy.exc
 from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
+from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying
 
-from pipeline.failures import is_infrastructure, is_of_the_database, named, patiently, pause, told
+from pipeline.failures import (
+    is_contention,
+    is_infrastructure,
+    is_of_the_database,
+    leaves,
+    named,
+    patiently,
+    pause,
+    told,
+)
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
@@ -42,7 +54,13 @@ OUTAGES = [
     asyncpg.PostgresIOError(),
     asyncpg.InvalidCachedStatementError(),
     asyncpg.InterfaceError("connection is closed"),
-    asyncpg.InternalClientError(),
+    asyncpg.InterfaceError("cannot perform operation: connection is closed"),
+    asyncpg.InterfaceError(
+        "cannot call Transaction.rollback(): the underlying connection is closed"
+    ),
+    asyncpg.OutdatedSchemaCacheError("a type has changed"),
+    asyncpg.ProtocolError("unexpected data"),
+    asyncpg.TargetServerAttributeNotMatched("no primary"),
     sqlalchemy.exc.TimeoutError(),
     invalidated(),
     KafkaConnectionError(),
@@ -59,6 +77,10 @@ FAULTS = [
     asyncpg.UndefinedTableError(),
     asyncpg.InsufficientPrivilegeError(),
     asyncpg.DataError("invalid input for query argument $1"),
+    asyncpg.InterfaceError("cannot perform operation: another operation is in progress"),
+    asyncpg.InterfaceError("cannot use Connection.transaction() in a manually started transaction"),
+    asyncpg.UnsupportedClientFeatureError("not supported"),
+    asyncpg.InternalClientError("no binary format encoder for type x"),
 ]
 
 
@@ -94,6 +116,68 @@ def test_sqlalchemys_wrapping_changes_nothing(error: Exception) -> None:
     assert is_infrastructure(wrapped(error)) == is_infrastructure(error)
     assert is_of_the_database(wrapped(error))
     assert is_of_the_database(error)
+
+
+def interface_errors() -> set[str]:
+    """Return the texts of all errors of its interface that asyncpg raises."""
+    found: set[str] = set()
+    for path in Path(asyncpg.__file__).parent.rglob("*.py*"):
+        if path.suffix in (".py", ".pyx"):
+            raised = re.findall(
+                r"InterfaceError\(((?:\s*f?(?:'[^']*'|\"[^\"]*\"))+)", path.read_text()
+            )
+            found |= {"".join(re.findall(r"['\"]([^'\"]*)['\"]", text)) for text in raised}
+    return found
+
+
+def test_of_all_misuses_of_asyncpg_only_that_of_a_lost_connection_is_an_outage() -> None:
+    texts = interface_errors()
+    assert len(texts) > 30
+    assert {text for text in texts if is_infrastructure(asyncpg.InterfaceError(text))} == {
+        "connection is closed",
+        "cannot perform operation: connection is closed",
+        "cannot call {}.{}(): the underlying connection is closed",
+    }
+    assert {text for text in texts if "closed" in text and "connection" in text} == {
+        "connection is closed",
+        "cannot perform operation: connection is closed",
+        "cannot call {}.{}(): the underlying connection is closed",
+    }
+
+
+def test_an_exception_group_is_what_it_contains() -> None:
+    lost, late, bug = ConnectionResetError(), asyncpg.DeadlockDetectedError(), KeyError("a")
+    outage = ExceptionGroup("all", [lost, ExceptionGroup("inner", [wrapped(late)])])
+    assert is_infrastructure(outage)
+    assert is_contention(outage)
+    assert is_of_the_database(outage)
+    assert not is_infrastructure(ExceptionGroup("all", [outage, bug]))
+    assert not is_of_the_database(ExceptionGroup("all", [lost, bug]))
+    assert not is_contention(ExceptionGroup("all", [lost, bug]))
+    assert [*leaves(ExceptionGroup("all", [bug, outage]))][:2] == [bug, lost]
+
+
+def test_an_exception_group_tells_of_each_error_in_it_and_of_no_values() -> None:
+    class Amount(BaseModel):
+        cents: int
+
+    with pytest.raises(ValidationError) as invalid:
+        Amount.model_validate_json('{"cents": "secret"}')
+    row = asyncpg.CheckViolationError("new row violates\nDETAIL: Failing row contains (secret).")
+    group = ExceptionGroup("all", [ValueError("no"), ExceptionGroup("in", [invalid.value, row])])
+    assert told(group) == (
+        "all (2 sub-exceptions); ValueError: no;"
+        " ValidationError: cents: Input should be a valid integer, unable to parse string as an"
+        " integer; CheckViolationError: new row violates"
+    )
+
+
+def test_the_text_of_an_exception_group_has_an_end_and_shows_more_than_its_first_error() -> None:
+    group = ExceptionGroup("all", [ValueError("x" * 10_000), KeyError("second")] * 1_000)
+    for _ in range(2_000):
+        group = ExceptionGroup("nested", [group])
+    assert len(told(group)) <= 4_000
+    assert "KeyError: 'second'" in told(group)
 
 
 def test_a_row_without_a_partition_is_the_engines_fault_and_no_other_tables() -> None:

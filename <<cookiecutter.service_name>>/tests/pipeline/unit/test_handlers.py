@@ -1,5 +1,9 @@
 """The registry of handlers: what it finds, and the mistakes it refuses at import."""
 
+from collections.abc import Awaitable, Callable
+from functools import partial, wraps
+from typing import Any, Generic, TypeVar
+
 import pytest
 from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -8,6 +12,7 @@ from pipeline import (
     Aggregate,
     Call,
     Event,
+    EventBatch,
     Gaps,
     Handlers,
     Plain,
@@ -19,6 +24,12 @@ from pipeline import (
     Transaction,
 )
 from pipeline.aggregate import create, key_of, primary_key
+from pipeline.service import Misconfigured
+from pipeline.settings import Settings
+
+Function = Callable[..., Awaitable[object]]
+E = TypeVar("E", bound=Event)
+T = TypeVar("T")
 
 
 class Base(DeclarativeBase):
@@ -235,7 +246,7 @@ def test_effects_are_consumers_of_no_topic() -> None:
     assert handlers.topics == {"a"}
     assert handlers.consumers == {"b", "c"}
     assert handlers.callers == {"c"}
-    assert handlers.effects == {"booked"}
+    assert handlers.effects == {"booked": Booked}
 
 
 def test_an_effect_that_makes_no_sense_is_refused() -> None:
@@ -279,6 +290,191 @@ def test_a_name_is_that_of_an_effect_or_of_a_consumer_of_topics() -> None:
     handlers.on(Booked, topic="a", consumer="b")(note)
     with pytest.raises(TypeError, match="'b' is an effect and a consumer of a topic"):
         handlers.effect(Booked, consumer="b")(call_somebody)
+
+
+NO_NAMES = ["", " ", "a\x00b", "a\n", "\ud800", " a"]
+
+
+@pytest.mark.parametrize("consumer", NO_NAMES)
+def test_a_consumer_whose_name_could_not_be_stored_or_read_is_refused(consumer: str) -> None:
+    handlers = Handlers()
+    with pytest.raises(ValueError, match="a consumer is a name of characters that can be seen"):
+        handlers.on(Booked, topic="a", consumer=consumer)
+    with pytest.raises(ValueError, match="a consumer is a name of characters that can be seen"):
+        handlers.effect(Booked, consumer=consumer)
+
+
+@pytest.mark.parametrize("topic", ["", ".", "a b", "a\x00", "(effects)", "x" * 250])
+def test_a_topic_that_kafka_can_not_have_is_refused(topic: str) -> None:
+    handlers = Handlers()
+    with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
+        handlers.on(Booked, topic=topic, consumer="b")
+    with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
+        handlers.on_batch(Booked, topic=topic, consumer="b")
+    with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
+        handlers.plain(topic, Plain("booked", Position()))
+    with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
+        handlers.demand_types(topic)
+
+
+@pytest.mark.parametrize("event", [Event, Seat, "booked", Booked(flight="LH1", seat=7)])
+def test_what_is_no_class_of_events_is_refused(event: Any) -> None:
+    with pytest.raises(TypeError, match="is no event"):
+        Handlers().on(event, topic="a", consumer="b")
+
+
+class Changed(Event, Generic[T], type="changed"):
+    """An event of something."""
+
+    value: T
+
+
+async def nothing() -> None: ...
+async def event_only(event: Booked) -> None: ...
+async def too_much(event: Booked, tx: Transaction, more: int) -> None: ...
+async def by_name(event: Booked, tx: Transaction, *, more: int) -> None: ...
+async def swapped(tx: Transaction, event: Booked) -> None: ...
+async def of_another(event: Freed, tx: Transaction) -> None: ...
+async def of_others(event: "Freed | BookedToo", tx: Transaction) -> None: ...
+async def with_a_call(event: Booked, call: Call) -> None: ...
+async def of_batches(batch: EventBatch[Booked]) -> None: ...
+async def of_other_batches(batch: EventBatch[Freed]) -> None: ...
+async def without_annotations(event, tx): ...  # type: ignore[no-untyped-def]
+async def with_a_default(event: Booked, tx: Transaction, more: int = 1) -> None: ...
+async def of_anything(*arguments: Any) -> None: ...
+async def of_any_event(event: Event, tx: object) -> None: ...
+async def of_either(event: Freed | Booked, tx: Transaction) -> None: ...
+async def of_unknown(event: "Nowhere", tx: Transaction) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+async def of_a_kind(event: E, tx: Transaction) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [nothing, event_only, too_much, by_name, swapped, of_another, of_others, with_a_call],
+    ids=lambda function: function.__name__,
+)
+def test_a_function_that_can_not_take_the_event_is_refused_with_what_to_write(
+    function: Any,
+) -> None:
+    with pytest.raises(
+        TypeError, match=rf"async def {function.__name__}\(event: Booked, tx: Transaction\)"
+    ):
+        Handlers().on(Booked, topic="a", consumer="b")(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        without_annotations,
+        with_a_default,
+        of_anything,
+        of_any_event,
+        of_either,
+        of_unknown,
+        of_a_kind,
+        partial(too_much, more=1),
+    ],
+    ids=str,
+)
+def test_a_function_that_can_take_the_event_is_taken(function: Any) -> None:
+    Handlers().on(Booked, topic="a", consumer="b")(function)
+
+
+def test_a_decorator_below_may_call_the_function_with_more() -> None:
+    def injecting(function: Function) -> Function:
+        @wraps(function)
+        async def call(event: Booked, tx: Transaction) -> None:
+            await function(event, tx, 1)
+
+        return call
+
+    Handlers().on(Booked, topic="a", consumer="b")(injecting(too_much))
+
+
+def test_functions_of_batches_and_effects_are_looked_at_as_well() -> None:
+    handlers = Handlers()
+    handlers.on_batch(Booked, topic="a", consumer="b")(of_batches)
+    with pytest.raises(TypeError, match=r"of_other_batches\(batch: EventBatch\[Booked\]\)"):
+        handlers.on_batch(Booked, topic="b", consumer="b")(of_other_batches)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"swapped\(event: Booked, call: Call\)"):
+        handlers.effect(Booked, consumer="c")(swapped)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"event_only\(event: Booked, call: Call\)"):
+        handlers.effect(Booked, consumer="c", repeatable=False, ask=event_only)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"note\(event: Booked, tx: Transaction, result: Any\)"):
+        handlers.effect(Booked, consumer="c", then=note)  # type: ignore[arg-type]
+
+
+def test_a_generic_event_is_taken_by_its_parameters() -> None:
+    async def of_numbers(event: Changed[int], tx: Transaction) -> None: ...
+
+    handlers = Handlers()
+    handlers.on(Changed[int], topic="a", consumer="b")(of_numbers)
+    assert handlers.of("a", "changed")[0].event is Changed[int]
+    with pytest.raises(TypeError, match=r"of_numbers\(event: Changed\[str\], tx: Transaction\)"):
+        handlers.on(Changed[str], topic="b", consumer="b")(of_numbers)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="both have the type 'changed'"):
+        handlers.on(Changed[str], topic="a", consumer="c")(note)
+
+
+HANDLERS = Handlers()
+
+
+def wrapping(function: Function) -> Function:
+    @wraps(function)
+    async def again(*arguments: Any) -> None:
+        await function(*arguments)
+
+    return again
+
+
+def wrapping_without_a_word(function: Function) -> Function:
+    async def again(*arguments: Any) -> None:
+        await function(*arguments)
+
+    return again
+
+
+@wrapping
+@HANDLERS.on(Booked, topic="a", consumer="above")
+async def decorated_above(event: Booked, tx: Transaction) -> None: ...
+
+
+@wrapping_without_a_word
+@HANDLERS.on(Booked, topic="a", consumer="above too")
+async def decorated_above_too(event: Booked, tx: Transaction) -> None: ...
+
+
+@HANDLERS.on(Booked, topic="a", consumer="below")
+@wrapping
+async def decorated_below(event: Booked, tx: Transaction) -> None: ...
+
+
+@HANDLERS.on(Booked, topic="a", consumer="twice")
+@HANDLERS.on(Booked, topic="b", consumer="twice")
+async def registered_twice(event: Booked, tx: Transaction) -> None: ...
+
+
+@HANDLERS.on(Booked, topic="a", consumer="first")
+async def named_alike(event: Booked, tx: Transaction) -> None: ...
+
+
+@HANDLERS.on(Booked, topic="a", consumer="second")  # type: ignore[no-redef]
+async def named_alike(event: Booked, tx: Transaction) -> None: ...  # noqa: F811
+
+
+HANDLERS.on(Booked, topic="a", consumer="by call")(wrapping(note))
+
+
+def test_a_service_with_a_decorator_that_would_never_be_used_does_not_start() -> None:
+    assert HANDLERS.replaced == ["decorated_above", "decorated_above_too"]
+    service = Service("tests", handlers=HANDLERS, metadata=Base.metadata)
+    with pytest.raises(Misconfigured, match=r"a decorator above that of decorated_above would"):
+        service.check(
+            Settings(
+                database_url="postgresql+asyncpg://u:p@h:1/d",
+                kafka_bootstrap_servers="k:1",
+            )
+        )
 
 
 def test_what_comes_after_a_call_is_a_coroutine_function() -> None:

@@ -1,0 +1,63 @@
+"""Signatures: whether a function can be called as a handler, and whether it is the one called."""
+
+import sys
+from collections.abc import Callable
+from inspect import iscoroutinefunction, signature, unwrap
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def check(function: Callable[..., object], **takes: Any) -> None:
+    """Raise `TypeError` for a function that can't take arguments of these types, in this order.
+
+    What its annotations say counts as far as they can be evaluated.
+    """
+    if not iscoroutinefunction(function):
+        raise TypeError(f"{function} is no coroutine function: write `async def`")
+    name = getattr(function, "__name__", "handle")
+    parameters = ", ".join(f"{name}: {_text(given)}" for name, given in takes.items())
+    advice = f"write `async def {name}({parameters})`"
+    try:
+        # Not of what it wraps, which may take more or less.
+        bound = signature(function, follow_wrapped=False).bind(*takes.values())
+    except TypeError as error:
+        raise TypeError(f"{name} can't be called as a handler is ({error}): {advice}") from None
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # of names that only a type checker knows, or that come later
+        return
+    for parameter, given in bound.arguments.items():
+        hint = hints.get(parameter, Any)
+        if not isinstance(given, tuple) and not _fits(given, hint):
+            raise TypeError(
+                f"{name} takes {_text(hint)} as {parameter}, where it is given"
+                f" {_text(given)}: {advice}"
+            )
+
+
+def _fits(given: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(given, one) for one in get_args(hint))
+    kind, wanted = get_origin(given) or given, get_origin(hint) or hint
+    is_known = isinstance(wanted, type) and not getattr(wanted, "_is_protocol", False)
+    if Any in (kind, wanted) or not is_known:
+        return True
+    return issubclass(kind, wanted) and all(map(_fits, get_args(given), get_args(hint)))
+
+
+def _text(given: Any) -> str:
+    name: str = getattr(given, "__name__", str(given))
+    inner = ", ".join(map(_text, get_args(given)))
+    return f"{name}[{inner}]" if inner else name
+
+
+def is_wrapped_since(function: Callable[..., object]) -> bool:
+    """Whether its module has put something else, which calls it, in its place: a decorator."""
+    name = getattr(function, "__qualname__", "")
+    found = getattr(sys.modules.get(function.__module__), name, function)
+    if found is function or not callable(found):
+        return False
+    cells = getattr(found, "__closure__", None) or ()
+    return unwrap(found, stop=lambda one: one is function) is function or any(
+        cell.cell_contents is function for cell in cells
+    )
