@@ -49,6 +49,7 @@ REASONS: Mapping[str, str] = {
     "data elsewhere": "let PIPELINE_CLAIM_URL be the store that the producer uses, then redrive",
     "data too large": "raise PIPELINE_CLAIM_MEMORY, then redrive; or discard it",
     "identity mismatch": "ask the producer which is right, and for a new id; then discard this one",
+    "sequence conflict": "see what the producer counts by, then discard, or have it sent again",
     "too old": "find out whether it was applied; if not, redrive it by its id; if so, discard it",
     "no handler": "deploy the handler; if it is dead, redrive it then, or discard it",
     # Messages that a handler has failed on.

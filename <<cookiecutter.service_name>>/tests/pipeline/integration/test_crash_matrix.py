@@ -95,7 +95,7 @@ async def servers(
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
     await admin.start()
     try:
-        async with zygote(environment(Bank(deposits="", balances="", name=""))) as one:
+        async with zygote(environment(Bank(deposits="none", balances="none", name="none"))) as one:
             logs = tmp_path_factory.mktemp("logs")
             yield Servers(server_url, template, kafka, admin, one, logs, used_databases)
     finally:

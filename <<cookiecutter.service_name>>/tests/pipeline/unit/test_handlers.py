@@ -374,7 +374,7 @@ def test_a_function_that_can_not_take_the_event_is_refused_with_what_to_write(
         of_a_kind,
         partial(too_much, more=1),
     ],
-    ids=str,
+    ids=lambda function: getattr(function, "__name__", "partial"),
 )
 def test_a_function_that_can_take_the_event_is_taken(function: Any) -> None:
     Handlers().on(Booked, topic="a", consumer="b")(function)
