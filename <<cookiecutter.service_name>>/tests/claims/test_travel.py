@@ -235,7 +235,7 @@ async def run(
             "PRESS_ORDERS": press.orders,
             "PRESS_BOOKS": press.books,
             "PRESS_NAME": press.name,
-            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "dev", ROOT))),
         }
         | ({"PRESS_DIES": "yes"} if dies else {}),
         stdout=asyncio.subprocess.PIPE,

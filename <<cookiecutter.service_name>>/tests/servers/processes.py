@@ -33,7 +33,7 @@ def environment(variables: Mapping[str, str], **settings: object) -> dict[str, s
         **inherited,
         **chosen,
         **variables,
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "dev", ROOT))),
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": "200",
         "NO_COLOR": "1",

@@ -89,6 +89,7 @@ BOUNDARIES = (
     Boundary("filters: read the generation"),
     Boundary("filters: list"),
     Boundary("filters: load"),
+    Boundary("consumers: register"),
     Boundary("reader: read the position"),
     Boundary("reader: store the start"),
     Boundary("reader: count the start"),

@@ -59,6 +59,7 @@ _STATEMENTS: Mapping[object, str] = {
     filters._MOMENT: "filters: read the generation",
     filters._STORED: "filters: list",
     filters._BITS: "filters: load",
+    inbox._REGISTER: "consumers: register",
     inbox._POSITION: "reader: read the position",
     inbox._START_AT: "reader: store the start",
     inbox._COUNT_START: "reader: count the start",
