@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from . import redaction
+
 
 class Event(BaseModel):
     """Base of everything the service consumes or publishes.
@@ -19,6 +21,9 @@ class Event(BaseModel):
 
     Pydantic reads and writes the JSON; overriding `model_validate_json` or `model_dump_json` has no
     effect on it: use validators and serializers.
+
+    Secrets are fields of the type `SecretStr`, or with `json_schema_extra={"writeOnly": True}`:
+    whatever shows a payload leaves their values out, see `docs/security.md`.
 
     `type` is the CloudEvents type; it names a contract, so change it when a field changes its
     meaning. `topic` is needed for events that are published.
@@ -35,6 +40,7 @@ class Event(BaseModel):
             raise TypeError(f'{cls.__name__} needs a type: class {cls.__name__}(Event, type="…")')
         cls.event_type = type
         cls.event_topic = topic
+        redaction.mark(cls)
 
 
 def declared_events(base: type[Event] = Event) -> Iterator[type[Event]]:

@@ -15,12 +15,14 @@ from pydantic_core import PydanticSerializationError
 
 from . import telemetry
 from .events import Event
+from .redaction import HIDDEN, secret_fields
 from .references import Claims, Kept
 from .schema import SCHEMA
 
 EFFECTS = "(effects)"
 """Stands for a topic where an event is to be given to effects; no topic has such a name."""
 
+_HIDDEN = HIDDEN.encode()
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
@@ -220,6 +222,11 @@ class Outbox:
         except (UnicodeEncodeError, PydanticSerializationError) as error:
             text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
             raise Unpublishable(text) from error
+        if _HIDDEN in payload and secret_fields(kind):
+            raise Unpublishable(
+                f"{kind.__name__} has a secret, which JSON has as {HIDDEN}: publish it without, or"
+                " give its SecretStr a serializer (docs/security.md)"
+            )
         traceparent, tracestate, baggage = self._headers_of(
             get_current() if context is None else context
         )
