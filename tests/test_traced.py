@@ -74,7 +74,7 @@ def test_a_request_to_the_outside_shows_where_it_goes_and_no_secret(spans: list[
         server_attributes.SERVER_PORT,
         url_attributes.URL_FULL,
     }
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", shown[url_attributes.URL_FULL])
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\*+", shown[url_attributes.URL_FULL])
     assert SECRET not in str(spans)
 
 

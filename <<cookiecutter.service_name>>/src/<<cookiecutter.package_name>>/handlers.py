@@ -1,12 +1,10 @@
 """What the service does with each event."""
 
 # <% if cookiecutter.worked_example == "yes" %>
-import os
-
 import httpx
-from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor, RequestInfo
-from opentelemetry.semconv.attributes import url_attributes
-from opentelemetry.trace import Span
+from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor
+from pydantic import SecretStr
+from pydantic_settings import BaseSettings
 
 from pipeline import Call, Handlers, Transaction
 
@@ -24,21 +22,19 @@ handlers = Handlers()
 LATE = 60
 """Minutes from which a parcel counts as delayed."""
 
-webhook = os.environ.get("DELAY_WEBHOOK")
-"""URL that is told of every delay; without it nobody is."""
+
+class Outside(BaseSettings):
+    """Settings of what the service calls: variables of the environment with these names."""
+
+    delay_webhook: SecretStr | None = None
+    """URL that is told of every delay; without it nobody is. It is a secret: its path lets in."""
+
+
+webhook = Outside().delay_webhook
 # On a connection that is used again, an answer that came twice is taken for the next call's.
 client = httpx.AsyncClient(timeout=5.0, limits=httpx.Limits(max_keepalive_connections=0))
-
-
-async def hide_path(span: Span, request: RequestInfo) -> None:
-    """Keep path and query out of the span: a webhook has its secret there."""
-    url = request.url
-    shown = f"{url.scheme}://{url.netloc.decode()}/" if isinstance(url, httpx.URL) else ""
-    span.set_attribute(url_attributes.URL_FULL, shown)
-
-
 # Hands the trace on.
-HTTPXClientInstrumentor.instrument_client(client, request_hook=hide_path)
+HTTPXClientInstrumentor.instrument_client(client)
 
 
 @handlers.on(ScanRecorded, topic="scans", consumer="record-scan", loads=Parcel.by("parcel_id"))
@@ -71,10 +67,10 @@ async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
 @handlers.effect(ParcelDelayed, consumer="tell-webhook", timeout=10.0, per_second=100)
 async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
     """Tell the webhook. It may be told twice, and knows that by the key."""
-    answer = await client.post(
-        webhook or "", json=delayed.model_dump(), headers={"Idempotency-Key": call.id}
-    )
-    if not answer.is_success:  # raise_for_status() would quote the URL, and the log the error
+    url = webhook.get_secret_value() if webhook else ""
+    headers = {"Idempotency-Key": call.id}
+    answer = await client.post(url, json=delayed.model_dump(), headers=headers)
+    if not answer.is_success:  # raise_for_status() would add the URL
         raise httpx.HTTPError(f"the webhook answered {answer.status_code}")
     return answer.status_code
 

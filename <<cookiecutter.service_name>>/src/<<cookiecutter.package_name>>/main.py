@@ -24,6 +24,7 @@ service = Service(
     NAME,
     handlers=handlers,
     metadata=Base.metadata,
+    package=__package__,
     # <% if cookiecutter.object_store == "yes" %>
     archive=archive,
     claims=open_claims,

@@ -33,6 +33,7 @@ from .settings import Settings
 from .tables import one_line
 from .terminal import (
     Json,
+    Program,
     connected,
     in_a_sentence,
     of_kafka,
@@ -57,7 +58,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
 
     `groups` are commands of other packages, by the name of their group.
     """
-    app = typer.Typer(
+    app = Program(
         name="service",
         help=f"The service {service.name}.",
         no_args_is_help=True,

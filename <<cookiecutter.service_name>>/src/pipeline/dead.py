@@ -20,6 +20,7 @@ from .handlers import Handlers
 from .message import headers_of, marker_key, printable
 from .operations import Refused
 from .policy import UNKNOWN
+from .redaction import redact
 
 T = TypeVar("T")
 OutcomeT = TypeVar("OutcomeT", bound=StrEnum)
@@ -425,13 +426,13 @@ def _letter(row: asyncpg.Record) -> Letter:
 
 
 def shown(data: bytes | None) -> Shown:
-    """Return bytes as programs and people can read them."""
+    """Return bytes as programs and people can read them, without secrets."""
     if data is None:
         return None
     try:
-        return {"text": data.decode()}
+        return {"text": redact(data.decode())}
     except UnicodeDecodeError:
-        return {"hex": data.hex()}
+        return {"hex": redact(data.decode("latin-1")).encode("latin-1").hex()}
 
 
 def redrivable(which: Which, handlers: Handlers) -> Which:

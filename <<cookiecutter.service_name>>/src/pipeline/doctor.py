@@ -12,7 +12,7 @@ import asyncpg
 from aiokafka.errors import KafkaError
 
 from . import epoch, retention, revisions, roles, topics
-from .failures import named
+from .failures import named, told
 from .service import Misconfigured, Service
 from .settings import CLOCK_MARGIN, Settings
 from .status import AT_MOST, OUTBOX, RELAYS, WAITING, ahead_until
@@ -213,7 +213,7 @@ async def _settings(patient: Patient) -> Findings:
     try:
         patient.service.check(patient.settings)
     except Misconfigured as error:
-        yield _wrong(str(error), "change what it names, and start the service again")
+        yield _wrong(told(error), "change what it names, and start the service again")
 
 
 async def _server(patient: Patient) -> Findings:

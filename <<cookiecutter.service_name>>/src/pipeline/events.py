@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from . import redaction
 from .decimals import keeping_digits
 
 _TOPIC = re.compile(r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}")
@@ -25,6 +26,9 @@ class Event(BaseModel):
 
     Pydantic reads and writes the JSON; overriding `model_validate_json` or `model_dump_json` has no
     effect on it: use validators and serializers. What the class writes it must read as it was.
+
+    Secrets are fields of the type `SecretStr`, or with `json_schema_extra={"writeOnly": True}`:
+    whatever shows a payload leaves their values out, see `docs/security.md`.
 
     `type` is the CloudEvents type; it names a contract, so change it when a field changes its
     meaning. `topic` is needed for events that are published; a subclass has its parent's unless it
@@ -46,6 +50,7 @@ class Event(BaseModel):
         if topic is not None:
             check_topic(topic)
             cls.event_topic = topic
+        redaction.mark(cls)
 
     @classmethod
     def __pydantic_init_subclass__(cls, *, type: str | None = None, **options: Any) -> None:

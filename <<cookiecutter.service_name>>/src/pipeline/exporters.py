@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 from opentelemetry import context as otel
@@ -11,10 +12,12 @@ from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider, sampling
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider, sampling
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.semconv.attributes import service_attributes
 from opentelemetry.util.types import Attributes
+
+from .redaction import redact_error
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +60,63 @@ def configure(*, service_name: str, otlp_endpoint: str | None, sample_ratio: flo
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         url = otlp_endpoint.rstrip("/")
-        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces")))
+        sending = Redacting(OTLPSpanExporter(f"{url}/v1/traces"))
+        tracing.add_span_processor(BatchSpanProcessor(sending))
         trace.set_tracer_provider(tracing)
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/v1/metrics")))
     metering = MeterProvider([*readers, PrometheusMetricReader()], resource, shutdown_on_exit=False)
     metrics.set_meter_provider(metering)
     return Exporters(tracing, metering)
+
+
+class Redacting(SpanExporter):
+    """Sends spans without secrets, whoever has made them: some show URLs and errors."""
+
+    def __init__(self, sender: SpanExporter) -> None:
+        self._sender = sender
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans."""
+        return self._sender.export([_redacted(span) for span in spans])
+
+    def shutdown(self) -> None:
+        """End it."""
+        self._sender.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Send what waits."""
+        return self._sender.force_flush(timeout_millis)
+
+
+def _redacted(span: ReadableSpan) -> ReadableSpan:
+    why = span.status.description
+    return ReadableSpan(
+        redact_error(span.name),
+        span.get_span_context(),
+        span.parent,
+        span.resource,
+        _without_secrets(span.attributes),
+        [
+            Event(redact_error(one.name), _without_secrets(one.attributes), one.timestamp)
+            for one in span.events
+        ],
+        span.links,
+        span.kind,
+        status=trace.Status(span.status.status_code, why and redact_error(why)),
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact_error(value)
+    if isinstance(value, Mapping):
+        return {name: _without_secrets(one) for name, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_without_secrets(one) for one in value]
+    return value
 
 
 class _LinkedOrRatio(sampling.TraceIdRatioBased):

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 from random import uniform
@@ -11,7 +12,10 @@ import asyncpg
 import sqlalchemy.exc
 from aiokafka.errors import KafkaError
 from pydantic import ValidationError
+from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
+
+from .redaction import redact_error
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +116,7 @@ def is_contention(error: BaseException) -> bool:
 
 _OF_THE_DATABASE = (
     sqlalchemy.exc.SQLAlchemyError,
+    AsyncAdapt_asyncpg_dbapi.Error,  # between the two, in a chain
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
@@ -127,7 +132,7 @@ def is_of_the_database(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """Return the error's text in a line, without values of payloads or rows, and without SQL.
+    """Return the error's text in a line, without secrets, values of payloads or rows, and SQL.
 
     It can be stored, and ends where nobody reads on, whatever the payload has brought into it.
     """
@@ -135,7 +140,9 @@ def told(error: BaseException) -> str:
         text = _text(error)
     except Exception as unspeakable:  # of a class of the handler's author
         text = f"its text can't be had: {type(unspeakable).__name__}"
-    return _UNUSABLE.sub("\N{REPLACEMENT CHARACTER}", text[:_LONGEST])
+    # A secret that is cut through is not found.
+    text = redact_error(text[: 2 * _LONGEST])[:_LONGEST]
+    return _UNUSABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _text(error: BaseException) -> str:
@@ -171,6 +178,22 @@ def named(error: BaseException) -> str:
     kind, text = type(error).__name__, told(error)
     # aiokafka's texts begin with the type.
     return f"{kind}: {text}" if text and not text.startswith(kind) else text or kind
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return it without secrets, and the values of rows and payloads that errors quote."""
+    whole = traceback.TracebackException.from_exception(error)
+    pairs: list[tuple[traceback.TracebackException | None, BaseException | None]]
+    pairs = [(whole, error)]
+    while pairs:
+        found, one = pairs.pop()
+        if found is None or one is None:
+            continue
+        if is_of_the_database(one) or isinstance(one, ValidationError):
+            found._str = told(one)  # type: ignore[attr-defined]  # nothing public sets it
+        pairs += [(found.__cause__, one.__cause__), (found.__context__, one.__context__)]
+        pairs += zip(found.exceptions or (), getattr(one, "exceptions", ()), strict=False)
+    return redact_error("".join(whole.format())).rstrip("\n")
 
 
 _FIRST_PAUSE = 0.1

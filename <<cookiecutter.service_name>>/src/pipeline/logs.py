@@ -1,40 +1,41 @@
 """Log lines of the whole process: JSON for machines, readable ones on a terminal.
 
-Fields are given by `extra={…}`. Give identities (topic, offset, message id), never payloads.
+Fields are given by `extra={…}`. Give identities (topic, offset, message id), never payloads. All
+that a line is made of passes `redaction`.
 """
 
 import logging
 import math
-import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
-from traceback import TracebackException
+from json import dumps, loads
+from sys import exc_info
 from typing import Any
 
 from aiokafka.errors import KafkaError
 from opentelemetry import trace
-from pydantic import ValidationError
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
-from .failures import is_of_the_database, told
+from .failures import named, told, traceback_of
+from .redaction import redact, redact_error
+
+log = logging.getLogger(__name__)
 
 _HANDLER = "pipeline"
 _RESERVED = {*RESERVED_ATTRS, "taskName"}  # of a LogRecord; the last since Python 3.12
 _OURS = {"timestamp", "level", "logger", "message", "exception", "stack", "trace_id", "span_id"}
-_DETAIL = re.compile(r"^DETAIL:.*\n?", re.MULTILINE)
-_LEAST = {
-    "aiokafka": logging.WARNING,
-    "alembic": logging.WARNING,
-    "sqlalchemy": logging.WARNING,
-    "urllib3": logging.WARNING,
-    # These warn by quoting the headers of incoming messages, which are anybody's.
-    "opentelemetry.baggage.propagation": logging.ERROR,
-    "opentelemetry.trace.propagation": logging.ERROR,
-    "opentelemetry.trace.span": logging.ERROR,
-}
+_PACKAGES = ("pipeline", "archive", "claims", "page")
+"""Those of the engine and beside it, whose loggers are heard as the service's own are."""
+_QUOTING = (
+    "opentelemetry.baggage.propagation",
+    "opentelemetry.trace.propagation",
+    "opentelemetry.trace.span",
+)
+"""These warn by quoting the headers of incoming messages, which are anybody's."""
 
 # These repeat themselves, up to ten times a second, as long as a server is away.
 _REPEATING = {"aiokafka", "asyncio", "asyncpg", "opentelemetry", "sqlalchemy", "urllib3"}
@@ -42,19 +43,22 @@ _REPEATING_OURS = "pipeline.failures"
 _PERIOD = 60.0
 
 
-def configure(*, level: str, json: bool | None) -> None:
-    """Send the process's log lines from `level` on to standard error.
+def configure(*, level: str, json: bool | None, loggers: Iterable[str] = ()) -> None:
+    """Send log lines to standard error: from `level` on those of the engine and of `loggers`.
 
-    `json=None` means JSON unless standard error is a terminal. Raises `ValueError` if there is no
-    such level.
+    All others are heard from warnings on: libraries log URLs and rows. `json=None` means JSON
+    unless standard error is a terminal. Raises `ValueError` if there is no such level.
     """
     root = logging.getLogger()
     root.setLevel(level.upper())
-    for name, least in _LEAST.items():
-        logging.getLogger(name).setLevel(max(least, root.level))
+    for name in (*_PACKAGES, *loggers):
+        logging.getLogger(name).setLevel(root.level)
+    root.setLevel(max(logging.WARNING, root.level))
+    for name in _QUOTING:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for former in [handler for handler in root.handlers if handler.name == _HANDLER]:
         root.removeHandler(former)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.name = _HANDLER
     handler.addFilter(_tried_again)
     handler.addFilter(_Repetitions())
@@ -81,6 +85,14 @@ def _tried_again(record: logging.LogRecord) -> bool:
         return True
     record.levelno, record.levelname = logging.WARNING, "WARNING"
     return logging.getLogger().isEnabledFor(record.levelno)
+
+
+class _Handler(logging.StreamHandler[Any]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say which line is lost; the standard one would show its arguments."""
+        if record.name != __name__:
+            why, place = type(exc_info()[1]).__name__, f"{record.pathname}:{record.lineno}"
+            log.error("a line of %s is lost, %s: %s", record.name, place, why)
 
 
 class _Repetitions(logging.Filter):
@@ -115,13 +127,16 @@ class _Json(JsonFormatter):
     def formatException(self, ei: Any) -> str:
         return _traceback(ei[1])
 
+    def formatStack(self, stack_info: str) -> str:
+        return redact(stack_info)
+
     def add_fields(
         self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
     ) -> None:
         log_data["timestamp"] = _timestamp(record)
         log_data["level"] = record.levelname
         log_data["logger"] = record.name
-        log_data["message"] = record.getMessage()
+        log_data["message"] = _message(record)
         log_data |= _fields(record)
         for field, key in ("exception", "exc_info"), ("stack", "stack_info"):
             if key in message_dict:
@@ -137,35 +152,27 @@ class _Readable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_timestamp(record)} {record.levelname:<7} {record.name}"
         fields = "".join(f" {name}={_text(value)}" for name, value in _fields(record).items())
-        lines = [f"{head}: {_printable(record.getMessage())}{fields}"]
+        lines = [f"{head}: {_printable(_message(record))}{fields}"]
         if record.exc_info:
             lines.append(self.formatException(record.exc_info))
         if record.stack_info:
-            lines.append(record.stack_info)
+            lines.append(redact(record.stack_info))
         return "\n".join(lines)
 
 
 def _traceback(error: BaseException | None) -> str:
-    """Return it without the values of rows and payloads that errors quote in their texts."""
-    if error is None:
-        return ""
-    found = TracebackException.from_exception(error)
-    _leave_out_values(found, error)
-    # And what somebody has made the text of an error of another class.
-    return _DETAIL.sub("", "".join(found.format())).rstrip("\n")
+    return "" if error is None else traceback_of(error)
 
 
-def _leave_out_values(found: TracebackException, error: BaseException) -> None:
-    if is_of_the_database(error) or isinstance(error, ValidationError):
-        found._str = told(error)  # type: ignore[attr-defined]  # nothing public sets it
-    pairs = [
-        (found.__cause__, error.__cause__),
-        (found.__context__, error.__context__),
-        *zip(found.exceptions or (), getattr(error, "exceptions", ()), strict=False),
-    ]
-    for inner, cause in pairs:
-        if inner is not None and cause is not None:
-            _leave_out_values(inner, cause)
+def _message(record: logging.LogRecord) -> str:
+    text, args = str(record.msg), record.args
+    if isinstance(args, tuple):
+        args = tuple(told(one) if isinstance(one, BaseException) else one for one in args)
+    if args:
+        text %= args
+    if record.exc_info and (error := record.exc_info[1]):
+        text = text.replace(repr(error), named(error))  # as asyncio has it of a task
+    return redact_error(text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -184,10 +191,17 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 def _plain(value: object) -> object:
     if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
+        value = value.decode("utf-8", "backslashreplace")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no NaN
-    return value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, dict | list | tuple):
+        # As JSON, where names of secret fields stand before their values.
+        with suppress(TypeError, ValueError, RecursionError):
+            text = dumps(value, default=_plain)
+            return loads(redact(text), parse_constant=str)
+    return redact_error(told(value) if isinstance(value, BaseException) else str(value))
 
 
 def _timestamp(record: logging.LogRecord) -> str:

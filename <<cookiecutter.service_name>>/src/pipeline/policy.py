@@ -1,12 +1,11 @@
 """What becomes of a message whose handler fails: tried again later, set aside, or dead."""
 
 import random
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .failures import is_infrastructure, leaves, told
+from .failures import is_infrastructure, leaves, told, traceback_of
 
 _JITTER = 0.1
 """Share of a delay by which it differs, so that what failed together does not come back at once."""
@@ -250,5 +249,5 @@ def described(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    text = "".join(traceback.format_exception(error))[-_TRACEBACK:]
+    text = traceback_of(error)[-_TRACEBACK:]
     return text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()

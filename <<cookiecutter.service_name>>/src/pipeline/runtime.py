@@ -58,7 +58,9 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     service.check(settings)
     migrations = revisions.here()
     _collect_seldom(settings.gc_threshold)
-    logs.configure(level=settings.log_level, json=settings.log_json)
+    logs.configure(
+        level=settings.log_level, json=settings.log_json, loggers=service.loggers(settings)
+    )
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
     port = server.start()

@@ -57,6 +57,8 @@ class Service:
     name: str
     handlers: Handlers
     metadata: MetaData
+    package: str | None = None
+    """The package of its code, `__package__` in its `main.py`: its loggers are the service's."""
     archive: Archive | None = None
     """Where days of the outbox go before they are dropped; None: nowhere."""
     claims: Callable[[str, Settings], Claims | None] | None = None
@@ -114,6 +116,10 @@ class Service:
             )
         finally:
             await engine.dispose()
+
+    def loggers(self, settings: Settings) -> Iterator[str]:
+        """Return the loggers that are heard beside the engine's."""
+        yield from filter(None, (self.package, *(settings.log_loggers or "").split(",")))
 
     @property
     def source(self) -> str:

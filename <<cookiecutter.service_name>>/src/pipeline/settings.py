@@ -83,6 +83,21 @@ def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[s
                     yield told.strip()
 
 
+def variables(settings: type[BaseSettings] = BaseSettings) -> dict[str, FieldInfo]:
+    """Return the settings of the engine, and of what else is imported, by their variables."""
+    found: dict[str, FieldInfo] = {}
+    for one in settings.__subclasses__():
+        prefix = one.model_config.get("env_prefix", "")
+        found |= {f"{prefix}{name}".upper(): field for name, field in one.model_fields.items()}
+        found |= variables(one)
+    return found
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether a setting is a secret, by its type."""
+    return "Secret" in str(field.annotation)
+
+
 def _right(field: FieldInfo) -> Any:
     return field.examples[0] if field.examples else field.get_default(call_default_factory=True)
 
@@ -254,13 +269,23 @@ class Settings(BaseSettings):
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
     otlp_endpoint: (
-        Annotated[str, written("https?://[^/].*", "http://host:port or https://host:port")] | None
+        Annotated[str, written("https?://[^/@][^@]*", "http://host:port or https://host:port")]
+        | None
     ) = None
-    """Base URL of an OTLP/HTTP receiver; without it nothing is exported."""
+    """Base URL of an OTLP/HTTP receiver; without it nothing is exported. Credentials belong into
+    `OTEL_EXPORTER_OTLP_HEADERS`."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of the traces started here that are recorded; a caller's decision is followed."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """What is less important is not written. There is no line for each message above DEBUG."""
+    log_loggers: (
+        Annotated[
+            str, written(r"[^,\s]+(,[^,\s]+)*", "names of loggers, several separated by commas")
+        ]
+        | None
+    ) = None
+    """Libraries that are heard from the same level on, such as `httpx,sqlalchemy.engine`; others
+    are from warnings on. What they log may hold URLs and, at DEBUG, rows and payloads."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""
 
@@ -282,9 +307,11 @@ class Settings(BaseSettings):
             url = make_url(value.get_secret_value())
             driver = url.drivername
             query = {name for name, how in url.query.items() if (name, how) != _NO_TLS}
-        except ArgumentError:
-            driver, query = None, set()
-        if driver != "postgresql+asyncpg":
+            # More than one means that the password goes on in what was taken for the host.
+            is_split = "@" in (url.host or "")
+        except (ArgumentError, ValueError):  # the latter quotes what was taken for the port
+            driver, query, is_split = None, set(), True
+        if driver != "postgresql+asyncpg" or is_split:
             raise ValueError(
                 "write it as postgresql+asyncpg://user:password@host:port/database"
                 " (percent-encode special characters of the password)"

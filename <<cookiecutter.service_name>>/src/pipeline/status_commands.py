@@ -8,6 +8,7 @@ import asyncpg
 import typer
 
 from . import doctor, status
+from .failures import told
 from .service import Service
 from .settings import Settings
 from .tables import tell_table
@@ -72,7 +73,7 @@ async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_
             found = await _findings(connection, service, settings)
     except Away as error:
         advice = "start the server, or correct PIPELINE_DATABASE_URL; then the rest is checked"
-        away = doctor.Finding("postgresql", "wrong", str(error), advice)
+        away = doctor.Finding("postgresql", "wrong", told(error), advice)
         found = [away, *await _findings(None, service, settings)]
     if as_json:
         tell_program(*found)

@@ -19,15 +19,15 @@ from pydantic_core import to_json
 from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
-from . import logs
+from . import logs, redaction
 from .database import autocommitting, create_engine
-from .failures import StoreAway, is_infrastructure, named
+from .failures import StoreAway, as_raised, is_infrastructure, named, told, traceback_of
 from .health import CannotListen
 from .horizon import RemembersTooLittle
 from .operations import Refused
 from .revisions import NotMigrated
 from .service import Misconfigured, Service
-from .settings import Settings, mistakes
+from .settings import Settings, is_secret, mistakes, variables
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,24 @@ class Away(Exception):
     """A server can't be used; the text names it, and the variable that says where it is."""
 
 
+class Program(typer.Typer):
+    """A command line whose process writes no secrets, whatever ends it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command that the process was started with."""
+        secret = {name for name, field in variables().items() if is_secret(field)}
+        redaction.learn(os.environ, secret)
+        logging.captureWarnings(True)
+        logs.configure(level="WARNING", json=False)
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            typer.echo(traceback_of(error), err=True)
+            sys.exit(1)
+
+
 def _tell(text: str) -> None:
-    typer.echo(text, err=True)
+    typer.echo(redaction.redact_error(text), err=True)
 
 
 def read_settings(service: Service, tell: Tell = _tell) -> Settings:
@@ -83,11 +99,7 @@ def read_settings_and(
 
 def _unknown_variables() -> Iterator[str]:
     """Say which variables look like settings and are nobody's: mistyped, they would do nothing."""
-    known = {
-        f"{settings.model_config.get('env_prefix', '')}{field}".upper()
-        for settings in _below(BaseSettings)
-        for field in settings.model_fields
-    }
+    known = variables()
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             # Without what all have in common, by which all are near.
@@ -95,13 +107,6 @@ def _unknown_variables() -> Iterator[str]:
             near = get_close_matches(name.upper().removeprefix(PREFIX), rests, n=1)
             hint = f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
             yield f"{name}: there is no such setting; {hint}"
-
-
-def _below(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
-    """Return the settings of the engine, and of what else the service has imported."""
-    for sub in settings.__subclasses__():
-        yield sub
-        yield from _below(sub)
 
 
 def tell_program(*found: object) -> None:
@@ -153,7 +158,7 @@ def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
     try:
         yield
     except (Away, StoreAway) as error:  # they say whose outage it is
-        tell(str(error))
+        tell(told(error))
     except (
         Misconfigured,
         NotMigrated,
@@ -164,11 +169,11 @@ def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
         Refused,
         OSError,
     ) as error:
-        tell(f"{type(error).__name__}: {error}")
+        tell(named(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = getattr(getattr(error, "orig", error), "sqlstate", None) or ""
         if state.startswith(_NOT_LET_IN):
-            tell(f"PIPELINE_DATABASE_URL: {getattr(error, 'orig', error)}")
+            tell(f"PIPELINE_DATABASE_URL: {told(as_raised(error))}")
         elif is_infrastructure(error):
             tell(f"PostgreSQL: {named(error)}")
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import asyncpg
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from <<cookiecutter.package_name>> import handlers
 
@@ -90,7 +91,7 @@ async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers
 
     monkeypatch.setattr(handlers.client, "timeout", httpx.Timeout(2.0))
     async with serving(webhook) as url:
-        monkeypatch.setattr(handlers, "webhook", url)
+        monkeypatch.setattr(handlers, "webhook", SecretStr(url))
         async with running_service():
             await send(scan(1, "Vienna", 61), scan(2, "Graz", 62))
             await eventually(lambda: len(webhook.heard) > 0)
@@ -121,7 +122,7 @@ async def test_a_webhook_that_gets_a_call_twice_gets_its_key_again_and_settles_i
 
     async with httpx.AsyncClient(timeout=5.0) as client, serving(webhook) as url:
         monkeypatch.setattr(handlers, "client", client)
-        monkeypatch.setattr(handlers, "webhook", url)
+        monkeypatch.setattr(handlers, "webhook", SecretStr(url))
         async with running_service():
             await send(scan(1, "Vienna", 61))
             await eventually(told_twice)

@@ -22,6 +22,7 @@ from pipeline.failures import (
     patiently,
     pause,
     told,
+    traceback_of,
 )
 
 
@@ -293,3 +294,19 @@ def test_an_error_is_named_as_the_driver_has_raised_it() -> None:
 def test_brokers_that_are_not_reached_are_told_in_words() -> None:
     unreached = KafkaConnectionError("Unable to bootstrap from [('db', 9092, <AddressFamily...>)]")
     assert told(unreached) == "no broker answers, or not by PIPELINE_KAFKA_SECURITY_PROTOCOL"
+
+
+def test_a_traceback_of_however_many_errors_is_written_without_values() -> None:
+    error: Exception = asyncpg.CheckViolationError("new row violates\nDETAIL:  Failing (secret).")
+    for number in range(3_000):
+        another = RuntimeError(f"again {number}")
+        another.__cause__, error = error, another
+    text = traceback_of(error)
+    assert "new row violates" in text
+    assert "secret" not in text
+
+
+def test_a_text_that_is_cut_shows_no_part_of_a_secret() -> None:
+    text = told(ValueError(f"{'x' * 3_980} Bearer {'secret' * 1_000} and more"))
+    assert len(text) <= 4_000
+    assert "secret" not in text

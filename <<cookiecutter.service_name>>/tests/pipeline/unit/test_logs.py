@@ -15,8 +15,10 @@ from aiokafka.errors import GroupAuthorizationFailedError, GroupCoordinatorNotAv
 from asyncpg.exceptions._base import DataError as ArgumentError
 from opentelemetry import propagate, trace
 from pydantic import BaseModel
+from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi
 
-from pipeline import logs
+from pipeline import failures, logs
+from pipeline.redaction import Redactor
 from pipeline.terminal import run_to_end, serving
 
 RFC3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
@@ -32,13 +34,21 @@ class Terminal(io.StringIO):
 def _logging_as_it_was() -> Iterator[None]:
     root, make = logging.getLogger(), logging.Logger.makeRecord
     level, handlers = root.level, list(root.handlers)
-    levels = {name: logging.getLogger(name).level for name in logs._LEAST}
+    levels = {name: one.level for name, one in named_loggers().items()}
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
     logging.Logger.makeRecord = make  # type: ignore[method-assign]
-    for name, former in levels.items():
-        logging.getLogger(name).setLevel(former)
+    for name, one in named_loggers().items():
+        one.setLevel(levels.get(name, logging.NOTSET))
+
+
+def named_loggers() -> dict[str, logging.Logger]:
+    """Return all loggers that there are, but for the root."""
+    manager = logging.getLogger().manager
+    return {
+        name: one for name, one in manager.loggerDict.items() if isinstance(one, logging.Logger)
+    }
 
 
 @pytest.fixture
@@ -141,6 +151,9 @@ class Transfer(BaseModel):
     amount: int
 
 
+KINDS = ["validation", "argument", "syntax", "row"]
+
+
 def fail(kind: str, secret: str) -> None:
     """Raise an error that quotes a secret of the payload."""
     if kind == "validation":
@@ -153,13 +166,17 @@ def fail(kind: str, secret: str) -> None:
     row.detail = f"Failing row contains (7, first\n{secret})."
     if kind == "row":
         raise row
+    if kind == "translated":
+        text = f'invalid input syntax for type integer: "{secret}"'
+        error = asyncpg.InvalidTextRepresentationError(text)
+        raise AsyncAdapt_asyncpg_dbapi.Error(text, error) from error  # type: ignore[no-untyped-call]
     statement = sqlalchemy.exc.IntegrityError("INSERT …", (secret,), row)
     statement.__cause__ = row
     raise statement
 
 
 @pytest.mark.parametrize("json", [True, False])
-@pytest.mark.parametrize("kind", ["validation", "argument", "syntax", "row", "statement"])
+@pytest.mark.parametrize("kind", [*KINDS, "translated", "statement"])
 @pytest.mark.parametrize("way", ["itself", "cause", "context", "group"])
 def test_no_error_of_a_chain_quotes_a_payload(
     stderr: io.StringIO, json: bool, kind: str, way: str
@@ -181,7 +198,8 @@ def test_no_error_of_a_chain_quotes_a_payload(
         log.exception("stands still")
     text = stderr.getvalue()
     assert secret not in text
-    assert ("amount: Input should be" if kind == "validation" else "null value in column") in text
+    said = {"validation": "amount: Input should be", "translated": "for type integer"}
+    assert said.get(kind, "null value in column") in text
     assert "in fail\n" in text or "in fail\\n" in text, "the way there is told"
 
 
@@ -195,14 +213,17 @@ def test_a_field_may_have_any_name(stderr: io.StringIO, name: str, json: bool) -
     assert "pipeline.test" in stderr.getvalue()
 
 
+class Unprintable:
+    """What can't be written."""
+
+    def __str__(self) -> str:
+        raise ArithmeticError
+
+    __repr__ = __str__
+
+
 @pytest.mark.parametrize("json", [True, False])
 def test_values_of_any_kind_are_written(stderr: io.StringIO, json: bool) -> None:
-    class Unprintable:
-        def __str__(self) -> str:
-            raise ArithmeticError
-
-        __repr__ = __str__
-
     values = {"nan": math.nan, "set": {1}, "error": KeyError("x"), "odd": "\ud800\u2028"}
     logs.configure(level="INFO", json=json)
     log.info("hello", extra=values)
@@ -221,10 +242,71 @@ def test_a_level_keeps_lower_lines_away(stderr: io.StringIO) -> None:
 
 def test_libraries_are_heard_from_warnings_on(stderr: io.StringIO) -> None:
     logs.configure(level="DEBUG", json=True)
-    for library in ("aiokafka.consumer.fetcher", "sqlalchemy.engine.Engine", "alembic.runtime"):
+    for library in ("aiokafka.consumer.fetcher", "sqlalchemy.engine.Engine", "httpx", "any.other"):
         logging.getLogger(library).info("chatter")
-    logging.getLogger("aiokafka").warning("this")
+    logging.getLogger("any.other").warning("this")
     assert only_line(stderr)["message"] == "this"
+
+
+def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_the_level_on(
+    stderr: io.StringIO,
+) -> None:
+    logs.configure(level="DEBUG", json=True, loggers=["parcels", "sqlalchemy.engine"])
+    ours = ["pipeline.relay", "archive.days", "claims", "page.gate", "parcels.handlers"]
+    for name in (*ours, "sqlalchemy.engine.Engine", "sqlalchemy.pool", "parcelsize"):
+        logging.getLogger(name).debug("this")
+    heard = [line["logger"] for line in lines(stderr)]
+    assert heard == [*ours, "sqlalchemy.engine.Engine"]
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_no_part_of_a_line_holds_a_secret(
+    stderr: io.StringIO, json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "-".join(["correct", "horse's", '"staple"'])
+    redactor = Redactor()
+    redactor.learn({"PASSWORD": secret})
+    for module in (logs, failures):
+        for name in {"redact", "redact_error"} & set(vars(module)):
+            monkeypatch.setattr(module, name, getattr(redactor, name))
+    logs.configure(level="INFO", json=json)
+    fields: dict[str, object] = {"plain": secret, "bytes": secret.encode()}
+    fields |= {"list": [{secret: secret}], "error": KeyError(secret)}
+    fields |= {"other": SimpleNamespace(one=secret)}
+    try:
+        raise LookupError(f"no {secret}") from RuntimeError(secret)
+    except LookupError:
+        log.exception("sent %s", secret, extra=fields, stack_info=True)
+    log.info({"not": secret})
+    assert "horse" not in stderr.getvalue()
+    assert "Logging error" not in stderr.getvalue()
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_an_error_in_a_message_is_told_without_the_values_that_it_quotes(
+    stderr: io.StringIO, json: bool
+) -> None:
+    logs.configure(level="INFO", json=json)
+    secret = "-".join(["secret", "iban"])
+    for kind in KINDS:
+        try:
+            fail(kind, secret)
+        except Exception as error:
+            log.warning("it was %s, %r", error, error)
+            log.warning(f"it was {error!r}", exc_info=error)  # noqa: G004 (as asyncio does)
+    assert secret not in stderr.getvalue()
+    assert "Failing row" not in stderr.getvalue()
+
+
+def test_a_line_that_cannot_be_written_is_missed_and_not_shown_piecemeal(
+    stderr: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure(level="INFO", json=True)
+    log.info("%s", "secret", extra={"unprintable": Unprintable()})
+    line = only_line(stderr)
+    assert line["message"].startswith("a line of pipeline.test is lost, ")
+    assert line["message"].endswith("ArithmeticError")
+    assert "secret" not in str(capsys.readouterr())
 
 
 def test_headers_that_cannot_be_read_are_not_quoted(stderr: io.StringIO) -> None:

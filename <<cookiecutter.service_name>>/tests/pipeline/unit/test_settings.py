@@ -109,6 +109,10 @@ def test_nothing_is_said_of_how_a_wrong_setting_fits_another(
         "postgresql+psycopg://service:hunter2@db/service",
         "hunter2",
         "",
+        # Of a password that is not percent-encoded the end is taken for the host, or the port.
+        "postgresql+asyncpg://service:pass@hunter2@db/service",
+        "postgresql+asyncpg://service:pass@db:hunter2/service",
+        "postgresql+asyncpg://service:pa@ss:hunter2@db/service",
     ],
 )
 def test_another_kind_of_database_url_is_refused_and_not_quoted(
