@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 from itertools import pairwise
 from typing import Self
 
@@ -188,6 +189,28 @@ async def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and
     ]
     assert [item.event for item in faulty] == [None] * len(consumers)
     assert len(batch.items) == 4 + len(faulty)
+
+
+class Paid(Event, type="paid"):
+    """An amount with more digits than a float has."""
+
+    amount: Decimal
+
+
+@pytest.mark.parametrize("mode", ["binary", "structured"])
+async def test_a_decimal_of_a_record_keeps_its_digits_in_either_mode(
+    handlers: Handlers, mode: str
+) -> None:
+    handlers.on(Paid, topic=TOPIC, consumer="book")(ignore)
+    data = '{"amount": 12345678901234567.890}'
+    paid = record(0, type="paid", value=data.encode())
+    if mode == "structured":
+        head = '"specversion": "1.0", "id": "1", "source": "/shop", "type": "paid"'
+        paid.value = f'{{{head}, "data": {data}}}'.encode()
+        paid.headers = (("content-type", b"application/cloudevents+json"),)
+    (item,) = (await read(handlers, TOPIC, 0, [paid])).items
+    assert isinstance(item.event, Paid)
+    assert str(item.event.amount) == "12345678901234567.890"
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, SystemExit])
