@@ -169,7 +169,7 @@ def fail(kind: str, secret: str) -> None:
     if kind == "translated":
         text = f'invalid input syntax for type integer: "{secret}"'
         error = asyncpg.InvalidTextRepresentationError(text)
-        raise AsyncAdapt_asyncpg_dbapi.Error(text, error) from error
+        raise AsyncAdapt_asyncpg_dbapi.Error(text, error) from error  # type: ignore[no-untyped-call]
     statement = sqlalchemy.exc.IntegrityError("INSERT …", (secret,), row)
     statement.__cause__ = row
     raise statement
