@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pipeline.operations import Refused
+from pipeline.redaction import redact
 from pipeline.terminal import Json, run_to_end, tell_program
 
 from . import reading
@@ -106,6 +107,8 @@ async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
     for day in chosen or await reading.days(archive, store):
         try:
             async for event in reading.find(archive, store, day, id):
+                if event["payload"] is not None:
+                    event["payload"] = redact(event["payload"])
                 tell_program(event)
                 found += 1
         except Missing:

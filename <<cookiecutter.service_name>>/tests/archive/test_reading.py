@@ -1,5 +1,6 @@
 """What is missing or changed in the archive is found, and so is an event."""
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -8,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from typer.testing import Result
 
 from archive import days
 from archive.files import MANIFEST
+from pipeline import Event
 
 from . import app
 from .conftest import DAY, House, make_day
 from tests.pipeline.integration.conftest import Command
+from tests.pipeline.integration.outgoing import event
 
 FOLDER = app.archive.folder(DAY)
 
@@ -173,6 +177,24 @@ async def test_an_event_is_found_by_its_id_and_not_by_a_part_of_it(
     missing = await service("find", "e301")
     assert missing.exit_code == 1
     assert "no event 'e301' is in the archive" in missing.stderr
+
+
+async def test_an_event_that_is_found_is_shown_without_its_secrets_which_the_archive_has(
+    house: House, folder: str, service: Command
+) -> None:
+    class Sealed(Event, type="sealed"):
+        combination_of_the_archive: SecretStr
+
+    payload = b'{"combination_of_the_archive": "17-4-32", "place": "Graz"}'
+    await house.stage(event("seals", "sealed-1", payload=payload))
+    await house.keep()
+    found = json.loads((await service("find", "sealed-1")).stdout)
+    assert json.loads(found["payload"]) == {
+        "combination_of_the_archive": "**********",
+        "place": "Graz",
+    }
+    (part,) = parts(Path(folder, FOLDER))
+    assert b"17-4-32" in gzip.decompress(part.read_bytes())
 
 
 async def test_who_looks_for_an_event_is_told_what_could_not_be_looked_through(
