@@ -25,6 +25,7 @@ from .backlog import Lane, Taken
 from .batch import Item, validated
 from .breaker import BreakerOpen
 from .consume import judged
+from .door import InContext
 from .effects import Call, Effect
 from .failures import is_of_the_database, named
 from .handling import result_as_json
@@ -293,7 +294,7 @@ class Caller(Lanes):
                         if now() >= (limit.when() or math.inf):  # stopped, and not cancelled yet
                             raise TimeoutError
                     called = replace(called, is_made=True)
-                    result = await handler.function(item.event, call)
+                    result = await InContext(handler.function(item.event, call))
             return replace(called, result=result, kept=_kept(result, item))
         except asyncio.CancelledError as error:
             if task.cancelling():

@@ -37,7 +37,7 @@ from tests.servers.waiting import PATIENCE
 
 BEHIND_A_POOLER = (
     # Sessions, prepared statements and cursors.
-    *("pooler", "statements", "round_trips", "transactional", "filters"),
+    *("pooler", "statements", "round_trips", "transactional", "filters", "door", "writer"),
     # Advisory locks.
     *("inbox_races", "dropping", "retention", "migrations"),
     # Leases, and what is written under them.

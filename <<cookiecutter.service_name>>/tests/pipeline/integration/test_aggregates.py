@@ -4,13 +4,17 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
 from typing import Any
 
 import asyncpg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import Text
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.dialects.postgresql import CITEXT
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Transaction
 from pipeline.rows import Rows
@@ -387,3 +391,68 @@ async def test_nothing_of_a_batch_waits_for_the_collector(
         assert not alive
     finally:
         gc.enable()
+
+
+class Region(str, Enum):  # noqa: UP042  # its str() is no value
+    """Where a rate holds."""
+
+    EU = "eu"
+    US = "us"
+
+
+class Rate(Aggregate, Base):
+    """A row whose key has several texts in Python."""
+
+    __tablename__ = "rate"
+
+    region: Mapped[Region] = mapped_column(sa.Enum(Region), primary_key=True)
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    since: Mapped[datetime] = mapped_column(sa.DateTime(timezone=True), primary_key=True)
+    percent: Mapped[Decimal] = mapped_column(sa.Numeric(6, 2), primary_key=True)
+    seen: Mapped[int] = mapped_column(default=0)
+
+
+async def test_one_row_has_one_key_however_its_values_are_written(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    handlers = desk.handlers = Handlers()
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    keys: list[tuple[Any, ...]] = [
+        (Region.EU, Region.EU, noon, Decimal("1.5")),
+        ("EU", "eu", noon.astimezone(timezone(timedelta(hours=2))), Decimal("1.50")),
+    ]
+
+    @handlers.on(Deposited, topic="deposits", consumer="rate")
+    async def rate(event: Deposited, tx: Transaction) -> None:
+        row = await tx.load_or_create(Rate, *keys[event.amount % 2])
+        row.seen += 1
+        tx.publish(BalanceTold(amount=row.seen), of=row)
+
+    await desk.apply(*(Deposit(n) for n in range(4)))
+    for n in range(4, 8):
+        await desk.apply(Deposit(n))
+    assert await desk.set_aside() == {}
+    events = await db.fetch("SELECT subject, sequence FROM pipeline.outbox ORDER BY id")
+    assert len({event["subject"] for event in events}) == 1
+    assert [event["sequence"] for event in events] == list(range(1, 9))
+    assert await db.fetchval("SELECT count(*) FROM rate") == 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [sa.CHAR(5), CITEXT(), sa.Float(), sa.Text(collation="de-x-icu"), sa.Numeric(), sa.JSON()],
+    ids=str,
+)
+def test_a_key_that_the_database_compares_otherwise_is_refused_at_registration(
+    kind: sa.types.TypeEngine[Any],
+) -> None:
+    class Other(DeclarativeBase):
+        """Tables that are never made."""
+
+    class Odd(Aggregate, Other):
+        __tablename__ = "odd"
+        account: Mapped[Any] = mapped_column(kind, primary_key=True)
+
+    with pytest.raises(TypeError, match=r"Odd\.account"):
+        Handlers().on(Deposited, topic="deposits", consumer="odd", loads=Odd.by("account"))
