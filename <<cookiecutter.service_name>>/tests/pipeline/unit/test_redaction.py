@@ -236,7 +236,7 @@ def test_an_event_that_would_be_sent_with_asterisks_for_a_secret_is_refused() ->
         seal: Annotated[SecretStr, PlainSerializer(SecretStr.get_secret_value)]
 
     outbox = Outbox("/tests", 1_000)
-    with pytest.raises(Unpublishable, match="Sealed.seal is another value"):
+    with pytest.raises(Unpublishable, match=r"Sealed\.seal is another value"):
         outbox.stage(Sealed(seal=SecretStr("wax")), id="1", key=None, sequence=None)
     outbox.stage(Opened(seal=SecretStr("wax")), id="1", key=None, sequence=None)
 
