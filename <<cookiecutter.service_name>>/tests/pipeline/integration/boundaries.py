@@ -101,6 +101,7 @@ BOUNDARIES = (
     Boundary("consume: mark", 2),
     Boundary("consume: look into the current generation"),
     Boundary("consume: look into the backlog", 2),
+    Boundary("consume: look for who has forgotten nothing"),
     Boundary("consume: lock accounts", 2),
     Boundary("consume: insert accounts"),
     Boundary("consume: update accounts"),

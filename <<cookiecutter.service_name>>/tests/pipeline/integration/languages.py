@@ -72,6 +72,7 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._MARK: "consume: mark",
     inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",
     backlog._FIND: "consume: look into the backlog",
+    inbox._REMEMBERS_ALL: "consume: look for who has forgotten nothing",
     inbox._KEEP_RESULTS: "consume: keep results",
     inbox._UNMARK: "consume: unmark",
     backlog._ADD: "consume: add to the backlog",

@@ -121,9 +121,9 @@ async def start(
         bank,
         database_url=database_url,
         kafka_bootstrap_servers=kafka,
-        kafka_session_timeout=2,
-        transaction_timeout=1.5,
-        lock_timeout=1,
+        kafka_session_timeout=6,
+        transaction_timeout=5,
+        lock_timeout=2,
         unclean_starts=1,
         retry_pause=0.2,
     ) as one:

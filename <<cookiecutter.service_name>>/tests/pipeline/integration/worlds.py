@@ -59,6 +59,8 @@ _PARTITIONS = range(2)
 _FOR_GOOD = 1_000
 _FAILURES = {(0, 3): 1, (0, 6): _FOR_GOOD}
 """How often some deposits are refused, by partition and number of eight."""
+_LONG_PAST = (("ce_time", b"2019-12-31T23:59:59Z"),)
+"""Of a few deposits: older than the inbox remembers, but not than the consumer."""
 _DATABASES_TO_DROP = 30
 
 _SHARDS_ARE_OF_ONE_ALIVE = """
@@ -279,6 +281,7 @@ class World:
             type=type,
             partition=partition,
             failures=_FAILURES.get((partition, number % 8), 0) if type == "deposited" else 0,
+            headers=_LONG_PAST if number % 8 == 5 else (),
         )
         await one.send(self.producer, self.bank.deposits)
         self.sent[partition].append(one)
