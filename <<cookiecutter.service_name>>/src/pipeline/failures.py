@@ -87,8 +87,10 @@ def _is_infrastructure(error: BaseException) -> bool:
         # that has neither a class nor a cause of its own, and SQLAlchemy knows it by the text, too.
         return "connection is closed" in str(error)
     if isinstance(error, asyncpg.InternalClientError):
-        # The class itself is for states that asyncpg should never be in.
-        return type(error) is not asyncpg.InternalClientError
+        # The class itself is for what asyncpg can't do, and for the state of a connection that was
+        # cut off in the middle.
+        is_bare = type(error) is asyncpg.InternalClientError
+        return not is_bare or str(error).startswith("cannot switch to state")
     return isinstance(error, sqlalchemy.exc.TimeoutError | OSError | KafkaError)
 
 

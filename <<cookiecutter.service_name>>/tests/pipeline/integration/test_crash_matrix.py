@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from aiokafka.admin import AIOKafkaAdminClient
 
 import pipeline
-from pipeline import backlog, filters, inbox, partitions, retention, scheduled
+from pipeline import backlog, door, filters, inbox, partitions, retention, scheduled
 from pipeline.inbox import GENERATION_LOCK
 
 from .bank import Bank
@@ -70,13 +70,16 @@ BY_COMMANDS_TOO = (
 )
 
 UNMET = (
+    door.BEGIN,
+    door.DONE,
+    door._IS_AT_WORK,
     filters._DISCARD,
     partitions._WHO_USES,
     retention._OWNER,
     retention._NOT_ARCHIVED,
     retention._ARCHIVES,
 )
-"""Statements that only damage, or somebody else, leads to."""
+"""Statements that only damage, or somebody else, leads to, or a handler with a session."""
 
 SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 

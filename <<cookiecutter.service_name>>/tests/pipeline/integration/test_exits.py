@@ -198,7 +198,7 @@ async def test_a_misuse_of_the_driver_is_the_messages_fault_and_no_outage(
 
     await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
     await desk.work_off()  # each of its handlers alone
-    assert await desk.set_aside() == {("misusing", 1): "transaction failed"}
+    assert await desk.set_aside() == {("misusing", 1): "failed"}
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
     assert desk.outages == []
 

@@ -107,7 +107,7 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     found: ContextVar[Generations] = ContextVar("found")
     move_position = inbox.move_position
 
-    async def begin(connection: AsyncConnection, **_: float) -> None:
+    async def begin(connection: AsyncConnection, _: object) -> None:
         row = await connection.execute(
             sa.text(
                 "SELECT pg_advisory_xact_lock_shared(:lock), current, oldest, since, opening"

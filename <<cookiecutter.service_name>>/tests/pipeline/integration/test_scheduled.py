@@ -249,7 +249,7 @@ async def test_relays_that_race_and_die_publish_each_once_in_the_order_in_which_
     for key in keys:
         due = [(f"{key}/{number:03}", LONG_AGO + number * HOUR) for number in range(200)]
         await schedule(db, topic, due[::-1], key)
-    chosen = settings(relay_lease=1)
+    chosen = settings(relay_lease=3)
     async with following(kafka, topic) as tail:
         for _ in range(4):
             async with relaying(chosen) as one, relaying(chosen):

@@ -60,6 +60,7 @@ OUTAGES = [
         "cannot call Transaction.rollback(): the underlying connection is closed"
     ),
     asyncpg.OutdatedSchemaCacheError("a type has changed"),
+    asyncpg.InternalClientError("cannot switch to state 12; another operation (2) is in progress"),
     asyncpg.ProtocolError("unexpected data"),
     asyncpg.TargetServerAttributeNotMatched("no primary"),
     sqlalchemy.exc.TimeoutError(),
