@@ -190,7 +190,8 @@ async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) ->
 
 
 def _fetch(session: Session, statement: sa.Select[Any], values: dict[str, list[Any]]) -> list[Any]:
-    return list(Session.scalars(session, statement, values))
+    # Unique where a relationship is joined.
+    return list(Session.scalars(session, statement, values).unique())
 
 
 def _locking(entity: type[A]) -> sa.Select[A]:
@@ -213,7 +214,7 @@ def _build_locking(entity: type[A]) -> sa.Select[A]:
         sa.select(entity)
         .where(sa.tuple_(*columns).in_(wanted) if len(columns) > 1 else columns[0].in_(wanted))
         .order_by(*columns)
-        .with_for_update()
+        .with_for_update(of=entity)
         .execution_options(populate_existing=True)
     )
 
@@ -224,7 +225,7 @@ def create(entity: type[A], key: Key) -> A:
     row.version = 0
     given = sa.inspect(row).dict
     for name, column in sa.inspect(entity).columns.items():
-        default = column.default
+        default = column.default if isinstance(column, sa.Column) else None
         if name not in given and isinstance(default, sa.ColumnDefault) and default.is_scalar:
             setattr(row, name, default.arg)
     return row

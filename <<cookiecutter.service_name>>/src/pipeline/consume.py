@@ -19,11 +19,11 @@ from .backlog import LaneLost
 from .batch import Item, in_sequence
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
-from .door import AT_WORK, SharedSession, new_session
+from .door import AT_WORK, GUARD, Guard, SharedSession, clean, new_session
 from .failures import Attempts, StoreSlow, is_contention, is_infrastructure
 from .filters import Filters
 from .handlers import Handlers
-from .handling import Attempt, BatchFailed, Handled, NeedsOwnSession, handle_all
+from .handling import Attempt, BatchFailed, Handled, Memory, NeedsOwnSession, handle_all
 from .inbox import Generations, IdentityMismatch, Known, PositionMoved, time_of
 from .message import Message
 from .outbox import Outbox
@@ -181,15 +181,15 @@ class Consume:
         Raises `BreakerOpen` when a consumer fails for whatever comes, and `PositionMoved` or
         `LaneLost` if the work is somebody else's.
         """
-        return await self._apply(work, work.fates, attempts, set())
+        return await self._apply(work, work.fates, attempts, Memory())
 
     async def _apply(
-        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, handed: set[int]
+        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, memory: Memory
     ) -> Sequence[Results]:
         late: set[bytes] = set()
         while True:
             try:
-                return [await self._attempt(work, fates, attempts, handed)]
+                return [await self._attempt(work, fates, attempts, memory)]
             except NeedsOwnSession as need:
                 _let_go(need)
                 self._own.add(need.consumer)
@@ -210,11 +210,11 @@ class Consume:
                     return [
                         result
                         for one in parts
-                        for result in await self._apply(one, fates, attempts, handed)
+                        for result in await self._apply(one, fates, attempts, memory)
                     ]
 
     async def _attempt(
-        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, handed: set[int]
+        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, memory: Memory
     ) -> Results:
         """Commit the work, again and again while infrastructure fails."""
         contentions = 0
@@ -222,7 +222,7 @@ class Consume:
         async def commit() -> Results:
             nonlocal contentions
             try:
-                return await self._commit(work, fates, handed)
+                return await self._commit(work, fates, memory)
             except _Unclear as unclear:
                 if unclear.storing and self.claims and _is_single(work):
                     # The handler has left it little time. If it fails with all of it, that is an
@@ -257,7 +257,7 @@ class Consume:
         fate = judged(item, unclear.error, unclear.reason)
         return {item.marker.key: replace(fate, trace=unclear.trace)}
 
-    async def _commit(self, work: Work, fates: dict[bytes, Fate], handed: set[int]) -> Results:
+    async def _commit(self, work: Work, fates: dict[bytes, Fate], memory: Memory) -> Results:
         limit = self._settings.transaction_timeout
         progress = _Progress()
         # A connection is waited for within the turn, and outside the limit: that is not the batch's
@@ -271,16 +271,17 @@ class Consume:
                 with _blaming(work, fates, limit, progress):
                     async with asyncio.timeout(limit + _EARLY):
                         results, outbox = await self._execute(
-                            connection, work, fates, progress, handed
+                            connection, work, fates, progress, memory
                         )
                     await transaction.commit()
             except _IN_ORDER as error:
                 if isinstance(error, _Unclear):
                     error.trace = progress.trace
                 is_cut_off = isinstance(error, _Guilty | _Unclear) and error.is_cut_off
-                if is_cut_off or progress.is_own or perf_counter() - started > limit:
-                    # It may be in the middle of a statement, or hold what a handler left there.
-                    await connection.invalidate()
+                if is_cut_off or perf_counter() - started > limit:
+                    await connection.invalidate()  # it may be in the middle of a statement
+                elif progress.is_own:
+                    await clean(connection, await driver_of(connection))
                 raise
             except BaseException:
                 # Lost, cut off or cancelled in the middle: nobody else may get this connection.
@@ -303,7 +304,7 @@ class Consume:
         work: Work,
         fates: dict[bytes, Fate],
         progress: "_Progress",
-        handed: set[int],
+        memory: Memory,
     ) -> tuple[Results, Outbox]:
         settings = self._settings
         own = self._own.intersection(item.marker.consumer for item in work.items)
@@ -325,15 +326,18 @@ class Consume:
         fates = fates | await _too_old(driver, generations, new)
         items = _sort_out(new, waiting, fates, results)
         progress.records_since = perf_counter()
+        guard, info = Guard(outbox), (await connection.get_raw_connection()).info
+        info[GUARD] = guard
         attempt = Attempt(
             connection,
             driver,
             Rows(new_session(connection, SharedSession)),
             outbox,
+            guard,
             ProcessSpans(self._group),
             own=own,
             again=inbox.limiting(connection, limits),
-            handed=handed,
+            memory=memory,
         )
         progress.attempt = attempt
         self._under_way.add(attempt)
@@ -343,12 +347,14 @@ class Consume:
             attempt.deadline.close()
             telemetry.handled(attempt.longest)
             self._under_way.discard(attempt)
+            info.pop(GUARD, None)
         results.applied, results.returned = handled.applied, handled.returned
         results.superseded = handled.superseded
         results.fates += handled.unfit
         results.seconds = handled.seconds
         self._judge(work, handled, results)
         await attempt.rows.flush()
+        attempt.rows.session.sync_session.close()
         if results.returned:
             await inbox.keep_results(driver, generations, results.returned)
         stored.update(item.marker.key for item, _ in results.fates)
@@ -381,7 +387,10 @@ class Consume:
         self._breaker.observe(failures, fared_well=results.fared_well)
         if handled.failed:
             (first, error), *others = handled.failed
-            fates = {item.marker.key: undecided(other) for item, other in others}
+            if handled.is_certain:
+                fates = {item.marker.key: judged(item, one, "failed") for item, one in others}
+            else:
+                fates = {item.marker.key: undecided(other) for item, other in others}
             fates[first.marker.key] = judged(first, error, "failed")
             late = handled.late and handled.late.marker.key
             fates = {

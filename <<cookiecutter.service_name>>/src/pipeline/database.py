@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import asyncpg
@@ -13,7 +12,7 @@ from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from . import telemetry
-from .door import GUARD
+from .door import CALL, GUARD
 from .settings import Settings
 
 _BESIDE_TRANSACTIONS = 5
@@ -60,8 +59,8 @@ def _time_statements(engine: sa.Engine) -> None:
     """Have each statement timed once: SQLAlchemy prepares most of its own, and asyncpg tells only
     of what it runs unprepared, and of many at once. COPY is told of by neither."""
 
-    def watch(connection: Any, record: Any) -> None:
-        connection.driver_connection.add_query_logger(partial(_tell, record.info))
+    def watch(connection: Any, _: object) -> None:
+        connection.driver_connection.add_query_logger(_tell)
 
     sa.event.listen(engine, "connect", watch)
     sa.event.listen(engine, "before_cursor_execute", _begin)
@@ -70,10 +69,11 @@ def _time_statements(engine: sa.Engine) -> None:
     sa.event.listen(engine, "commit", _refuse_commit)
 
 
-def _tell(info: dict[Any, Any], query: LoggedQuery) -> None:
+def _tell(query: LoggedQuery) -> None:
     telemetry.executed(query.query, query.elapsed, query.exception)
-    if guard := info.get(GUARD):
-        guard.after(query.query)
+    # It is told in the context of who has sent it.
+    if call := CALL.get():
+        call.after(query.query)
 
 
 def _begin(
@@ -84,7 +84,10 @@ def _begin(
     context: Any,
     is_many: bool,
 ) -> None:
-    if guard := connection.info.get(GUARD):
+    guard, call = connection.info.get(GUARD), CALL.get()
+    if call is not None:
+        call.refuse_strays(guard)
+    if guard:
         driver: Any = connection.connection.driver_connection
         guard.before(text, context, driver)
     context.pipeline_statement = telemetry.Statement(

@@ -11,7 +11,8 @@ import decimal
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import asynccontextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
+from functools import wraps
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import asyncpg
@@ -30,9 +31,9 @@ GUARD = "pipeline guard"
 """Key in the `info` of a connection: the `Guard` of the message that uses it."""
 
 _CONTROL = re.compile(
-    r"\s*(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
+    r"(?:\s|/\*.*?\*/|--[^\n]*\n)*(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
     r"|PREPARE\s+TRANSACTION)\b",
-    re.IGNORECASE,
+    re.IGNORECASE | re.DOTALL,
 )
 _SAVEPOINT_CLAUSES = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 
@@ -41,7 +42,14 @@ _USE_BEGIN_NESTED = (
     " the transaction is ended by the engine"
 )
 
-_UNDER_WAY = "a statement is still under way: await all that the handler has begun"
+UNDER_WAY = "a statement is still under way: await all that the handler has begun"
+CANCELLED = (
+    "a statement was cancelled under way, by asyncio.timeout or a task group: its transaction is"
+    " lost. Bound a statement by SET LOCAL statement_timeout inside begin_nested(), or the whole"
+    " handler by timeout="
+)
+HAS_RETURNED = "the handler has ended: await what it has begun before it returns"
+_HAS_ENDED = "the transaction has ended or is read only: " + _USE_BEGIN_NESTED
 
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
@@ -50,9 +58,10 @@ BEGIN = f"SELECT set_config('pipeline.handler', '{AT_WORK}', true)"
 DONE = "SELECT set_config('pipeline.handler', '', true)"
 
 _IS_AT_WORK = f"""
-SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}')::int
+SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}'
+            AND current_setting('transaction_read_only') = 'off')::int
 """
-"""Fails if the transaction is another one: a local setting ends with its transaction."""
+"""Fails if the transaction is read only, or another one: a local setting ends with it."""
 
 _RESET = """
 RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
@@ -78,6 +87,11 @@ class Stages(Protocol):
     """What is staged so far. Set to an earlier value, it drops what was staged since."""
 
 
+CALL: ContextVar["Guard | None"] = ContextVar("pipeline_call", default=None)
+"""Guard of the handler's call that this code belongs to, and the tasks that it has begun; None: the
+engine's own code."""
+
+
 class RowSession(Session):
     """A session that knows which rows were added to it."""
 
@@ -85,6 +99,8 @@ class RowSession(Session):
         super().__init__(*args, **options)
         self.added: set[object] = set()
         """Rows that were added and are flushed: no other transaction can see them."""
+        self.has_new = False
+        """Whether any row was added, by a handler or a relationship."""
         self.has_deleted = False
         """Whether anything was deleted: to ask each time what that is takes long."""
 
@@ -92,20 +108,44 @@ class RowSession(Session):
 class SharedSession(RowSession):
     """The session of the messages that have none of their own; no handler may use it.
 
-    Its rows lead to it: by a relationship that is loaded late, or by `object_session`.
+    Its rows lead to it: by a relationship that is loaded late, or by `object_session`. What a
+    handler does to it goes through `want`, which has the handler called again with its own.
     """
 
     is_wanted = False
     """Whether a handler needs a session of its own."""
 
-    def want(self, *_: object, **__: object) -> Any:
-        """Note that a handler needs a session of its own, and leave it."""
-        self.is_wanted = True
-        raise NeedsSession
+    def want(self) -> None:
+        """Note that a handler needs a session of its own, and leave it; nothing for the engine."""
+        if CALL.get() is not None:
+            self.is_wanted = True
+            raise NeedsSession
 
-    execute = connection = refresh = merge = get = want
-    delete = delete_all = expire = expire_all = expunge_all = want
-    begin_nested = commit = rollback = want
+    def _execute_internal(self, *args: Any, **options: Any) -> Any:
+        self.want()
+        return super()._execute_internal(*args, **options)
+
+    def _expunge_states(self, *args: Any, **options: Any) -> None:
+        self.want()
+        super()._expunge_states(*args, **options)
+
+
+def _wanting(name: str) -> Callable[..., Any]:
+    original = getattr(Session, name)
+
+    @wraps(original)
+    def method(self: SharedSession, *args: Any, **options: Any) -> Any:
+        self.want()
+        return original(self, *args, **options)
+
+    return method
+
+
+_ASKING = {"get_bind", "identity_key", "is_modified", "object_session"}
+"""Methods of a session that change nothing."""
+for _name, _method in vars(Session).items():
+    if callable(_method) and not _name.startswith("_") and _name not in _ASKING:
+        setattr(SharedSession, _name, _wanting(_name))
 
 
 class OwnSession(RowSession):
@@ -126,6 +166,9 @@ class OwnSession(RowSession):
     def commit(self) -> None:
         self.guard.refuse("session.commit()")
 
+    def close(self) -> None:
+        self.guard.refuse("session.close()")
+
 
 class WriterSession(OwnSession):
     """The session of a writer, which notes what it has written."""
@@ -144,6 +187,10 @@ def _note_written(session: WriterSession, _: object) -> None:
 sa.event.listen(WriterSession, "after_flush", _note_written)
 
 
+def _note_new(session: RowSession, row: object) -> None:
+    session.has_new = True
+
+
 def _note_added(session: RowSession, row: object) -> None:
     session.added.add(row)
 
@@ -159,10 +206,15 @@ def _roll_back(session: OwnSession) -> None:
 
 
 def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
-    if transaction.nested:
-        session.guard.end_savepoint()
+    if transaction.nested and session.guard.end_savepoint():
+        states = ((row, sa.inspect(row, raiseerr=True)) for row in session.added)
+        session.added = {row for row, state in states if state.persistent}
+        if isinstance(session, WriterSession):
+            states = ((row, sa.inspect(row, raiseerr=True)) for row in session.written)
+            session.written = {row for row, state in states if not state.expired}
 
 
+sa.event.listen(RowSession, "transient_to_pending", _note_new, propagate=True)
 sa.event.listen(RowSession, "pending_to_persistent", _note_added, propagate=True)
 sa.event.listen(OwnSession, "after_transaction_create", _begin_savepoint)
 sa.event.listen(OwnSession, "after_rollback", _roll_back)
@@ -185,6 +237,14 @@ class Guard:
         self.fault: HandlerFault | None = None
         self.was_cancelled = False
         """Whether a statement was cancelled under way, which costs the connection."""
+        self.stray: HandlerFault | None = None
+        """What a task has tried after its handler had ended."""
+
+    def refuse_strays(self, guard: "Guard | None") -> None:
+        """Raise `HandlerFault` for a statement of another call than the one that is at work."""
+        if guard is not self:
+            self.stray = HandlerFault(HAS_RETURNED)
+            raise self.stray
 
     def begin_savepoint(self) -> None:
         """Remember what is staged so far."""
@@ -195,12 +255,13 @@ class Guard:
         """Drop, when its block ends, what was staged since the latest savepoint."""
         self._is_undone = bool(self._savepoints)
 
-    def end_savepoint(self) -> None:
-        """Forget a savepoint that is released or rolled back."""
-        earlier = self._savepoints.pop()
-        if self._is_undone:
+    def end_savepoint(self) -> bool:
+        """Forget a savepoint that is released or rolled back; returns whether it was undone."""
+        earlier, was_undone = self._savepoints.pop(), self._is_undone
+        if was_undone:
             self._outbox.staged, self._is_undone = earlier, False
         self._unsent = min(self._unsent, len(self._savepoints))
+        return was_undone
 
     def before(self, text: str, context: Any, driver: asyncpg.Connection) -> None:
         """Raise `HandlerFault` for a statement of SQLAlchemy that may not be sent."""
@@ -214,7 +275,7 @@ class Guard:
         if not is_ours:
             self.refuse(text)
         if not driver.is_in_transaction():
-            raise self._note("the transaction has ended: " + _USE_BEGIN_NESTED)
+            raise self._note(_HAS_ENDED)
         self.under_way.add(context)
 
     def refuse(self, text: str) -> NoReturn:
@@ -247,7 +308,7 @@ def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSes
 async def own_session(
     connection: AsyncConnection,
     driver: asyncpg.Connection,
-    outbox: Stages,
+    guard: "Guard",
     again: str,
     kind: type[OwnSession] = OwnSession,
 ) -> AsyncIterator[AsyncSession]:
@@ -256,9 +317,12 @@ async def own_session(
     At the end of the block its changes are flushed and the connection is as it was; `again` is the
     statement that sets the transaction's limits anew. Raises `HandlerFault` if it can't be.
     """
-    guard = Guard(outbox)
+    sync = connection.sync_connection
+    assert sync is not None
+    # Set in place by `Session.connection(execution_options=…)`.
+    options = sync._execution_options
     info = (await connection.get_raw_connection()).info
-    info[GUARD] = guard
+    others, info[GUARD] = info.get(GUARD), guard
     session = new_session(connection, kind)
     cast(OwnSession, session.sync_session).guard = guard
     try:
@@ -268,30 +332,28 @@ async def own_session(
         await _end(session, driver, guard, again)
     except BaseException as error:
         if guard.was_cancelled and not isinstance(error, asyncio.CancelledError):
-            raise HandlerFault(
-                "a statement was cancelled under way, by asyncio.timeout or a task group: its"
-                " transaction is lost. Bound a statement by SET LOCAL statement_timeout inside"
-                " begin_nested(), or the whole handler by timeout="
-            ) from error
+            raise HandlerFault(CANCELLED) from error
         raise
     finally:
-        info.pop(GUARD, None)
-        session.sync_session.close()
+        info[GUARD] = others
+        sync._execution_options = options
+        Session.close(session.sync_session)
 
 
 async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, again: str) -> None:
     if guard.under_way:
-        raise HandlerFault(_UNDER_WAY)
+        raise HandlerFault(UNDER_WAY)
     if guard.fault:
         raise guard.fault
     if not driver.is_closed() and not driver.is_in_transaction():
-        raise HandlerFault("the transaction has ended: " + _USE_BEGIN_NESTED)
+        raise HandlerFault(_HAS_ENDED)
     try:
-        # Releases savepoints that were left open; the transaction is the connection's.
-        await session.run_sync(Session.commit)
+        while (savepoint := session.get_nested_transaction()) is not None:
+            await savepoint.commit()
+        await session.flush()
         await driver.execute(f"{_IS_AT_WORK}; {_RESET}; {again}")
     except asyncpg.DivisionByZeroError as error:
-        raise HandlerFault("the transaction has ended: " + _USE_BEGIN_NESTED) from error
+        raise HandlerFault(_HAS_ENDED) from error
     except asyncpg.InFailedSQLTransactionError as error:
         raise HandlerFault(
             "a statement has failed, and the handler went on: wrap what may fail in"
@@ -300,7 +362,40 @@ async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, 
     except asyncpg.InterfaceError as error:
         if driver.is_closed():
             raise
-        raise HandlerFault(_UNDER_WAY) from error
+        raise HandlerFault(UNDER_WAY) from error
+
+
+_SAVE = "SAVEPOINT message"
+_KEEP = "RELEASE SAVEPOINT message"
+_UNDO = "ROLLBACK TO SAVEPOINT message; RELEASE SAVEPOINT message"
+
+
+@asynccontextmanager
+async def isolated(driver: asyncpg.Connection, outbox: Stages, again: str) -> AsyncIterator[None]:
+    """Undo what one message does if it fails, so that others of its transaction can go on."""
+    earlier = outbox.staged
+    await driver.execute(_SAVE)
+    try:
+        yield
+    except Exception as error:
+        try:
+            await driver.execute(f"{_UNDO}; {_RESET}; {again}")
+        except Exception:
+            if isinstance(error, HandlerFault):
+                raise error from None
+            raise HandlerFault(_HAS_ENDED) from error
+        outbox.staged = earlier
+        raise
+    await driver.execute(_KEEP)
+
+
+async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None:
+    """Roll back, and leave nothing of a handler on the connection; or close it."""
+    try:
+        await connection.rollback()
+        await driver.execute(_RESET)
+    except Exception:
+        await connection.invalidate()  # it is lost, or in the middle of a statement
 
 
 class InContext(Generic[T]):
@@ -308,12 +403,11 @@ class InContext(Generic[T]):
 
     __slots__ = ("_context", "_coroutine")
 
-    def __init__(self, call: Awaitable[T]) -> None:
-        """`call` is what a coroutine function has returned."""
+    def __init__(self, call: Awaitable[T], guard: Guard | None = None) -> None:
+        """`call` is what a coroutine function has returned; `guard` watches its statements."""
         self._coroutine = cast(Coroutine[Any, Any, T], call)
         self._context = copy_context()
-        # The object, too, is changed in place.
-        self._context.run(lambda: decimal.setcontext(decimal.getcontext().copy()))
+        self._context.run(_enter, guard)
 
     def __await__(self) -> Generator[Any, Any, T]:
         run, coroutine = self._context.run, self._coroutine
@@ -330,3 +424,9 @@ class InContext(Generic[T]):
                 step = coroutine.send
             except BaseException as error:
                 value, step = error, coroutine.throw
+
+
+def _enter(guard: Guard | None) -> None:
+    CALL.set(guard)
+    # The object, too, is changed in place.
+    decimal.setcontext(decimal.getcontext().copy())

@@ -29,7 +29,10 @@ _INFRASTRUCTURE = (
     "25P04",  # transaction_timeout
     "40001",  # serialization failure
     "40P01",  # deadlock detected
-    "53",  # insufficient resources: connections, memory, disk
+    "530",  # insufficient resources
+    "531",  # disk full
+    "532",  # out of memory
+    "533",  # too many connections
     "55P03",  # lock_timeout
     "57014",  # statement_timeout, or pg_cancel_backend
     "57P",  # operator intervention: shutdown, crash, starting up
@@ -105,6 +108,11 @@ def as_raised(error: BaseException) -> BaseException:
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig and error.orig.__cause__:
         return error.orig.__cause__
     return error
+
+
+def sqlstate_of(error: BaseException) -> str | None:
+    """Return PostgreSQL's code of the error, if it has raised it."""
+    return getattr(as_raised(error), "sqlstate", None)
 
 
 _CONTENTION = ("40001", "40P01", "55P03", "57014")

@@ -17,9 +17,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from .aggregate import Aggregate, Key
 from .backlog import StoredRecord
 from .batch import Item, validated
-from .door import DONE, HandlerFault, InContext, OwnSession, SharedSession, own_session
+from .door import (
+    DONE,
+    Guard,
+    HandlerFault,
+    InContext,
+    OwnSession,
+    SharedSession,
+    isolated,
+    own_session,
+)
 from .events import Event
-from .failures import is_infrastructure, is_of_the_database, named
+from .failures import is_infrastructure, is_of_the_database, named, sqlstate_of
 from .handlers import Handler
 from .ordering import SequenceConflict, Sequenced, SequenceGap, name_of, sequence_of
 from .outbox import Outbox
@@ -28,6 +37,10 @@ from .rows import Rows
 from .tasks import Turn
 from .telemetry import Current, ProcessSpans, traceparent
 from .transaction import EventBatch, Transaction
+
+_READ_ONLY = "25006"
+"""PostgreSQL's code for a transaction that is read only. A transaction that has written before is
+so by `SET TRANSACTION`, and not by a failover."""
 
 
 class Deadline:
@@ -102,6 +115,17 @@ class Deadline:
             self._task.cancel()
 
 
+@dataclass
+class Memory:
+    """What one attempt at a work leaves to the next."""
+
+    handed: set[int] = field(default_factory=set)
+    """`id` of the events that were handed to a handler."""
+    isolates: bool = False
+    """Whether a message with a session of its own has failed: each has a savepoint from then on, so
+    that all that fail are found at once."""
+
+
 @dataclass(eq=False)
 class Attempt:
     """What the handlers of one transaction share, and which of them is at work."""
@@ -111,13 +135,16 @@ class Attempt:
     rows: Rows
     """Those of the session that messages share, or of the message at work."""
     outbox: Outbox
+    guard: Guard
+    """Of the messages that share a session, or of the message at work."""
     spans: ProcessSpans
     own: Collection[str] = ()
     """Consumers whose messages have a session of their own each."""
     again: str = ""
     """Statement that bounds the transaction anew."""
-    handed: set[int] = field(default_factory=set)
-    """`id` of the events that were handed to a handler, in this attempt or before."""
+    memory: Memory = field(default_factory=Memory)
+    guards: dict[bytes, Guard] = field(default_factory=dict)
+    """Those of the messages that have a session of their own, by marker key."""
     strays: dict[bytes, Exception] = field(default_factory=dict)
     """What was done for a message after its handler had ended, by marker key."""
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
@@ -136,22 +163,27 @@ class Attempt:
 
     def event_of(self, item: Item) -> Event | None:
         """Return the event for a call: its own, as the one before may have been changed."""
-        if id(item.event) in self.handed:
+        if id(item.event) in self.memory.handed:
             return validated(item).event
-        self.handed.add(id(item.event))
+        self.memory.handed.add(id(item.event))
         return item.event
 
     @asynccontextmanager
-    async def own_session(self) -> AsyncIterator[None]:
+    async def own_session(self, item: Item) -> AsyncIterator[None]:
         """Give the message that is called next a session of its own."""
-        shared = self.rows
-        async with own_session(self.connection, self.driver, self.outbox, self.again) as session:
-            self.rows = Rows(session)
+        shared = self.rows, self.guard
+        guard = self.guards[item.marker.key] = Guard(self.outbox)
+        isolating = isolated(self.driver, self.outbox, self.again)
+        async with (
+            isolating if self.memory.isolates else nullcontext(),
+            own_session(self.connection, self.driver, guard, self.again) as session,
+        ):
+            self.rows, self.guard = Rows(session), guard
             cast(OwnSession, session.sync_session).forget = self.rows.forget
             try:
                 yield
             finally:
-                self.rows = shared
+                self.rows, self.guard = shared
 
     def deaf(self, seconds: float) -> Item | None:
         """Return the message whose handler goes on so long after it was cancelled."""
@@ -179,6 +211,8 @@ class Handled:
     """The last of them, if it took too long."""
     is_cut_off: bool = False
     """Whether a statement may still be under way on the connection."""
+    is_certain: bool = False
+    """Whether each of those that failed has failed by itself."""
 
 
 class BatchFailed(Exception):
@@ -227,16 +261,25 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
     await _handle_runs(sharing, attempt, handled)
     if attempt.own and not handled.failed:
         await attempt.rows.flush()
+        handled.is_certain = attempt.memory.isolates
         await _handle_runs(own, attempt, handled)
+        attempt.memory.isolates |= bool(handled.failed)
         if not handled.failed:
             await attempt.driver.execute(DONE)
-    handled.failed += [
-        (item, attempt.strays[item.marker.key])
-        for item in handled.applied
-        if item.marker.key in attempt.strays
-    ]
+    _find_strays(attempt, handled)
     handled.seconds = perf_counter() - begun
     return handled
+
+
+def _find_strays(attempt: Attempt, handled: Handled) -> None:
+    """Take what was tried for a message after its handler had ended for its failure."""
+    if attempt.guard.stray is not None:
+        raise BatchFailed(attempt.guard.stray, is_cut_off=False)
+    for key, guard in attempt.guards.items():
+        if guard.stray is not None:
+            attempt.strays[key] = guard.stray
+    strays = [item for item in handled.applied if item.marker.key in attempt.strays]
+    handled.failed += [(item, attempt.strays[item.marker.key]) for item in strays]
 
 
 async def _handle_runs(items: Sequence[Item], attempt: Attempt, handled: Handled) -> None:
@@ -265,7 +308,9 @@ async def _handle_runs(items: Sequence[Item], attempt: Attempt, handled: Handled
                 handled.late, handled.is_cut_off = run[0], True
                 break
             if run[0].marker.consumer in attempt.own:
-                break
+                if not attempt.memory.isolates:
+                    break
+                continue
             if len(handled.failed) == 1:
                 # Aborted by the error of a statement, it would fail for everybody.
                 await attempt.driver.execute("SELECT")
@@ -282,7 +327,7 @@ async def _handle_run(
     item = run[0]
     is_own = item.marker.consumer in attempt.own
     try:
-        async with attempt.own_session() if is_own else nullcontext():
+        async with attempt.own_session(item) if is_own else nullcontext():
             attempt.rows.begin_message()
             gap = 0
             if item.handler.gaps is not None:
@@ -300,7 +345,8 @@ async def _handle_run(
     except HandlerFault as error:
         raise _Failed(error, attempt.context, is_cut_off=True) from error
     except Exception as error:
-        if not is_own or isinstance(error, _Failed) or is_infrastructure(error):
+        is_fault = sqlstate_of(error) == _READ_ONLY or not is_infrastructure(error)
+        if not is_own or isinstance(error, _Failed) or not is_fault:
             raise
         raise _Failed(error, attempt.context) from error
     if result is not None:
@@ -385,8 +431,7 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             await _hand_over(run, attempt)
             return None
         result = await _call(item, attempt, gap)
-        if attempt.rows.error is not None:
-            raise attempt.rows.error
+        attempt.rows.raise_error()
         if handler.gaps is not None and (row := await _followed(item, attempt)):
             row.followed = item.sequence
             row.followed_by = name_of(item.marker.message)
@@ -401,7 +446,14 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
             late.__cause__ = error  # which tells where it was
             raise _Failed(late, attempt.context, is_cut_off=True) from error
-        error = attempt.rows.error or error
+        try:
+            attempt.rows.raise_error()
+        except Exception as earlier:
+            error = earlier
+        if isinstance(error, HandlerFault):
+            raise _Failed(error, attempt.context, is_cut_off=True) from error
+        if sqlstate_of(error) == _READ_ONLY:
+            raise _Failed(error, attempt.context) from error
         if is_of_the_database(error) or attempt.driver.is_closed():
             raise
         raise _Failed(error, attempt.context) from error
@@ -440,7 +492,7 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     attempt.context = current.context
     try:
         with current, attempt.deadline.within(handler.timeout):
-            return await InContext(handler.function(attempt.event_of(item), tx))
+            return await InContext(handler.function(attempt.event_of(item), tx), attempt.guard)
     finally:
         tx.end()
         if item.called is None:
@@ -462,7 +514,7 @@ async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
     failure = None
     try:
         with attempt.deadline.within(handler.timeout):
-            await InContext(handler.function(EventBatch(calls)))
+            await InContext(handler.function(EventBatch(calls)), attempt.guard)
     except BaseException as error:
         failure = error
         raise

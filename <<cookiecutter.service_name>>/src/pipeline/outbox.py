@@ -277,6 +277,10 @@ class Outbox:
             baggage,
         )
 
+    def holds(self, id: str) -> bool:
+        """Whether the event of this id is staged, and not taken back."""
+        return any(event.event_id == id for event in self._staged)
+
     def place(self, place_of: Callable[[str], tuple[str, int] | None]) -> None:
         """Give staged events, by their ids, the key and the sequence that were not known before."""
         for number, event in enumerate(self._staged):

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from . import aggregate
 from .aggregate import Aggregate, Key
-from .door import RowSession, SharedSession
+from .door import CALL, CANCELLED, UNDER_WAY, HandlerFault, RowSession, SharedSession
 from .stored import is_as_stored
 
 A = TypeVar("A", bound=Aggregate)
@@ -26,8 +26,6 @@ class Rows:
         self._taken: dict[tuple[type[Aggregate], Key], int] = {}
         """Number of the message that has taken the row last."""
         self._statement = asyncio.Lock()
-        self._knows_the_missing = isinstance(self._known, SharedSession)
-        """Whether a row that was not there can have come by `create` only."""
         self.message = 0
         """Number of the message whose handler is called."""
         self.error: BaseException | None = None
@@ -57,16 +55,31 @@ class Rows:
         """
         place = entity, aggregate.canonical(entity, key)
         if not self._has(place):
-            async with self._statement:
-                if not self._has(place):
-                    try:
-                        await self._lock(entity, {key})
-                    except BaseException as error:
-                        self.error = error
-                        raise
+            await self._fetch(place, key)
         self._taken[place] = self.message
         row = self._rows[place]
         return None if row is None or row not in self._known else cast(A, row)
+
+    async def _fetch(self, place: tuple[type[Aggregate], Key], key: Key) -> None:
+        call = CALL.set(None)  # what follows is the engine's
+        try:
+            async with self._statement:
+                if not self._has(place):
+                    await self._lock(place[0], {key})
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            CALL.reset(call)
+
+    def raise_error(self) -> None:
+        """Raise what a statement has failed with, and for one that is cancelled or under way."""
+        if self._statement.locked():
+            raise HandlerFault(UNDER_WAY)
+        if isinstance(self.error, asyncio.CancelledError):
+            raise HandlerFault(CANCELLED)
+        if self.error is not None:
+            raise self.error
 
     def _has(self, place: tuple[type[Aggregate], Key]) -> bool:
         """Whether what is in memory is what the database would return."""
@@ -74,7 +87,8 @@ class Rows:
             return False
         row, taken = self._rows[place], self._taken.get(place, self.message)
         if row is None:
-            return self._knows_the_missing
+            # One of a shared session can have come by `create` only, or was added.
+            return isinstance(self._known, SharedSession) and not self._known.has_new
         if taken != self.message:
             return is_as_stored(row)
         # A row that is deleted and created anew before a flush would keep its old values.
@@ -106,9 +120,8 @@ class Rows:
         values = () if sa.inspect(row).expired else aggregate.key_of(row)
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")
-        held = self._rows.get((type(row), aggregate.canonical(type(row), values)))
-        if not values or (
-            row is not held and row not in self._known.new and row not in self._known.added
+        if not values or not (
+            self._holds(row, values) or row in self._known.new or row in self._known.added
         ):
             raise TypeError(
                 f"an event of={type(row).__name__} needs a row that is locked, or events lose"
@@ -116,14 +129,19 @@ class Rows:
             )
         return aggregate.record_key(type(row), values)
 
+    def _holds(self, row: Aggregate, values: Key) -> bool:
+        # It may have been loaded as one of a class that it inherits.
+        place = aggregate.canonical(type(row), values)
+        return any(self._rows.get((one, place)) is row for one in type(row).__mro__)
+
     def add(self, row: object) -> None:
         """Have a new row inserted with the next flush."""
-        self._knows_the_missing = False
         Session.add(self._known, row)
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""
-        row = aggregate.create(entity, key)
+        row, has_new = aggregate.create(entity, key), self._known.has_new
         Session.add(self._known, row)
+        self._known.has_new = has_new
         self._rows[entity, aggregate.canonical(entity, key)] = row
         return row

@@ -29,6 +29,9 @@ _EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
 """Types of columns that return the value that was written, if it is of this type of Python."""
 
 
+_IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
+
+
 class _Kind(NamedTuple):
     """What is known of the rows of a class."""
 
@@ -36,8 +39,10 @@ class _Kind(NamedTuple):
     """Entries in the `__dict__` of a row that is loaded: its columns and SQLAlchemy's state."""
     checks: dict[str, Callable[[Any], bool]]
     """By column: whether the database would return the value as it is."""
+    keys: frozenset[str]
+    """Columns of the primary key."""
     may_mutate: bool
-    """Whether a value can change in place, which SQLAlchemy does not see."""
+    """Whether a value can change in place or by a relationship, which its row does not show."""
     is_computed: bool
     """Whether the database fills columns in when the row is written."""
 
@@ -54,6 +59,8 @@ def is_as_stored(row: Any) -> bool:
         return False
     values, checks = state.dict, kind.checks
     changed = state.committed_state if state.key is not None else checks
+    if state.key is not None and not kind.keys.isdisjoint(changed):
+        return False
     for name in changed:
         check = checks.get(name)
         if check is None or not (values[name] is None or check(values[name])):
@@ -64,22 +71,28 @@ def is_as_stored(row: Any) -> bool:
 @cache
 def _kind_of(entity: type[Any]) -> _Kind:
     mapper: Mapper[Any] = sa.inspect(entity)
-    checks: dict[str, Callable[[Any], bool]] = {}
-    may_mutate = False
-    for name, column in mapper.columns.items():
-        check = _check_of(column.type)
-        if check is not None:
-            checks[name] = check
-        elif not isinstance(
-            column.type, sa.types.Numeric | sa.types.DateTime | sa.Enum | sa.String
-        ):
-            may_mutate = True
+    attributes: dict[str, object] = dict(mapper.columns.items())
+    columns = {name: one for name, one in attributes.items() if isinstance(one, sa.Column)}
+    checks = {
+        name: check
+        for name, column in columns.items()
+        if (check := _check_of(column.type)) is not None
+    }
+    may_mutate = len(columns) < len(attributes) or any(
+        name not in checks and not isinstance(column.type, _IMMUTABLE)
+        for name, column in columns.items()
+    )
+    is_related = any(
+        mapper in (one, relationship.mapper)
+        for one in mapper.registry.mappers
+        for relationship in one.relationships
+    )
     is_computed = any(
         column.computed is not None or column.onupdate is not None or column.server_onupdate
-        for column in mapper.columns
+        for column in columns.values()
     )
-    size = len(mapper.columns) + 1
-    return _Kind(size, checks, may_mutate or bool(mapper.relationships), is_computed)
+    keys = frozenset(mapper.get_property_by_column(one).key for one in mapper.primary_key)
+    return _Kind(len(columns) + 1, checks, keys, may_mutate or is_related, is_computed)
 
 
 def _check_of(kind: sa.types.TypeEngine[Any]) -> Callable[[Any], bool] | None:

@@ -8,7 +8,7 @@ from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from .aggregate import Aggregate
-from .door import HandlerFault, SharedSession
+from .door import HAS_RETURNED, HandlerFault, SharedSession
 from .events import Event
 from .outbox import Due, Outbox
 from .rows import Rows
@@ -39,7 +39,7 @@ class UnitOfWork(ABC):
 
     def _check(self) -> None:
         if self._has_ended:
-            raise HandlerFault("the handler has ended: await what it has begun before it returns")
+            raise HandlerFault(HAS_RETURNED)
 
     @property
     def session(self) -> AsyncSession:

@@ -23,7 +23,7 @@ from tenacity import (
 from . import aggregate, backlog, telemetry
 from .aggregate import Aggregate
 from .database import driver_of
-from .door import BEGIN, InContext, WriterSession, own_session
+from .door import BEGIN, Guard, InContext, WriterSession, clean, own_session
 from .events import Event
 from .failures import Attempts, as_raised
 from .handlers import Handlers
@@ -85,12 +85,14 @@ class Writing(UnitOfWork):
         """
         if not isinstance(of, Versioned):
             super().publish(event, of=of, **how)
-        elif how or any(of is row for row in self._versioned.values()):
+            return
+        # A savepoint may have taken some back.
+        self._versioned = {id: row for id, row in self._versioned.items() if self._outbox.holds(id)}
+        if how or any(of is row for row in self._versioned.values()):
             raise TypeError("publish(…, of=row) of a Versioned row is called once, with no key=")
-        else:
-            id = self._id()
-            super().publish(event)
-            self._versioned[id] = of
+        id = self._id()
+        super().publish(event)
+        self._versioned[id] = of
 
     def place_of(self, id: str) -> tuple[str, int] | None:
         """Return key and sequence of the event of a versioned row, which is written now."""
@@ -159,17 +161,20 @@ class Writer:
             claims=self._claims,
         )
         async with self._engine.connect() as connection:
+            driver = await driver_of(connection)
             try:
                 async with connection.begin():
                     # The transaction begins with its first statement.
                     await connection.execute(sa.text(BEGIN))
-                    driver = await driver_of(connection)
                     result = await self._work(connection, driver, outbox, work, id)
                     if outbox.calls:
                         await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
                     await outbox.write(driver)
+            except Exception:
+                await clean(connection, driver)
+                raise
             except BaseException:
-                await connection.invalidate()  # the work may have left something on it
+                await connection.invalidate()  # it may be in the middle of a statement
                 raise
         return result
 
@@ -181,12 +186,13 @@ class Writer:
         work: Callable[[Writing], Awaitable[T]],
         id: str,
     ) -> T:
-        async with own_session(connection, driver, outbox, BEGIN, WriterSession) as session:
+        guard = Guard(outbox)
+        async with own_session(connection, driver, guard, BEGIN, WriterSession) as session:
             rows = Rows(session)
             cast(WriterSession, session.sync_session).forget = rows.forget
             writing = Writing(rows, outbox, id)
             try:
-                result = await InContext(work(writing))
+                result = await InContext(work(writing), guard)
             finally:
                 writing.end()
         # Rows are locked now, so that their events have the order of their versions.

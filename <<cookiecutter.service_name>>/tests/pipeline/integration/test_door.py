@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import decimal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +14,22 @@ import sqlalchemy as sa
 from sqlalchemy import Text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.ext.asyncio import async_object_session
+from sqlalchemy.orm import (
+    Mapped,
+    Session,
+    column_property,
+    make_transient,
+    mapped_column,
+    object_session,
+    relationship,
+)
 
 from pipeline import Aggregate, Call, Event, EventBatch, Handlers, Reject, Transaction
 from pipeline.database import driver_of
 
 from .desk import Desk, NewDesk
+from .test_inbox import Connect
 from tests.contract.bank import Base, Deposit, Deposited
 from tests.servers.waiting import eventually
 
@@ -35,7 +46,46 @@ class Wallet(Aggregate, Base):
     cents: Mapped[int] = mapped_column(sa.CheckConstraint(f"cents < {TOO_MUCH}"), default=0)
     owner: Mapped[str | None] = mapped_column(Text)
     rate: Mapped[decimal.Decimal | None] = mapped_column(sa.Numeric(12, 2))
+
+
+class Tagged(Aggregate, Base):
+    """A row with a value that can be changed in place."""
+
+    __tablename__ = "tagged"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
     tags: Mapped[list[str] | None] = mapped_column(sa.JSON)
+    text: Mapped[str | None] = mapped_column(Text)
+
+
+class Shop(Aggregate, Base):
+    """A row whose relationship is loaded with it."""
+
+    __tablename__ = "shop"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    cents: Mapped[int] = mapped_column(default=0)
+    twice: Mapped[int] = column_property(cents * 2)
+    goods: Mapped[list["Good"]] = relationship(lazy="selectin")
+    parts: Mapped[list["Part"]] = relationship(lazy="joined")
+
+
+class Good(Base):
+    """What a shop sells."""
+
+    __tablename__ = "good"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    shop_id: Mapped[str] = mapped_column(sa.ForeignKey("shop.id"))
+
+
+class Part(Aggregate, Base):
+    """What a shop has."""
+
+    __tablename__ = "part"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    shop_id: Mapped[str | None] = mapped_column(sa.ForeignKey("shop.id"))
 
 
 class Note(Base):
@@ -105,10 +155,15 @@ async def habits(new_desk: NewDesk) -> Habits:
     return Habits(await new_desk(handlers, topic=TOPIC), handlers)
 
 
-async def wallet_of(db: asyncpg.Connection, key: str = "ada") -> dict[str, Any]:
-    """Return the row, without its key."""
-    row = await db.fetchrow("SELECT * FROM wallet WHERE id = $1", key)
+async def row_of(db: asyncpg.Connection, table: str, key: str) -> dict[str, Any]:
+    """Return the row of a table, without its key."""
+    row = await db.fetchrow(f"SELECT * FROM {table} WHERE id = $1", key)
     return {name: value for name, value in dict(row or {}).items() if name != "id"}
+
+
+async def wallet_of(db: asyncpg.Connection, key: str = "ada") -> dict[str, Any]:
+    """Return the wallet, without its key."""
+    return await row_of(db, "wallet", key)
 
 
 async def events_of(db: asyncpg.Connection, key: str = "ada") -> list[tuple[int, str]]:
@@ -442,7 +497,7 @@ STATE = """
 SELECT current_setting('search_path'), current_user = session_user, current_setting('TimeZone'),
        to_regclass('pg_temp.left_behind'), (SELECT count(*) FROM pg_cursors),
        (SELECT count(*) FROM pg_listening_channels()),
-       (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 12345),
+       (SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND objid = 12345),
        current_setting('lock_timeout')
 """
 
@@ -533,12 +588,49 @@ async def rating(tx: Transaction, key: str) -> None:
 
 
 async def tagging(tx: Transaction, key: str) -> None:
-    wallet = await tx.load_or_create(Wallet, key)
-    if wallet.tags is None:
-        wallet.tags = []
+    row = await tx.load_or_create(Tagged, key)
+    if row.tags is None:
+        row.tags = []
     else:
-        wallet.tags.append("SQLAlchemy does not see this")
-    wallet.cents = (wallet.cents or 0) + len(wallet.tags)
+        row.tags.append("SQLAlchemy does not see this")
+    row.text = str(len(row.tags))
+
+
+async def renaming_the_key(tx: Transaction, key: str) -> None:
+    if wallet := await tx.load(Wallet, key):
+        wallet.id = f"{key} before"
+
+
+async def copying(tx: Transaction, key: str) -> None:
+    if wallet := await tx.load(Wallet, key):
+        make_transient(wallet)
+        wallet.id, wallet.version = f"{key} copy", 0
+        tx.add(wallet)
+
+
+async def expunging_by_the_row(tx: Transaction, key: str) -> None:
+    if session := object_session(await tx.load_or_create(Wallet, key)):
+        session.expunge_all()
+
+
+async def counting_by_the_row(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    session = async_object_session(wallet)
+    assert session is not None
+    wallet.owner = str(await session.scalar(sa.select(Wallet.cents).where(Wallet.id == key)))
+
+
+async def adding_by_a_relationship(tx: Transaction, key: str) -> None:
+    shop = await tx.load_or_create(Shop, key)
+    assert await tx.load(Part, key) is None
+    shop.parts.append(Part(id=key, version=0))
+
+
+async def looking_at_the_part(tx: Transaction, key: str) -> None:
+    part = await tx.load(Part, key)
+    shop = await tx.load_or_create(Shop, key)
+    shop.cents += 1 if part is None else 10
+    tx.publish(Changed(cents=shop.cents), of=shop)
 
 
 async def keeping_an_attribute(tx: Transaction, key: str) -> None:
@@ -571,6 +663,11 @@ SEQUENCES: list[list[Habit]] = [
     [keeping_an_attribute, keeping_an_attribute],
     [change, counting, change, counting],
     [adding, change, adding, counting],
+    [change, renaming_the_key, change],
+    [change, copying, change],
+    [change, expunging_by_the_row, change],
+    [change, counting_by_the_row, change, counting_by_the_row],
+    [looking_at_the_part, adding_by_a_relationship, looking_at_the_part, looking_at_the_part],
 ]
 
 
@@ -585,8 +682,150 @@ async def test_a_message_in_a_batch_behaves_as_it_would_alone(
     await habits.together(*places)
     await habits.alone(*places)
     assert await errors_of(habits.desk) == {}
-    assert await wallet_of(db) == await wallet_of(db, "bob")
+    for table in ("wallet", "tagged", "shop"):
+        for suffix in ("", " before", " copy"):
+            mine = await row_of(db, table, f"ada{suffix}")
+            assert mine == await row_of(db, table, f"bob{suffix}"), table
     assert await events_of(db) == await events_of(db, "bob")
+
+
+async def test_a_listener_that_queries_at_each_flush_is_allowed(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    def audit(session: Session, *_: object) -> None:
+        if session.new or session.dirty:
+            session.execute(sa.select(sa.func.count()).select_from(Note))
+
+    sa.event.listen(Session, "before_flush", audit)
+    try:
+        await habits.together(1)
+        await habits.together(2, 3)
+    finally:
+        sa.event.remove(Session, "before_flush", audit)
+    assert await errors_of(habits.desk) == {}
+    assert (await wallet_of(db))["cents"] == 3
+
+
+async def to_a_schema(tx: Transaction, key: str) -> None:
+    options = {"schema_translate_map": {None: "elsewhere"}}
+    await tx.session.connection(execution_options=options)
+    tx.session.add(Note(id=1, text="elsewhere"))
+
+
+async def test_options_of_the_connection_end_with_their_message(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("CREATE SCHEMA elsewhere")
+    for table in ("note", "wallet"):
+        await db.execute(f"CREATE TABLE elsewhere.{table} (LIKE {table} INCLUDING ALL)")
+    habits.habits = {2: to_a_schema}
+    await habits.together(1, 2, 3)
+    assert await db.fetchval("SELECT text FROM elsewhere.note") == "elsewhere"
+    assert await db.fetchval("SELECT count(*) FROM elsewhere.wallet") == 0
+    assert (await wallet_of(db))["cents"] == 2
+
+
+async def read_only(tx: Transaction, key: str) -> None:
+    await tx.session.execute(sa.text("SET TRANSACTION READ ONLY"))
+
+
+async def read_only_and_writing(tx: Transaction, key: str) -> None:
+    await read_only(tx, key)
+    await change(tx, key)
+
+
+async def too_much_of_the_disk(tx: Transaction, key: str) -> None:
+    await tx.session.execute(sa.text("SET LOCAL temp_file_limit = '64kB'"))
+    await tx.session.execute(sa.text("SET LOCAL work_mem = '64kB'"))
+    numbers = "SELECT g FROM generate_series(1, 300000) g ORDER BY -g OFFSET 1"
+    await tx.session.execute(sa.text(f"SELECT count(*) FROM ({numbers}) s"))
+
+
+async def gathering_rows(tx: Transaction, key: str) -> None:
+    async def check() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("no such thing")
+
+    await asyncio.gather(tx.load(Wallet, "locked"), check())
+
+
+async def forgetting_a_row(tx: Transaction, key: str) -> None:
+    asyncio.create_task(tx.load(Wallet, "locked"))  # noqa: RUF006
+    await asyncio.sleep(0.01)
+
+
+async def impatient(tx: Transaction, key: str) -> None:
+    await asyncio.wait_for(tx.load(Wallet, "locked"), 0.05)
+
+
+async def impatient_and_silent(tx: Transaction, key: str) -> None:
+    with suppress(TimeoutError):
+        await impatient(tx, key)
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [
+        read_only,
+        read_only_and_writing,
+        too_much_of_the_disk,
+        gathering_rows,
+        forgetting_a_row,
+        impatient,
+        impatient_and_silent,
+    ],
+)
+async def test_what_looks_like_an_outage_is_the_fault_of_its_message(
+    habits: Habits, db: asyncpg.Connection, connect: Connect, habit: Habit
+) -> None:
+    await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('locked', 0, 0)")
+    habits.habits = {2: habit}
+    other = await connect()
+    async with other.transaction():
+        await other.execute("SELECT FROM wallet WHERE id = 'locked' FOR UPDATE")
+        deposits = [Deposit(n, account=name) for n, name in ((1, "ada"), (2, "bob"), (3, "eve"))]
+        await habits.desk.apply(*deposits)
+        assert set(await errors_of(habits.desk)) == {1}
+        await habits.desk.apply(Deposit(4, account="eve"))
+    assert habits.desk.outages == []
+    assert [(await wallet_of(db, name))["cents"] for name in ("ada", "eve")] == [1, 2]
+
+
+async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    tasks: list[asyncio.Task[None]] = []
+
+    async def stray(tx: Transaction, key: str) -> None:
+        connection = await tx.session.connection()
+
+        async def later() -> None:
+            await asyncio.sleep(0.02)
+            await connection.execute(sa.text("SELECT pg_sleep(0.3)"))
+
+        tasks.append(asyncio.create_task(later()))
+
+    async def innocent(tx: Transaction, key: str) -> None:
+        _ = tx.session
+        await asyncio.sleep(0.05)
+
+    habits.habits = {2: stray, 3: innocent, 4: innocent}
+    deposits = [Deposit(n, account=name) for n, name in ((2, "ada"), (3, "bob"), (4, "eve"))]
+    await habits.desk.apply(*deposits)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert "has ended" in (await errors_of(habits.desk))[0]
+    assert set(await errors_of(habits.desk)) == {0}
+
+
+async def test_many_that_fail_with_a_session_are_found_in_few_attempts(habits: Habits) -> None:
+    async def odd(tx: Transaction, key: str) -> None:
+        if await tx.session.get(Wallet, key) is None and int(key) % 2:
+            raise Reject("no such wallet")
+
+    habits.habits = dict.fromkeys(range(100), odd)
+    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in range(100)))
+    assert len(await errors_of(habits.desk)) == 50
+    assert len(habits.calls) <= 400
 
 
 async def test_a_handler_of_batches_in_sql_and_one_of_rows_lose_nothing_of_each_other(

@@ -20,9 +20,10 @@ from sqlalchemy.orm.attributes import flag_modified
 from pipeline import Handlers, Policy, Transaction
 
 from .desk import Desk, NewDesk
-from .test_door import TOO_MUCH, TOPIC, Changed, Wallet, events_of, wallet_of
+from .test_door import TOO_MUCH, TOPIC, Changed, Tagged, Wallet, events_of, row_of
 from tests.contract.bank import Deposit, Deposited
 
+Row = Wallet | Tagged
 KEYS = ("a", "b")
 _numbers = count(1)
 
@@ -34,22 +35,24 @@ class ByHand:
         self.session = session
         self.events: list[tuple[str, int, int]] = []
         self.is_broken = False
-        self._loaded: dict[str, Wallet | None] = {}
-        self._kept: list[Wallet | None] = []
+        self._loaded: dict[tuple[type[Row], str], Row | None] = {}
+        self._kept: list[Row] = []
 
-    async def load(self, entity: type[Wallet], key: str) -> Wallet | None:
-        row = self._loaded.get(key)
+    async def load(self, entity: type[Row], key: str) -> Any:
+        row = self._loaded.get((entity, key))
         if row is None or row in self.session.deleted:
             await self.session.flush()
-            wanted = sa.select(Wallet).where(Wallet.id == key).with_for_update()
+            wanted = sa.select(entity).where(entity.id == key).with_for_update()
             row = await self.session.scalar(wanted.execution_options(populate_existing=True))
-            self._loaded[key] = row
+            self._loaded[entity, key] = row
         return row if row is not None and row in self.session else None
 
-    async def load_or_create(self, entity: type[Wallet], key: str) -> Wallet:
+    async def load_or_create(self, entity: type[Row], key: str) -> Any:
         row = await self.load(entity, key)
         if row is None:
-            row = self._loaded[key] = Wallet(id=key, cents=0, version=0)
+            row = self._loaded[entity, key] = entity(id=key, version=0)
+            if isinstance(row, Wallet):
+                row.cents = 0
             self._kept.append(row)
             self.session.add(row)
         return row
@@ -101,19 +104,19 @@ async def rename(tx: Tx, key: str, cents: int) -> None:
 
 
 async def tag(tx: Tx, key: str, cents: int) -> None:
-    if wallet := await tx.load(Wallet, key):
-        if wallet.tags:
-            wallet.tags.append("unseen")
-        else:
-            wallet.tags = ["first"]
-        wallet.owner = ",".join(wallet.tags)
+    row = await tx.load_or_create(Tagged, key)
+    if row.tags:
+        row.tags.append("unseen")
+    else:
+        row.tags = ["first"]
+    row.text = ",".join(row.tags)
 
 
 async def tag_seen(tx: Tx, key: str, cents: int) -> None:
-    if wallet := await tx.load(Wallet, key):
-        wallet.tags = wallet.tags or []
-        wallet.tags.append(str(cents))
-        flag_modified(wallet, "tags")
+    row = await tx.load_or_create(Tagged, key)
+    row.tags = row.tags or []
+    row.tags.append(str(cents))
+    flag_modified(row, "tags")
 
 
 async def keep_aside(tx: Tx, key: str, cents: int) -> None:
@@ -344,8 +347,9 @@ class World:
         expected, events = await self._by_hand(batch, number)
         assert failed == expected
         for key, name in names.items():
-            mine, theirs = await wallet_of(self.db, name), await wallet_of(self.db, f"hand {name}")
-            assert mine == theirs, key
+            for table in ("wallet", "tagged"):
+                mine = await row_of(self.db, table, name)
+                assert mine == await row_of(self.db, table, f"hand {name}"), (table, key)
             published = [
                 (sequence, f'{{"cents":{cents}}}')
                 for one, sequence, cents in events

@@ -57,7 +57,8 @@ def upgrade() -> None:
         BEGIN
             IF current_setting('pipeline.handler', true) = 'at work' THEN
                 RAISE invalid_transaction_termination
-                USING MESSAGE = 'a handler has sent COMMIT: the engine commits the whole batch';
+                USING MESSAGE = 'a handler has sent COMMIT or SET CONSTRAINTS ALL: '
+                                'the engine commits the whole batch';
             END IF;
             RETURN NULL;
         END $$""")
