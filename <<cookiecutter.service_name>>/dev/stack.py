@@ -33,6 +33,8 @@ from pathlib import Path
 from servers.console import Interrupted, StackError, note_signals, received_signals, say
 from servers.network import port_for_service
 from servers.sources import (
+    BOOTSTRAP_SERVERS,
+    DATABASE_URL,
     EnvironmentServers,
     LocalServers,
     OwnServers,
@@ -132,7 +134,12 @@ def command_env(directory: StateDirectory) -> int:
     servers = current_servers(directory)
     # Not whether they serve: one that is slow to answer has its address all the same.
     if servers is None or not servers.are_up():
-        raise StackError("The servers are not up. Bring them up with `up`.")
+        raise StackError("The servers are not up. Bring them up with `make up`.")
+    if isinstance(servers, EnvironmentServers):
+        say(
+            "these are the servers that the environment names, not those of this folder: for"
+            f" those, `unset {DATABASE_URL} {BOOTSTRAP_SERVERS}` first"
+        )
     for name, value in servers.addresses().items():
         print(f"export {name}={shlex.quote(value)}")
     for name, default in PORTS.items():

@@ -9,6 +9,7 @@ undone.
 import asyncio
 import decimal
 import re
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar, copy_context
@@ -148,12 +149,24 @@ for _name, _method in vars(Session).items():
         setattr(SharedSession, _name, _wanting(_name))
 
 
+class Locks(Protocol):
+    """What is known of the rows that a session has locked."""
+
+    def begin_savepoint(self) -> None:
+        """Remember which are locked."""
+
+    def end_savepoint(self, *, was_undone: bool) -> None:
+        """Forget that, or those that were locked since."""
+
+    def check(self) -> None:
+        """Raise `HandlerFault` for a row that was changed without a lock. Before each flush."""
+
+
 class OwnSession(RowSession):
     """The session of one message."""
 
     guard: "Guard"
-    forget: Callable[[], None]
-    """Called when a savepoint was rolled back: the locks of rows may be gone with it."""
+    locks: Locks
 
     def delete(self, instance: object) -> None:
         self.has_deleted = True
@@ -195,18 +208,26 @@ def _note_added(session: RowSession, row: object) -> None:
     session.added.add(row)
 
 
+def _check_locks(session: OwnSession, *_: object) -> None:
+    session.locks.check()
+
+
 def _begin_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
     if transaction.nested:
         session.guard.begin_savepoint()
+        session.locks.begin_savepoint()
 
 
 def _roll_back(session: OwnSession) -> None:
     session.guard.roll_back()
-    session.forget()
 
 
 def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
-    if transaction.nested and session.guard.end_savepoint():
+    if not transaction.nested:
+        return
+    was_undone = session.guard.end_savepoint()
+    session.locks.end_savepoint(was_undone=was_undone)
+    if was_undone:
         states = ((row, sa.inspect(row, raiseerr=True)) for row in session.added)
         session.added = {row for row, state in states if state.persistent}
         if isinstance(session, WriterSession):
@@ -214,6 +235,7 @@ def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None
             session.written = {row for row, state in states if not state.expired}
 
 
+sa.event.listen(OwnSession, "before_flush", _check_locks)
 sa.event.listen(RowSession, "transient_to_pending", _note_new, propagate=True)
 sa.event.listen(RowSession, "pending_to_persistent", _note_added, propagate=True)
 sa.event.listen(OwnSession, "after_transaction_create", _begin_savepoint)
@@ -396,6 +418,22 @@ async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None
         await driver.execute(_RESET)
     except Exception:
         await connection.invalidate()  # it is lost, or in the middle of a statement
+
+
+def watch_coroutines() -> None:
+    """Have a coroutine that a handler forgets to await fail its message, and not only be warned of.
+
+    For the process: Python warns of each from then on.
+    """
+    warnings.filterwarnings("always", ".* was never awaited", RuntimeWarning)
+    warn = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *args: Any) -> None:
+        if category is RuntimeWarning and "never awaited" in str(message) and (call := CALL.get()):
+            call.fault = HandlerFault(f"{message}: write `await` before it")
+        warn(message, category, *args)
+
+    warnings.showwarning = show  # type: ignore[assignment]
 
 
 class InContext(Generic[T]):

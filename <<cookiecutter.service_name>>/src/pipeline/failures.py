@@ -56,6 +56,8 @@ _UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
 """What PostgreSQL's text does not hold."""
 _VALUE = re.compile(r"""["']|: """)
 """What comes before a value in a text of PostgreSQL or asyncpg about it."""
+_WHY = re.compile(r" \((value out of \w+ range|expected [\w.]+, got [\w.]+)\)$")
+"""What stands behind a value, and has nothing of it."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
@@ -171,7 +173,8 @@ def _text(error: BaseException) -> str:
         text = text.partition("\n")[0]
         if _is_about_a_value(as_raised(error)):
             before, *value = _VALUE.split(text, maxsplit=1)
-            text = f"{before.rstrip()} …" if value else text
+            why = _WHY.search(text)
+            text = f"{before.rstrip()} …{why[0] if why else ''}" if value else text
     return text
 
 

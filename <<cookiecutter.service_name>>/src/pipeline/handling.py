@@ -161,6 +161,13 @@ class Attempt:
         if self.deadline.seconds > self.longest.get(key, 0.0):
             self.longest[key] = self.deadline.seconds
 
+    def raise_error(self) -> None:
+        """Raise what the call has done wrong, whether its handler knows of it or not."""
+        if (fault := self.guard.fault) is not None:
+            self.guard.fault = None
+            raise fault
+        self.rows.raise_error()
+
     def event_of(self, item: Item) -> Event | None:
         """Return the event for a call: its own, as the one before may have been changed."""
         if id(item.event) in self.memory.handed:
@@ -179,7 +186,7 @@ class Attempt:
             own_session(self.connection, self.driver, guard, self.again) as session,
         ):
             self.rows, self.guard = Rows(session), guard
-            cast(OwnSession, session.sync_session).forget = self.rows.forget
+            cast(OwnSession, session.sync_session).locks = self.rows
             try:
                 yield
             finally:
@@ -431,7 +438,7 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             await _hand_over(run, attempt)
             return None
         result = await _call(item, attempt, gap)
-        attempt.rows.raise_error()
+        attempt.raise_error()
         if handler.gaps is not None and (row := await _followed(item, attempt)):
             row.followed = item.sequence
             row.followed_by = name_of(item.marker.message)
@@ -447,7 +454,7 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             late.__cause__ = error  # which tells where it was
             raise _Failed(late, attempt.context, is_cut_off=True) from error
         try:
-            attempt.rows.raise_error()
+            attempt.raise_error()
         except Exception as earlier:
             error = earlier
         if isinstance(error, HandlerFault):

@@ -1,7 +1,8 @@
 """The rows that handlers change: loaded and locked once, and given to each message as stored."""
 
 import asyncio
-from typing import TypeVar, cast
+from itertools import islice
+from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -25,6 +26,10 @@ class Rows:
         self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
         self._taken: dict[tuple[type[Aggregate], Key], int] = {}
         """Number of the message that has taken the row last."""
+        self._locked: dict[int, Aggregate] = {}
+        """All rows that were locked, by `id`, in that order."""
+        self._savepoints: list[tuple[dict[Any, Aggregate | None], int]] = []
+        """What was known before each savepoint, and how many rows were locked."""
         self._statement = asyncio.Lock()
         self.message = 0
         """Number of the message whose handler is called."""
@@ -101,14 +106,40 @@ class Rows:
             if row is not None and row in self._known:
                 self._known.expunge(row)
         found = await aggregate.lock(self.session, entity, keys)
+        self._locked |= {id(row): row for row in found.values()}
         for key in keys:
             place = entity, aggregate.canonical(entity, key)
             self._rows[place] = found.get(place[1])
 
-    def forget(self) -> None:
-        """Have all rows locked and fetched again: the locks may have gone with a savepoint."""
-        self._rows.clear()
-        self.error = None
+    def begin_savepoint(self) -> None:
+        """Remember which rows are locked."""
+        self._savepoints.append((dict(self._rows), len(self._locked)))
+
+    def end_savepoint(self, *, was_undone: bool) -> None:
+        """Forget that; or the rows that were locked since, and those that must be read again."""
+        earlier, number = self._savepoints.pop()
+        if was_undone:
+            self._rows = {
+                place: row
+                for place, row in earlier.items()
+                if row is None or not sa.inspect(row).expired
+            }
+            self._locked = dict(islice(self._locked.items(), number))
+            self.error = None
+
+    def check(self) -> None:
+        """Raise `HandlerFault` for a row that was changed without a lock."""
+        for row in self._known.dirty:
+            if (
+                isinstance(row, Aggregate)
+                and id(row) not in self._locked
+                and row not in self._known.added
+                and self._known.is_modified(row)
+            ):
+                raise HandlerFault(
+                    f"{type(row).__name__} was changed without a lock, and another transaction may"
+                    " change it meanwhile: fetch it by load or load_or_create of tx or the writer"
+                )
 
     def key_of(self, row: object) -> str:
         """Return the key of events of a row.
@@ -125,7 +156,8 @@ class Rows:
         ):
             raise TypeError(
                 f"an event of={type(row).__name__} needs a row that is locked, or events lose"
-                " their order: fetch it by tx.load or tx.load_or_create, after a savepoint again"
+                " their order: fetch it by tx.load or tx.load_or_create, after a savepoint that was"
+                " rolled back again"
             )
         return aggregate.record_key(type(row), values)
 

@@ -316,8 +316,11 @@ def told(status: Status) -> list[str]:
     by_topic: dict[str, list[Reading]] = {}
     for one in status.readings:
         by_topic.setdefault(one.topic, []).append(one)
-    lines += _some([_of_topic(status, topic, by_topic[topic]) for topic in by_topic], 5)
-    lines += _some([_of_consumer(status, name) for name in status.backlog], 5)
+    # What is behind comes first: a screen holds five of each.
+    behind = sorted(by_topic, key=lambda topic: -max(one.lag or 0 for one in by_topic[topic]))
+    lines += _some([_of_topic(status, topic, by_topic[topic]) for topic in behind], 5)
+    busy = sorted(status.backlog.items(), key=lambda one: -(one[1].waiting + one[1].dead))
+    lines += _some([_of_consumer(status, name) for name, _ in busy], 5)
     for name, part, text in (
         ("outbox", "outbox", _of_outbox(status)),
         ("relays", "relays", _of_relays(status)),

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
-from . import logs, redaction
+from . import door, logs, redaction
 from .database import autocommitting, create_engine
 from .failures import StoreAway, as_raised, is_infrastructure, named, told, traceback_of
 from .health import CannotListen
@@ -61,6 +61,7 @@ class Program(typer.Typer):
         secret = {name for name, field in variables().items() if is_secret(field)}
         redaction.learn(os.environ, secret)
         logging.captureWarnings(True)
+        door.watch_coroutines()
         logs.configure(level="WARNING", json=False)
         try:
             return super().__call__(*args, **kwargs)

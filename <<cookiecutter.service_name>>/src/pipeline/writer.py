@@ -189,7 +189,7 @@ class Writer:
         guard = Guard(outbox)
         async with own_session(connection, driver, guard, BEGIN, WriterSession) as session:
             rows = Rows(session)
-            cast(WriterSession, session.sync_session).forget = rows.forget
+            cast(WriterSession, session.sync_session).locks = rows
             writing = Writing(rows, outbox, id)
             try:
                 result = await InContext(work(writing), guard)

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import decimal
+import warnings
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -27,6 +28,7 @@ from sqlalchemy.orm import (
 
 from pipeline import Aggregate, Call, Event, EventBatch, Handlers, Reject, Transaction
 from pipeline.database import driver_of
+from pipeline.door import watch_coroutines
 
 from .desk import Desk, NewDesk
 from .test_inbox import Connect
@@ -290,6 +292,83 @@ async def test_a_row_is_usable_after_a_savepoint_was_rolled_back(
     await habits.together(1, 2)
     assert await errors_of(habits.desk) == {}
     assert await events_of(db) == [(1, '{"cents":1}'), (2, '{"cents":1}')]
+
+
+async def trying_beside(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    with pytest.raises(IntegrityError):
+        async with tx.session.begin_nested():
+            tx.session.add_all([Note(text="twice"), Note(text="twice")])
+            await tx.session.flush()
+    wallet.cents += 1
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+async def test_a_row_that_was_locked_before_a_savepoint_stays_so(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    habits.habits = {2: trying_beside}
+    await habits.together(1, 2, 3)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
+
+
+async def getting(tx: Transaction, key: str) -> None:
+    wallet = await tx.session.get_one(Wallet, key)
+    wallet.cents += 1
+
+
+async def selecting(tx: Transaction, key: str) -> None:
+    wallet = await tx.session.scalar(sa.select(Wallet).where(Wallet.id == key))
+    assert wallet is not None
+    wallet.cents += 1
+    await tx.session.flush()
+
+
+async def merging(tx: Transaction, key: str) -> None:
+    await tx.session.merge(Wallet(id=key, cents=5))
+
+
+@pytest.mark.parametrize("habit", [getting, selecting, merging])
+async def test_an_aggregate_that_is_changed_without_a_lock_is_refused(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    """Two partitions would lose each other's changes in silence."""
+    handlers = habits.desk.handlers
+
+    @handlers.on(Deposited, topic=TOPIC, consumer="undeclared")
+    async def undeclared(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 2:
+            await habit(tx, event.account)
+
+    await habits.together(1)
+    await habits.together(2, 3)
+    assert "without a lock" in (await errors_of(habits.desk))[1]
+    assert (await wallet_of(db))["cents"] == 3
+
+
+async def forgetting_to_await_a_statement(tx: Transaction, key: str) -> None:
+    tx.session.execute(sa.text("UPDATE wallet SET cents = 100"))  # type: ignore[unused-coroutine]
+
+
+async def forgetting_to_await_a_row(tx: Transaction, key: str) -> None:
+    tx.load(Wallet, key)  # type: ignore[unused-coroutine]
+
+
+@pytest.mark.filterwarnings("ignore:.* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("habit", [forgetting_to_await_a_statement, forgetting_to_await_a_row])
+async def test_a_coroutine_that_is_not_awaited_is_the_fault_of_its_message(
+    habits: Habits, db: asyncpg.Connection, habit: Habit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        watch_coroutines()
+        habits.habits = {2: habit, 4: habit}
+        await habits.together(1, 2)
+        await habits.desk.apply(Deposit(3, account="eve"), Deposit(4, account="bob"))
+    assert set(await errors_of(habits.desk)) == {1, 3}
+    assert "never awaited" in (await errors_of(habits.desk))[3]
+    assert (await wallet_of(db))["cents"] == 1
+    assert (await wallet_of(db, "eve"))["cents"] == 1
 
 
 async def core_savepoint(tx: Transaction, key: str) -> None:

@@ -149,7 +149,8 @@ async def by_upsert(tx: Tx, key: str, cents: int) -> None:
 
 
 async def merge(tx: Tx, key: str, cents: int) -> None:
-    await tx.session.merge(Wallet(id=key, cents=cents, version=100 + cents))
+    if await tx.load(Wallet, key):
+        await tx.session.merge(Wallet(id=key, cents=cents, version=100 + cents))
 
 
 async def delete(tx: Tx, key: str, cents: int) -> None:

@@ -288,6 +288,20 @@ async def test_a_row_that_is_neither_locked_nor_versioned_is_refused(
     assert len(await told(db)) == 1
 
 
+async def test_an_aggregate_that_a_writer_changes_without_a_lock_is_refused(
+    writer: Writer, db: asyncpg.Connection
+) -> None:
+    await writer.write(pay)
+
+    async def unlocked(writing: Writing) -> None:
+        purse = await writing.session.get_one(Purse, "ada")
+        purse.cents += 1
+
+    with pytest.raises(HandlerFault, match="without a lock"):
+        await writer.write(unlocked)
+    assert await db.fetchval("SELECT cents FROM purse") == 1
+
+
 async def test_a_writer_calls_schedules_and_cancels(
     engine: AsyncEngine, db: asyncpg.Connection
 ) -> None:

@@ -311,3 +311,10 @@ def test_a_text_that_is_cut_shows_no_part_of_a_secret() -> None:
     text = told(ValueError(f"{'x' * 3_980} Bearer {'secret' * 1_000} and more"))
     assert len(text) <= 4_000
     assert "secret" not in text
+
+
+def test_why_a_value_does_not_fit_is_told_without_the_value() -> None:
+    text = "invalid input for query argument $1: 3000000000 (value out of int32 range)"
+    assert told(asyncpg.DataError(text)) == (
+        "invalid input for query argument $1 … (value out of int32 range)"
+    )
