@@ -101,8 +101,8 @@ async def test_what_waits_and_what_is_dead_is_told_by_consumer(
     assert line == "deposit  10,000+ waiting, 2 dead, oldest at least 3 h"
     await db.execute("UPDATE pipeline.backlog SET consumer = 'retired'")
     assert (await told(service))["backlog"] == [
-        "deposit  0+ waiting, 0 dead",
         "retired  10,000+ waiting, 2 dead, oldest at least 3 h",
+        "deposit  0+ waiting, 0 dead",
     ]
 
 
