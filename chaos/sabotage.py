@@ -283,7 +283,7 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "consume.py",
-                "        if not await outbox.write(driver) and results.applied:\n",
+                "        if not await outbox.write(driver) and results.applied and not results.returned:\n",
                 """\
         from .database import autocommitting
         async with autocommitting(self._engine) as elsewhere:

@@ -194,7 +194,7 @@ async def test_records_that_were_nobodys_wait_for_a_lock(
 
 
 async def test_failures_of_a_lane_cost_no_square(new_desk: NewDesk) -> None:
-    bank, _ = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(30,)))
+    bank, _ = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(3_600,)))
     desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=100_000)
     amounts = of_one_lane(100)
     bank.refused = set(amounts)
@@ -208,7 +208,7 @@ async def test_what_is_undecided_is_not_tried_past_an_earlier_one_that_has_faile
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """Trap 7: the first time it went well, beside one that failed; the second time it did not."""
-    bank, desk = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(30,)))
+    bank, desk = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(3_600,)))
     guilty, key = map(str, of_one_lane(2))
     calls: list[int] = []
 
@@ -232,7 +232,7 @@ async def test_what_is_undecided_is_not_tried_past_an_earlier_one_that_has_faile
 async def test_who_kills_in_a_lane_is_found_by_the_second_death(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(30,)))
+    bank, desk = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(3_600,)))
     amounts = of_one_lane(100)
     killer = amounts[60]
 
