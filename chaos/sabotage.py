@@ -283,13 +283,12 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "consume.py",
-                "        if not await outbox.write(driver) and results.applied and not results.returned:\n",
+                "        if not await outbox.write(driver) and results.applied",
                 """\
         from .database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
             wrote = await outbox.write(elsewhere)
-        if not wrote and results.applied:
-""",
+        if not wrote and results.applied""",
             ),
             Edit("outbox.py", "if not connection.is_in_transaction():", "if False:"),
         ],
