@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -12,7 +13,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
 from sqlalchemy import make_url
 
-from pipeline import Service
+from pipeline import Service, logs
 from pipeline.health import Health
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
@@ -52,6 +53,21 @@ def collected(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("integration"):
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Undo what `logs.configure` does to the process: its stream is closed after the test."""
+    loggers = [logging.getLogger(name) for name in (None, *logs._PACKAGES, *logs._QUOTING)]
+    levels = [logger.level for logger in loggers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.Logger, "makeRecord", logging.Logger.makeRecord)
+        yield
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if one.name == logs._HANDLER]:
+        root.removeHandler(handler)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ from .backlog import LaneLost
 from .batch import Item, in_sequence
 from .breaker import Breaker, BreakerOpen, Failure
 from .database import driver_of
-from .door import AT_WORK, GUARD, Guard, SharedSession, clean, new_session
+from .door import AT_WORK, CALL, GUARD, Guard, SharedSession, clean, new_session
 from .failures import Attempts, StoreSlow, is_contention, is_infrastructure
 from .filters import Filters
 from .handlers import Handlers
@@ -260,6 +260,7 @@ class Consume:
     async def _commit(self, work: Work, fates: dict[bytes, Fate], memory: Memory) -> Results:
         limit = self._settings.transaction_timeout
         progress = _Progress()
+        CALL.set(None)  # whoever has begun the task
         # A connection is waited for within the turn, and outside the limit: that is not the batch's
         # doing.
         async with self._turns, self._engine.connect() as connection:
