@@ -56,16 +56,18 @@ def collected(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def log_as_before() -> Iterator[None]:
+def log_as_before(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Undo what `logs.configure` does to the process: its stream is closed after the test."""
     loggers = [logging.getLogger(name) for name in (None, *logs._PACKAGES, *logs._QUOTING)]
     levels = [logger.level for logger in loggers]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.Logger, "makeRecord", logging.Logger.makeRecord)
+        patch.setattr(caplog.handler, "formatter", caplog.handler.formatter)
         yield
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if one.name == logs._HANDLER]:
-        root.removeHandler(handler)
+    for handler in [*root.handlers]:
+        if handler.name == logs._HANDLER:
+            root.removeHandler(handler)
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
 
