@@ -447,6 +447,14 @@ class InContext(Generic[T]):
         self._context = copy_context()
         self._context.run(_enter, guard)
 
+    @classmethod
+    def within(cls, awaited: object) -> object:
+        """Return the coroutine behind one of these, by what a coroutine says that it awaits."""
+        frame = getattr(awaited, "gi_frame", None)
+        if frame is not None and frame.f_code is cls.__await__.__code__:
+            return frame.f_locals["coroutine"]
+        return awaited
+
     def __await__(self) -> Generator[Any, Any, T]:
         run, coroutine = self._context.run, self._coroutine
         step: Callable[..., Any] = coroutine.send

@@ -21,6 +21,7 @@ from .caller import Caller
 from .consume import Consume
 from .consumer import Consumer
 from .database import autocommitting, create_engine
+from .door import InContext
 from .failures import is_infrastructure, is_of_the_database, named, patiently
 from .filters import Filters
 from .health import Announcer, Health, HealthServer, Watchdog
@@ -253,10 +254,10 @@ async def _watch(callers: Sequence[Consume | Caller], seconds: float) -> None:
 
 def _stack_of(task: asyncio.Task[object] | None) -> str:
     """Return where a task waits, through all that it awaits."""
-    frames, awaited = [], task and task.get_coro()
+    frames, awaited = [], cast(object, task and task.get_coro())
     while frame := getattr(awaited, "cr_frame", None):
         frames.append((frame, frame.f_lineno))
-        awaited = getattr(awaited, "cr_await", None)
+        awaited = InContext.within(getattr(awaited, "cr_await", None))
     return "".join(traceback.StackSummary.extract(iter(frames)).format())
 
 

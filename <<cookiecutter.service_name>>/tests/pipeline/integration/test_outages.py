@@ -77,6 +77,12 @@ def kafka(broker: Kafka) -> str:
 
 
 @pytest.fixture(scope="module")
+def used_topics() -> list[str]:
+    """Topics of that broker: they go with it."""
+    return []
+
+
+@pytest.fixture(scope="module")
 def server_url(cluster: Cluster) -> str:
     """URL of that server, likewise."""
     return cluster.url("postgres")
