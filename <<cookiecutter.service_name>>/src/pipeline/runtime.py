@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import Flag, auto
 from functools import partial
 from time import monotonic
+from typing import cast
 
 import asyncpg
 from alembic.script import ScriptDirectory
