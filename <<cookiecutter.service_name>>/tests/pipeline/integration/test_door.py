@@ -33,6 +33,7 @@ from pipeline.door import watch_coroutines
 from .desk import Desk, NewDesk
 from .test_inbox import Connect
 from tests.contract.bank import Base, Deposit, Deposited
+from tests.servers.pooler import POOLED
 from tests.servers.waiting import eventually
 
 TOPIC = "deposits"
@@ -857,6 +858,8 @@ async def impatient_and_silent(tx: Transaction, key: str) -> None:
 async def test_what_looks_like_an_outage_is_the_fault_of_its_message(
     habits: Habits, db: asyncpg.Connection, connect: Connect, habit: Habit
 ) -> None:
+    if POOLED and habit in (gathering_rows, impatient_and_silent):
+        pytest.skip("PgBouncer 1.18 drops all connections when one is cut off in a statement")
     await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('locked', 0, 0)")
     habits.habits = {2: habit}
     other = await connect()

@@ -32,6 +32,7 @@ from pipeline.settings import Settings
 
 from .desk import NewDesk
 from tests.contract.bank import Base, Deposit, Deposited
+from tests.servers.pooler import POOLED
 
 
 class Seat(Versioned, Base):
@@ -394,6 +395,7 @@ async def test_a_service_lends_a_writer_that_needs_no_kafka(
     database_url: str, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
+    monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
     monkeypatch.delenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", raising=False)
     service = Service("bank", handlers=Handlers(), metadata=Base.metadata)
     async with service.writer() as writer:
