@@ -58,8 +58,7 @@ def collected(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def log_as_before(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Undo what `logs.configure` does to the process: its stream is closed after the test."""
-    loggers = [logging.getLogger(name) for name in (None, *logs._PACKAGES, *logs._QUOTING)]
-    levels = [logger.level for logger in loggers]
+    levels = {logger: logger.level for logger in _all_loggers()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.Logger, "makeRecord", logging.Logger.makeRecord)
         patch.setattr(caplog.handler, "formatter", caplog.handler.formatter)
@@ -68,8 +67,14 @@ def log_as_before(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     for handler in [*root.handlers]:
         if handler.name == logs._HANDLER:
             root.removeHandler(handler)
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+    for logger in _all_loggers():
+        logger.setLevel(levels.get(logger, logging.NOTSET))
+
+
+def _all_loggers() -> list[logging.Logger]:
+    root = logging.getLogger()
+    named = root.manager.loggerDict.values()
+    return [root, *(one for one in named if isinstance(one, logging.Logger))]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,7 @@
 
 import sqlalchemy.exc
 
-from pipeline.failures import as_raised, is_contention, is_infrastructure, named
+from pipeline.failures import as_raised, is_contention, is_infrastructure, named, sqlstate_of
 from pipeline.revisions import NotMigrated
 from pipeline.settings import Settings
 
@@ -13,7 +13,7 @@ _NOT_LET_IN = ("28", "3D", "42501")
 
 def told(error: Exception, settings: Settings) -> str | None:
     """Return what is wrong and what to do; None for what is the page's own mistake."""
-    state = getattr(getattr(error, "orig", error), "sqlstate", None) or ""
+    state = sqlstate_of(error) or ""
     if state in _NO_TABLES:
         return str(NotMigrated())
     if state.startswith(_NOT_LET_IN):

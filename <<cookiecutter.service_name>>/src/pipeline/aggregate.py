@@ -175,13 +175,16 @@ def _reader_of(
 
 
 async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) -> dict[Key, A]:
-    """Fetch the rows that exist and lock them until the transaction ends, in the key's order."""
+    """Fetch the rows that exist and lock them until the transaction ends, in the key's order.
+
+    Keys are given and returned as `canonical` has them.
+    """
     columns = {f"key_{place}": list(values) for place, values in enumerate(zip(*keys, strict=True))}
     found = {
         canonical(entity, key_of(row)): row
         for row in await session.run_sync(_fetch, _locking(entity), columns)
     }
-    if not found.keys() <= {canonical(entity, key) for key in keys}:
+    if not found.keys() <= set(keys):
         raise TypeError(
             f"{entity.__name__} has the key {next(iter(found))!r}, but was asked for as"
             f" {next(iter(keys))!r}: use the type that the column holds"

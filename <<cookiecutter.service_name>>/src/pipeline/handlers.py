@@ -319,7 +319,7 @@ class Handlers:
     @property
     def replaced(self) -> list[str]:
         """Names of the functions that a decorator above the registration has replaced since."""
-        functions = {one.function for topic in self._by_topic for one in self._on(topic)}
+        functions = {one.function for one in self}
         return sorted(one.__qualname__ for one in functions if signatures.is_wrapped_since(one))
 
     @property

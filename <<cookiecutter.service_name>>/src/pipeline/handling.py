@@ -22,7 +22,6 @@ from .door import (
     Guard,
     HandlerFault,
     InContext,
-    OwnSession,
     SharedSession,
     isolated,
     own_session,
@@ -138,11 +137,11 @@ class Attempt:
     guard: Guard
     """Of the messages that share a session, or of the message at work."""
     spans: ProcessSpans
-    own: Collection[str] = ()
+    own: Collection[str]
     """Consumers whose messages have a session of their own each."""
-    again: str = ""
+    again: str
     """Statement that bounds the transaction anew."""
-    memory: Memory = field(default_factory=Memory)
+    memory: Memory
     guards: dict[bytes, Guard] = field(default_factory=dict)
     """Those of the messages that have a session of their own, by marker key."""
     strays: dict[bytes, Exception] = field(default_factory=dict)
@@ -186,7 +185,6 @@ class Attempt:
             own_session(self.connection, self.driver, guard, self.again) as session,
         ):
             self.rows, self.guard = Rows(session), guard
-            cast(OwnSession, session.sync_session).locks = self.rows
             try:
                 yield
             finally:
@@ -263,8 +261,10 @@ async def handle_all(items: Sequence[Item], attempt: Attempt) -> Handled:
         await attempt.rows.lock(entity, keys)
     handled = Handled()
     begun = perf_counter()
-    own = [item for item in items if item.marker.consumer in attempt.own]
-    sharing = [item for item in items if item.marker.consumer not in attempt.own]
+    sharing, own = items, list[Item]()
+    if attempt.own:
+        sharing = [item for item in items if item.marker.consumer not in attempt.own]
+        own = [item for item in items if item.marker.consumer in attempt.own]
     await _handle_runs(sharing, attempt, handled)
     if attempt.own and not handled.failed:
         await attempt.rows.flush()
@@ -282,11 +282,11 @@ def _find_strays(attempt: Attempt, handled: Handled) -> None:
     """Take what was tried for a message after its handler had ended for its failure."""
     if attempt.guard.stray is not None:
         raise BatchFailed(attempt.guard.stray, is_cut_off=False)
-    for key, guard in attempt.guards.items():
-        if guard.stray is not None:
-            attempt.strays[key] = guard.stray
-    strays = [item for item in handled.applied if item.marker.key in attempt.strays]
-    handled.failed += [(item, attempt.strays[item.marker.key]) for item in strays]
+    tried = {key: guard.stray for key, guard in attempt.guards.items() if guard.stray}
+    if strays := attempt.strays | tried:
+        handled.failed += [
+            (item, strays[item.marker.key]) for item in handled.applied if item.marker.key in strays
+        ]
 
 
 async def _handle_runs(items: Sequence[Item], attempt: Attempt, handled: Handled) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -10,10 +10,12 @@ from sqlalchemy.orm import Session
 
 from . import aggregate
 from .aggregate import Aggregate, Key
-from .door import CALL, CANCELLED, UNDER_WAY, HandlerFault, RowSession, SharedSession
+from .door import CALL, CANCELLED, UNDER_WAY, HandlerFault, OwnSession, RowSession, SharedSession
 from .stored import is_as_stored
 
 A = TypeVar("A", bound=Aggregate)
+Place = tuple[type[Aggregate], Key]
+"""A class of rows, and a primary key as `aggregate.canonical` returns it."""
 
 
 class Rows:
@@ -23,12 +25,14 @@ class Rows:
         self.session = session
         # It answers three times as quickly.
         self._known = cast(RowSession, session.sync_session)
-        self._rows: dict[tuple[type[Aggregate], Key], Aggregate | None] = {}
-        self._taken: dict[tuple[type[Aggregate], Key], int] = {}
+        if isinstance(self._known, OwnSession):
+            self._known.locks = self
+        self._rows: dict[Place, Aggregate | None] = {}
+        self._taken: dict[Place, int] = {}
         """Number of the message that has taken the row last."""
         self._locked: dict[int, Aggregate] = {}
         """All rows that were locked, by `id`, in that order."""
-        self._savepoints: list[tuple[dict[Any, Aggregate | None], int]] = []
+        self._savepoints: list[tuple[dict[Place, Aggregate | None], int]] = []
         """What was known before each savepoint, and how many rows were locked."""
         self._statement = asyncio.Lock()
         self.message = 0
@@ -45,7 +49,7 @@ class Rows:
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock in one statement."""
         async with self._statement:
-            await self._lock(entity, keys)
+            await self._lock(entity, {aggregate.canonical(entity, key) for key in keys})
 
     async def flush(self) -> None:
         """Write what has changed."""
@@ -60,17 +64,17 @@ class Rows:
         """
         place = entity, aggregate.canonical(entity, key)
         if not self._has(place):
-            await self._fetch(place, key)
+            await self._fetch(place)
         self._taken[place] = self.message
         row = self._rows[place]
         return None if row is None or row not in self._known else cast(A, row)
 
-    async def _fetch(self, place: tuple[type[Aggregate], Key], key: Key) -> None:
+    async def _fetch(self, place: Place) -> None:
         call = CALL.set(None)  # what follows is the engine's
         try:
             async with self._statement:
                 if not self._has(place):
-                    await self._lock(place[0], {key})
+                    await self._lock(place[0], {place[1]})
         except BaseException as error:
             self.error = error
             raise
@@ -86,7 +90,7 @@ class Rows:
         if self.error is not None:
             raise self.error
 
-    def _has(self, place: tuple[type[Aggregate], Key]) -> bool:
+    def _has(self, place: Place) -> bool:
         """Whether what is in memory is what the database would return."""
         if place not in self._rows:
             return False
@@ -102,14 +106,12 @@ class Rows:
     async def _lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         await self.session.run_sync(Session.flush)
         for key in keys:
-            row = self._rows.get((entity, aggregate.canonical(entity, key)))
+            row = self._rows.get((entity, key))
             if row is not None and row in self._known:
                 self._known.expunge(row)
         found = await aggregate.lock(self.session, entity, keys)
         self._locked |= {id(row): row for row in found.values()}
-        for key in keys:
-            place = entity, aggregate.canonical(entity, key)
-            self._rows[place] = found.get(place[1])
+        self._rows |= {(entity, key): found.get(key) for key in keys}
 
     def begin_savepoint(self) -> None:
         """Remember which rows are locked."""

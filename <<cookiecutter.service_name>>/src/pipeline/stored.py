@@ -10,6 +10,8 @@ from uuid import UUID
 import sqlalchemy as sa
 from sqlalchemy.orm import InstanceState, Mapper
 
+from .aggregate import primary_key
+
 _NO_OFFSET = timedelta(0)
 
 _EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
@@ -91,7 +93,7 @@ def _kind_of(entity: type[Any]) -> _Kind:
         column.computed is not None or column.onupdate is not None or column.server_onupdate
         for column in columns.values()
     )
-    keys = frozenset(mapper.get_property_by_column(one).key for one in mapper.primary_key)
+    keys = frozenset(primary_key(entity))
     return _Kind(len(columns) + 1, checks, keys, may_mutate or is_related, is_computed)
 
 

@@ -21,7 +21,15 @@ from sqlalchemy.exc import DBAPIError
 
 from . import door, logs, redaction
 from .database import autocommitting, create_engine
-from .failures import StoreAway, as_raised, is_infrastructure, named, told, traceback_of
+from .failures import (
+    StoreAway,
+    as_raised,
+    is_infrastructure,
+    named,
+    sqlstate_of,
+    told,
+    traceback_of,
+)
 from .health import CannotListen
 from .horizon import RemembersTooLittle
 from .operations import Refused
@@ -172,7 +180,7 @@ def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
     ) as error:
         tell(named(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        state = getattr(getattr(error, "orig", error), "sqlstate", None) or ""
+        state = sqlstate_of(error) or ""
         if state.startswith(_NOT_LET_IN):
             tell(f"PIPELINE_DATABASE_URL: {told(as_raised(error))}")
         elif is_infrastructure(error):

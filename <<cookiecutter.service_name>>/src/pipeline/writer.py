@@ -25,7 +25,7 @@ from .aggregate import Aggregate
 from .database import driver_of
 from .door import BEGIN, Guard, InContext, WriterSession, clean, own_session
 from .events import Event
-from .failures import Attempts, as_raised
+from .failures import Attempts, sqlstate_of
 from .handlers import Handlers
 from .outbox import Outbox
 from .references import Claims
@@ -188,9 +188,7 @@ class Writer:
     ) -> T:
         guard = Guard(outbox)
         async with own_session(connection, driver, guard, BEGIN, WriterSession) as session:
-            rows = Rows(session)
-            cast(WriterSession, session.sync_session).locks = rows
-            writing = Writing(rows, outbox, id)
+            writing = Writing(Rows(session), outbox, id)
             try:
                 result = await InContext(work(writing), guard)
             finally:
@@ -201,5 +199,4 @@ class Writer:
 
 
 def _is_conflict(error: BaseException) -> bool:
-    error = as_raised(error)
-    return isinstance(error, StaleDataError) or getattr(error, "sqlstate", None) in _RETRYABLE
+    return isinstance(error, StaleDataError) or sqlstate_of(error) in _RETRYABLE

@@ -1,9 +1,8 @@
 """Real servers for the engine's tests: a database and topics of its own for every test."""
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -107,7 +106,7 @@ Command = Callable[..., Awaitable[Result]]
 @pytest.fixture
 def commands(
     database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[typer.Typer], Command]]:
+) -> Callable[[typer.Typer], Command]:
     """Call commands in a thread, as a process would."""
     monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
     monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
@@ -122,12 +121,7 @@ def commands(
 
         return command
 
-    root = logging.getLogger()
-    level, handlers = root.level, [*root.handlers]
-    yield of
-    # One that serves configures the log, for the process.
-    root.setLevel(level)
-    root.handlers[:] = handlers
+    return of
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,27 +27,6 @@ log = logging.getLogger("pipeline.test")
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    root, make = logging.getLogger(), logging.Logger.makeRecord
-    level, handlers = root.level, list(root.handlers)
-    levels = {name: one.level for name, one in named_loggers().items()}
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    logging.Logger.makeRecord = make  # type: ignore[method-assign]
-    for name, one in named_loggers().items():
-        one.setLevel(levels.get(name, logging.NOTSET))
-
-
-def named_loggers() -> dict[str, logging.Logger]:
-    """Return all loggers that there are, but for the root."""
-    manager = logging.getLogger().manager
-    return {
-        name: one for name, one in manager.loggerDict.items() if isinstance(one, logging.Logger)
-    }
 
 
 @pytest.fixture
