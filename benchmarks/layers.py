@@ -14,35 +14,30 @@ import uvloop
 from sqlalchemy.ext.asyncio import AsyncTransaction
 from sqlalchemy.orm import Session
 
-from pipeline import (  # type: ignore[import-not-found]
-    batch,
-    clients,
-    exporters,
-    handling,
-    inbox,
-    message,
-    telemetry,
-    window,
-)
-from pipeline.breaker import Breaker  # type: ignore[import-not-found]
-from pipeline.clients import KafkaConsumer  # type: ignore[import-not-found]
-from pipeline.consume import Consume  # type: ignore[import-not-found]
-from pipeline.consumer import _FETCH_BYTES  # type: ignore[import-not-found]
-from pipeline.database import autocommitting, create_engine  # type: ignore[import-not-found]
-from pipeline.failures import patiently  # type: ignore[import-not-found]
-from pipeline.filters import Filters  # type: ignore[import-not-found]
-from pipeline.health import Health  # type: ignore[import-not-found]
-from pipeline.inbox import Slot  # type: ignore[import-not-found]
-from pipeline.lead import Lead  # type: ignore[import-not-found]
-from pipeline.outbox import Outbox  # type: ignore[import-not-found]
-from pipeline.publisher import Publisher  # type: ignore[import-not-found]
-from pipeline.rows import Rows  # type: ignore[import-not-found]
-from pipeline.runtime import _collect_seldom  # type: ignore[import-not-found]
-from pipeline.schema import SHARDS  # type: ignore[import-not-found]
-from pipeline.settings import Settings  # type: ignore[import-not-found]
-from pipeline.unit_of_work import UnitOfWork  # type: ignore[import-not-found]
-from pipeline.window import Progress  # type: ignore[import-not-found]
-from pipeline.work import FromPartition  # type: ignore[import-not-found]
+from pipeline.apply import batch, calls, inbox
+from pipeline.apply.breaker import Breaker
+from pipeline.apply.consume import Consume
+from pipeline.apply.filters import Filters
+from pipeline.apply.inbox import Slot
+from pipeline.apply.source import FromPartition
+from pipeline.consume.consumer import _FETCH_BYTES
+from pipeline.events import message
+from pipeline.handlers.rows import Rows
+from pipeline.handlers.staging import Outbox
+from pipeline.handlers.unit_of_work import UnitOfWork
+from pipeline.observe import exporters, telemetry
+from pipeline.observe.health import Health
+from pipeline.relay import window
+from pipeline.relay.backpressure import Lead
+from pipeline.relay.publisher import Publisher
+from pipeline.relay.window import Progress
+from pipeline.runtime import _collect_seldom
+from pipeline.schema import SHARDS
+from pipeline.servers import clients
+from pipeline.servers.clients import KafkaConsumer
+from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.retrying import patiently
+from pipeline.settings import Settings
 
 from benchmarks.clock import Clock, fetched
 from benchmarks.ours import handlers
@@ -123,7 +118,7 @@ def watch(clock: Clock) -> None:
     clock.note(FromPartition, "find", "backlog")
     clock.note(Rows, "lock", "load")
     clock.note(UnitOfWork, "publish", "stage")
-    clock.note(handling, "_handle", "handlers", for_each=True)
+    clock.note(calls, "_handle", "handlers", for_each=True)
     # Within SQLAlchemy's greenlet it waits for PostgreSQL.
     clock.note(Session, "flush", "flush", waits=True)
     clock.note(Outbox, "write", "COPY")

@@ -9,22 +9,14 @@ import os
 import sys
 
 import sqlalchemy as sa
-from parcel_tracker.events import (  # type: ignore[import-not-found]
-    ParcelDelayed,
-    ParcelMoved,
-    ScanRecorded,
-)
+from parcel_tracker.events import ParcelDelayed, ParcelMoved, ScanRecorded  # type: ignore[import-not-found]
 from parcel_tracker.handlers import LATE, record_scan  # type: ignore[import-not-found]
 from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 
-from pipeline import (  # type: ignore[import-not-found]
-    EventBatch,
-    Handlers,
-    Service,
-    relay,
-    retention,
-)
-from pipeline.commands import command_line  # type: ignore[import-not-found]
+from operate.commands import command_line
+from pipeline import EventBatch, Handlers, Service
+from pipeline.relay import relay
+from pipeline.retention import maintenance
 
 KINDS = ("orm", "deferred", "sql")
 KIND = os.environ["BENCH_HANDLER"]
@@ -97,7 +89,7 @@ for event in (ParcelMoved, ParcelDelayed):
     event.event_topic = os.environ["BENCH_OUTPUT"]
 
 if "BENCH_SHARDS" in os.environ:  # of a database that was made for as many
-    relay.SHARDS = retention.SHARDS = int(os.environ["BENCH_SHARDS"])
+    relay.SHARDS = maintenance.SHARDS = int(os.environ["BENCH_SHARDS"])
 
 main = command_line(Service(os.environ["BENCH_NAME"], handlers=handlers, metadata=Base.metadata))
 

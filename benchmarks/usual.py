@@ -19,13 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 from sqlalchemy.orm import Mapped, mapped_column
 
 from benchmarks.models import Base, Parcel, ScanRecorded, events_of
-from benchmarks.work import (
-    SCAN,
-    Place,
-    constant_headers,
-    main,
-    until_terminated,
-)
+from benchmarks.work import SCAN, Place, constant_headers, main, until_terminated
 
 COMMIT_SECONDS = 1.0
 PAGE_EVENTS = 100

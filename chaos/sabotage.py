@@ -239,9 +239,9 @@ LOADS: Mapping[str, Load] = {
 }
 
 NO_IDEMPOTENCE = (
-    Edit("publisher.py", "enable_idempotence=True", "enable_idempotence=False"),
+    Edit("relay/publisher.py", "enable_idempotence=True", "enable_idempotence=False"),
     # Or it would try again for 40 s before it fails.
-    Edit("publisher.py", 'acks="all",', 'acks="all", request_timeout_ms=500,'),
+    Edit("relay/publisher.py", 'acks="all",', 'acks="all", request_timeout_ms=500,'),
 )
 
 SABOTAGES: Sequence[Sabotage] = (
@@ -250,7 +250,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "consume.py",
+                "apply/consume.py",
                 """\
         generations = await work.open(driver)
 """,
@@ -267,7 +267,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "consume.py",
+                "apply/consume.py",
                 """\
         new, waiting, stored = await _look_up(driver, """,
                 """\
@@ -282,7 +282,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "consume.py",
+                "apply/consume.py",
                 "        if not await outbox.write(driver) and results.applied",
                 """\
         from .database import autocommitting
@@ -290,20 +290,20 @@ SABOTAGES: Sequence[Sabotage] = (
             wrote = await outbox.write(elsewhere)
         if not wrote and results.applied""",
             ),
-            Edit("outbox.py", "if not connection.is_in_transaction():", "if False:"),
+            Edit("handlers/staging.py", "if not connection.is_in_transaction():", "if False:"),
         ],
     ),
     Sabotage(
         "closed generations are not looked up",
         "the same events again",
-        [Edit("inbox.py", "if generations.oldest < generations.current:", "if False:")],
+        [Edit("apply/inbox.py", "if generations.oldest < generations.current:", "if False:")],
     ),
     Sabotage(
         "a generation is closed without the lock",
         "the same events in two partitions",
         [
             Edit(
-                "inbox.py",
+                "apply/inbox.py",
                 'true), pg_advisory_xact_lock($1)"',
                 'true), $1::bigint"',
             )
@@ -314,11 +314,11 @@ SABOTAGES: Sequence[Sabotage] = (
         "a consumer that does not know it was replaced",
         [
             Edit(
-                "inbox.py",
+                "apply/inbox.py",
                 "AND next_offset = $4\n    RETURNING 1",
                 "AND $4::bigint IS NOT NULL\n    RETURNING 1",
             ),
-            Edit("consume.py", "if item.marker.key not in known:", "if known is not None:"),
+            Edit("apply/consume.py", "if item.marker.key not in known:", "if known is not None:"),
         ],
     ),
     Sabotage(
@@ -326,7 +326,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "slow transactions",
         [
             Edit(
-                "window.py",
+                "relay/window.py",
                 "    head, *events = await connection.fetch(_FRESH, ",
                 """\
     later = await connection.fetch(
@@ -342,14 +342,14 @@ SABOTAGES: Sequence[Sabotage] = (
     Sabotage(
         "the snapshot's running transactions are forgotten",
         "slow transactions",
-        [Edit("window.py", "AND xid = ANY (ARRAY(", "AND false AND xid = ANY (ARRAY(")],
+        [Edit("relay/window.py", "AND xid = ANY (ARRAY(", "AND false AND xid = ANY (ARRAY(")],
     ),
     Sabotage(
         "the cursor moves before Kafka has acknowledged",
         "killed relays",
         [
             Edit(
-                "relay.py",
+                "relay/relay.py",
                 "            await self._publish(driver, events, then)\n",
                 """\
             self._progress.update(then)
@@ -365,7 +365,7 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             *NO_IDEMPOTENCE,
             Edit(
-                "publisher.py",
+                "relay/publisher.py",
                 """\
                         raise NotSent(f"{topic}/{chain.partition}: {named(error)}") from error
 """,
@@ -382,7 +382,7 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             *NO_IDEMPOTENCE,
             Edit(
-                "publisher.py",
+                "relay/publisher.py",
                 "            while chain.runs:\n",
                 """\
             waiting = [[event] for event in events]
@@ -405,8 +405,8 @@ SABOTAGES: Sequence[Sabotage] = (
         "the lease has no token and no deadline",
         "relays that wake up late",
         [
-            Edit("relay.py", " AND cursor.token = mine.token", ""),
-            Edit("relay.py", "return monotonic() < self._lease_ends", "return True"),
+            Edit("relay/relay.py", " AND cursor.token = mine.token", ""),
+            Edit("relay/relay.py", "return monotonic() < self._lease_ends", "return True"),
         ],
     ),
     Sabotage(
@@ -414,7 +414,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "consume.py",
+                "apply/consume.py",
                 "if fate is None and behind and item.order_key in behind:",
                 "if fate is None and behind and item.order_key is None:",
             )
@@ -425,7 +425,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "backlog.py",
+                "apply/backlog.py",
                 "reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),",
                 """\
 reason, attempts, waited,
@@ -439,7 +439,7 @@ reason, attempts, waited,
         "busy parcels that fail",
         [
             Edit(
-                "consume.py",
+                "apply/consume.py",
                 "        stored.update(item.marker.key for item, _ in results.fates)\n",
                 """\
         stored.update(item.marker.key for item, _ in results.fates)
@@ -453,12 +453,12 @@ reason, attempts, waited,
         "connections lost under handlers",
         [
             Edit(
-                "handling.py",
+                "apply/calls.py",
                 "if is_of_the_database(error) or attempt.driver.is_closed():",
                 "if False:",
             ),
             # Which fails as well when the connection is lost.
-            Edit("handling.py", "if len(handled.failed) == 1:", "if False:"),
+            Edit("apply/calls.py", "if len(handled.failed) == 1:", "if False:"),
         ],
     ),
     Sabotage(
@@ -466,12 +466,12 @@ reason, attempts, waited,
         "workers that wake up late",
         [
             Edit(
-                "backlog.py",
+                "apply/backlog.py",
                 "WHERE lane = $1 AND token = $2\n    RETURNING 1",
                 "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
             ),
             Edit(
-                "consume.py",
+                "apply/consume.py",
                 "if item.marker.key not in known:",
                 "if item.marker.key not in known or item.row:",
             ),
@@ -480,14 +480,14 @@ reason, attempts, waited,
     Sabotage(
         "younger generations are forgotten with an old one",
         "generations that are forgotten",
-        [Edit("inbox.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("apply/inbox.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "a generation is dropped before it is forgotten",
         "generations that are forgotten",
         [
             Edit(
-                "retention.py",
+                "retention/maintenance.py",
                 'if number < generation["oldest"]:',
                 'if number < generation["current"]:',
             )
@@ -496,19 +496,25 @@ reason, attempts, waited,
     Sabotage(
         "a filter knows no message",
         "generations that are forgotten",
-        [Edit("filters.py", "for key in keys if key in bloom", "for key in keys if key in ()")],
+        [
+            Edit(
+                "apply/filters.py",
+                "for key in keys if key in bloom",
+                "for key in keys if key in ()",
+            )
+        ],
     ),
     Sabotage(
         "a day is dropped whatever was published",
         "days that end",
-        [Edit("retention.py", "    if not unfinished:\n", "    if True:\n")],
+        [Edit("retention/maintenance.py", "    if not unfinished:\n", "    if True:\n")],
     ),
     Sabotage(
         "a relay looks at no day that is over",
         "days that end",
         [
             Edit(
-                "window.py",
+                "relay/window.py",
                 "           AND shard = ANY ($2)\n        UNION ALL\n",
                 """\
            AND shard = ANY ($2)
@@ -523,7 +529,7 @@ reason, attempts, waited,
         "a topic that is read again",
         [
             Edit(
-                "work.py",
+                "apply/source.py",
                 "        return await backlog.find(connection, items)\n",
                 """\
         _, waiting = await backlog.find(connection, items)
@@ -537,7 +543,7 @@ reason, attempts, waited,
         "a topic that is read again",
         [
             Edit(
-                "inbox.py",
+                "apply/inbox.py",
                 "range(generations.oldest, generations.current)",
                 "range(max(generations.oldest, generations.current - 1), generations.current)",
             )
@@ -548,7 +554,7 @@ reason, attempts, waited,
         "an outside that fails",
         [
             Edit(
-                "caller.py",
+                "retry/effect_workers.py",
                 "            call = self._call(lane, item, noted_at=",
                 """\
             await self._settle_together(lane, [_Called(item)])
@@ -561,7 +567,7 @@ reason, attempts, waited,
         "an outside that fails",
         [
             Edit(
-                "caller.py",
+                "retry/effect_workers.py",
                 "return item.reason in (UNKNOWN, DIED) and not _effect_of(item).is_repeatable",
                 "return False",
             )
@@ -572,7 +578,7 @@ reason, attempts, waited,
         "an outside that fails",
         [
             Edit(
-                "caller.py",
+                "retry/effect_workers.py",
                 "heads = [items[0] for key, items in of_keys.items() if key not in calls]",
                 "heads = [items[-1] for key, items in of_keys.items() if key not in calls]",
             )
@@ -583,7 +589,7 @@ reason, attempts, waited,
         "moves that are ended",
         [
             Edit(
-                "scheduled.py",
+                "relay/scheduled.py",
                 "moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])",
                 """\
 from .outbox import StagedEvent, copy
@@ -611,12 +617,12 @@ from .outbox import StagedEvent, copy
         "moves that are ended",
         [
             Edit(
-                "scheduled.py",
+                "relay/scheduled.py",
                 "SELECT min(due_at) <= now() FROM",
                 "SELECT min(due_at) <= now() + interval '1.5 s' FROM",
             ),
             Edit(
-                "scheduled.py",
+                "relay/scheduled.py",
                 "                     WHERE due_at <= now()\n",
                 "                     WHERE due_at <= now() + interval '1.5 s'\n",
             ),

@@ -21,20 +21,10 @@ from parcel_tracker.main import service  # type: ignore[import-not-found]
 from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 from sqlalchemy.orm import Mapped, mapped_column
 
-from pipeline import (  # type: ignore[import-not-found]
-    Call,
-    Event,
-    Handlers,
-    Park,
-    Policy,
-    Reject,
-    Retry,
-    Service,
-    Transaction,
-)
-from pipeline.commands import command_line  # type: ignore[import-not-found]
-from pipeline.message import marker_key  # type: ignore[import-not-found]
-from pipeline.policy import DIED  # type: ignore[import-not-found]
+from operate.commands import command_line
+from pipeline import Call, Event, Handlers, Park, Policy, Reject, Retry, Service, Transaction
+from pipeline.events.message import marker_key
+from pipeline.handlers.policy import DIED
 
 from chaos.errands import (
     AFTER,

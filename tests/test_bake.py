@@ -32,7 +32,7 @@ from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment
 from tests.programs import require
 
 COPIED = (
-    *("src/archive", "src/claims", "src/page", "src/pipeline"),
+    *("src/archive", "src/claims", "src/operate", "src/page", "src/pipeline"),
     *("tests/archive", "tests/claims", "tests/page", "tests/pipeline"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
@@ -185,7 +185,7 @@ def test_an_edited_engine_is_a_warning_of_make_check_and_no_error(
 
     said = project.make("check")
 
-    assert "warning: the engine was edited:\n  changed  src/pipeline/inbox.py\n" in said
+    assert "warning: the engine was edited:\n  changed  src/pipeline/apply/inbox.py\n" in said
     assert "engine_tests=yes" in said
     (edited.parent / "new.py").write_text("", "utf-8")
     (project.path / "src" / "page" / "asked.py").unlink()

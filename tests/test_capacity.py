@@ -43,7 +43,7 @@ def test_the_table_of_the_guide_is_what_the_formulas_give() -> None:
 
 def test_processes_and_connections_are_those_of_the_settings() -> None:
     settings = (ENGINE / "settings.py").read_text("utf-8")
-    database = (ENGINE / "database.py").read_text("utf-8")
+    database = (ENGINE / "servers/database.py").read_text("utf-8")
 
     def number(pattern: str, text: str) -> int:
         (found,) = re.findall(pattern, text)
@@ -102,7 +102,7 @@ def test_both_pages_say_what_a_marker_takes_in_small_and_in_large_tables() -> No
 
 
 def test_filters_are_as_large_as_the_engine_makes_them() -> None:
-    engine = (ENGINE / "filters.py").read_text("utf-8")
+    engine = (ENGINE / "apply/filters.py").read_text("utf-8")
     settings = (ENGINE / "settings.py").read_text("utf-8")
     for line in (
         f"_ROOM = {FILTER_ROOM}",

@@ -203,7 +203,7 @@ def test_lanes_that_were_lost_are_counted_by_the_words_of_those_who_lost_them(
 ) -> None:
     engine = RAW / "src" / "pipeline"
     lost = 'LaneLost(f"backlog lane {lane.number} went to somebody else")'
-    assert lost in (engine / "backlog.py").read_text()
+    assert lost in (engine / "apply/backlog.py").read_text()
     assert "\nLANES = 32\n" in (engine / "schema.py").read_text()
     for name, lanes in (("consume-1", (0, 63, 64)), ("consume-2", (5, 5)), ("relay-1", ())):
         lines = [f'{{"message": "backlog lane {lane} went to somebody else"}}' for lane in lanes]
@@ -699,8 +699,11 @@ def test_the_reason_of_a_failure_is_told_however_deep_it_lies() -> None:
 
 def test_nobody_counts_as_stuck_before_dead_connections_can_have_been_noticed() -> None:
     engine = RAW / "src" / "pipeline"
-    assert f"_COMMAND_SECONDS = {NOTICED['postgres']}\n" in (engine / "database.py").read_text()
-    assert f"_ANSWERS_WITHIN = {NOTICED['kafka']}\n" in (engine / "clients.py").read_text()
+    assert (
+        f"_COMMAND_SECONDS = {NOTICED['postgres']}\n"
+        in (engine / "servers/database.py").read_text()
+    )
+    assert f"_ANSWERS_WITHIN = {NOTICED['kafka']}\n" in (engine / "servers/clients.py").read_text()
     assert 2 * NOTICED["postgres"] + NOTICED["kafka"] < PATIENCE
 
 

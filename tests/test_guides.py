@@ -85,7 +85,7 @@ def blocks(text: str) -> str:
 
 def assigned(module: str, name: str) -> ast.expr:
     """Return what a module of the engine assigns to a name."""
-    for node in ast.parse((ENGINE / module).read_text("utf-8")).body:
+    for node in ast.parse((ENGINE.parent / module).read_text("utf-8")).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name and node.value:
             return node.value
     raise LookupError(name)
@@ -93,7 +93,7 @@ def assigned(module: str, name: str) -> ast.expr:
 
 def fields(module: str, name: str) -> list[str]:
     """Return the fields of a class of the engine, with their defaults."""
-    for node in ast.parse((ENGINE / module).read_text("utf-8")).body:
+    for node in ast.parse((ENGINE.parent / module).read_text("utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return [ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)]
     raise LookupError(name)
@@ -191,21 +191,21 @@ def test_every_picture_that_a_page_shows_exists() -> None:
 
 
 def test_every_reason_is_in_the_guide_for_operators() -> None:
-    known = set(ast.literal_eval(assigned("dead.py", "REASONS")))
+    known = set(ast.literal_eval(assigned("operate/dead.py", "REASONS")))
     chapter = OPERATING.partition("## The reasons")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `([^`]+)` ", chapter, re.MULTILINE)) == known
 
 
 def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operators() -> None:
-    known = set(ast.literal_eval(assigned("dead_events.py", "REASONS")))
+    known = set(ast.literal_eval(assigned("operate/dead_events.py", "REASONS")))
     assert set(re.findall(r"^\| `([^`]+)` ", EVENTS, re.MULTILINE)) == known
 
 
 def test_the_fields_of_events_for_scripts_are_those_that_the_commands_write() -> None:
     written = {
-        *fields("dead_events.py", "UnsentEvent"),
-        *fields("dead_events.py", "EventDetail"),
-        *fields("dead_events.py", "EventGroup"),
+        *fields("operate/dead_events.py", "UnsentEvent"),
+        *fields("operate/dead_events.py", "EventDetail"),
+        *fields("operate/dead_events.py", "EventGroup"),
     } - {"event"}
     paragraph = re.search(r"^With `--json` .*", EVENTS, re.DOTALL | re.MULTILINE)
     assert paragraph
@@ -215,9 +215,9 @@ def test_the_fields_of_events_for_scripts_are_those_that_the_commands_write() ->
 
 def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
     written = {
-        *fields("dead.py", "Letter"),
-        *fields("dead.py", "Detail"),
-        *fields("dead.py", "Group"),
+        *fields("operate/dead.py", "Letter"),
+        *fields("operate/dead.py", "Detail"),
+        *fields("operate/dead.py", "Group"),
         *("found", "redriven", "became", "died", "discarded"),
     } - {"letter"}
     paragraph = re.search(r"^For scripts, .*?(?=\n\n)", OPERATING, re.DOTALL | re.MULTILINE)
@@ -234,8 +234,8 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
             assert f"    {name.removeprefix('CLAIM_').lower()}: " in claims, name
         elif name != "ARCHIVE_URL":  # the archive's own
             assert f"    {name.lower()}: " in settings, name
-    policy = (ENGINE / "policy.py").read_text("utf-8")
-    for name in fields("policy.py", "Policy"):
+    policy = (ENGINE / "handlers/policy.py").read_text("utf-8")
+    for name in fields("pipeline/handlers/policy.py", "Policy"):
         assert f"| `{name}`" in HANDLING
     assert "attempts: int = 6" in policy
     assert "(30.0, 120.0, 480.0, 1_920.0, 3_600.0)" in policy

@@ -13,19 +13,14 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
 from sqlalchemy import make_url
 
-from pipeline import Service, logs
-from pipeline.health import Health
+from pipeline import Service
+from pipeline.observe import logs
+from pipeline.observe.health import Health
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
 from .contract.bank import Base
-from .servers.databases import (
-    administer,
-    built,
-    drop_databases,
-    migrations_of_the_engine,
-    url_of,
-)
+from .servers.databases import administer, built, drop_databases, migrations_of_the_engine, url_of
 from .servers.pooler import POOLED, pooling
 from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 from .servers.topics import create_topic, delete_topics

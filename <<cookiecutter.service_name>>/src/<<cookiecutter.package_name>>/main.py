@@ -10,7 +10,7 @@ from claims.commands import group as claims_commands
 from page.commands import group as page_commands
 # <% endif %>
 from pipeline import Service
-from pipeline.commands import command_line
+from operate.commands import command_line
 
 from .handlers import handlers
 from .tables import Base

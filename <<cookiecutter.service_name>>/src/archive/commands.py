@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from pipeline.operations import Refused
+from operate.operations import Refused
+from operate.terminal import Json, run_to_end, tell_program
 from pipeline.redaction import redact
-from pipeline.terminal import Json, run_to_end, tell_program
 
 from . import reading
 from .days import Archive

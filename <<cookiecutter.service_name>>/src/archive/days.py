@@ -10,8 +10,9 @@ import asyncpg
 from pydantic import ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pipeline.outbox import COLUMNS
-from pipeline.service import Misconfigured, Tell
+from pipeline.handlers.staging import COLUMNS
+from pipeline.retention.archive import Tell
+from pipeline.service import Misconfigured
 from pipeline.settings import mistakes
 
 from .files import MANIFEST, Damaged, Manifest, Part, PartWriter

@@ -10,7 +10,7 @@ from uuid import uuid4
 import asyncpg
 from pydantic import ValidationError
 
-from pipeline.references import (
+from pipeline.events.references import (
     DataChanged,
     DataElsewhere,
     DataMissing,

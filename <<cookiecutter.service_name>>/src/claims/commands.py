@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
+from operate.operations import Refused
+from operate.terminal import Json, connected, read_settings, run_to_end, tell_program
 from pipeline import Service
-from pipeline.operations import Refused
 from pipeline.settings import Settings
-from pipeline.terminal import Json, connected, read_settings, run_to_end, tell_program
 
 from .check import open_claims
 from .sweeping import NotOurs

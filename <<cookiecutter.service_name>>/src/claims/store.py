@@ -12,7 +12,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import ObjectStore, from_url
 
 from pipeline import durable
-from pipeline.failures import StoreAway, StoreSlow
+from pipeline.errors import StoreAway, StoreSlow
 from pipeline.service import Misconfigured
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 import asyncpg
 
-from pipeline import epoch
+from pipeline.servers import cluster
 from pipeline.settings import CLOCK_MARGIN
 
 from .store import Store
@@ -172,5 +172,5 @@ class Sweep:
 
 
 async def _demand_ours(connection: asyncpg.Connection) -> None:
-    if not await epoch.is_ours(connection):
+    if not await cluster.is_ours(connection):
         raise NotOurs

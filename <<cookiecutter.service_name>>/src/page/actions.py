@@ -10,11 +10,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from pipeline import Service, dead, dead_events, scheduled
-from pipeline.database import autocommitting
-from pipeline.dead import Which
-from pipeline.failures import named
-from pipeline.operations import Refused
+from operate import dead, dead_events
+from operate.dead import Which
+from operate.operations import Refused
+from pipeline import Service
+from pipeline.errors import named
+from pipeline.relay import scheduled
+from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
 from . import asked

@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlencode
 
 from starlette.requests import ClientDisconnect, Request
 
-from pipeline.dead import Shown, State
-from pipeline.operations import Refused
+from operate.dead import Shown, State
+from operate.operations import Refused
 
 STATES: tuple[State, ...] = ("dead", "waiting", "discarded")
 SEARCHED = ("reason", "consumer", "event", "type", "topic", "key")

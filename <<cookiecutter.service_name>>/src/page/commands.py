@@ -2,8 +2,8 @@
 
 import typer
 
+from operate.terminal import read_settings_and, run_to_end, serving
 from pipeline import Service
-from pipeline.terminal import read_settings_and, run_to_end, serving
 
 from .settings import PageSettings
 

@@ -8,8 +8,8 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from pipeline.failures import named
-from pipeline.operations import Refused
+from operate.operations import Refused
+from pipeline.errors import named
 from pipeline.settings import Settings
 
 from . import asked, trouble

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import asyncpg
 
-from pipeline.status import AT_MOST, Reading, Relay, Status
+from operate.status import AT_MOST, Reading, Relay, Status
 
 _WAITING = """
 SELECT consumer, topic, record_key, count(*) AS count, min(due_at) AS due_at,

@@ -4,9 +4,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipeline import dead, dead_events, retention, scheduled
-from pipeline.database import autocommitting
-from pipeline.dead import Which
+from operate import dead, dead_events
+from operate.dead import Which
+from pipeline.relay import scheduled
+from pipeline.retention import maintenance
+from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
 from . import asked, overview
@@ -128,5 +130,5 @@ class Reading:
     async def retention(self, request: Request, operator: Operator) -> Response:
         """Show what stands before each partition."""
         async with autocommitting(self._engine) as connection:
-            found = [one async for one in retention.survey(connection, self._settings)]
+            found = [one async for one in maintenance.survey(connection, self._settings)]
         return self._templates.page("retention.html", operator, standings=found)

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from pipeline import Service, logs
-from pipeline.database import create_engine
-from pipeline.health import CannotListen
+from pipeline import Service
+from pipeline.observe import logs
+from pipeline.observe.health import CannotListen
+from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
 from .app import Page

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 
-from pipeline.dead import Shown
+from operate.dead import Shown
 
 LONGEST = 20_000
 """Characters of a payload that are shown; the rest is counted."""

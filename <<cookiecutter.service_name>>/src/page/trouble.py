@@ -2,8 +2,8 @@
 
 import sqlalchemy.exc
 
-from pipeline.failures import as_raised, is_contention, is_infrastructure, named, sqlstate_of
-from pipeline.revisions import NotMigrated
+from pipeline.errors import as_raised, is_contention, is_infrastructure, named, sqlstate_of
+from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import Settings
 
 _NO_TABLES = ("3F000", "42P01")

@@ -11,11 +11,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from pipeline import Service, status
-from pipeline.database import autocommitting
-from pipeline.failures import named
+from operate import status
+from pipeline import Service
+from pipeline.errors import named
+from pipeline.servers.database import autocommitting
+from pipeline.servers.tasks import woken
 from pipeline.settings import Settings
-from pipeline.tasks import woken
 
 from . import trouble
 from .overview import Course

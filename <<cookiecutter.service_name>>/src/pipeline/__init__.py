@@ -1,23 +1,16 @@
-"""The pipeline: inbox, handlers, outbox and relay between Kafka and PostgreSQL.
+"""Inbox, handlers, outbox and relay between Kafka and PostgreSQL. The rooms are in README.md."""
 
-Read it along the way of a message:
-`consumer` -> `reader` -> `batch` -> `consume` (`inbox` -> your handler -> `outbox` -> commit)
--> `relay` (`window` -> `publisher`; `unsent`: what Kafka refuses). What can't be done now takes the
-way round: `policy` -> `backlog` -> `lanes` -> `consume`. What is due later waits in `scheduled`.
-Calls to the outside, `effects`, are made by the `caller` after the commit.
-Who writes without a message, as an HTTP API does, takes `writer`.
-"""
+from pipeline.apply.writer import Conflict, Versioned, Writer, Writing
+from pipeline.events.event import Event, Tombstone
+from pipeline.events.message import Header, Message, PayloadFields, Plain, Position
+from pipeline.handlers.aggregate import Aggregate
+from pipeline.handlers.effects import Call
+from pipeline.handlers.ordering import Gaps, Sequenced, Timed
+from pipeline.handlers.policy import Park, Policy, Reject, Retry
+from pipeline.handlers.registry import Handlers
+from pipeline.handlers.transaction import EventBatch, Transaction
 
-from .aggregate import Aggregate
-from .effects import Call
-from .events import Event, Tombstone
-from .handlers import Handlers
-from .message import Header, Message, PayloadFields, Plain, Position
-from .ordering import Gaps, Sequenced, Timed
-from .policy import Park, Policy, Reject, Retry
 from .service import Service
-from .transaction import EventBatch, Transaction
-from .writer import Conflict, Versioned, Writer, Writing
 
 __all__ = [
     "Aggregate",

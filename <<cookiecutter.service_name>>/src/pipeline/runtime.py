@@ -16,24 +16,29 @@ import asyncpg
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from . import exporters, horizon, inbox, logs, revisions, telemetry
-from .breaker import Breaker
-from .caller import Caller
-from .consume import Consume
-from .consumer import Consumer
-from .database import autocommitting, create_engine
-from .door import InContext
-from .failures import is_infrastructure, is_of_the_database, named, patiently
-from .filters import Filters
-from .health import Announcer, Health, HealthServer, Watchdog
-from .lanes import Lanes
-from .partitions import NotOwner
-from .references import Claims
-from .relay import Relay
-from .retention import AHEAD_SECONDS, make_ahead, tidy
+from pipeline.apply import inbox
+from pipeline.apply.breaker import Breaker
+from pipeline.apply.consume import Consume
+from pipeline.apply.filters import Filters
+from pipeline.consume import inbox_coverage
+from pipeline.consume.consumer import Consumer
+from pipeline.events.references import Claims
+from pipeline.observe import exporters, logs, telemetry
+from pipeline.observe.health import Announcer, Health, HealthServer, Watchdog
+from pipeline.relay.relay import Relay
+from pipeline.retention.maintenance import AHEAD_SECONDS, make_ahead, tidy
+from pipeline.retention.partitions import NotOwner
+from pipeline.retry.effect_workers import Caller
+from pipeline.retry.workers import Lanes
+from pipeline.servers import revisions
+from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.guard import InContext
+from pipeline.servers.retrying import patiently
+from pipeline.servers.tasks import in_background
+
+from .errors import is_infrastructure, is_of_the_database, named
 from .service import Service
 from .settings import Settings
-from .tasks import in_background
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +151,7 @@ async def _serve(
         return
     if Part.CONSUME in parts and service.handlers.topics:
         health.not_ready("consumer", "has not asked yet how long its topics keep records")
-        await horizon.check(settings, service.handlers.topics)
+        await inbox_coverage.check(settings, service.handlers.topics)
     claims = service.claims and service.claims(service.name, settings)
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)

@@ -1,49 +1,24 @@
 """What a service is made of, as its `main.py` says it."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import date
-from typing import Protocol
 
-import asyncpg
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
 
-from .database import create_engine
-from .events import declared_events
-from .handlers import Handlers
-from .references import Claims
+from pipeline.apply.writer import Writer
+from pipeline.events.event import declared_events
+from pipeline.events.references import Claims
+from pipeline.handlers.registry import Handlers
+from pipeline.retention.archive import Archive
+from pipeline.servers.database import create_engine
+
 from .settings import Settings, WriterSettings
-from .writer import Writer
 
 
 class Misconfigured(Exception):
     """The service, as its code and its settings describe it, makes no sense."""
-
-
-Tell = Callable[[str], Awaitable[None]]
-"""Awaited with words that say how far a long work is."""
-
-
-class Archive(Protocol):
-    """Keeps the days of the outbox when their tables go."""
-
-    def check(self) -> None:
-        """Raise `Misconfigured` for settings that can't have been meant."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether this process has been told where days are kept."""
-
-    async def keep(self, connection: asyncpg.Connection, table: str, day: date, tell: Tell) -> None:
-        """Keep all rows of a table of the schema `pipeline`; return when that is certain to last.
-
-        Nobody writes to it any more. The connection is in no transaction. `tell` is to be awaited
-        every few seconds, and uses the connection; what it raises ends the work. It can be cut off
-        at any point, called again, and by two at once. Whatever else it raises holds the table
-        until the next round.
-        """
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from sqlalchemy import MetaData
 from archive import Archive, days
 from archive.commands import group
 from archive.store import Store
+from operate.commands import command_line
 from pipeline import Handlers, Service
-from pipeline.commands import command_line
 
 NAME = "orders"
 

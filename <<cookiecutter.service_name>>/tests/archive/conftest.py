@@ -14,16 +14,14 @@ from servers.state import Record, StateDirectory
 from archive import store as stores
 from archive.commands import group
 from archive.store import Store
-from pipeline import partitions, retention_commands
-from pipeline.outbox import StagedEvent
-from pipeline.retention import Round, keep_house
+from operate import retention_commands
+from pipeline.handlers.staging import StagedEvent
+from pipeline.retention import partitions
+from pipeline.retention.maintenance import Round, keep_house
 from pipeline.settings import Settings
 
 from . import app
-from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
-    Command,
-    commands,
-)
+from tests.pipeline.integration.conftest import Command, commands  # noqa: F401 (fixtures)
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import publish_all
 from tests.servers.programs import require_what_it_needs

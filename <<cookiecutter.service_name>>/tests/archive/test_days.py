@@ -20,11 +20,12 @@ from archive import days
 from archive import store as stores
 from archive.files import MANIFEST, Manifest
 from archive.store import Store
-from pipeline import durable, partitions
-from pipeline import retention as retentions
-from pipeline.partitions import Partition, State
-from pipeline.retention import Round, keep_house
-from pipeline.service import Tell
+from pipeline import durable
+from pipeline.retention import maintenance as retentions
+from pipeline.retention import partitions
+from pipeline.retention.archive import Tell
+from pipeline.retention.maintenance import Round, keep_house
+from pipeline.retention.partitions import Partition, State
 
 from . import app
 from .conftest import DAY, OLD, House, make_day

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from claims import open_claims
 from claims.check import Claims
 from claims.commands import group
-from pipeline.commands import command_line
-from pipeline.references import Kept
+from operate.commands import command_line
+from pipeline.events.references import Kept
 from pipeline.settings import Settings
 
 from .press import Press

@@ -14,16 +14,13 @@ from servers.s3proxy import S3Proxy
 from claims import open_claims
 from claims.check import Claims
 from claims.settings import ClaimSettings
-from pipeline.fetching import fetch_batch
+from pipeline.apply.fetching import fetch_batch
 from pipeline.settings import Settings
 
 from tests.archive.conftest import s3proxy  # noqa: F401 (fixture)
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
-from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
-    commands,
-    new_desk,
-)
+from tests.pipeline.integration.conftest import commands, new_desk  # noqa: F401 (fixtures)
 from tests.pipeline.integration.desk import Desk, NewDesk, Outcome
 
 LIMIT = 1_000

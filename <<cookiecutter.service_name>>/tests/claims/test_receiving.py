@@ -14,14 +14,14 @@ import asyncpg
 import pytest
 
 from claims.check import Claims
+from operate.dead import REASONS
 from pipeline import Policy
-from pipeline.batch import read
-from pipeline.breaker import BreakerOpen
-from pipeline.dead import REASONS
-from pipeline.failures import StoreAway, StoreSlow
-from pipeline.fetching import fetch_batch
-from pipeline.payload import payload_hash
-from pipeline.references import DataElsewhere, Reference
+from pipeline.apply.batch import read
+from pipeline.apply.breaker import BreakerOpen
+from pipeline.apply.fetching import fetch_batch
+from pipeline.errors import StoreAway, StoreSlow
+from pipeline.events.payload import payload_hash
+from pipeline.events.references import DataElsewhere, Reference
 
 from .conftest import FOLDER_AND_S3, LOST, Counter, Objects, Outage, referring
 from tests.contract.bank import Deposit, histories
@@ -207,7 +207,7 @@ async def test_the_hash_of_a_large_payload_does_not_keep_the_loop(
         threads.append(threading.get_ident())
         return payload_hash(*parts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("pipeline.fetching.payload_hash", look)
+    monkeypatch.setattr("pipeline.apply.fetching.payload_hash", look)
     await counter.apply(stored(objects, Deposit(1)), stored(objects, Deposit(2), size=300_000))
     small, large = threads
     assert small == threading.get_ident() != large

@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from claims.check import Claims
 from pipeline import Event, Handlers, Transaction, Writer, Writing
-from pipeline.database import create_engine
-from pipeline.failures import StoreAway, StoreSlow
-from pipeline.outbox import Unpublishable
-from pipeline.references import Kept, Reference
+from pipeline.errors import StoreAway, StoreSlow
+from pipeline.events.references import Kept, Reference
+from pipeline.handlers.staging import Unpublishable
+from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
 from .conftest import FOLDER_AND_S3, LIMIT, Objects, Outage

@@ -11,8 +11,8 @@ from sqlalchemy import MetaData
 
 from archive import Archive, ArchiveSettings
 from claims import ClaimSettings, open_claims
+from operate.commands import command_line
 from pipeline import Handlers, Service
-from pipeline.commands import command_line
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 

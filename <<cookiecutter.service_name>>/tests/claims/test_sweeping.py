@@ -12,10 +12,11 @@ from claims import sweeping
 from claims.check import Claims
 from claims.commands import group
 from claims.sweeping import NotOurs
-from pipeline import Handlers, Service, epoch
-from pipeline.references import Kept
+from pipeline import Handlers, Service
+from pipeline.events.references import Kept
+from pipeline.relay.scheduled import Scheduled
 from pipeline.runtime import Part
-from pipeline.scheduled import Scheduled
+from pipeline.servers import cluster
 
 from .conftest import GONE, Objects, Outage
 from .press import Base
@@ -202,7 +203,7 @@ async def test_a_copy_of_another_clusters_database_deletes_nothing(
     assert done.exit_code == 1
     assert "service relay reset" in complaint(done)
     assert len(objects.names()) == 2
-    await epoch.reset(db, keep_progress=False)
+    await cluster.reset(db, keep_progress=False)
     await opened(**GONE).sweep(db)
     assert len(objects.names()) == 1
 

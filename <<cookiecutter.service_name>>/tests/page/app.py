@@ -1,7 +1,7 @@
 """The bank with its page, as a program: `python -m tests.page.app page`."""
 
+from operate.commands import command_line
 from page.commands import group
-from pipeline.commands import command_line
 
 from tests.pipeline.integration.app import bank
 

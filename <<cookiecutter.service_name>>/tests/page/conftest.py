@@ -11,15 +11,12 @@ import pytest
 
 from page.app import Page
 from page.settings import PageSettings
-from pipeline.database import create_engine
+from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
-from tests.pipeline.integration.conftest import (  # noqa: F401 (fixtures)
-    bank,
-    new_desk,
-)
+from tests.pipeline.integration.conftest import bank, new_desk  # noqa: F401 (fixtures)
 from tests.pipeline.integration.desk import Desk, NewDesk
 from tests.pipeline.integration.test_dead import bury
 

@@ -16,9 +16,9 @@ import asyncpg
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from pipeline.database import create_engine
-from pipeline.filters import Filters
-from pipeline.inbox import Slot
+from pipeline.apply.filters import Filters
+from pipeline.apply.inbox import Slot
+from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
 from tests.contract.bank import Deposit

@@ -2,10 +2,10 @@
 
 from datetime import UTC, datetime, timedelta
 
+from operate.status import Reading, Relay, Status
 from page.overview import HEIGHT, WIDTH, Course, lines
 from page.rendering import Templates
 from page.settings import PageSettings
-from pipeline.status import Reading, Relay, Status
 
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from aiokafka import ConsumerRecord
 
 from pipeline import Handlers
-from pipeline.batch import read
-from pipeline.inbox import Anchor
-from pipeline.message import Message, Reason, decode
-from pipeline.policy import described
+from pipeline.apply.batch import read
+from pipeline.apply.inbox import Anchor
+from pipeline.events.message import Message, Reason, decode
+from pipeline.handlers.policy import described
 
 REASONS = {*Reason, "invalid payload"}
 UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")

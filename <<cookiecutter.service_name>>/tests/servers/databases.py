@@ -13,8 +13,8 @@ from alembic.config import Config
 from sqlalchemy import MetaData, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from pipeline.database import autocommitting
-from pipeline.retention import keep_house
+from pipeline.retention.maintenance import keep_house
+from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
 HOME = Path(__file__).with_name("alembic")

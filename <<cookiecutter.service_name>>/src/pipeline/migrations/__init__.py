@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from pipeline import schema
-from pipeline.database import connect_args
+from pipeline.servers.database import connect_args
 from pipeline.settings import Settings, mistakes
 
 _PARTITION = re.compile(r"(outbox_p\d{8}|inbox_g\d+)")

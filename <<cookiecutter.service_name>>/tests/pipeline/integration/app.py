@@ -13,9 +13,11 @@ from uuid import uuid4
 import asyncpg
 from pydantic import field_validator
 
-from pipeline import Call, Event, Policy, Transaction, lanes, record_batches
-from pipeline.commands import command_line
-from pipeline.references import Claims, Kept, Reference
+from operate.commands import command_line
+from pipeline import Call, Event, Policy, Transaction
+from pipeline.events.references import Claims, Kept, Reference
+from pipeline.retry import workers
+from pipeline.servers import record_batches
 from pipeline.settings import Settings
 
 from .bank import ATTEMPTS, Bank
@@ -182,7 +184,7 @@ def unpacked_or_dead(raw: memoryview, limit: int) -> memoryview:
 if "BANK_MEMORY" in os.environ:
     record_batches._unpacked = unpacked_or_dead
 if "BANK_COUNTS" in os.environ:
-    lanes._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
+    workers._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
 
 if __name__ == "__main__":
     command_line(replace(bank.service, claims=opened))()

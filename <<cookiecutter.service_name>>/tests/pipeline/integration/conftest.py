@@ -13,16 +13,17 @@ import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner, Result
 
-from pipeline import Handlers, dead_commands
-from pipeline.breaker import Breaker
-from pipeline.caller import Caller
-from pipeline.consume import Consume
-from pipeline.database import create_engine
-from pipeline.filters import Filters
-from pipeline.health import Health
-from pipeline.inbox import Slot
-from pipeline.lanes import Lanes
-from pipeline.lead import Lead
+from operate import dead_commands
+from pipeline import Handlers
+from pipeline.apply.breaker import Breaker
+from pipeline.apply.consume import Consume
+from pipeline.apply.filters import Filters
+from pipeline.apply.inbox import Slot
+from pipeline.observe.health import Health
+from pipeline.relay.backpressure import Lead
+from pipeline.retry.effect_workers import Caller
+from pipeline.retry.workers import Lanes
+from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -210,7 +211,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
         counted[outcome] += count
 
-    monkeypatch.setattr("pipeline.telemetry.processed", processed)
+    monkeypatch.setattr("pipeline.observe.telemetry.processed", processed)
     return counted
 
 

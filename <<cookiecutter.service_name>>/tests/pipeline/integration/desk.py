@@ -10,18 +10,19 @@ import pydantic_core
 from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline import Handlers, inbox
-from pipeline.batch import Batch, Item, read
-from pipeline.caller import Caller
-from pipeline.consume import Consume
-from pipeline.database import autocommitting
-from pipeline.failures import patiently
-from pipeline.filters import Filters
-from pipeline.health import Health
-from pipeline.inbox import Slot
-from pipeline.lanes import Lanes
-from pipeline.results import Results
-from pipeline.work import FromPartition
+from pipeline import Handlers
+from pipeline.apply import inbox
+from pipeline.apply.batch import Batch, Item, read
+from pipeline.apply.consume import Consume
+from pipeline.apply.filters import Filters
+from pipeline.apply.inbox import Slot
+from pipeline.apply.outcome import Results
+from pipeline.apply.source import FromPartition
+from pipeline.observe.health import Health
+from pipeline.retry.effect_workers import Caller
+from pipeline.retry.workers import Lanes
+from pipeline.servers.database import autocommitting
+from pipeline.servers.retrying import patiently
 
 from tests.contract.bank import Deposit
 

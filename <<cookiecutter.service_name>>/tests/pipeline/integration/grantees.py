@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 from sqlalchemy import make_url
 
-from pipeline import roles
+from operate import roles
 
 from tests.contract.bank import Base
 from tests.servers.databases import administer

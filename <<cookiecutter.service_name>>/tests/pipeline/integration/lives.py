@@ -9,7 +9,7 @@ import asyncpg
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.database import autocommitting
+from pipeline.servers.database import autocommitting
 
 from .desk import Desk
 

@@ -10,15 +10,18 @@ import asyncpg
 import pytest
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from pipeline import dead_events, outbox, partitions, window
-from pipeline.database import create_engine
-from pipeline.dead_events import UnsentEvent, Which
-from pipeline.health import Health
-from pipeline.outbox import StagedEvent
-from pipeline.relay import Relay
+from operate import dead_events
+from operate.dead_events import UnsentEvent, Which
+from pipeline.handlers import staging
+from pipeline.handlers.staging import StagedEvent
+from pipeline.observe.health import Health
+from pipeline.relay import window
+from pipeline.relay.relay import Relay
+from pipeline.relay.window import Page, Progress
+from pipeline.retention import partitions
 from pipeline.schema import SHARDS
+from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
-from pipeline.window import Page, Progress
 
 from tests.servers.topics import administrator
 from tests.servers.waiting import PATIENCE, eventually
@@ -66,7 +69,7 @@ def numbered(topic: str, numbers: Iterable[object], key: str | None = "ada") -> 
 async def stage(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
     """Commit events, in a transaction of their own."""
     async with connection.transaction():
-        await outbox.copy(connection, events)
+        await staging.copy(connection, events)
 
 
 OLD = "outbox_p20200101"

@@ -17,7 +17,7 @@ from sqlalchemy.dialects.postgresql import CITEXT
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Transaction
-from pipeline.rows import Rows
+from pipeline.handlers.rows import Rows
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -382,7 +382,7 @@ async def test_nothing_of_a_batch_waits_for_the_collector(
             super().__init__(*args)
             alive.add(self)
 
-    monkeypatch.setattr("pipeline.consume.Rows", Watched)
+    monkeypatch.setattr("pipeline.apply.consume.Rows", Watched)
     await desk.apply(Deposit(9))
     gc.collect()
     gc.disable()

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from pipeline import backlog
+from pipeline.apply import backlog
 
 from .desk import Desk, NewDesk
 from .plans import Explaining

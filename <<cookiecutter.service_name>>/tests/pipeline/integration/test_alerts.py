@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import make_url
 from typer.testing import CliRunner
 
-from pipeline import inbox
-from pipeline.commands import command_line
+from operate.commands import command_line
+from pipeline.apply import inbox
 from pipeline.schema import SHARDS
 
 from .bank import Bank

@@ -6,10 +6,12 @@ import asyncpg
 import pytest
 import sqlalchemy as sa
 
-from pipeline import Park, Policy, Reject, Retry, Transaction, backlog, inbox, telemetry
-from pipeline.breaker import BreakerOpen
-from pipeline.database import autocommitting
-from pipeline.policy import DEFERRED, dead
+from pipeline import Park, Policy, Reject, Retry, Transaction
+from pipeline.apply import backlog, inbox
+from pipeline.apply.breaker import BreakerOpen
+from pipeline.handlers.policy import DEFERRED, dead
+from pipeline.observe import telemetry
+from pipeline.servers.database import autocommitting
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -237,7 +239,7 @@ async def test_what_is_parked_floods_no_log(
 ) -> None:
     bank, desk = await bank_with(new_desk)
     bank.errors = {1: Park("no order yet"), 2: Retry("busy")}
-    caplog.set_level(logging.INFO, "pipeline.results")
+    caplog.set_level(logging.INFO, "pipeline.apply.outcome")
     await desk.apply(Deposit(1, account="ada"), Deposit(2, account="bob"))
     await desk.work_off()
     assert {vars(one)["message_id"] for one in caplog.records} == {"2"}

@@ -13,10 +13,11 @@ import asyncpg
 import pytest
 from sqlalchemy import make_url
 
-from pipeline import Plain, Position, backlog
-from pipeline.backlog import Lane, Row, lane_of
-from pipeline.batch import Item, order_key, read
-from pipeline.policy import Fate
+from pipeline import Plain, Position
+from pipeline.apply import backlog
+from pipeline.apply.backlog import Lane, Row, lane_of
+from pipeline.apply.batch import Item, order_key, read
+from pipeline.handlers.policy import Fate
 
 from .bank import Bank
 from .plans import Explaining, connected, execute, only

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from opentelemetry import context as otel
 
 from pipeline import Event, EventBatch, Handlers, Park, Policy, Reject, Transaction
-from pipeline.outbox import event_id
+from pipeline.handlers.staging import event_id
 
 from .desk import Desk, NewDesk
 from tests.contract.bank import Deposit, Deposited, histories

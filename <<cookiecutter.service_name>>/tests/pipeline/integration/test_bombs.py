@@ -8,8 +8,8 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline.commands import command_line
-from pipeline.health import Health
+from operate.commands import command_line
+from pipeline.observe.health import Health
 
 from .bank import Bank
 from .conftest import Command, position_reaches

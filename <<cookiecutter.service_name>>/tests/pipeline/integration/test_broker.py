@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import publisher
+from pipeline.relay import publisher
 from pipeline.settings import Settings
 
 from .kafka_wire import Wire

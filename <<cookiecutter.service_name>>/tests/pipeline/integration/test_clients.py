@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from pipeline import clients
+from pipeline.servers import clients
 
 from .kafka_wire import Api, Wire
 from tests.servers.waiting import PATIENCE, eventually

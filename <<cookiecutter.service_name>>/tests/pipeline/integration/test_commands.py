@@ -13,7 +13,7 @@ import typer
 from aiokafka.admin import AIOKafkaAdminClient
 from typer.testing import CliRunner
 
-from pipeline.commands import command_line
+from operate.commands import command_line
 
 from .bank import Bank
 from .processes import starting

@@ -22,8 +22,8 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
-from pipeline.message import headers_of
-from pipeline.outbox import Outbox, Unpublishable
+from pipeline.events.message import headers_of
+from pipeline.handlers.staging import Outbox, Unpublishable
 from pipeline.runtime import Part
 
 from .bank import Bank
@@ -84,12 +84,12 @@ async def test_at_debug_each_message_is_a_line_with_its_id_and_what_has_become_o
     records: Records,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG, "pipeline.results")
+    caplog.set_level(logging.DEBUG, "pipeline.apply.outcome")
     async with running(bank.service):
         for deposit in (Deposit(1), Deposit(1), Deposit(2)):
             await deposit.send(producer, bank.deposits)
         await records(bank.balances, 2)
-    lines = [vars(one) for one in caplog.records if one.name == "pipeline.results"]
+    lines = [vars(one) for one in caplog.records if one.name == "pipeline.apply.outcome"]
     assert sorted((one["offset"], one["message_id"], one["reason"]) for one in lines) == [
         (0, "1", "new"),
         (1, "1", "duplicate"),
@@ -119,7 +119,7 @@ async def test_a_record_that_fails_waits_with_its_key_and_is_applied_in_order_wh
         assert {4, 5}.isdisjoint(bank.calls)
         await eventually(lambda: health.is_ready)
         # Every line has all that is needed to find the record.
-        lines = [line.__dict__ for line in caplog.records if line.name == "pipeline.results"]
+        lines = [line.__dict__ for line in caplog.records if line.name == "pipeline.apply.outcome"]
         names = ("topic", "partition", "offset", "consumer", "message_id", "reason")
         assert {tuple(line[name] for name in names) for line in lines} == {
             (bank.deposits, 0, 2, "deposit", "3", "failed")
@@ -164,7 +164,7 @@ async def test_another_payload_under_a_known_id_is_an_incident_and_its_partition
         await eventually(lambda: health.is_ready)
     assert await histories(db) == {"ada": [1, 2, 3]}
     first = await db.fetchval("SELECT hash FROM pipeline.inbox WHERE id = '1'")
-    (error,) = [line for line in caplog.records if line.name == "pipeline.results"]
+    (error,) = [line for line in caplog.records if line.name == "pipeline.apply.outcome"]
     assert error.levelno == logging.ERROR
     assert (error.__dict__["offset"], error.__dict__["reason"]) == (2, "identity mismatch")
     hashes = re.findall(r"\b[0-9a-f]{32}\b", error.getMessage())

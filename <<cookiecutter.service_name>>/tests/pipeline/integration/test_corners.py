@@ -9,9 +9,11 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Park, Policy, Retry, Transaction, backlog, breaker, lanes
-from pipeline.batch import order_key
-from pipeline.breaker import BreakerOpen
+from pipeline import Park, Policy, Retry, Transaction
+from pipeline.apply import backlog, breaker
+from pipeline.apply.batch import order_key
+from pipeline.apply.breaker import BreakerOpen
+from pipeline.retry import workers
 from pipeline.schema import LANES
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
@@ -182,7 +184,7 @@ async def test_records_that_were_nobodys_wait_for_a_lock(
     bank, _ = await bank_with(new_desk)
     desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=1_000, lock_timeout=0.05)
     await redriven_in_a_new_shape(bank, desk, db, 100)
-    monkeypatch.setattr("pipeline.consume._CONTENTIONS", 0)
+    monkeypatch.setattr("pipeline.apply.consume._CONTENTIONS", 0)
     async with db.transaction():
         await db.execute("LOCK TABLE pipeline.inbox IN ACCESS EXCLUSIVE MODE")
         working = asyncio.create_task(desk.work_off())
@@ -264,8 +266,8 @@ async def test_counting_what_waits_holds_no_worker_up(
         return []
 
     monkeypatch.setattr(backlog, "count", take_long)
-    monkeypatch.setattr(lanes, "_COUNT_SECONDS", 0.2)
-    monkeypatch.setattr(lanes, "_SAMPLE_SECONDS", 0.1)
+    monkeypatch.setattr(workers, "_COUNT_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "_SAMPLE_SECONDS", 0.1)
     working = asyncio.create_task(desk.lanes.run())
     try:
         await eventually(lambda: counted > 0)

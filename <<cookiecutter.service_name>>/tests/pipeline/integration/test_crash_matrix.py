@@ -19,8 +19,11 @@ import sqlalchemy as sa
 from aiokafka.admin import AIOKafkaAdminClient
 
 import pipeline
-from pipeline import backlog, door, filters, inbox, partitions, retention, scheduled
-from pipeline.inbox import GENERATION_LOCK
+from pipeline.apply import backlog, filters, inbox
+from pipeline.apply.inbox import GENERATION_LOCK
+from pipeline.handlers import sessions
+from pipeline.relay import scheduled
+from pipeline.retention import maintenance, partitions
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point
@@ -44,14 +47,14 @@ LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
 POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Moment]
 
 BY_COMMANDS = (
-    "pipeline.dead",
-    "pipeline.dead_events",
-    "pipeline.doctor",
-    "pipeline.epoch",
-    "pipeline.operations",
-    "pipeline.replay",
-    "pipeline.roles",
-    "pipeline.status",
+    "operate.dead",
+    "operate.dead_events",
+    "operate.doctor",
+    "pipeline.servers.cluster",
+    "operate.operations",
+    "operate.replay",
+    "operate.roles",
+    "operate.status",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 
@@ -64,20 +67,20 @@ BY_COMMANDS_TOO = (
         backlog._REDRIVE,
         backlog._DISCARD,
     ),
-    retention._FORGO,
-    retention._ARCHIVES_NO_LONGER,
+    maintenance._FORGO,
+    maintenance._ARCHIVES_NO_LONGER,
     scheduled._LIST,
 )
 
 UNMET = (
-    door.BEGIN,
-    door.DONE,
-    door._IS_AT_WORK,
+    sessions.BEGIN,
+    sessions.DONE,
+    sessions._IS_AT_WORK,
     filters._DISCARD,
     partitions._WHO_USES,
-    retention._OWNER,
-    retention._NOT_ARCHIVED,
-    retention._ARCHIVES,
+    maintenance._OWNER,
+    maintenance._NOT_ARCHIVED,
+    maintenance._ARCHIVES,
 )
 """Statements that only damage, or somebody else, leads to, or a handler with a session."""
 

@@ -12,25 +12,18 @@ from datetime import timedelta
 import asyncpg
 import pytest
 
-from pipeline import (
-    Handlers,
-    PayloadFields,
-    Plain,
-    Policy,
-    Reject,
-    asking,
-    backlog,
-    dead,
-)
-from pipeline.backlog import LaneLost, Row
-from pipeline.batch import Batch, read
-from pipeline.database import autocommitting
-from pipeline.dead import Became, Letter, Outcome, Redriven, State, Which
-from pipeline.failures import patiently
-from pipeline.policy import GAP
-from pipeline.policy import dead as fate_of
+from operate import dead, prompts
+from operate.dead import Became, Letter, Outcome, Redriven, State, Which
+from pipeline import Handlers, PayloadFields, Plain, Policy, Reject
+from pipeline.apply import backlog
+from pipeline.apply.backlog import LaneLost, Row
+from pipeline.apply.batch import Batch, read
+from pipeline.apply.source import FromLane, FromPartition
+from pipeline.handlers.policy import GAP
+from pipeline.handlers.policy import dead as fate_of
 from pipeline.runtime import Part
-from pipeline.work import FromLane, FromPartition
+from pipeline.servers.database import autocommitting
+from pipeline.servers.retrying import patiently
 
 from .bank import Bank
 from .conftest import Command, complaint
@@ -674,7 +667,7 @@ async def test_the_log_names_a_letter_and_its_event_and_the_commands_find_it_by_
     bank: Bank, desk: Desk, service: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     bank.errors = {1: Reject("no"), 2: ValueError("not yet")}
-    caplog.set_level(logging.INFO, "pipeline.results")
+    caplog.set_level(logging.INFO, "pipeline.apply.outcome")
     await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, value=b"{}"))
     await desk.work_off()
     logged = {vars(one)["message_id"]: one for one in caplog.records if "message_id" in vars(one)}
@@ -727,7 +720,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     desk: Desk, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead, "CHUNK", 1)
-    monkeypatch.setattr(asking, "PROGRESS", 2)
+    monkeypatch.setattr(prompts, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
     seizes, calls = backlog.seize, []
 

@@ -9,9 +9,9 @@ from hashlib import sha256
 import asyncpg
 import pytest
 
-from pipeline import asking, dead, dead_events
-from pipeline.dead import State
-from pipeline.dead_events import UnsentEvent, Which
+from operate import dead, dead_events, prompts
+from operate.dead import State
+from operate.dead_events import UnsentEvent, Which
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -503,7 +503,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     db: asyncpg.Connection, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead_events, "CHUNK", 1)
-    monkeypatch.setattr(asking, "PROGRESS", 2)
+    monkeypatch.setattr(prompts, "PROGRESS", 2)
     await bury(db, 3)
     await db.execute("UPDATE pipeline.outbox_unsent SET key = 'ada'")
     lose = "SELECT pg_terminate_backend(pg_backend_pid()) WHERE $1::bigint[] = ARRAY[3::bigint]"

@@ -7,7 +7,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Reject
-from pipeline.message import headers_of
+from pipeline.events.message import headers_of
 
 from .bank import Bank
 from .desk import Desk, NewDesk

@@ -16,9 +16,11 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
 from sqlalchemy import MetaData
 
-from pipeline import Reject, Retry, doctor, roles, status, status_commands, topics
-from pipeline.database import autocommitting, create_engine
-from pipeline.doctor import Finding
+from operate import doctor, roles, status, status_commands
+from operate.doctor import Finding
+from pipeline import Reject, Retry
+from pipeline.servers import topics
+from pipeline.servers.database import autocommitting, create_engine
 from pipeline.settings import Settings
 
 from .bank import Bank

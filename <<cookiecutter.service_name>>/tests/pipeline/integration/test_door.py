@@ -27,8 +27,8 @@ from sqlalchemy.orm import (
 )
 
 from pipeline import Aggregate, Call, Event, EventBatch, Handlers, Reject, Transaction
-from pipeline.database import driver_of
-from pipeline.door import watch_coroutines
+from pipeline.servers.database import driver_of
+from pipeline.servers.guard import watch_coroutines
 
 from .desk import Desk, NewDesk
 from .test_inbox import Connect

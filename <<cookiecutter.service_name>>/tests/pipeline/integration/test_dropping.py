@@ -11,9 +11,13 @@ import asyncpg
 import pytest
 import typer
 
-from pipeline import Park, Reject, epoch, inbox, partitions, retention, retention_commands
-from pipeline.partitions import Partition, State
-from pipeline.retention import Round, keep_house
+from operate import retention_commands
+from pipeline import Park, Reject
+from pipeline.apply import inbox
+from pipeline.retention import maintenance, partitions
+from pipeline.retention.maintenance import Round, keep_house
+from pipeline.retention.partitions import Partition, State
+from pipeline.servers import cluster
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from .bank import Bank
@@ -71,7 +75,7 @@ async def test_a_generation_goes_when_it_was_closed_long_enough_ago(
     await close_generation(db, timedelta(minutes=121))
     await close_generation(db)
     assert (await keep_house(db, chosen)).dropped == ["inbox_g1"]
-    assert "inbox_g1" not in await names(db, retention._INBOX)
+    assert "inbox_g1" not in await names(db, maintenance._INBOX)
     kept = await db.fetchrow("SELECT oldest, current, since FROM pipeline.inbox_generation")
     assert kept is not None
     assert (kept["oldest"], kept["current"]) == (2, 3)
@@ -184,13 +188,13 @@ async def test_a_generation_into_which_a_transaction_looks_stays(
     settings: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retention, "_GIVEN_WAY_ATTEMPTS", 2)
+    monkeypatch.setattr(maintenance, "_GIVEN_WAY_ATTEMPTS", 2)
     await close_generation(db, timedelta(days=9))
     busy = await connect()
     async with busy.transaction():
         await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
         assert (await keep_house(db, settings())).dropped == []
-        assert "inbox_g1" in await names(db, retention._INBOX)
+        assert "inbox_g1" in await names(db, maintenance._INBOX)
     assert (await keep_house(db, settings())).dropped == ["inbox_g1"]
 
 
@@ -204,7 +208,7 @@ async def test_a_day_goes_when_it_is_old_enough_and_published_and_not_before(
     assert "no relay publishes 64 shards" in str(held.needed_by)
     await publish_all(old_day)
     assert (await keep_house(old_day, chosen)).dropped == [OLD]
-    assert OLD not in await names(old_day, retention._OUTBOX)
+    assert OLD not in await names(old_day, maintenance._OUTBOX)
     assert await keep_house(old_day, chosen) == Round(ANY)
     assert await old_day.fetchval("SELECT count(*) FROM pipeline.outbox_closed") == 0
 
@@ -215,7 +219,7 @@ async def test_a_day_that_is_not_old_enough_stays(
     await publish_all(old_day)
     done = await keep_house(old_day, settings(outbox_age=10 * 365 * 86_400.0))
     assert (done.dropped, done.held) == ([], [])
-    assert OLD in await names(old_day, retention._OUTBOX)
+    assert OLD in await names(old_day, maintenance._OUTBOX)
 
 
 async def test_a_relay_that_runs_lets_days_go(
@@ -283,7 +287,7 @@ async def test_a_day_is_closed_by_an_id_above_those_of_all_who_may_have_written_
         await stage_long_ago(writer, 2)
         mine = await writer.fetchval("SELECT pg_current_xact_id()")
         # Nobody else may have ended meanwhile: databases share the ids.
-        await old_day.execute(retention._CLOSE_DAYS, [IN_OLD.date()])
+        await old_day.execute(maintenance._CLOSE_DAYS, [IN_OLD.date()])
         assert await old_day.fetchval("SELECT xid FROM pipeline.outbox_closed") > mine
 
 
@@ -321,8 +325,8 @@ async def test_a_day_that_somebody_has_locked_holds_up_no_other(
     settings: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wait = retention._WAIT_SHORTLY.replace("2s", "100ms")
-    monkeypatch.setattr(retention, "_WAIT_SHORTLY", wait)
+    wait = maintenance._WAIT_SHORTLY.replace("2s", "100ms")
+    monkeypatch.setattr(maintenance, "_WAIT_SHORTLY", wait)
     other = await _another_old_day(old_day, settings())
     vacuuming = await connect()
     async with vacuuming.transaction():
@@ -344,7 +348,7 @@ async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and
     await old_day.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
     (held,) = (await keep_house(old_day, settings())).held
     assert "service relay reset" in str(held.needed_by)
-    await epoch.reset(old_day, keep_progress=False)
+    await cluster.reset(old_day, keep_progress=False)
     (held,) = (await keep_house(old_day, settings())).held
     assert "no relay" in str(held.needed_by), "all of it is to be published again"
     await publish_all(old_day)
@@ -465,7 +469,7 @@ async def test_two_at_once_do_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when a round takes longer than its lease."""
-    monkeypatch.setattr(retention, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
+    monkeypatch.setattr(maintenance, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
     days = [f"outbox_p2020010{number}" for number in range(2, 8)]
     for number, day in enumerate(days, 2):
         bounds = f"FROM ('2020-01-0{number} 00:00+00') TO ('2020-01-0{number + 1} 00:00+00')"
@@ -478,7 +482,7 @@ async def test_two_at_once_do_no_harm(
     rounds = await asyncio.gather(*(keep_house(one, settings()) for one in keepers))
     assert {name for one in rounds for name in one.dropped} <= {OLD, *days}
     await keep_house(old_day, settings())
-    assert not {OLD, *days}.intersection(await names(old_day, retention._OUTBOX))
+    assert not {OLD, *days}.intersection(await names(old_day, maintenance._OUTBOX))
 
 
 async def test_one_that_is_used_for_long_is_told_of_and_the_others_go(
@@ -531,7 +535,7 @@ async def test_who_is_overtaken_does_no_more_and_says_by_whom(
         await eventually(lambda: _is_pending(old_day, OLD))
         await old_day.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
     assert await at_it == Round("faster", is_ours=False, dropped=[OLD])
-    assert other in await names(old_day, retention._OUTBOX)
+    assert other in await names(old_day, maintenance._OUTBOX)
     lease = await old_day.fetchrow("SELECT owner FROM pipeline.retention_lease")
     assert tuple(lease or ()) == ("faster",), "it is the other's, also afterwards"
 

@@ -10,24 +10,15 @@ from typing import Any
 import asyncpg
 import pytest
 
-from pipeline import (
-    Call,
-    Event,
-    Handlers,
-    Park,
-    Policy,
-    Reject,
-    Retry,
-    Transaction,
-    backlog,
-    dead,
-)
-from pipeline.backlog import Lane
-from pipeline.batch import Item, _digest
-from pipeline.database import autocommitting
-from pipeline.dead import Which
-from pipeline.outbox import EFFECTS
-from pipeline.policy import UNKNOWN
+from operate import dead
+from operate.dead import Which
+from pipeline import Call, Event, Handlers, Park, Policy, Reject, Retry, Transaction
+from pipeline.apply import backlog
+from pipeline.apply.backlog import Lane
+from pipeline.apply.batch import Item, _digest
+from pipeline.handlers.policy import UNKNOWN
+from pipeline.handlers.staging import EFFECTS
+from pipeline.servers.database import autocommitting
 
 from .desk import Desk, NewDesk
 from .test_backlog import HOLDING, QUICK, told

@@ -9,8 +9,8 @@ import asyncpg
 import pytest
 
 from pipeline import Event, EventBatch, Handlers, Policy, Reject, Retry, Transaction
-from pipeline.database import driver_of
-from pipeline.failures import is_infrastructure
+from pipeline.errors import is_infrastructure
+from pipeline.servers.database import driver_of
 
 from .bank import Bank
 from .desk import Desk, NewDesk

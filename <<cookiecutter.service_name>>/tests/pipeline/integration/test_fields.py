@@ -2,13 +2,12 @@
 
 import asyncpg
 
-from pipeline import backlog, inbox
-from pipeline.backlog import Row, StoredRecord
-from pipeline.batch import Item, order_key
-from pipeline.handlers import Handler
-from pipeline.inbox import Marker
-from pipeline.message import Message
-from pipeline.policy import Fate
+from pipeline.apply import backlog, inbox
+from pipeline.apply.backlog import Row, StoredRecord
+from pipeline.apply.batch import Item, order_key
+from pipeline.events.message import Marker, Message
+from pipeline.handlers.policy import Fate
+from pipeline.handlers.registry import Handler
 
 from .bank import Bank
 from .desk import Desk

@@ -12,9 +12,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from rbloom import Bloom
 
-from pipeline import filters, inbox, telemetry
-from pipeline.filters import Filters
-from pipeline.retention import keep_house
+from pipeline.apply import filters, inbox
+from pipeline.apply.filters import Filters
+from pipeline.observe import telemetry
+from pipeline.retention.maintenance import keep_house
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 

@@ -9,8 +9,9 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from pipeline import Event, Handlers, Transaction, consume
-from pipeline.outbox import Unpublishable
+from pipeline import Event, Handlers, Transaction
+from pipeline.apply import consume
+from pipeline.handlers.staging import Unpublishable
 
 from .bank import Bank, Refused
 from .desk import Desk, NewDesk

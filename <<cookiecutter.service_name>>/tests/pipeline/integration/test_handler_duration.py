@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction, telemetry
+from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction
+from pipeline.observe import telemetry
 
 from .bank import Bank
 from .desk import Desk, NewDesk

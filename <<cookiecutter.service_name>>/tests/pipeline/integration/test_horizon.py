@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline import horizon
-from pipeline.health import Health
-from pipeline.horizon import RemembersTooLittle
+from pipeline.consume import inbox_coverage
+from pipeline.consume.inbox_coverage import RemembersTooLittle
+from pipeline.observe.health import Health
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
@@ -25,8 +25,10 @@ DAY = 86_400_000
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return what was warned of."""
-    caplog.set_level(logging.INFO, "pipeline.horizon")
-    return lambda: [one.getMessage() for one in caplog.records if one.name == "pipeline.horizon"]
+    caplog.set_level(logging.INFO, "pipeline.consume.inbox_coverage")
+    return lambda: [
+        one.getMessage() for one in caplog.records if one.name == "pipeline.consume.inbox_coverage"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,25 +51,25 @@ async def test_a_topic_that_keeps_records_for_longer_is_told_of(
 ) -> None:
     """Trap 10."""
     await create_topic(kafka, missing, 1, **configs)
-    await horizon.check(settings(), [missing])
+    await inbox_coverage.check(settings(), [missing])
     if complaint is None:
         assert told() == []
         return
     (text,) = told()
     assert f"{missing} {complaint}" in text
     with pytest.raises(RemembersTooLittle, match="PIPELINE_INBOX_MUST_COVER_TOPICS"):
-        await horizon.check(settings(inbox_must_cover_topics=True), [missing])
+        await inbox_coverage.check(settings(inbox_must_cover_topics=True), [missing])
 
 
 async def test_a_topic_that_does_not_exist_and_brokers_that_are_away_hold_up_no_start(
     missing: str, settings: Choose, told: Callable[[], list[str]], unused_tcp_port: int
 ) -> None:
-    await horizon.check(settings(inbox_must_cover_topics=True), [missing])
+    await inbox_coverage.check(settings(inbox_must_cover_topics=True), [missing])
     assert told() == []
     away = settings(
         kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}", inbox_must_cover_topics=True
     )
-    await horizon.check(away, [missing])
+    await inbox_coverage.check(away, [missing])
     assert "is not known" in told()[0]
 
 
@@ -93,7 +95,7 @@ async def test_a_service_is_not_ready_before_it_has_compared_them(
         asked.set()
         await go_on.wait()
 
-    monkeypatch.setattr(horizon, "check", hold)
+    monkeypatch.setattr(inbox_coverage, "check", hold)
     async with running(unborn.service, Part.CONSUME) as health:
         await asked.wait()
         assert "how long its topics keep records" in health.reasons["consumer"]

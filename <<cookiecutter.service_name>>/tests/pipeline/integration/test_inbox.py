@@ -10,9 +10,10 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Transaction, inbox
-from pipeline.database import autocommitting
-from pipeline.retention import keep_house
+from pipeline import Transaction
+from pipeline.apply import inbox
+from pipeline.retention.maintenance import keep_house
+from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
 from .bank import Bank

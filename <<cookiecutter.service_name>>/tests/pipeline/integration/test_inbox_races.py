@@ -11,10 +11,11 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pipeline import Transaction, inbox
-from pipeline.filters import Filters
-from pipeline.inbox import GENERATION_LOCK, Generations
-from pipeline.retention import keep_house
+from pipeline import Transaction
+from pipeline.apply import inbox
+from pipeline.apply.filters import Filters
+from pipeline.apply.inbox import GENERATION_LOCK, Generations
+from pipeline.retention.maintenance import keep_house
 from pipeline.settings import Settings
 
 from .bank import Bank

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline import Gaps, Policy, backlog
-from pipeline.batch import _digest
+from pipeline import Gaps, Policy
+from pipeline.apply import backlog
+from pipeline.apply.batch import _digest
 
 from .desk import Desk, NewDesk
 from .lives import Death, Life, Moment, lanes_of, let_leases_end

@@ -9,10 +9,12 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 
-from pipeline import Event, Transaction, inbox, outbox
-from pipeline.database import autocommitting
-from pipeline.inbox import PositionMoved
+from pipeline import Event, Transaction
+from pipeline.apply import inbox
+from pipeline.apply.inbox import PositionMoved
+from pipeline.handlers import staging
 from pipeline.runtime import Part
+from pipeline.servers.database import autocommitting
 
 from .bank import Bank
 from .conftest import position_reaches
@@ -335,15 +337,15 @@ async def test_outbox_rows_are_refused_outside_a_transaction(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     _, desk = ledger
-    event = outbox.StagedEvent(
+    event = staging.StagedEvent(
         topic="t", key=None, payload=b"", event_id="1", source="/", type="t", subject=None,
         sequence=None, content_type="text/plain", traceparent=None, tracestate=None, baggage=None,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="in a transaction"):
-        await outbox.copy(db, [event])
+        await staging.copy(db, [event])
     async with autocommitting(desk.engine) as driver:
         with pytest.raises(RuntimeError, match="in a transaction"):
-            await outbox.copy(driver, [event])
+            await staging.copy(driver, [event])
     assert await outbox_of(db) == []
 
 

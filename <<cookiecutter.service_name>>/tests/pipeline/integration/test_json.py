@@ -11,7 +11,7 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline.commands import command_line
+from operate.commands import command_line
 from pipeline.runtime import Part
 
 from .bank import Bank

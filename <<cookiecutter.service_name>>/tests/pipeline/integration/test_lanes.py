@@ -11,16 +11,17 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Policy, Retry, backlog, batch
-from pipeline.backlog import Lane, LaneLost, Taken
-from pipeline.batch import Item
-from pipeline.consume import Consume
-from pipeline.database import autocommitting
-from pipeline.failures import patiently
-from pipeline.lanes import Lanes
-from pipeline.results import Results
-from pipeline.tasks import TURN, in_background
-from pipeline.work import FromLane
+from pipeline import Policy, Retry
+from pipeline.apply import backlog, batch
+from pipeline.apply.backlog import Lane, LaneLost, Taken
+from pipeline.apply.batch import Item
+from pipeline.apply.consume import Consume
+from pipeline.apply.outcome import Results
+from pipeline.apply.source import FromLane
+from pipeline.retry.workers import Lanes
+from pipeline.servers.database import autocommitting
+from pipeline.servers.retrying import patiently
+from pipeline.servers.tasks import TURN, in_background
 
 from .bank import Bank
 from .desk import Desk, NewDesk

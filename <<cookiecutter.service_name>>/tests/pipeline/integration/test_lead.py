@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import asyncpg
 from aiokafka import AIOKafkaProducer
 
-from pipeline.lead import PATIENCE
+from pipeline.relay.backpressure import PATIENCE
 from pipeline.runtime import Part
 
 from .bank import Bank

@@ -14,9 +14,11 @@ from aiokafka.record import memory_records
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy, _DefaultRecordBatchPy
 from pydantic_core import to_json
 
-from pipeline import Event, Handlers, Transaction, dead, record_batches
-from pipeline.batch import read
-from pipeline.message import headers_of
+from operate import dead
+from pipeline import Event, Handlers, Transaction
+from pipeline.apply.batch import read
+from pipeline.events.message import headers_of
+from pipeline.servers import record_batches
 
 from .desk import NewDesk
 from tests.conftest import Records

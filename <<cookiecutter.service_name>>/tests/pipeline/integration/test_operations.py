@@ -8,8 +8,9 @@ import asyncpg
 import pytest
 from pydantic import BaseModel
 
-from pipeline import Transaction, epoch
-from pipeline.inbox import rotate
+from pipeline import Transaction
+from pipeline.apply.inbox import rotate
+from pipeline.servers import cluster
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -143,7 +144,7 @@ async def test_inbox_show_knows_what_was_published_after_a_reset_too(
     desk: Desk, db: asyncpg.Connection, start: Start
 ) -> None:
     await desk.apply(Deposit(5))
-    await epoch.reset(db, keep_progress=False)
+    await cluster.reset(db, keep_progress=False)
     process = await start("inbox", "show", "5")
     assert await process.ended() == 0, process.output
     assert "published balance.changed" in process.output

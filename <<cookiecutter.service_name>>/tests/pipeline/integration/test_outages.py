@@ -222,7 +222,9 @@ class World:
 
     def announced(self) -> str:
         """Return what the log said last of readiness."""
-        return [line for line in self.process.output.splitlines() if "pipeline.health" in line][-1]
+        return [
+            line for line in self.process.output.splitlines() if "pipeline.observe.health" in line
+        ][-1]
 
     def log(self) -> list[str]:
         """Return the lines written since the outage began."""

@@ -11,9 +11,9 @@ from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.structs import OffsetAndMetadata
 
 from pipeline import Transaction
-from pipeline.health import Health
-from pipeline.inbox import PositionMoved
-from pipeline.reader import Reader
+from pipeline.apply.inbox import PositionMoved
+from pipeline.consume.reader import Reader
+from pipeline.observe.health import Health
 from pipeline.runtime import Part
 
 from .bank import Bank

@@ -11,7 +11,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline.runtime import Part, _collect_seldom
-from pipeline.tasks import TURN, in_background
+from pipeline.servers.tasks import TURN, in_background
 
 from .bank import Bank
 from .desk import NewDesk

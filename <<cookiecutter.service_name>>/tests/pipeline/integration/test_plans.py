@@ -13,16 +13,18 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import make_url
 
-from pipeline import dead_events, filters, inbox, unsent, window
-from pipeline.database import create_engine
-from pipeline.filters import Filters
-from pipeline.health import Health
-from pipeline.inbox import Anchor, Generations, Marker, Slot
-from pipeline.message import decode
-from pipeline.refusal import Refusal
-from pipeline.relay import Relay
+from operate import dead_events
+from pipeline.apply import filters, inbox
+from pipeline.apply.filters import Filters
+from pipeline.apply.inbox import Anchor, Generations, Slot
+from pipeline.events.message import Marker, decode
+from pipeline.observe.health import Health
+from pipeline.relay import rejected, window
+from pipeline.relay.rejection import Refusal
+from pipeline.relay.relay import Relay
+from pipeline.relay.window import Progress
+from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
-from pipeline.window import Progress
 
 from .outgoing import ALL_SHARDS, event, stage
 from .plans import Explaining, connected, execute, only
@@ -272,7 +274,7 @@ async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
         await step(asked)
     assert len(asked.plans) > 5
     # 64 rows, of which each is written; nothing else, but for a count of all that waits.
-    plans = [plan for plan in asked.plans if plan.statement != unsent._LOOK]
+    plans = [plan for plan in asked.plans if plan.statement != rejected._LOOK]
     assert len(plans) < len(asked.plans)
     assert [plan for plan in plans if plan.scanned or plan.indexes] == []
     # Versions that other tests' transactions may still see are read as well.
@@ -280,7 +282,7 @@ async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
 
 
 async def test_events_that_wait_for_a_topic_or_for_their_keys(asked: Explaining) -> None:
-    backlog = unsent.Unsent(CHOSEN)
+    backlog = rejected.Unsent(CHOSEN)
     await backlog.look(asked._db, ALL_SHARDS)
     rows = await backlog.due(asked, ALL_SHARDS)
     assert len(rows) == 50 * 2
@@ -289,7 +291,7 @@ async def test_events_that_wait_for_a_topic_or_for_their_keys(asked: Explaining)
 
 
 async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> None:
-    backlog = unsent.Unsent(CHOSEN)
+    backlog = rejected.Unsent(CHOSEN)
     await backlog.look(asked._db, ALL_SHARDS)
     rows = await backlog.due(asked._db, ALL_SHARDS)
     await backlog.settle(asked, rows, {})
@@ -300,7 +302,7 @@ async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> 
 async def test_events_that_are_set_aside_from_a_large_outbox(asked: Explaining) -> None:
     events = await asked._db.fetch("SELECT * FROM pipeline.outbox WHERE id > 950000 LIMIT 500")
     why = Refusal("topic missing", "it is", of_topic=True)
-    await unsent.Unsent(CHOSEN).set_aside(asked, events, {event["id"]: why for event in events})
+    await rejected.Unsent(CHOSEN).set_aside(asked, events, {event["id"]: why for event in events})
     assert only(asked).scanned == set()
     assert only(asked).indexes <= {
         "outbox_id_idx",

@@ -6,9 +6,9 @@ import asyncpg
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pipeline.database import autocommitting, driver_of
-from pipeline.inbox import rotate
-from pipeline.retention import keep_house
+from pipeline.apply.inbox import rotate
+from pipeline.retention.maintenance import keep_house
+from pipeline.servers.database import autocommitting, driver_of
 from pipeline.settings import Settings
 
 from .bank import Bank

@@ -9,9 +9,9 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import telemetry
-from pipeline.publisher import LeaseExpired, Publisher, partition_of
-from pipeline.refusal import Refused
+from pipeline.observe import telemetry
+from pipeline.relay.publisher import LeaseExpired, Publisher, partition_of
+from pipeline.relay.rejection import Refused
 from pipeline.settings import Settings
 
 from .outgoing import allow, event, numbered, relaying, stage

@@ -12,11 +12,13 @@ import pytest
 from opentelemetry.metrics import CallbackOptions
 from sqlalchemy import make_url
 
-from pipeline import database, epoch, relay, telemetry
-from pipeline.publisher import Publisher
-from pipeline.refusal import Refused
+from pipeline.observe import telemetry
+from pipeline.relay import relay
+from pipeline.relay.publisher import Publisher
+from pipeline.relay.rejection import Refused
+from pipeline.relay.window import Progress
+from pipeline.servers import cluster, database
 from pipeline.settings import Settings
-from pipeline.window import Progress
 
 from .doors import Door
 from .kafka_wire import Wire
@@ -599,7 +601,7 @@ async def test_after_a_dump_is_restored_nothing_is_published_before_a_reset(
     # Logical replication leaves the sequence behind: the next event would overtake all of them.
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1)")
     assert await ids_in(kafka, topic) == []
-    await epoch.reset(db, keep_progress=False)
+    await cluster.reset(db, keep_progress=False)
     await stage(db, numbered(topic, [3]))
     async with following(kafka, topic) as tail, relaying(settings()) as one:
         await tail.until_ids(range(4))
@@ -618,12 +620,12 @@ async def test_a_reset_that_was_cut_short_leaves_the_relay_refusing(
     settings: Callable[..., Settings], db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(epoch, "_RENEW_EVENTS", "SELECT 1 / 0")
+        patch.setattr(cluster, "_RENEW_EVENTS", "SELECT 1 / 0")
         with pytest.raises(asyncpg.DivisionByZeroError):
-            await epoch.reset(db, keep_progress=False)
+            await cluster.reset(db, keep_progress=False)
     async with relaying(settings()) as one:
         await eventually(lambda: "service relay reset" in one.reason)
-        await epoch.reset(db, keep_progress=False)
+        await cluster.reset(db, keep_progress=False)
         await eventually(lambda: one.reason == "")
 
 
@@ -639,7 +641,7 @@ async def test_a_cluster_that_kept_its_transaction_ids_goes_on_where_it_was(
         await tail.until_ids([1])
     await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
     await stage(db, numbered(topic, [2]))
-    await epoch.reset(db, keep_progress=True)
+    await cluster.reset(db, keep_progress=True)
     async with following(kafka, topic) as tail, relaying(settings()):
         await tail.until_ids([2])
     assert tail.ids == ["1", "2"]

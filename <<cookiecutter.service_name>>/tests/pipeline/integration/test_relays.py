@@ -9,11 +9,11 @@ from typing import Any
 import asyncpg
 import pytest
 
-from pipeline import relay, window
-from pipeline.health import Health
-from pipeline.refusal import Refused
+from pipeline.observe.health import Health
+from pipeline.relay import relay, window
+from pipeline.relay.rejection import Refused
+from pipeline.relay.window import Page, Progress, Snapshot
 from pipeline.settings import Settings
-from pipeline.window import Page, Progress, Snapshot
 
 from .outgoing import Running, allow, event, numbered, relaying, shares, stage
 from .writers import KEYS, Writers, faults

@@ -10,9 +10,11 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Park, inbox, replay
-from pipeline.commands import command_line
-from pipeline.replay import Progress, Replay
+from operate import replay
+from operate.commands import command_line
+from operate.replay import Progress, Replay
+from pipeline import Park
+from pipeline.apply import inbox
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 

@@ -21,7 +21,7 @@ from servers.network import LOOPBACK
 from sqlalchemy import make_url
 
 from pipeline import Event, Handlers, Service, Transaction
-from pipeline.health import Health
+from pipeline.observe.health import Health
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 

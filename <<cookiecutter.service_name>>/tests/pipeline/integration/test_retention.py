@@ -8,12 +8,13 @@ from itertools import pairwise
 import asyncpg
 import pytest
 
-from pipeline import inbox, retention
-from pipeline.health import Health
-from pipeline.partitions import HOUSEKEEPING_LOCK
-from pipeline.retention import keep_house
-from pipeline.revisions import NotMigrated
+from pipeline.apply import inbox
+from pipeline.observe.health import Health
+from pipeline.retention import maintenance
+from pipeline.retention.maintenance import keep_house
+from pipeline.retention.partitions import HOUSEKEEPING_LOCK
 from pipeline.runtime import Part, serve
+from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -255,7 +256,7 @@ async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
     busy, following = await connect(), await connect()
     enter = "SELECT pg_advisory_xact_lock_shared($1)"
     # What it may let them wait for, and some time for a slow machine.
-    await following.execute(f"SET lock_timeout = '{retention._HOLD_UP_LONGER_SECONDS + 2}s'")
+    await following.execute(f"SET lock_timeout = '{maintenance._HOLD_UP_LONGER_SECONDS + 2}s'")
     async with busy.transaction():
         await busy.execute(enter, inbox.GENERATION_LOCK)
         closing = asyncio.create_task(keep_house(db, settings(inbox_generation_age=0.001)))
@@ -293,13 +294,13 @@ async def test_a_generation_that_cannot_be_closed_is_told_of(
     db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     async def held() -> list[tuple[str, str | None]]:
-        rows = [one async for one in retention.survey(db, settings())]
+        rows = [one async for one in maintenance.survey(db, settings())]
         return [(one.name, one.needed_by) for one in rows if one.is_due]
 
     await keep_house(db, settings())
     assert await held() == []
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '3 days'")
-    assert await held() == [("inbox_g1", retention._BUSY)]
+    assert await held() == [("inbox_g1", maintenance._BUSY)]
     await db.execute("UPDATE pipeline.retention_lease SET finished_at = now() - interval '2 days'")
     ((_, why),) = await held()
     assert "nobody has finished a round of retention since" in (why or "")
@@ -349,7 +350,7 @@ async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_se
     bank: Bank, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be found out when those made ahead are used up, days later."""
-    original = retention.make_ahead
+    original = maintenance.make_ahead
     calls: list[None] = []
 
     async def fail(connection: asyncpg.Connection, settings: Settings, **_: object) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from pipeline import revisions
+from pipeline.servers import revisions
 
 from .bank import Bank
 from .processes import starting

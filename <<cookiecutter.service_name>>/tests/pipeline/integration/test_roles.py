@@ -15,29 +15,16 @@ from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from pipeline import (
-    backlog,
-    dead,
-    dead_events,
-    filters,
-    inbox,
-    operations,
-    outbox,
-    partitions,
-    relay,
-    replay,
-    retention,
-    roles,
-    scheduled,
-    status,
-    unsent,
-    window,
-)
-from pipeline.operations import Refused
-from pipeline.outbox import StagedEvent
-from pipeline.partitions import NotOwner
-from pipeline.retention import keep_house, make_ahead, tidy
-from pipeline.service import Archive
+from operate import dead, dead_events, operations, replay, roles, status
+from operate.operations import Refused
+from pipeline.apply import backlog, filters, inbox
+from pipeline.handlers import staging
+from pipeline.handlers.staging import StagedEvent
+from pipeline.relay import rejected, relay, scheduled, window
+from pipeline.retention import maintenance, partitions
+from pipeline.retention.archive import Archive
+from pipeline.retention.maintenance import keep_house, make_ahead, tidy
+from pipeline.retention.partitions import NotOwner
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -62,10 +49,10 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 PARTS: dict[str, tuple[ModuleType, ...]] = {
-    "service": (inbox, backlog, filters, outbox, replay),
-    "relay": (relay, window, unsent, scheduled, filters),
+    "service": (inbox, backlog, filters, staging, replay),
+    "relay": (relay, window, rejected, scheduled, filters),
     "operator": (status, dead, dead_events, operations),
-    "retention": (retention, filters),
+    "maintenance": (maintenance, filters),
 }
 """Modules whose statements each role executes."""
 
@@ -83,7 +70,7 @@ BY_OTHERS = {
 
 BY_A_PERSON = (
     *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),
-    *(outbox.CANCEL, scheduled._LIST),
+    *(staging.CANCEL, scheduled._LIST),
 )
 
 GUIDE = (ROOT / "docs" / "security.md").read_text("utf-8")
@@ -282,8 +269,8 @@ async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -
 
 async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:
     async with granted.connected("service") as connection, connection.transaction():
-        await connection.execute(outbox.CANCEL, ["none"])
-        await connection.execute(outbox._CLAIM, ["name"], ["id"])
+        await connection.execute(staging.CANCEL, ["none"])
+        await connection.execute(staging._CLAIM, ["name"], ["id"])
         await connection.execute(
             f"INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS})"
             f" VALUES ('n', now(), {VALUES}) ON CONFLICT (name) DO UPDATE SET due_at = now()"

@@ -13,10 +13,12 @@ import asyncpg
 import pytest
 import typer
 
-from pipeline import Event, Handlers, Reject, Transaction, scheduled, scheduled_commands
-from pipeline.outbox import Unpublishable
-from pipeline.retention import keep_house
-from pipeline.scheduled import Scheduled
+from operate import scheduled_commands
+from pipeline import Event, Handlers, Reject, Transaction
+from pipeline.handlers.staging import Unpublishable
+from pipeline.relay import scheduled
+from pipeline.relay.scheduled import Scheduled
+from pipeline.retention.maintenance import keep_house
 from pipeline.settings import Settings
 
 from .bank import Bank

@@ -12,21 +12,12 @@ import pytest
 from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from pipeline import (
-    Aggregate,
-    Gaps,
-    Handlers,
-    Park,
-    Policy,
-    Sequenced,
-    Timed,
-    Transaction,
-    backlog,
-)
-from pipeline.consume import Consume
-from pipeline.database import autocommitting
-from pipeline.results import Results
-from pipeline.work import FromLane
+from pipeline import Aggregate, Gaps, Handlers, Park, Policy, Sequenced, Timed, Transaction
+from pipeline.apply import backlog
+from pipeline.apply.consume import Consume
+from pipeline.apply.outcome import Results
+from pipeline.apply.source import FromLane
+from pipeline.servers.database import autocommitting
 
 from .desk import Desk, NewDesk
 from .lives import Life
@@ -381,7 +372,7 @@ async def test_the_latest_wins_in_whatever_order_they_come(
 async def test_what_is_superseded_is_logged_with_both_ids(
     new_desk: NewDesk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "pipeline.results")
+    caplog.set_level("INFO", "pipeline.apply.outcome")
     _, desk = await following(new_desk)
     await desk.apply(*numbered(1, 2, 3))
     await desk.apply(replace(numbered(2)[0], id="late"))

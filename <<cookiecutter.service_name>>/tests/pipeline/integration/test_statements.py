@@ -10,7 +10,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
 
-from pipeline import Handlers, Transaction, telemetry
+from pipeline import Handlers, Transaction
+from pipeline.observe import telemetry
 
 from .bank import Bank
 from .desk import Desk, NewDesk

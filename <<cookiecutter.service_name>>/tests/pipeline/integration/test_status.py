@@ -10,8 +10,9 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from pipeline import database, status, status_commands
-from pipeline.status import Backlog, Reading, Relay, Status
+from operate import status, status_commands
+from operate.status import Backlog, Reading, Relay, Status
+from pipeline.servers import database
 
 from .bank import Bank
 from .conftest import Command, position_reaches

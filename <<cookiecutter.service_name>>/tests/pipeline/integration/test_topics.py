@@ -9,7 +9,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic
 from aiokafka.admin.records_to_delete import RecordsToDelete
 
-from pipeline.health import Health
+from pipeline.observe.health import Health
 from pipeline.runtime import Part
 
 from .bank import Bank

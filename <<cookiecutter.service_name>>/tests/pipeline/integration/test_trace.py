@@ -11,9 +11,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pipeline import Event, Handlers, Service, Transaction, exporters, telemetry
+from pipeline import Event, Handlers, Service, Transaction
+from pipeline.observe import exporters, telemetry
+from pipeline.relay.window import Page, fresh
 from pipeline.runtime import Part
-from pipeline.window import Page, fresh
 
 from .bank import Bank
 from tests.conftest import Records, Running
@@ -188,7 +189,7 @@ async def test_a_service_that_has_nothing_to_do_records_nothing(
         polls += 1
         return await fresh(*args)
 
-    monkeypatch.setattr("pipeline.relay.fresh", polled)
+    monkeypatch.setattr("pipeline.relay.relay.fresh", polled)
     async with running(bank.service) as health:
         await eventually(lambda: not health.reasons)
         await eventually(lambda: polls > 10)

@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction, logs, telemetry
+from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction
+from pipeline.observe import logs, telemetry
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -77,7 +78,7 @@ async def test_the_lines_about_a_message_are_of_its_attempt(
     bank, desk = ledger
     bank.errors = {1: Reject("no"), 2: ValueError("not yet")}
     caplog.handler.setFormatter(logs._Json())
-    caplog.set_level(logging.WARNING, "pipeline.results")
+    caplog.set_level(logging.WARNING, "pipeline.apply.outcome")
     await desk.apply(
         Deposit(1, headers=IN_A_TRACE),
         Deposit(2, "bob"),
@@ -100,7 +101,7 @@ async def test_the_line_about_a_record_that_cannot_be_decoded_has_the_id_and_tra
 ) -> None:
     _, desk = ledger
     caplog.handler.setFormatter(logs._Json())
-    caplog.set_level(logging.WARNING, "pipeline.results")
+    caplog.set_level(logging.WARNING, "pipeline.apply.outcome")
     of_the_past = ("CE_SpecVersion", b"0.3")
     await desk.apply(
         Deposit(1, headers=(*IN_A_TRACE, of_the_past)),

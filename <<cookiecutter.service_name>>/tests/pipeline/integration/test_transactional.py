@@ -10,8 +10,8 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import CoordinatorNotAvailableError
 
-from pipeline.publisher import Publisher
-from pipeline.relay import Relay
+from pipeline.relay.publisher import Publisher
+from pipeline.relay.relay import Relay
 from pipeline.settings import Settings
 
 from .outgoing import let_leases_end, numbered, relaying, shares, stage

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import asyncpg
 import pytest
 
-from pipeline import epoch, logs, relay, telemetry, unsent
-from pipeline.dead_events import UnsentEvent, Which
-from pipeline.refusal import Refused
+from operate.dead_events import UnsentEvent, Which
+from pipeline.observe import logs, telemetry
+from pipeline.relay import rejected, relay
+from pipeline.relay.rejection import Refused
+from pipeline.servers import cluster
 from pipeline.settings import Settings
 
 from .kafka_wire import Wire
@@ -94,7 +96,9 @@ async def test_a_missing_topic_holds_up_nothing_but_its_own_events_until_it_exis
         assert tail.first_ids()[b"ada"] == [str(n) for n in range(len(tail.records)) if n % 3 == 0]
         assert tail.first_ids()[b"bob"] == [str(n) for n in range(len(tail.records)) if n % 3 == 1]
         assert max(Counter(tail.ids).values()) == 1
-    (line,) = [record.message for record in caplog.records if record.name == "pipeline.unsent"]
+    (line,) = [
+        record.message for record in caplog.records if record.name == "pipeline.relay.rejected"
+    ]
     assert line == (
         f"relay: events wait: topic {missing} is not known to the brokers:"
         " create it, or run `service topics create`"
@@ -112,7 +116,7 @@ async def test_a_topic_that_is_deleted_while_the_relay_runs_is_missing_too(
 ) -> None:
     gone, there = await new_topic(), await new_topic()
     chosen = quick(relay_transactional=transactional)
-    with caplog.at_level(logging.WARNING, "pipeline.unsent"):
+    with caplog.at_level(logging.WARNING, "pipeline.relay.rejected"):
         async with following(kafka, there) as good, relaying(chosen) as one:
             await stage(db, [*numbered(gone, range(3)), *numbered(there, range(3))])
             await good.until_ids(range(3))
@@ -179,7 +183,7 @@ async def test_a_topic_that_refuses_many_events_of_a_page_waits_as_a_whole_and_s
     # Each is smaller than the last one that was refused, and so has to be tried.
     large = [event(topic, n, f"key {n}", b"x" * (9_000 - 100 * n)) for n in range(30)]
     await stage(db, [*large, *numbered(topic, ["x"])])
-    with caplog.at_level(logging.WARNING, "pipeline.unsent"):
+    with caplog.at_level(logging.WARNING, "pipeline.relay.rejected"):
         async with following(kafka, topic) as tail, relaying(quick(unsent_pause=0.01)):
             # Each of the twenty that are found costs a producer of its own.
             await eventually(lambda: "x" in tail.ids, patience=120)
@@ -198,7 +202,7 @@ async def test_the_lines_about_an_event_that_waits_and_has_died_name_it_and_are_
 ) -> None:
     topic = await new_topic(**{"max.message.bytes": "4000"})
     caplog.handler.setFormatter(logs._Json())
-    caplog.set_level(logging.WARNING, "pipeline.unsent")
+    caplog.set_level(logging.WARNING, "pipeline.relay.rejected")
     async with relaying(quick(unsent_attempts=2)):
         large = event(topic, "the large", "a" * 200, LARGE, traceparent=TRACEPARENT)
         await stage(db, [large])
@@ -279,7 +283,7 @@ async def test_a_relay_that_dies_before_it_has_noted_what_it_sent_leaves_repeats
 ) -> None:
     sent = asyncio.Event()
 
-    class Forgetful(unsent.Unsent):
+    class Forgetful(rejected.Unsent):
         async def settle(
             self,
             connection: asyncpg.Connection,
@@ -315,7 +319,7 @@ async def test_what_a_relay_sets_aside_is_stored_only_while_the_shards_are_its_o
     stored: list[int] = []
     another = await connect()
 
-    class Replaced(unsent.Unsent):
+    class Replaced(rejected.Unsent):
         async def set_aside(
             self,
             connection: asyncpg.Connection,
@@ -393,7 +397,7 @@ async def test_large_events_after_small_ones_are_read_a_few_at_a_time_and_of_eac
 ) -> None:
     """A queue of which nothing is read counts as empty: later events of its key would overtake."""
     await db.execute(_WAIT_LARGE)
-    one = unsent.Unsent(settings())
+    one = rejected.Unsent(settings())
     shards = list(range(64))
     await one.look(db, shards)
     seen: list[int] = []
@@ -529,7 +533,7 @@ async def test_a_topic_that_may_not_be_written_waits_by_itself(
     async with Wire(kafka).listening() as wire:
         wire.forbid(topic)
         chosen = quick(kafka_bootstrap_servers=wire.address, relay_transactional=transactional)
-        with caplog.at_level(logging.WARNING, "pipeline.unsent"):
+        with caplog.at_level(logging.WARNING, "pipeline.relay.rejected"):
             async with following(kafka, there) as good, relaying(chosen) as one:
                 await stage(db, [*numbered(topic, range(5)), *numbered(there, range(5))])
                 await good.until_ids(range(5))
@@ -550,7 +554,7 @@ async def test_events_that_come_again_after_a_reset_wait_once(
     async with relaying(quick()) as one:
         await eventually(waits(db, range(5)))
         await one.stop()
-    await epoch.reset(db, keep_progress=False)
+    await cluster.reset(db, keep_progress=False)
     async with relaying(quick()):
         await eventually(lambda: all_is_written(db))
         assert await waiting(db) == list("01234")

@@ -10,8 +10,9 @@ import psutil
 import pytest
 from aiokafka import AIOKafkaConsumer
 
-from pipeline import outbox, window
-from pipeline.window import Progress
+from pipeline.handlers import staging
+from pipeline.relay import window
+from pipeline.relay.window import Progress
 
 from .bank import Bank
 from .outgoing import ALL_SHARDS, all_is_written, numbered, read, read_all, start_of
@@ -63,7 +64,7 @@ async def test_a_poll_costs_the_same_when_a_million_commits_lie_behind_an_open_t
         await writer.execute("SET synchronous_commit = off")
     transaction = late.transaction()
     await transaction.start()
-    await outbox.copy(late, numbered("t", ["late"]))
+    await staging.copy(late, numbered("t", ["late"]))
     await asyncio.gather(*(writer.execute(_COMMIT % 1_000) for writer in writers))
     _, progress = await read_all(db, progress, 5_000)
     before = await blocks_of_a_poll(db, window._FRESH, progress)

@@ -26,8 +26,8 @@ from pipeline import (
     Writer,
     Writing,
 )
-from pipeline.database import create_engine, driver_of
-from pipeline.door import HandlerFault
+from pipeline.servers.database import create_engine, driver_of
+from pipeline.servers.guard import HandlerFault
 from pipeline.settings import Settings
 
 from .desk import NewDesk
@@ -104,7 +104,7 @@ async def test_writers_that_race_lose_nothing_and_their_events_have_the_order_of
 def conflicts(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Return what is counted as a conflict."""
     counted: list[None] = []
-    monkeypatch.setattr("pipeline.telemetry.conflicted", lambda: counted.append(None))
+    monkeypatch.setattr("pipeline.observe.telemetry.conflicted", lambda: counted.append(None))
     return counted
 
 

@@ -18,8 +18,8 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from sqlalchemy import make_url
 
-from pipeline import partitions
-from pipeline.outbox import EFFECTS
+from pipeline.handlers.staging import EFFECTS
+from pipeline.retention import partitions
 
 from .bank import ATTEMPTS, Bank
 from .languages import Kafka, Postgres

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import asyncpg
 
-from pipeline import outbox
+from pipeline.handlers import staging
 
 from .outgoing import event
 
@@ -127,7 +127,9 @@ class Writers:
         await one.connection.execute("SELECT FROM aggregate WHERE key = $1 FOR UPDATE NOWAIT", key)
         ids = [str(self._staged + n) for n in range(self._chance.choice([1, 1, 2, 3, 12]))]
         self._staged += len(ids)
-        await outbox.copy(one.connection, [event(self._topic, id, key, _payload(id)) for id in ids])
+        await staging.copy(
+            one.connection, [event(self._topic, id, key, _payload(id)) for id in ids]
+        )
         if key not in own:
             one.levels[-1].keys.add(key)
         one.levels[-1].staged += [(key, id) for id in ids]

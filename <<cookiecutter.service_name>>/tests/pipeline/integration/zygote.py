@@ -22,7 +22,7 @@ from tests.servers.databases import HOME
 from tests.servers.waiting import PATIENCE
 
 _LAST_LINES = 20
-_NEEDED = ("pipeline.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
+_NEEDED = ("operate.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
 
 
 class Forked:

@@ -12,12 +12,13 @@ import pytest
 from aiokafka import ConsumerRecord
 from pydantic import ValidationError, field_validator, model_validator
 
-from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction, tasks
-from pipeline.batch import Batch, read
-from pipeline.failures import told
-from pipeline.inbox import Anchor
-from pipeline.message import Reason, Undecodable
-from pipeline.tasks import TURN, in_background
+from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
+from pipeline.apply.batch import Batch, read
+from pipeline.apply.inbox import Anchor
+from pipeline.errors import told
+from pipeline.events.message import Reason, Undecodable
+from pipeline.servers import tasks
+from pipeline.servers.tasks import TURN, in_background
 
 TOPIC = "orders"
 

@@ -21,13 +21,13 @@ from opentelemetry.semconv._incubating.attributes import (
 from opentelemetry.semconv.attributes import db_attributes, error_attributes
 from opentelemetry.semconv.schemas import Schemas
 
-from pipeline import telemetry
+from pipeline.observe import telemetry
 
 from .test_telemetry import SAMPLED, Spans, message, process, run
 
 OURS = "pipeline."
 """What the conventions have no word for is in a namespace of our own."""
-ENGINE = Path(telemetry.__file__).parent
+ENGINE = Path(telemetry.__file__).parents[1]
 NOT_IN_THE_PACKAGE: dict[str, str] = {}
 """Names of the conventions that the package has no constant for, and why they are used: none is."""
 
@@ -88,7 +88,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
-from pipeline import telemetry
+from pipeline.observe import telemetry
 
 now = datetime.now(UTC)
 telemetry.processed("scans", "track", "new", 5, "parcel-tracker")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pipeline.handling import Deadline
+from pipeline.apply.calls import Deadline
 
 LONG = 60.0
 

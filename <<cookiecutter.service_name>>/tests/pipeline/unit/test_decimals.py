@@ -17,9 +17,9 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from pipeline import Event, Handlers, Transaction
-from pipeline.decimals import keeping_digits
-from pipeline.events import reader
-from pipeline.outbox import Outbox
+from pipeline.events.decimals import keeping_digits
+from pipeline.events.event import reader
+from pipeline.handlers.staging import Outbox
 
 LONG = "12345678901234567.89"
 """A float has 12345678901234568 of it."""

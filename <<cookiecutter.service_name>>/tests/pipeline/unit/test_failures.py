@@ -13,17 +13,16 @@ from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
 from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying
 
-from pipeline.failures import (
+from pipeline.errors import (
     is_contention,
     is_infrastructure,
     is_of_the_database,
     leaves,
     named,
-    patiently,
-    pause,
     told,
     traceback_of,
 )
+from pipeline.servers.retrying import patiently, pause
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import AnyUrl, BaseModel, Field, Json, JsonValue, field_validator, model_validator
 
 from pipeline import Event, Handlers, Header, PayloadFields, Plain, Position, Tombstone, Transaction
-from pipeline.message import Reason
+from pipeline.events.message import Reason
 
 from .test_message_properties import envelopes, headers, payloads
 from tests.pipeline.nasty import (

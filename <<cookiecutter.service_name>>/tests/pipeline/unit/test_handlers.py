@@ -23,7 +23,7 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
-from pipeline.aggregate import create, key_of, primary_key
+from pipeline.handlers.aggregate import create, key_of, primary_key
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 

@@ -21,8 +21,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline import health as module
-from pipeline.health import Announcer, CannotListen, Health, HealthServer
+from pipeline.observe import health as module
+from pipeline.observe.health import Announcer, CannotListen, Health, HealthServer
 
 HOST = "127.0.0.1"
 
@@ -309,7 +309,7 @@ def announced(
     health: Health, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> Callable[[], list[str]]:
     """Return what is announced now, a second and a turn of the event loop later."""
-    caplog.set_level(logging.INFO, "pipeline.health")
+    caplog.set_level(logging.INFO, "pipeline.observe.health")
     announcer = Announcer(health)
 
     def announce() -> list[str]:
@@ -368,7 +368,8 @@ def test_an_outage_that_lasts_is_told_again_every_minute(
 
 HANG = """
 import asyncio, itertools, time
-from pipeline import health, logs, runtime
+from pipeline import runtime
+from pipeline.observe import health, logs
 
 health.LAST_RESORT = 0.5
 runtime._BEAT = 0.1
@@ -395,7 +396,7 @@ def hang(how: str, then: str = "") -> subprocess.CompletedProcess[str]:
     """Run a process in which a blocked event loop is ended after two seconds."""
     return subprocess.run(
         [sys.executable, "-c", HANG.format(hang=how, then=then)],
-        env=os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=60,
@@ -408,7 +409,7 @@ def test_a_process_whose_loop_hangs_says_why_it_ends(how: str) -> None:
     assert done.returncode == 1
     *_, line = [json.loads(line) for line in done.stderr.splitlines()]
     assert line["level"] == "CRITICAL"
-    assert line["logger"] == "pipeline.health"
+    assert line["logger"] == "pipeline.observe.health"
     assert re.match(
         r"the event loop has been blocked for \d+ s: PIPELINE_HANG_TIMEOUT ends", line["message"]
     )

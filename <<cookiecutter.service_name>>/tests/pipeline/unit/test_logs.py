@@ -16,9 +16,10 @@ from opentelemetry import propagate, trace
 from pydantic import BaseModel
 from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi
 
-from pipeline import failures, logs
+from operate.terminal import run_to_end, serving
+from pipeline import errors
+from pipeline.observe import logs
 from pipeline.redaction import Redactor
-from pipeline.terminal import run_to_end, serving
 
 RFC3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
 log = logging.getLogger("pipeline.test")
@@ -230,7 +231,7 @@ def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_t
     stderr: io.StringIO,
 ) -> None:
     logs.configure(level="DEBUG", json=True, loggers=["parcels", "sqlalchemy.engine"])
-    ours = ["pipeline.relay", "archive.days", "claims", "page.gate", "parcels.handlers"]
+    ours = ["pipeline.relay.relay", "archive.days", "claims", "page.gate", "parcels.handlers"]
     for name in (*ours, "sqlalchemy.engine.Engine", "sqlalchemy.pool", "parcelsize"):
         logging.getLogger(name).debug("this")
     heard = [line["logger"] for line in lines(stderr)]
@@ -244,7 +245,7 @@ def test_no_part_of_a_line_holds_a_secret(
     secret = "-".join(["correct", "horse's", '"staple"'])
     redactor = Redactor()
     redactor.learn({"PASSWORD": secret})
-    for module in (logs, failures):
+    for module in (logs, errors):
         for name in {"redact", "redact_error"} & set(vars(module)):
             monkeypatch.setattr(module, name, getattr(redactor, name))
     logs.configure(level="INFO", json=json)
@@ -392,7 +393,7 @@ def test_what_a_client_of_kafka_tries_again_is_no_error(
     assert len(lines(stderr)) == (1 if level == "WARNING" else 2)
 
 
-@pytest.mark.parametrize("name", ["pipeline.reader", "parcels.handlers", "aiokafkas"])
+@pytest.mark.parametrize("name", ["pipeline.consume.reader", "parcels.handlers", "aiokafkas"])
 def test_what_the_service_says_itself_is_always_told(
     stderr: io.StringIO, clock: Clock, name: str
 ) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeline.message import (
+from pipeline.events.message import (
     Header,
     Message,
     PayloadFields,
@@ -20,8 +20,8 @@ from pipeline.message import (
     event_headers,
     marker_key,
 )
-from pipeline.payload import payload_hash
-from pipeline.references import Reference
+from pipeline.events.payload import payload_hash
+from pipeline.events.references import Reference
 
 EVENT = {
     "ce_specversion": b"1.0",

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.message import (
+from pipeline.events.message import (
     Header,
     Message,
     PayloadFields,
@@ -26,7 +26,7 @@ from pipeline.message import (
     event_headers,
     marker_key,
 )
-from pipeline.payload import payload_hash
+from pipeline.events.payload import payload_hash
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 name = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)

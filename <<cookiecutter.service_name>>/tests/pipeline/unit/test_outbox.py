@@ -32,9 +32,10 @@ from pydantic import (
 from pydantic_core import core_schema
 
 import pipeline
-from pipeline import Event, telemetry
-from pipeline.message import event_headers
-from pipeline.outbox import Due, Outbox, StagedEvent, Unpublishable, event_id
+from pipeline import Event
+from pipeline.events.message import event_headers
+from pipeline.handlers.staging import Due, Outbox, StagedEvent, Unpublishable, event_id
+from pipeline.observe import telemetry
 
 LIMIT = 10_000
 

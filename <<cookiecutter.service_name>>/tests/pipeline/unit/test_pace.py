@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeline.batch import Item
-from pipeline.results import Results
+from pipeline.apply.batch import Item
+from pipeline.apply.outcome import Results
+from pipeline.apply.source import Pace
 from pipeline.settings import Settings
-from pipeline.work import Pace
 
 ALLOWED = 2.0
 """Seconds: a quarter of what a transaction may take."""

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from pipeline import Park, Policy, Reject, Retry
-from pipeline.policy import PARKED, Fate, after_failure, as_decision
+from pipeline.handlers.policy import PARKED, Fate, after_failure, as_decision
 
 
 def group(*errors: Exception) -> ExceptionGroup[Exception]:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import pipeline
-from pipeline import dead, dead_events, refusal
-from pipeline.message import Reason
-from pipeline.references import Unavailable
+from operate import dead, dead_events
+from pipeline.events.message import Reason
+from pipeline.events.references import Unavailable
+from pipeline.relay import rejection
 
 ENGINE = Path(pipeline.__file__).parent
+OPERATE = ENGINE.parent / "operate"
 GIVEN = {
     # Who is called with a reason, and at which place.
     "Fate": 0,
@@ -48,7 +50,7 @@ def reasons(node: ast.expr) -> Iterator[str]:
 
 def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
     given = {str(one) for one in (*Reason, *Unavailable)}
-    for path in ENGINE.glob("*.py"):
+    for path in (*ENGINE.rglob("*.py"), *OPERATE.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in GIVEN:
                 place = GIVEN[ast.unparse(node.func)]
@@ -67,6 +69,7 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
 
 
 def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other() -> None:
-    in_sql = set(re.findall(r"reason(?: =|,) '(\w[^']*)'", (ENGINE / "dead_events.py").read_text()))
+    source = (OPERATE / "dead_events.py").read_text()
+    in_sql = set(re.findall(r"reason(?: =|,) '(\w[^']*)'", source))
     assert in_sql == {"follows another", "redriven"}
-    assert {*get_args(refusal.Reason), *in_sql} == set(dead_events.REASONS)
+    assert {*get_args(rejection.Reason), *in_sql} == set(dead_events.REASONS)

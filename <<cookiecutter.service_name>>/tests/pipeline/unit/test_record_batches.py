@@ -9,8 +9,8 @@ from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
 from aiokafka.record import memory_records
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 
-from pipeline import record_batches
-from pipeline.record_batches import AnyMemoryRecords, UnreadableBatch, unpacked_at_most
+from pipeline.servers import record_batches
+from pipeline.servers.record_batches import AnyMemoryRecords, UnreadableBatch, unpacked_at_most
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 LARGE = 64 * 2**20

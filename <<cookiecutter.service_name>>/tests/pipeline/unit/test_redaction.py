@@ -12,8 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel, Field, PlainSerializer, RootModel, SecretStr, ValidationError
 
-from pipeline import Event, exporters
-from pipeline.outbox import Outbox, Unpublishable
+from pipeline import Event
+from pipeline.handlers.staging import Outbox, Unpublishable
+from pipeline.observe import exporters
 from pipeline.redaction import HIDDEN, Redactor, redact, secret_fields
 
 SECRET = "k0rrekt-h0rse\"battery'staple é%"

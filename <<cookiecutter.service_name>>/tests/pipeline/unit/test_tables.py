@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.tables import tell_table
+from operate.tables import tell_table
 
 LONG = "aggregate versions differ: " + "a reason of many words " * 10
 

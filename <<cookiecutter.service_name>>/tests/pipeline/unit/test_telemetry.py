@@ -20,8 +20,8 @@ from opentelemetry.semconv._incubating.metrics import messaging_metrics as metri
 from opentelemetry.semconv.attributes import error_attributes, service_attributes
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline import exporters, telemetry
-from pipeline.message import Message
+from pipeline.events.message import Message
+from pipeline.observe import exporters, telemetry
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
@@ -337,7 +337,7 @@ def collector() -> Iterator[Collector]:
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script, *arguments],
-        env=os.environ | {"PYTHONPATH": str(Path(telemetry.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(telemetry.__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=60,
@@ -348,7 +348,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 METRICS = """
 from time import monotonic
 from prometheus_client import generate_latest
-from pipeline import exporters, telemetry
+from pipeline.observe import exporters, telemetry
 
 configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
@@ -446,7 +446,7 @@ LAG = """
 from datetime import UTC, datetime, timedelta
 from time import monotonic
 from prometheus_client import generate_latest
-from pipeline import exporters, telemetry
+from pipeline.observe import exporters, telemetry
 
 configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 print(generate_latest().decode() + "===")
@@ -520,7 +520,7 @@ def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
 
 EXPORT = """
 import sys
-from pipeline import exporters, telemetry
+from pipeline.observe import exporters, telemetry
 
 configured = exporters.configure(
     service_name="parcel-tracker", otlp_endpoint=sys.argv[1], sample_ratio=1
@@ -547,7 +547,7 @@ def test_spans_and_metrics_reach_the_receiver_before_the_process_ends(collector:
 
 SAMPLING = """
 import sys
-from pipeline import exporters, telemetry
+from pipeline.observe import exporters, telemetry
 
 nobody, ratio = "http://127.0.0.1:9", float(sys.argv[1])
 exporters.configure(service_name="x", otlp_endpoint=nobody, sample_ratio=ratio)
@@ -564,7 +564,7 @@ def test_of_traces_that_begin_here_as_many_are_recorded_as_is_chosen(
 
 IMPATIENT = """
 import sys, time
-from pipeline import exporters, telemetry
+from pipeline.observe import exporters, telemetry
 
 exporters._SHUTDOWN_SECONDS = 0.2
 configured = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
@@ -588,7 +588,7 @@ def test_a_receiver_that_does_not_answer_holds_the_shutdown_up_for_a_bounded_tim
 PARTITIONS = """
 from datetime import UTC, datetime, timedelta
 from prometheus_client import generate_latest
-from pipeline import exporters, telemetry
+from pipeline.observe import exporters, telemetry
 
 configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 now = datetime.now(UTC)

@@ -1,0 +1,1 @@
+"""The command line for operators: status, doctor, dead letters, offsets, retention."""

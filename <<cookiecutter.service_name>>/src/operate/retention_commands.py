@@ -1,0 +1,105 @@
+"""The commands `service retention …`: what is kept and until when, and what holds it back."""
+
+from datetime import date, datetime
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from pipeline.retention import maintenance
+from pipeline.retention.maintenance import Standing
+from pipeline.servers import revisions
+from pipeline.service import Service
+from pipeline.settings import Settings
+
+from .operations import Refused
+from .tables import tell_table
+from .terminal import Json, connected, read_settings, run_to_end, tell_program
+
+
+def group(service: Service) -> typer.Typer:
+    """Return the commands for a service."""
+    app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
+
+    @app.command(epilog="For example: service retention run --json")
+    def run(as_json: Json = False) -> None:
+        """Do what a running service does every hour: make partitions, drop what is too old."""
+        run_to_end(_run(service, read_settings(service), as_json=as_json))
+
+    @app.command(epilog="For example: service retention status --json")
+    def status(as_json: Json = False) -> None:
+        """List days of the outbox and generations of the inbox; changes nothing."""
+        run_to_end(_status(service, read_settings(service), as_json=as_json))
+
+    @app.command(epilog="For example: service retention forgo 2026-11-20")
+    def forgo(
+        days: Annotated[
+            list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
+        ] = None,
+        everything: Annotated[
+            bool, typer.Option("--all", help="every day that is over, and those to come")
+        ] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Let days of the outbox be dropped that could not be archived.
+
+        --all is for an archive that was given up: take it out of the settings before.
+        """
+        if bool(days) == everything:
+            raise typer.BadParameter("name the days, or say --all")
+        chosen = [day.date() for day in days or ()]
+        run_to_end(_forgo(service, read_settings(service), chosen, as_json=as_json))
+
+    return app
+
+
+async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
+    async with connected(service, settings) as connection:
+        await revisions.check(connection, revisions.here())
+        done = await maintenance.keep_house(
+            connection, settings, archive=service.archive, say=partial(typer.echo, err=as_json)
+        )
+    if as_json:
+        tell_program(done)
+        return
+    for name in done.dropped:
+        typer.echo(f"dropped  {name}")
+    for one in done.held:
+        typer.echo(f"held     {one.name}  {_told(one)}")
+    if done.discarded:
+        typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
+    if not done.is_ours:
+        typer.echo(f"Process {done.owner} is at it, or has died over it less than a minute ago.")
+    elif not (done.dropped or done.held or done.discarded):
+        typer.echo("Nothing is old enough to be dropped.")
+
+
+async def _forgo(service: Service, settings: Settings, days: list[date], *, as_json: bool) -> None:
+    async with connected(service, settings) as connection:
+        let_go = await maintenance.forgo(connection, days or None)
+    if as_json:
+        tell_program(*({"day": day} for day in let_go))
+    else:
+        for day in let_go:
+            typer.echo(f"{day} goes unarchived")
+    if missing := [day for day in days if day not in let_go]:
+        raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
+
+
+async def _status(service: Service, settings: Settings, *, as_json: bool) -> None:
+    async with connected(service, settings) as connection:
+        found = [one async for one in maintenance.survey(connection, settings)]
+    if as_json:
+        tell_program(*found)
+        return
+    tell_table(("name", "kept"), ((one.name, _told(one)) for one in found))
+
+
+def _told(one: Standing) -> str:
+    if one.due_at is None:
+        return "made ahead" if one.is_ahead else "takes new markers"
+    since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
+    if not one.is_due:
+        return f"until {since}"
+    why = one.needed_by or one.not_archived or "goes in the next round"
+    return f"due since {since}: {why}"

@@ -1,0 +1,1 @@
+"""The one transaction: inbox marker, handlers, backlog and outbox."""

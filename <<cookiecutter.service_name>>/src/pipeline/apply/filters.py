@@ -1,0 +1,314 @@
+"""Bloom filters of closed inbox generations: most new events are known to be new without asking.
+
+A closed generation never changes. Housekeeping adds its keys to the newest filter, or to a new one
+when that is full; processes load the filters and look a key up in the database only where one has
+it, or is missing. A generation too large for the memory gets none, which is noted in its place. Why
+all that is exact: `docs/protocol.md`.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from importlib.metadata import version
+from typing import NamedTuple
+from uuid import UUID
+
+import asyncpg
+from rbloom import Bloom
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline.errors import is_infrastructure, is_of_the_database, named
+from pipeline.observe import telemetry
+from pipeline.servers.database import autocommitting
+
+log = logging.getLogger(__name__)
+
+FILTER_LOCK = 0x1B0C7
+"""Advisory lock: one process builds filters at a time."""
+
+FORMAT = f"1, rbloom {version('rbloom')}"
+"""Which bits a key sets. A filter of another format is built anew."""
+
+_ROOM = 16
+"""Times the keys of its first generation that a filter holds, at most: to ask one filter of ten
+generations takes 0.3 µs an event; ten filters, one of each, 3 µs; the database 40 µs of its CPU."""
+_AT_LEAST = 65_536
+"""Keys that the smallest filter holds."""
+_RATE = 0.001
+"""False positives of a filter that is full: one in a batch. 0.01 would save a third of the memory,
+and let nearly every batch look something up."""
+_KEY_BYTES = -math.log(_RATE) / math.log(2) ** 2 / 8
+"""Of a filter, for each key that it can hold: 1.8."""
+_PORTION = 2_000
+"""Keys that are fetched at a time: the event loop is held up for a millisecond or two."""
+_SECONDS = 86_400.0
+"""A large generation takes longer than other statements may."""
+_PAUSE = 1.0
+"""Seconds between looks for filters, while transactions lack them."""
+
+_FORGET = """
+DELETE FROM pipeline.inbox_filter USING pipeline.inbox_generation
+ WHERE last_generation < oldest OR format <> $1
+    OR capacity = 0 AND GREATEST(keys, 1) <= $2
+"""
+
+_LOCK = "SELECT pg_try_advisory_xact_lock($1)"
+
+_NEXT_WITHOUT_FILTER = """
+SELECT number
+  FROM pipeline.inbox_generation, generate_series(GREATEST(oldest, $1 + 1), current - 1) AS number
+ WHERE NOT EXISTS (SELECT FROM pipeline.inbox_filter
+                    WHERE number BETWEEN first_generation AND last_generation)
+ ORDER BY number LIMIT 1
+"""
+
+_COUNT = "SELECT count(*) FROM pipeline.inbox WHERE generation = $1"
+
+_WITH_ROOM = """
+SELECT first_generation, last_generation, keys, capacity, digest, bits
+  FROM pipeline.inbox_filter
+ WHERE last_generation = $1 - 1 AND keys + $2 <= capacity AND capacity BETWEEN 1 AND $3
+"""
+
+_FETCH = f"FETCH {_PORTION} FROM closed"
+
+_STORE = """
+INSERT INTO pipeline.inbox_filter
+       (first_generation, last_generation, keys, capacity, digest, format, bits)
+VALUES ($1, $2, $3, $4, $5, $6, $7)
+    ON CONFLICT (first_generation) DO UPDATE
+   SET last_generation = excluded.last_generation, keys = excluded.keys,
+       capacity = excluded.capacity, digest = excluded.digest, format = excluded.format,
+       bits = excluded.bits
+"""
+
+_MOMENT = "SELECT oldest, current, opening FROM pipeline.inbox_generation"
+
+_STORED = """
+SELECT first_generation, last_generation, keys, capacity, digest
+  FROM pipeline.inbox_filter
+ WHERE format = $1
+ ORDER BY first_generation DESC
+"""
+
+_BITS = "SELECT bits FROM pipeline.inbox_filter WHERE first_generation = $1"
+
+_DISCARD = "DELETE FROM pipeline.inbox_filter WHERE first_generation = $1"
+
+
+def _hash(key: bytes) -> int:
+    """Return the key itself: it is a hash."""
+    return int.from_bytes(key, "big", signed=True)
+
+
+def _largest(mebibytes: int) -> int:
+    """Return how many keys a filter holds at most: two are to fit into the memory."""
+    return int(mebibytes * 2**20 / 2 / _KEY_BYTES)
+
+
+def _capacity(keys: int, at_most: int) -> int:
+    """Return how many keys a filter is to hold whose first generation has so many.
+
+    None, if that one alone has more than `at_most`.
+    """
+    return min(max(_ROOM * keys, _AT_LEAST), at_most) if max(keys, 1) <= at_most else 0
+
+
+class _Filter(NamedTuple):
+    """A filter as it is stored, without its bits. Equal ones have the same.
+
+    One without capacity stands for a generation that was too large to have one.
+    """
+
+    first: int
+    last: int
+    keys: int
+    capacity: int
+    digest: bytes = b""
+
+    @property
+    def generations(self) -> range:
+        """Those whose keys it has."""
+        return range(self.first, self.last + 1)
+
+    @property
+    def size(self) -> float:
+        """Bytes of its bits."""
+        return self.capacity * _KEY_BYTES
+
+    def digest_with(self, bits: bytes) -> bytes:
+        """Return what tells whether all of it is as it was stored."""
+        digest = sha256(repr((FORMAT, *self[:-1])).encode())
+        digest.update(bits)
+        return digest.digest()
+
+    def opened(self, bits: bytes) -> Bloom | None:
+        """Return it to be asked, or None if it is damaged."""
+        return Bloom.load_bytes(bits, _hash) if self.digest_with(bits) == self.digest else None
+
+
+async def build(connection: asyncpg.Connection, *, mebibytes: int) -> None:
+    """Build filters for the closed generations that have none; none larger than half the memory.
+
+    Harmless to repeat, and to be cut off. What fails is logged: the next round tries again.
+    """
+    at_most = _largest(mebibytes)
+    try:
+        # What was too large may fit by now: the setting has changed.
+        await connection.execute(_FORGET, FORMAT, at_most)
+        number: int | None = 0
+        while number is not None:
+            number = await _build_next(connection, after=number, at_most=at_most)
+    except Exception as error:
+        if not (is_infrastructure(error) or is_of_the_database(error)):
+            raise
+        log.warning("the filter of a closed inbox generation is not built: %s", named(error))
+
+
+async def _build_next(connection: asyncpg.Connection, *, after: int, at_most: int) -> int | None:
+    """Bring the next generation into a filter; returns its number, or None if all are.
+
+    None holds more than `at_most` keys.
+    """
+    # In one transaction, so that one server is asked and told, whatever happens.
+    async with connection.transaction():
+        if not await connection.fetchval(_LOCK, FILTER_LOCK):
+            return None  # another process is at it
+        generation: int | None = await connection.fetchval(_NEXT_WITHOUT_FILTER, after)
+        if generation is None:
+            return None
+        keys: int = await connection.fetchval(_COUNT, generation, timeout=_SECONDS)
+        one, bloom = await _with_room(connection, generation, keys, at_most)
+        if not one.capacity:
+            # Noted, so that nobody counts again, and processes know that they need not look for it.
+            await connection.execute(_STORE, *one[:-1], b"", FORMAT, b"")
+            log.info("inbox generation %s has no filter: %s keys are too many", generation, keys)
+            return generation
+        await connection.execute(
+            "DECLARE closed NO SCROLL CURSOR FOR"
+            f" SELECT key FROM pipeline.inbox WHERE generation = {generation}"
+        )
+        if bloom is None:
+            bloom = Bloom(one.capacity, _RATE, _hash)
+        while rows := await connection.fetch(_FETCH, timeout=_SECONDS):
+            bloom.update([row["key"] for row in rows])
+        bits = bloom.save_bytes()
+        digest = await asyncio.to_thread(one.digest_with, bits)
+        await connection.execute(_STORE, *one[:-1], digest, FORMAT, bits)
+    log.info("inbox generation %s has a filter: %s keys", generation, keys)
+    return generation
+
+
+async def _with_room(
+    connection: asyncpg.Connection, generation: int, keys: int, at_most: int
+) -> tuple[_Filter, Bloom | None]:
+    """Return the filter that the generation is to be in, and what is in it so far, if anything."""
+    row = await connection.fetchrow(_WITH_ROOM, generation, keys, at_most)
+    if row:
+        *columns, bits = row
+        last = _Filter(*columns)
+        bloom = await asyncio.to_thread(last.opened, bits)
+        if bloom is not None:
+            return _Filter(last.first, generation, last.keys + keys, last.capacity), bloom
+    return _Filter(generation, generation, keys, _capacity(keys, at_most)), None
+
+
+class Filters:
+    """The filters in memory: which keys closed generations have for sure not."""
+
+    def __init__(self, *, mebibytes: int) -> None:
+        """With so much memory; while one is loaded, it is there twice more."""
+        self.lacking = asyncio.Event()
+        """Set when a transaction has asked the database for want of a filter."""
+        self._mebibytes = mebibytes
+        self._blooms: Mapping[_Filter, Bloom] = {}
+        self._generations: frozenset[int] = frozenset()
+        self._too_large: frozenset[int] = frozenset()
+        """Generations without a filter here, for want of memory."""
+        self._moment: tuple[int, UUID] | None = None
+        """The generation that was current, and its opening, when the database was read."""
+
+    def sift(
+        self, closed: range, opening: UUID, keys: Sequence[bytes]
+    ) -> tuple[list[bytes], range]:
+        """Return the keys that some filter has, and the generations that are in none.
+
+        `opening` is that of the generation after the closed ones, as the transaction has read it.
+        """
+        # After a rotation, a restore or a failover the same numbers may mean other generations.
+        if self._moment != (closed.stop, opening):
+            self.lacking.set()
+            return [], closed
+        found: set[bytes] = set()
+        for bloom in self._blooms.values():
+            found.update([key for key in keys if key in bloom])
+        without = [number for number in closed if number not in self._generations]
+        if not without:
+            return list(found), range(0)
+        if not self._too_large.issuperset(without):
+            self.lacking.set()
+        return list(found), range(without[0], without[-1] + 1)
+
+    async def keep_loading(self, engine: AsyncEngine) -> None:
+        """Load what transactions lack, again and again. Nobody waits for it."""
+        while True:
+            await self.lacking.wait()
+            self.lacking.clear()
+            try:
+                async with autocommitting(engine) as connection:
+                    await self.load(connection)
+            except Exception as error:
+                if not (is_infrastructure(error) or is_of_the_database(error)):
+                    raise
+                log.warning("filters of closed inbox generations are not loaded: %s", named(error))
+            await asyncio.sleep(_PAUSE)
+
+    async def load(self, connection: asyncpg.Connection) -> None:
+        """Load the stored filters that are not in memory, newest first, as far as they fit."""
+        too_large: list[int] = []
+        # One snapshot: it says of which generations these are the filters.
+        async with connection.transaction(isolation="repeatable_read"):
+            oldest, current, opening = await connection.fetchrow(_MOMENT)
+            blooms: dict[_Filter, Bloom] = {}
+            for row in await connection.fetch(_STORED, FORMAT):
+                one = _Filter(*row)
+                if one in self._blooms:
+                    blooms[one] = self._blooms[one]
+                elif not self._has_room(one, blooms):
+                    too_large += one.generations
+                elif one.capacity:
+                    await _load(connection, one, blooms)
+        if self._mebibytes and set(too_large) - self._too_large:
+            log.warning(
+                "every message is looked up in the inbox generations %s: their filters don't fit"
+                " into PIPELINE_INBOX_FILTER_MEBIBYTES=%s, of which one may take half",
+                sorted(too_large),
+                self._mebibytes,
+            )
+        self._blooms = blooms
+        self._generations = frozenset(n for one in blooms for n in one.generations)
+        self._too_large = frozenset(too_large)
+        self._moment = current, opening
+        telemetry.observe_filters(len(set(range(oldest, current)) - self._generations))
+
+    def _has_room(self, one: _Filter, beside: Iterable[_Filter]) -> bool:
+        """Whether there is memory for it, or would be if it was built."""
+        if not one.capacity:
+            return _capacity(one.keys, _largest(self._mebibytes)) > 0
+        return one.size + sum(other.size for other in beside) <= self._mebibytes * 2**20
+
+
+async def _load(connection: asyncpg.Connection, one: _Filter, blooms: dict[_Filter, Bloom]) -> None:
+    bits = await connection.fetchval(_BITS, one.first)
+    bloom = await asyncio.to_thread(one.opened, bits)
+    if bloom is None:
+        log.warning(
+            "the filter of inbox generations %s to %s is damaged: it will be built anew",
+            one.first,
+            one.last,
+        )
+        await connection.execute(_DISCARD, one.first)
+    else:
+        blooms[one] = bloom

@@ -1,0 +1,1 @@
+"""Members of the consumer group: what they read from Kafka, and where they begin."""

@@ -1,0 +1,226 @@
+"""The consumer: a member of the group, with a reader for every partition assigned to it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+
+from aiokafka import ConsumerRebalanceListener, TopicPartition
+from aiokafka.errors import KafkaError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline.apply.consume import Consume
+from pipeline.handlers.registry import Handlers
+from pipeline.observe import telemetry
+from pipeline.observe.health import Health
+from pipeline.servers import clients
+from pipeline.servers.clients import KafkaConsumer
+from pipeline.servers.retrying import patiently
+from pipeline.servers.tasks import woken
+from pipeline.settings import Settings
+
+from .reader import Reader
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 3.0
+"""How long brokers have for what nobody needs to wait for: offsets for tools, a farewell."""
+
+_FETCH_BYTES = 4 * 1024 * 1024
+"""Of a partition in one fetch: several batches of small records. The last one of a fetch is not
+full, and while it takes effect there is hardly time to decode a full one."""
+
+_METADATA_SECONDS = 10.0
+"""How often the brokers are asked which partitions there are, and who leads them."""
+
+_LOOK_MS = 1_000
+"""How often the fetcher looks whether there is anything to do, of which it is told anyway; by
+default five times a second, which is a tenth of what an idle service costs."""
+
+_SLACK_SECONDS = 5.0
+"""What a request may take beyond the session, which a broker that hangs is noticed by."""
+
+
+class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no types
+    """A member of the consumer group, named as the service is."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        consume: Consume,
+        *,
+        handlers: Handlers,
+        group: str,
+        settings: Settings,
+        health: Health,
+    ) -> None:
+        self._new_reader = partial(
+            Reader,
+            engine=engine,
+            consume=consume,
+            handlers=handlers,
+            group=group,
+            settings=settings,
+            health=health,
+        )
+        self._handlers = handlers
+        self._group = group
+        self._settings = settings
+        self._health = health
+        self._readers: dict[TopicPartition, Reader] = {}
+        self._committed: dict[TopicPartition, int] = {}
+        self._committing: asyncio.Task[None] | None = None
+        self._has_joined = False
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Join the group and read until `stop`; then finish the running batches and leave."""
+        if not self._handlers.topics:
+            log.info("no handler is registered: nothing is consumed")
+            await self._stopping.wait()
+            return
+        self._health.not_ready("consumer", "has not joined its group yet")
+        self._client = client = self._new_client()
+        try:
+            await self._connect()
+            client.subscribe(sorted(self._handlers.topics), listener=self)
+            while not self._stopping.is_set():
+                for reader in self._readers.values():
+                    reader.raise_if_ended()
+                if client._fetcher.error_future.done():
+                    client._fetcher.error_future.result()  # else nothing would ever come again
+                self._commit_offsets()
+                self._look_at_kafka()
+                await self._look_for_topics()
+                await woken(self._stopping, self._settings.offset_commit_interval)
+            await self._stop_readers(0.4 * self._settings.shutdown_grace)
+        finally:
+            await self._stop_readers(0)
+            await clients.stop(client, _ANSWER_SECONDS)
+            if self._committing is not None:
+                self._committing.cancel()
+            self._health.not_ready("consumer", "has left its group")
+
+    def stop(self) -> None:
+        """Ask `run` to end."""
+        self._stopping.set()
+
+    async def _connect(self) -> None:
+        try:
+            async for attempt in patiently(
+                "connecting to Kafka",
+                self._settings.kafka,
+                unless=self._stopping.is_set,
+                away=lambda reason: self._health.not_ready("consumer", reason),
+            ):
+                with attempt:
+                    await clients.start(self._client)
+        except KafkaError:
+            if not self._stopping.is_set():
+                raise
+
+    def _new_client(self) -> KafkaConsumer:
+        session_timeout = round(self._settings.kafka_session_timeout * 1000)
+        return KafkaConsumer(
+            **clients.way(self._settings),
+            group_id=self._group,
+            client_id=self._group,
+            enable_auto_commit=False,
+            # The position in PostgreSQL decides; an offset that is gone must never be guessed.
+            auto_offset_reset="none",
+            isolation_level="read_committed",
+            session_timeout_ms=session_timeout,
+            heartbeat_interval_ms=session_timeout // 3,
+            rebalance_timeout_ms=session_timeout,
+            request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
+            # A slow batch is ended by the transaction's time-out, not by leaving the group.
+            max_poll_interval_ms=2**31 - 1,
+            max_partition_fetch_bytes=_FETCH_BYTES,
+            consumer_timeout_ms=_LOOK_MS,
+            metadata_max_age_ms=round(_METADATA_SECONDS * 1_000),
+        )
+
+    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        """Start a reader for every partition; called by aiokafka after a rebalance."""
+        if self._stopping.is_set():
+            return
+        for partition in sorted(assigned):
+            reader = self._readers[partition] = self._new_reader(self._client, partition)
+            reader.start()
+        telemetry.assigned(len(self._readers))
+        self._has_joined = True
+        self._health.ready("consumer")
+
+    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        """Finish or abandon the running batches; called by aiokafka before a rebalance."""
+        await self._stop_readers(self._settings.transaction_timeout)
+
+    async def _stop_readers(self, grace: float) -> None:
+        readers = list(self._readers.values())
+        await asyncio.gather(*(reader.stop(grace) for reader in readers))
+        self._commit_offsets()
+        if self._committing is not None:
+            await asyncio.wait({self._committing}, timeout=_ANSWER_SECONDS)
+        self._readers.clear()
+        telemetry.assigned(0)
+        self._committed.clear()
+
+    def _commit_offsets(self) -> None:
+        """Let Kafka's committed offsets follow the positions, for tools that show lag."""
+        if self._committing is not None and not self._committing.done():
+            # It ends with the outage. When it is cancelled, aiokafka leaves an error to nobody.
+            return
+        behind = {
+            partition: reader.position
+            for partition, reader in self._readers.items()
+            if reader.position is not None and reader.position != self._committed.get(partition)
+        }
+        if behind:
+            self._committing = asyncio.create_task(self._commit(behind))
+
+    async def _commit(self, offsets: dict[TopicPartition, int]) -> None:
+        try:
+            await self._client.commit(offsets)
+        except KafkaError as error:
+            log.debug("offsets were not committed, the next ones will be: %s", error)
+        else:
+            self._committed |= offsets
+
+    def _look_at_kafka(self) -> None:
+        """Say whether it is there, by what the client knows: without records nothing else would."""
+        cluster = self._client._client.cluster
+        leaderless = [
+            f"{topic}/{number}"
+            for topic, number in self._readers
+            if cluster.leader_for_partition(TopicPartition(topic, number)) in (None, -1)
+        ]
+        # While it joins its group, aiokafka does not notice that nobody answers.
+        silence = time.time() - cluster._last_successful_refresh_ms / 1_000
+        if self._has_joined and silence > _METADATA_SECONDS + _SLACK_SECONDS:
+            trouble = f"the brokers have not answered for {silence:.0f} s"
+        elif self._client._coordinator.coordinator_id is None:
+            trouble = "nobody coordinates the group"
+        elif leaderless:
+            trouble = f"nobody leads {', '.join(sorted(leaderless))}"
+        else:
+            if self._has_joined:
+                self._health.ready("consumer")
+            return
+        self._health.not_ready("consumer", f"{self._settings.kafka}: {trouble}")
+
+    async def _look_for_topics(self) -> None:
+        topics = self._handlers.topics
+        known = {topic for topic in topics if self._client.partitions_for_topic(topic)}
+        if known != topics:
+            # What the client has not heard of yet may exist all the same: ask the brokers.
+            with suppress(KafkaError, TimeoutError):
+                known |= await asyncio.wait_for(self._client.topics(), _ANSWER_SECONDS)
+        for topic in topics:
+            if topic in known:
+                self._health.forget(f"topic {topic}")
+            else:
+                self._health.not_ready(
+                    f"topic {topic}", "does not exist: create it, or run `service topics create`"
+                )

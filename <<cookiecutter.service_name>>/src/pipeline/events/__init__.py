@@ -1,0 +1,1 @@
+"""Events: models, CloudEvents attributes, payloads and their hashes."""

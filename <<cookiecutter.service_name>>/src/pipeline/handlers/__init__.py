@@ -1,0 +1,1 @@
+"""What users write against: registry, transaction, aggregates, ordering, policy."""

@@ -1,0 +1,183 @@
+"""The rows that handlers change: loaded and locked once, and given to each message as stored."""
+
+import asyncio
+from itertools import islice
+from typing import TypeVar, cast
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from pipeline.servers.guard import CALL, CANCELLED, UNDER_WAY, HandlerFault
+
+from . import aggregate
+from .aggregate import Aggregate, Key
+from .sessions import OwnSession, RowSession, SharedSession
+from .stored import is_as_stored
+
+A = TypeVar("A", bound=Aggregate)
+Place = tuple[type[Aggregate], Key]
+"""A class of rows, and a primary key as `aggregate.canonical` returns it."""
+
+
+class Rows:
+    """The aggregates that a session has locked, and the keys for which there is no row."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self.session = session
+        # It answers three times as quickly.
+        self._known = cast(RowSession, session.sync_session)
+        if isinstance(self._known, OwnSession):
+            self._known.locks = self
+        self._rows: dict[Place, Aggregate | None] = {}
+        self._taken: dict[Place, int] = {}
+        """Number of the message that has taken the row last."""
+        self._locked: dict[int, Aggregate] = {}
+        """All rows that were locked, by `id`, in that order."""
+        self._savepoints: list[tuple[dict[Place, Aggregate | None], int]] = []
+        """What was known before each savepoint, and how many rows were locked."""
+        self._statement = asyncio.Lock()
+        self.message = 0
+        """Number of the message whose handler is called."""
+        self.error: BaseException | None = None
+        """What a statement has failed with: it may be a neighbour's row that could not be written,
+        and a handler may have caught it."""
+
+    def begin_message(self) -> None:
+        """Note that the handler of another message is called."""
+        self.message += 1
+        self.error = None
+
+    async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
+        """Fetch and lock in one statement."""
+        async with self._statement:
+            await self._lock(entity, {aggregate.canonical(entity, key) for key in keys})
+
+    async def flush(self) -> None:
+        """Write what has changed."""
+        async with self._statement:
+            await self.session.run_sync(Session.flush)
+
+    async def get(self, entity: type[A], key: Key) -> A | None:
+        """Return the locked row; one that is not declared is fetched and locked now.
+
+        What another message of the batch has changed is read back, unless that would change
+        nothing.
+        """
+        place = entity, aggregate.canonical(entity, key)
+        if not self._has(place):
+            await self._fetch(place)
+        self._taken[place] = self.message
+        row = self._rows[place]
+        return None if row is None or row not in self._known else cast(A, row)
+
+    async def _fetch(self, place: Place) -> None:
+        call = CALL.set(None)  # what follows is the engine's
+        try:
+            async with self._statement:
+                if not self._has(place):
+                    await self._lock(place[0], {place[1]})
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            CALL.reset(call)
+
+    def raise_error(self) -> None:
+        """Raise what a statement has failed with, and for one that is cancelled or under way."""
+        if self._statement.locked():
+            raise HandlerFault(UNDER_WAY)
+        if isinstance(self.error, asyncio.CancelledError):
+            raise HandlerFault(CANCELLED)
+        if self.error is not None:
+            raise self.error
+
+    def _has(self, place: Place) -> bool:
+        """Whether what is in memory is what the database would return."""
+        if place not in self._rows:
+            return False
+        row, taken = self._rows[place], self._taken.get(place, self.message)
+        if row is None:
+            # One of a shared session can have come by `create` only, or was added.
+            return isinstance(self._known, SharedSession) and not self._known.has_new
+        if taken != self.message:
+            return is_as_stored(row)
+        # A row that is deleted and created anew before a flush would keep its old values.
+        return not self._known.has_deleted or row not in self._known.deleted
+
+    async def _lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
+        await self.session.run_sync(Session.flush)
+        for key in keys:
+            row = self._rows.get((entity, key))
+            if row is not None and row in self._known:
+                self._known.expunge(row)
+        found = await aggregate.lock(self.session, entity, keys)
+        self._locked |= {id(row): row for row in found.values()}
+        self._rows |= {(entity, key): found.get(key) for key in keys}
+
+    def begin_savepoint(self) -> None:
+        """Remember which rows are locked."""
+        self._savepoints.append((dict(self._rows), len(self._locked)))
+
+    def end_savepoint(self, *, was_undone: bool) -> None:
+        """Forget that; or the rows that were locked since, and those that must be read again."""
+        earlier, number = self._savepoints.pop()
+        if was_undone:
+            self._rows = {
+                place: row
+                for place, row in earlier.items()
+                if row is None or not sa.inspect(row).expired
+            }
+            self._locked = dict(islice(self._locked.items(), number))
+            self.error = None
+
+    def check(self) -> None:
+        """Raise `HandlerFault` for a row that was changed without a lock."""
+        for row in self._known.dirty:
+            if (
+                isinstance(row, Aggregate)
+                and id(row) not in self._locked
+                and row not in self._known.added
+                and self._known.is_modified(row)
+            ):
+                raise HandlerFault(
+                    f"{type(row).__name__} was changed without a lock, and another transaction may"
+                    " change it meanwhile: fetch it by load or load_or_create of tx or the writer"
+                )
+
+    def key_of(self, row: object) -> str:
+        """Return the key of events of a row.
+
+        Raises `TypeError` if it has none, or others could change it at the same time.
+        """
+        if not isinstance(row, Aggregate):
+            raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
+        values = () if sa.inspect(row).expired else aggregate.key_of(row)
+        if None in values:
+            raise TypeError("an event of=row needs the row's primary key: flush first")
+        if not values or not (
+            self._holds(row, values) or row in self._known.new or row in self._known.added
+        ):
+            raise TypeError(
+                f"an event of={type(row).__name__} needs a row that is locked, or events lose"
+                " their order: fetch it by tx.load or tx.load_or_create, after a savepoint that was"
+                " rolled back again"
+            )
+        return aggregate.record_key(type(row), values)
+
+    def _holds(self, row: Aggregate, values: Key) -> bool:
+        # It may have been loaded as one of a class that it inherits.
+        place = aggregate.canonical(type(row), values)
+        return any(self._rows.get((one, place)) is row for one in type(row).__mro__)
+
+    def add(self, row: object) -> None:
+        """Have a new row inserted with the next flush."""
+        Session.add(self._known, row)
+
+    def create(self, entity: type[A], key: Key) -> A:
+        """Add a new row to the session."""
+        row, has_new = aggregate.create(entity, key), self._known.has_new
+        Session.add(self._known, row)
+        self._known.has_new = has_new
+        self._rows[entity, aggregate.canonical(entity, key)] = row
+        return row

@@ -1,0 +1,309 @@
+"""The handler's door: the sessions that handlers work with, and the guard of their connection.
+
+Messages that only use `tx` share a session, which saves round trips. A message that uses
+`tx.session` has a session of its own, over the connection of the batch: it begins with nothing in
+memory, its changes are flushed when its handler returns, and what it did to the connection is
+undone.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import Any, Protocol, cast
+
+import asyncpg
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session, SessionTransaction
+
+from pipeline.servers.guard import (
+    CALL,
+    CANCELLED,
+    GUARD,
+    HAS_ENDED,
+    UNDER_WAY,
+    Guard,
+    HandlerFault,
+    Stages,
+)
+
+AT_WORK = "at work"
+"""Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
+refuses COMMIT then, see `pipeline.refuse_commit`."""
+BEGIN = f"SELECT set_config('pipeline.handler', '{AT_WORK}', true)"
+DONE = "SELECT set_config('pipeline.handler', '', true)"
+
+_IS_AT_WORK = f"""
+SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}'
+            AND current_setting('transaction_read_only') = 'off')::int
+"""
+"""Fails if the transaction is read only, or another one: a local setting ends with it."""
+
+_RESET = """
+RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
+SELECT pg_advisory_unlock_all()
+"""
+
+
+class NeedsSession(BaseException):
+    """A handler has asked for a session of its own, and is called again with one.
+
+    Not an `Exception`: handlers catch those.
+    """
+
+
+class RowSession(Session):
+    """A session that knows which rows were added to it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.added: set[object] = set()
+        """Rows that were added and are flushed: no other transaction can see them."""
+        self.has_new = False
+        """Whether any row was added, by a handler or a relationship."""
+        self.has_deleted = False
+        """Whether anything was deleted: to ask each time what that is takes long."""
+
+
+class SharedSession(RowSession):
+    """The session of the messages that have none of their own; no handler may use it.
+
+    Its rows lead to it: by a relationship that is loaded late, or by `object_session`. What a
+    handler does to it goes through `want`, which has the handler called again with its own.
+    """
+
+    is_wanted = False
+    """Whether a handler needs a session of its own."""
+
+    def want(self) -> None:
+        """Note that a handler needs a session of its own, and leave it; nothing for the engine."""
+        if CALL.get() is not None:
+            self.is_wanted = True
+            raise NeedsSession
+
+    def _execute_internal(self, *args: Any, **options: Any) -> Any:
+        self.want()
+        return super()._execute_internal(*args, **options)
+
+    def _expunge_states(self, *args: Any, **options: Any) -> None:
+        self.want()
+        super()._expunge_states(*args, **options)
+
+
+def _wanting(name: str) -> Callable[..., Any]:
+    original = getattr(Session, name)
+
+    @wraps(original)
+    def method(self: SharedSession, *args: Any, **options: Any) -> Any:
+        self.want()
+        return original(self, *args, **options)
+
+    return method
+
+
+_ASKING = {"get_bind", "identity_key", "is_modified", "object_session"}
+"""Methods of a session that change nothing."""
+for _name, _method in vars(Session).items():
+    if callable(_method) and not _name.startswith("_") and _name not in _ASKING:
+        setattr(SharedSession, _name, _wanting(_name))
+
+
+class Locks(Protocol):
+    """What is known of the rows that a session has locked."""
+
+    def begin_savepoint(self) -> None:
+        """Remember which are locked."""
+
+    def end_savepoint(self, *, was_undone: bool) -> None:
+        """Forget that, or those that were locked since."""
+
+    def check(self) -> None:
+        """Raise `HandlerFault` for a row that was changed without a lock. Before each flush."""
+
+
+class OwnSession(RowSession):
+    """The session of one message."""
+
+    guard: "Guard"
+    locks: Locks
+
+    def delete(self, instance: object) -> None:
+        self.has_deleted = True
+        super().delete(instance)
+
+    def delete_all(self, instances: Iterable[object]) -> None:
+        self.has_deleted = True
+        super().delete_all(instances)
+
+    def commit(self) -> None:
+        self.guard.refuse("session.commit()")
+
+    def close(self) -> None:
+        self.guard.refuse("session.close()")
+
+
+class WriterSession(OwnSession):
+    """The session of a writer, which notes what it has written."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.written: set[object] = set()
+        """Rows that were inserted or updated."""
+
+
+def _note_written(session: WriterSession, _: object) -> None:
+    session.written.update(session.new)
+    session.written.update(row for row in session.dirty if session.is_modified(row))
+
+
+sa.event.listen(WriterSession, "after_flush", _note_written)
+
+
+def _note_new(session: RowSession, row: object) -> None:
+    session.has_new = True
+
+
+def _note_added(session: RowSession, row: object) -> None:
+    session.added.add(row)
+
+
+def _check_locks(session: OwnSession, *_: object) -> None:
+    session.locks.check()
+
+
+def _begin_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
+    if transaction.nested:
+        session.guard.begin_savepoint()
+        session.locks.begin_savepoint()
+
+
+def _roll_back(session: OwnSession) -> None:
+    session.guard.roll_back()
+
+
+def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
+    if not transaction.nested:
+        return
+    was_undone = session.guard.end_savepoint()
+    session.locks.end_savepoint(was_undone=was_undone)
+    if was_undone:
+        states = ((row, sa.inspect(row, raiseerr=True)) for row in session.added)
+        session.added = {row for row, state in states if state.persistent}
+        if isinstance(session, WriterSession):
+            states = ((row, sa.inspect(row, raiseerr=True)) for row in session.written)
+            session.written = {row for row, state in states if not state.expired}
+
+
+sa.event.listen(OwnSession, "before_flush", _check_locks)
+sa.event.listen(RowSession, "transient_to_pending", _note_new, propagate=True)
+sa.event.listen(RowSession, "pending_to_persistent", _note_added, propagate=True)
+sa.event.listen(OwnSession, "after_transaction_create", _begin_savepoint)
+sa.event.listen(OwnSession, "after_rollback", _roll_back)
+sa.event.listen(OwnSession, "after_transaction_end", _end_savepoint)
+
+
+def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:
+    """Return a session in the transaction of the connection, which it does not commit."""
+    return AsyncSession(
+        connection,
+        sync_session_class=kind,
+        autoflush=kind is not SharedSession,
+        expire_on_commit=False,
+        close_resets_only=False,
+        join_transaction_mode="rollback_only",
+    )
+
+
+@asynccontextmanager
+async def own_session(
+    connection: AsyncConnection,
+    driver: asyncpg.Connection,
+    guard: "Guard",
+    again: str,
+    kind: type[OwnSession] = OwnSession,
+) -> AsyncIterator[AsyncSession]:
+    """Lend a session for one message, in the transaction of the connection.
+
+    At the end of the block its changes are flushed and the connection is as it was; `again` is the
+    statement that sets the transaction's limits anew. Raises `HandlerFault` if it can't be.
+    """
+    sync = connection.sync_connection
+    assert sync is not None
+    # Set in place by `Session.connection(execution_options=…)`.
+    options = sync._execution_options
+    info = (await connection.get_raw_connection()).info
+    others, info[GUARD] = info.get(GUARD), guard
+    session = new_session(connection, kind)
+    cast(OwnSession, session.sync_session).guard = guard
+    try:
+        yield session
+        # A task that was begun last, and is not awaited, begins its statement now.
+        await asyncio.sleep(0)
+        await _end(session, driver, guard, again)
+    except BaseException as error:
+        if guard.was_cancelled and not isinstance(error, asyncio.CancelledError):
+            raise HandlerFault(CANCELLED) from error
+        raise
+    finally:
+        info[GUARD] = others
+        sync._execution_options = options
+        Session.close(session.sync_session)
+
+
+async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, again: str) -> None:
+    if guard.under_way:
+        raise HandlerFault(UNDER_WAY)
+    if guard.fault:
+        raise guard.fault
+    if not driver.is_closed() and not driver.is_in_transaction():
+        raise HandlerFault(HAS_ENDED)
+    try:
+        while (savepoint := session.get_nested_transaction()) is not None:
+            await savepoint.commit()
+        await session.flush()
+        await driver.execute(f"{_IS_AT_WORK}; {_RESET}; {again}")
+    except asyncpg.DivisionByZeroError as error:
+        raise HandlerFault(HAS_ENDED) from error
+    except asyncpg.InFailedSQLTransactionError as error:
+        raise HandlerFault(
+            "a statement has failed, and the handler went on: wrap what may fail in"
+            " `async with tx.session.begin_nested()`"
+        ) from error
+    except asyncpg.InterfaceError as error:
+        if driver.is_closed():
+            raise
+        raise HandlerFault(UNDER_WAY) from error
+
+
+_SAVE = "SAVEPOINT message"
+_KEEP = "RELEASE SAVEPOINT message"
+_UNDO = "ROLLBACK TO SAVEPOINT message; RELEASE SAVEPOINT message"
+
+
+@asynccontextmanager
+async def isolated(driver: asyncpg.Connection, outbox: Stages, again: str) -> AsyncIterator[None]:
+    """Undo what one message does if it fails, so that others of its transaction can go on."""
+    earlier = outbox.staged
+    await driver.execute(_SAVE)
+    try:
+        yield
+    except Exception as error:
+        try:
+            await driver.execute(f"{_UNDO}; {_RESET}; {again}")
+        except Exception:
+            if isinstance(error, HandlerFault):
+                raise error from None
+            raise HandlerFault(HAS_ENDED) from error
+        outbox.staged = earlier
+        raise
+    await driver.execute(_KEEP)
+
+
+async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None:
+    """Roll back, and leave nothing of a handler on the connection; or close it."""
+    try:
+        await connection.rollback()
+        await driver.execute(_RESET)
+    except Exception:
+        await connection.invalidate()  # it is lost, or in the middle of a statement

@@ -1,0 +1,137 @@
+"""The one place that sets OpenTelemetry's SDK up: who receives traces and metrics."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from opentelemetry import context as otel
+from opentelemetry import metrics, trace
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider, sampling
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.semconv.attributes import service_attributes
+from opentelemetry.util.types import Attributes
+
+from pipeline.redaction import redact_error
+
+log = logging.getLogger(__name__)
+
+_SHUTDOWN_SECONDS = 5.0
+
+
+class Exporters:
+    """The SDK that `configure` has started."""
+
+    def __init__(self, *providers: TracerProvider | MeterProvider) -> None:
+        self._providers = providers
+
+    def shutdown(self) -> None:
+        """Send what is buffered and stop. Blocks, for at most 5 s even if nobody receives."""
+        # In threads, because the SDK's own limit is 30 s each, and fixed for spans.
+        threads = [threading.Thread(target=each.shutdown, daemon=True) for each in self._providers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_SHUTDOWN_SECONDS / len(threads))
+        if any(thread.is_alive() for thread in threads):
+            log.warning("telemetry that was not sent in time is lost")
+
+
+def configure(*, service_name: str, otlp_endpoint: str | None, sample_ratio: float) -> Exporters:
+    """Set the process's providers; once, for OpenTelemetry keeps the first.
+
+    Metrics always go to `prometheus_client.REGISTRY`. `otlp_endpoint` is the base URL of an
+    OTLP/HTTP receiver, which gets traces and metrics. Without it the service records no spans and
+    hands on the context it receives, so that a trace has no hole here and its sender decides.
+    """
+    instance = Resource({service_attributes.SERVICE_INSTANCE_ID: str(uuid4())})
+    resource = instance.merge(Resource.create({service_attributes.SERVICE_NAME: service_name}))
+    sampler = sampling.ParentBased(_LinkedOrRatio(sample_ratio))
+    tracing = TracerProvider(sampler, resource, shutdown_on_exit=False)
+    readers: list[MetricReader] = []
+    if otlp_endpoint is not None:
+        # Imported only here: protobuf and requests cost every start 0.3 s.
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        url = otlp_endpoint.rstrip("/")
+        sending = Redacting(OTLPSpanExporter(f"{url}/v1/traces"))
+        tracing.add_span_processor(BatchSpanProcessor(sending))
+        trace.set_tracer_provider(tracing)
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/v1/metrics")))
+    metering = MeterProvider([*readers, PrometheusMetricReader()], resource, shutdown_on_exit=False)
+    metrics.set_meter_provider(metering)
+    return Exporters(tracing, metering)
+
+
+class Redacting(SpanExporter):
+    """Sends spans without secrets, whoever has made them: some show URLs and errors."""
+
+    def __init__(self, sender: SpanExporter) -> None:
+        self._sender = sender
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans."""
+        return self._sender.export([_redacted(span) for span in spans])
+
+    def shutdown(self) -> None:
+        """End it."""
+        self._sender.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Send what waits."""
+        return self._sender.force_flush(timeout_millis)
+
+
+def _redacted(span: ReadableSpan) -> ReadableSpan:
+    why = span.status.description
+    return ReadableSpan(
+        redact_error(span.name),
+        span.get_span_context(),
+        span.parent,
+        span.resource,
+        _without_secrets(span.attributes),
+        [
+            Event(redact_error(one.name), _without_secrets(one.attributes), one.timestamp)
+            for one in span.events
+        ],
+        span.links,
+        span.kind,
+        status=trace.Status(span.status.status_code, why and redact_error(why)),
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact_error(value)
+    if isinstance(value, Mapping):
+        return {name: _without_secrets(one) for name, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_without_secrets(one) for one in value]
+    return value
+
+
+class _LinkedOrRatio(sampling.TraceIdRatioBased):
+    """Also samples a root span that links to a sampled one: the relay's, which has no parent."""
+
+    def should_sample(
+        self,
+        parent_context: otel.Context | None,
+        trace_id: int,
+        name: str,
+        kind: trace.SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[trace.Link] | None = None,
+        trace_state: trace.TraceState | None = None,
+    ) -> sampling.SamplingResult:
+        linked = any(link.context.trace_flags.sampled for link in links or ())
+        decide = sampling.ALWAYS_ON.should_sample if linked else super().should_sample
+        return decide(parent_context, trace_id, name, kind, attributes, links, trace_state)

@@ -1,0 +1,1 @@
+"""The relay: publishes the outbox to Kafka, shard by shard, under leases."""

@@ -1,0 +1,111 @@
+"""Scheduled events: they wait in a table of their own, and are moved into the outbox when due.
+
+One relay moves them at a time, so that two of one key keep the order in which they are due. Moving
+is a transaction: neither a kill nor a clock that jumps loses an event or publishes it twice.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import datetime
+from time import monotonic
+
+import asyncpg
+
+from pipeline.handlers.staging import CANCEL, COLUMNS
+
+MOVE_LOCK = 0x1B0C8
+"""Advisory lock: one relay moves scheduled events at a time."""
+
+_AT_ONCE = 1_000
+_STOPPED = "10s"
+"""For how long a process that has stopped in the middle of a move may hold up the others."""
+_LOOK_SECONDS = 1.0
+"""How late an event may be because nobody has looked."""
+
+# Only the first is looked at, by the index, whatever the planner knows.
+_IS_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
+
+# A process that is stopped in the middle must not hold it, nor what it is about to move.
+_LOCK = """
+SELECT pg_try_advisory_xact_lock($1) AS is_ours,
+       set_config('idle_in_transaction_session_timeout', $2, true)
+"""
+
+# One that is being cancelled or replaced is locked, and not waited for.
+_MOVE = f"""
+WITH due AS (
+    DELETE FROM pipeline.scheduled
+     WHERE name IN (SELECT name FROM pipeline.scheduled
+                     WHERE due_at <= now()
+                     ORDER BY due_at, scheduled_at, name LIMIT $1
+                       FOR UPDATE SKIP LOCKED)
+    RETURNING *)
+INSERT INTO pipeline.outbox ({COLUMNS})
+SELECT {COLUMNS} FROM due ORDER BY due_at, scheduled_at, name
+"""
+
+_LIST = """
+SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type, event_id,
+       COALESCE(datalength, octet_length(payload)) AS size
+  FROM pipeline.scheduled
+ WHERE $1::timestamptz IS NULL OR (due_at, name) > ($1, $2)
+ ORDER BY due_at, name LIMIT $3
+"""
+
+
+class Scheduled:
+    """Moves what is due into the outbox, beside what a relay does."""
+
+    def __init__(self) -> None:
+        self._look_at = 0.0
+
+    @property
+    def is_time(self) -> bool:
+        """Whether to look again."""
+        return monotonic() >= self._look_at
+
+    async def move(self, connection: asyncpg.Connection) -> bool:
+        """Move some of what is due; says whether there was any."""
+        self._look_at = monotonic() + _LOOK_SECONDS
+        moved = 0
+        if await connection.fetchval(_IS_DUE):
+            # Apart from the lock, so that it sees what the last one to hold it has moved.
+            async with connection.transaction():
+                if await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED):
+                    moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])
+        if moved == _AT_ONCE:
+            self._look_at = 0.0
+        return moved > 0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A scheduled event that is not published yet."""
+
+    name: str
+    due_at: datetime
+    scheduled_at: datetime
+    topic: str
+    key: str | None
+    type: str
+    event_id: str
+    size: int
+    """Of the payload, in bytes."""
+
+
+async def waiting(connection: asyncpg.Connection, limit: int) -> AsyncIterator[Waiting]:
+    """Yield scheduled events, the next to be due first."""
+    after: tuple[datetime | None, str] = None, ""
+    while limit > 0:
+        rows = await connection.fetch(_LIST, *after, min(limit, _AT_ONCE))
+        for row in rows:
+            yield Waiting(**row)
+        if len(rows) < _AT_ONCE:
+            return
+        after = rows[-1]["due_at"], rows[-1]["name"]
+        limit -= len(rows)
+
+
+async def cancel(connection: asyncpg.Connection, names: list[str]) -> list[str]:
+    """Take scheduled events back; returns the names of those that still waited."""
+    return sorted([row["name"] for row in await connection.fetch(CANCEL, names)])

@@ -1,0 +1,188 @@
+"""The window: which events the relay has still to publish, read from a snapshot.
+
+The relay remembers the snapshot `seen` up to which it has published; the next window is what is
+visible now and was not visible in `seen`: exact in whatever order transactions commit, with no loss
+to gaps in `id` and no waiting behind a long transaction. PgQ's ticks are the ancestor.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import asyncpg
+
+from pipeline.servers.cluster import OtherEpoch
+
+Snapshot = tuple[int, int, tuple[int, ...]]
+"""A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
+
+_SCAN_AT_MOST = 50_000
+"""Ids that one PAGE looks through, so that one late row does not make it scan everything."""
+
+PAGE_BYTES = 8 * 2**20
+"""What the events of one page may take in memory, beside the last one; two are there at once."""
+_ROW_BYTES = 500
+"""Size of an event beside its payload, about."""
+
+COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
+       content_type, traceparent, tracestate, baggage, headers,
+       dataref, datalength, datachecksum"""
+"""An event, as it is sent."""
+
+_HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
+       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
+       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic,
+       NULL::bytea AS key, NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type,
+       NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
+       NULL AS tracestate, NULL AS baggage, NULL AS headers,
+       NULL AS dataref, NULL::bigint AS datalength, NULL AS datachecksum"""
+"""Of the row before the events, which says what is true of all of them."""
+
+
+def _filling(page: str, place: str, at_most: str) -> str:
+    """Return the statement that reads a page, cut off behind the event with which it is full.
+
+    How large payloads are is known without reading them.
+    """
+    return f"""
+SELECT {_HEAD}
+UNION ALL (
+SELECT NULL, NULL, NULL, {COLUMNS}
+  FROM (SELECT {COLUMNS},
+               sum(octet_length(payload)) OVER (
+                   ORDER BY {place} ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+          FROM ({page}) AS page) AS summed
+ WHERE before < {at_most} OR before IS NULL
+ ORDER BY {place})
+"""
+
+
+# By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
+# the one it read with. A snapshot's xmax is the latest *completed* transaction + 1, so rows of
+# running ones may lie above it: the window is never bounded by an id.
+# `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
+# parallel plan, in which the first row might not come first.
+_FRESH = _filling(
+    f"""
+SELECT {COLUMNS}
+  FROM (SELECT {COLUMNS}
+          FROM pipeline.outbox
+         WHERE xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())
+           AND shard = ANY ($2)
+        UNION ALL
+        SELECT {COLUMNS}
+          FROM pipeline.outbox
+         WHERE shard = ANY ($2)
+           AND xid = ANY (ARRAY(
+               SELECT running FROM pg_snapshot_xip($1) AS running
+                WHERE pg_visible_in_snapshot(running, pg_current_snapshot())))) AS unseen
+ ORDER BY id + 0
+ LIMIT $3""",
+    "id + 0",
+    "$4",
+)
+
+# Functions instead of comparisons of xid: the planner must take the index on id.
+_PAGE = _filling(
+    f"""
+SELECT {COLUMNS}
+  FROM pipeline.outbox
+ WHERE id > $3 AND id <= $4
+   AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
+   AND shard = ANY ($5)
+ ORDER BY id
+ LIMIT $6""",
+    "id",
+    "$7",
+)
+
+_NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a shard is published. While `target` is set, a window is done up to `last_id`."""
+
+    seen: Snapshot
+    target: Snapshot | None
+    last_id: int
+    high_id: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """Events to send, and the progress that holds when all of them are acknowledged."""
+
+    events: Sequence[asyncpg.Record]
+    then: Progress
+    server: datetime
+    """When the server that answered was started."""
+
+
+async def is_as_seen(
+    connection: asyncpg.Connection, progress: Iterable[Progress], server: datetime | None
+) -> bool:
+    """Whether nothing was committed since, as far as this server can tell: then `fresh` is empty.
+
+    It costs a tenth of that.
+    """
+    now = await connection.fetchrow(_NOW)
+    return now["server"] == server and all(
+        one.target is None and one.seen == now["snapshot"] for one in progress
+    )
+
+
+async def fresh(
+    connection: asyncpg.Connection,
+    progress: Progress,
+    shards: Sequence[int],
+    limit: int,
+    at_most: int = PAGE_BYTES,
+) -> Page:
+    """Read what has become visible since `seen`: so many events, or bytes and one event, at most.
+
+    Raises `OtherEpoch` if that can't be said.
+    """
+    head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
+    if head["target"][1] < progress.seen[1]:
+        raise OtherEpoch
+    if len(events) <= limit and not _fill(events, at_most):
+        return Page(events, replace(progress, seen=head["target"]), head["server"])
+    events = events[:limit]
+    return Page(
+        events,
+        Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"]),
+        head["server"],
+    )
+
+
+async def page(
+    connection: asyncpg.Connection,
+    progress: Progress,
+    shards: Sequence[int],
+    limit: int,
+    at_most: int = PAGE_BYTES,
+) -> Page:
+    """Read on in a window that is larger than a page."""
+    upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
+    head, *events = await connection.fetch(
+        _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit, at_most
+    )
+    server = head["server"]
+    if len(events) == limit or _fill(events, at_most):
+        return Page(events, replace(progress, last_id=events[-1]["id"]), server)
+    if upto < progress.high_id:
+        return Page(events, replace(progress, last_id=upto), server)
+    assert progress.target is not None
+    return Page(events, Progress(progress.target, None, 0, 0), server)
+
+
+def fitting(events: Sequence[asyncpg.Record], at_most: int) -> int:
+    """Return how many events of this size fit into the memory that a page may take."""
+    size = sum(len(event["payload"] or b"") + _ROW_BYTES for event in events)
+    return min(at_most, max(1, PAGE_BYTES * len(events) // size))
+
+
+def _fill(events: Sequence[asyncpg.Record], at_most: int) -> bool:
+    """Whether the payloads fill a page: then the statement may have cut it off behind them."""
+    return sum(len(event["payload"] or b"") for event in events) >= at_most

@@ -1,0 +1,1 @@
+"""Retention: creates partitions and generations ahead, and drops what has aged."""

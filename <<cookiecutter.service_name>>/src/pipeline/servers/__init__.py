@@ -1,0 +1,1 @@
+"""PostgreSQL and Kafka: connections, clients, leases, errors, tasks."""

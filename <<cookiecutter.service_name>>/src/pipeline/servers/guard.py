@@ -1,0 +1,198 @@
+"""The guard of a connection that handlers use: it sees their statements, and refuses some."""
+
+import decimal
+import re
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar, copy_context
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+
+import asyncpg
+from sqlalchemy.sql.elements import (
+    ReleaseSavepointClause,
+    RollbackToSavepointClause,
+    SavepointClause,
+)
+
+T = TypeVar("T")
+
+
+GUARD = "pipeline guard"
+"""Key in the `info` of a connection: the `Guard` of the message that uses it."""
+
+
+_CONTROL = re.compile(
+    r"(?:\s|/\*.*?\*/|--[^\n]*\n)*(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
+    r"|PREPARE\s+TRANSACTION)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+_SAVEPOINT_CLAUSES = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
+
+
+_USE_BEGIN_NESTED = (
+    "savepoints are made by `async with tx.session.begin_nested()`, which the engine follows, and"
+    " the transaction is ended by the engine"
+)
+
+
+UNDER_WAY = "a statement is still under way: await all that the handler has begun"
+
+
+CANCELLED = (
+    "a statement was cancelled under way, by asyncio.timeout or a task group: its transaction is"
+    " lost. Bound a statement by SET LOCAL statement_timeout inside begin_nested(), or the whole"
+    " handler by timeout="
+)
+
+
+HAS_RETURNED = "the handler has ended: await what it has begun before it returns"
+
+
+HAS_ENDED = "the transaction has ended or is read only: " + _USE_BEGIN_NESTED
+
+
+class HandlerFault(RuntimeError):
+    """A handler has done what would harm its neighbours; the text says what to do instead."""
+
+
+class Stages(Protocol):
+    """Where handlers stage what is written when the transaction commits."""
+
+    staged: Any
+    """What is staged so far. Set to an earlier value, it drops what was staged since."""
+
+
+CALL: ContextVar["Guard | None"] = ContextVar("pipeline_call", default=None)
+"""Guard of the handler's call that this code belongs to, and the tasks that it has begun; None: the
+engine's own code."""
+
+
+class Guard:
+    """Sees the statements of one message, and keeps what it has staged in step with savepoints."""
+
+    def __init__(self, outbox: Stages) -> None:
+        self._outbox = outbox
+        self._savepoints: list[Any] = []
+        """What was staged before each savepoint of the session that has not ended."""
+        self._is_undone = False
+        """Whether the latest of them was rolled back."""
+        self._unsent = 0
+        """Savepoints that the session has begun and not sent yet."""
+        self.under_way: set[object] = set()
+        """Statements of SQLAlchemy that are not answered yet."""
+        self.fault: HandlerFault | None = None
+        self.was_cancelled = False
+        """Whether a statement was cancelled under way, which costs the connection."""
+        self.stray: HandlerFault | None = None
+        """What a task has tried after its handler had ended."""
+
+    def refuse_strays(self, guard: "Guard | None") -> None:
+        """Raise `HandlerFault` for a statement of another call than the one that is at work."""
+        if guard is not self:
+            self.stray = HandlerFault(HAS_RETURNED)
+            raise self.stray
+
+    def begin_savepoint(self) -> None:
+        """Remember what is staged so far."""
+        self._savepoints.append(self._outbox.staged)
+        self._unsent += 1
+
+    def roll_back(self) -> None:
+        """Drop, when its block ends, what was staged since the latest savepoint."""
+        self._is_undone = bool(self._savepoints)
+
+    def end_savepoint(self) -> bool:
+        """Forget a savepoint that is released or rolled back; returns whether it was undone."""
+        earlier, was_undone = self._savepoints.pop(), self._is_undone
+        if was_undone:
+            self._outbox.staged, self._is_undone = earlier, False
+        self._unsent = min(self._unsent, len(self._savepoints))
+        return was_undone
+
+    def before(self, text: str, context: Any, driver: asyncpg.Connection) -> None:
+        """Raise `HandlerFault` for a statement of SQLAlchemy that may not be sent."""
+        clause = context.invoked_statement
+        if isinstance(clause, _SAVEPOINT_CLAUSES):
+            if isinstance(clause, SavepointClause):
+                self._unsent -= 1
+            is_ours = self._unsent >= 0
+        else:
+            is_ours = not _CONTROL.match(text)
+        if not is_ours:
+            self.refuse(text)
+        if not driver.is_in_transaction():
+            raise self._note(HAS_ENDED)
+        self.under_way.add(context)
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise `HandlerFault` for a statement that ends the transaction or a part of it."""
+        raise self._note(f"{text.split(maxsplit=1)[0]} in a handler: {_USE_BEGIN_NESTED}")
+
+    def after(self, text: str) -> None:
+        """Note a statement that was sent by the driver itself."""
+        if control := _CONTROL.match(text):
+            self._note(f"{control[1]} in a handler: {_USE_BEGIN_NESTED}")
+
+    def _note(self, text: str) -> HandlerFault:
+        self.fault = HandlerFault(text)
+        return self.fault
+
+
+def watch_coroutines() -> None:
+    """Have a coroutine that a handler forgets to await fail its message, and not only be warned of.
+
+    For the process: Python warns of each from then on.
+    """
+    warnings.filterwarnings("always", ".* was never awaited", RuntimeWarning)
+    warn = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *args: Any) -> None:
+        if category is RuntimeWarning and "never awaited" in str(message) and (call := CALL.get()):
+            call.fault = HandlerFault(f"{message}: write `await` before it")
+        warn(message, category, *args)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+
+
+class InContext(Generic[T]):
+    """Awaits a coroutine in a context of its own: what it sets in there ends with it."""
+
+    __slots__ = ("_context", "_coroutine")
+
+    def __init__(self, call: Awaitable[T], guard: Guard | None = None) -> None:
+        """`call` is what a coroutine function has returned; `guard` watches its statements."""
+        self._coroutine = cast(Coroutine[Any, Any, T], call)
+        self._context = copy_context()
+        self._context.run(_enter, guard)
+
+    @classmethod
+    def within(cls, awaited: object) -> object:
+        """Return the coroutine behind one of these, by what a coroutine says that it awaits."""
+        frame = getattr(awaited, "gi_frame", None)
+        if frame is not None and frame.f_code is cls.__await__.__code__:
+            return frame.f_locals["coroutine"]
+        return awaited
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        run, coroutine = self._context.run, self._coroutine
+        step: Callable[..., Any] = coroutine.send
+        value: Any = None
+        while True:
+            try:
+                waits_for = run(step, value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value = yield waits_for
+                step = coroutine.send
+            except BaseException as error:
+                value, step = error, coroutine.throw
+
+
+def _enter(guard: Guard | None) -> None:
+    CALL.set(guard)
+    # The object, too, is changed in place.
+    decimal.setcontext(decimal.getcontext().copy())

@@ -1,0 +1,109 @@
+"""Topics as the brokers describe them: whether they exist, their settings, and where they end."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from aiokafka import TopicPartition
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
+from aiokafka.errors import RebalanceInProgressError, for_code
+
+from pipeline.settings import Settings
+
+from . import clients
+
+_ANSWER_SECONDS = 5.0
+_SHARING_OUT = ("PreparingRebalance", "CompletingRebalance")
+"""States of a group whose members have no partitions for the moment."""
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic that exists."""
+
+    name: str
+    first: Mapping[int, int]
+    """The first offset that each partition still has."""
+    end: Mapping[int, int]
+    """The offset after each partition's last record."""
+    stable: Mapping[int, int]
+    """The first offset of each partition that a producer's open transaction keeps from being read;
+    the end, if none does."""
+    configs: Mapping[str, str]
+    unreadable: str | None
+    """Why the brokers don't tell its configuration; None: they do."""
+
+    def blocked_at(self, partition: int, position: int) -> int | None:
+        """Return where a producer's open transaction keeps a reader from going on, if it does."""
+        stable = self.stable[partition]
+        return stable if stable <= position < self.end[partition] else None
+
+
+async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]:
+    """Return those of the topics that exist; creates none.
+
+    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
+    """
+    async with asyncio.timeout(2 * _ANSWER_SECONDS):
+        return await _describe(settings, set(names))
+
+
+async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
+    """Return who of a consumer group reads each topic's partition: its host, and who there.
+
+    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds,
+    or don't tell, as while a group shares out its partitions.
+    """
+    async with (
+        asyncio.timeout(2 * _ANSWER_SECONDS),
+        clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin,
+    ):
+        (answer,) = await admin.describe_consumer_groups([group])
+    ((code, _, state, _, _, members, *_),) = answer.groups
+    if code:
+        raise for_code(code)(f"the brokers don't tell of the group {group}")
+    if state in _SHARING_OUT:
+        raise RebalanceInProgressError(f"the group {group} is sharing out its partitions")
+    return {
+        (one.topic, one.partition): f"{host.removeprefix('/')} {member[-8:]}"
+        for member, *_, host, _, assignment in members
+        if assignment  # else it was left out
+        for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
+    }
+
+
+async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
+    async with clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin:
+        # First: a broker may create a topic of which it is asked.
+        there = sorted(names.intersection(await admin.list_topics()))
+        if not there:
+            return {}
+        described = await admin.describe_topics(there)
+        answers = await admin.describe_configs(
+            [ConfigResource(ConfigResourceType.TOPIC, name) for name in there]
+        )
+    partitions = [
+        TopicPartition(one["topic"], part["partition"])
+        for one in described
+        for part in one["partitions"]
+    ]
+    async with clients.asking(settings) as client:
+        first = await client.beginning_offsets(partitions)
+        end = await client.end_offsets(partitions)
+        # After that: what is written meanwhile does not look like an open transaction.
+        stable = await clients.stable_offsets(client, partitions)
+    told = [one for answer in answers for one in answer.resources]
+    configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in told}
+    unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in told if code}
+    return {
+        name: Topic(
+            name,
+            {one.partition: offset for one, offset in first.items() if one.topic == name},
+            {one.partition: offset for one, offset in end.items() if one.topic == name},
+            {one.partition: offset for one, offset in stable.items() if one.topic == name},
+            configs.get(name, {}),
+            unreadable.get(name),
+        )
+        for name in there
+    }
