@@ -28,7 +28,7 @@ from pipeline.handlers.unit_of_work import UnitOfWork
 from pipeline.observe import exporters, telemetry
 from pipeline.observe.health import Health
 from pipeline.relay import window
-from pipeline.relay.backpressure import Lead
+from pipeline.relay.backpressure import RelayBackpressure
 from pipeline.relay.publisher import Publisher
 from pipeline.relay.window import Progress
 from pipeline.runtime import _collect_seldom
@@ -36,7 +36,7 @@ from pipeline.schema import SHARDS
 from pipeline.servers import clients
 from pipeline.servers.clients import KafkaConsumer
 from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.retrying import patiently
+from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.settings import Settings
 
 from benchmarks.clock import Clock, fetched
@@ -77,12 +77,14 @@ async def layers() -> dict[str, float]:
             breaker=breaker,
             filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             handlers=handlers,
-            room=Lead(0).room,
+            room=RelayBackpressure(0).room,
             staged=lambda _: None,
             parked=lambda: None,
             called=lambda: None,
         )
-        attempts = patiently("the batch", "PostgreSQL", unless=lambda: False, away=print)
+        attempts = retry_while_unavailable(
+            "the batch", "PostgreSQL", unless=lambda: False, away=print
+        )
         async with autocommitting(engine) as driver:
             snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
             progress = Progress(snapshot, None, 0, 0)

@@ -367,7 +367,9 @@ SABOTAGES: Sequence[Sabotage] = (
             Edit(
                 "relay/publisher.py",
                 """\
-                        raise NotSent(f"{topic}/{chain.partition}: {named(error)}") from error
+                        raise NotSent(
+                            f"{topic}/{chain.partition}: {describe_error(error)}"
+                        ) from error
 """,
                 """\
                         chain.take(count)

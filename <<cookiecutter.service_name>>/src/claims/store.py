@@ -12,7 +12,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import ObjectStore, from_url
 
 from pipeline import durable
-from pipeline.errors import StoreAway, StoreSlow
+from pipeline.errors import StoreSlow, StoreUnavailable
 from pipeline.service import Misconfigured
 
 if TYPE_CHECKING:
@@ -117,13 +117,13 @@ class Store:
             raise StoreSlow(f"{place}: {what} takes longer than {self._timeout} s") from None
         except (PermissionDeniedError, PermissionError):
             # Also of what is not there: S3 tells only those who may list.
-            raise StoreAway(
+            raise StoreUnavailable(
                 f"{place}: {what} is forbidden: grant the service to read, write, delete and list"
                 " there (for S3 s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket);"
                 " without the right to list, what is missing is answered like this too"
             ) from None
         except (BaseError, OSError) as error:
-            raise StoreAway(f"{place}: {what} failed: {_first_line(error)}") from None
+            raise StoreUnavailable(f"{place}: {what} failed: {_first_line(error)}") from None
 
 
 _NO_FOLDER = "there is no such folder: make it, or mount it"

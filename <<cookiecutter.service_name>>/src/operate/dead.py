@@ -495,11 +495,11 @@ async def _in_chunks(
             async with connection.transaction():
                 # A stopped process must not hold the lane.
                 await connection.execute(LIMITS, f"{round(patience * 1000)}ms")
-                await backlog.seize(connection, lane)
+                await backlog.fence_lane(connection, lane)
                 rows = await connection.fetch(_CHUNK, *which.arguments, lane, CHUNK)
                 changed = await change(rows)
                 order_keys = {row["order_key"] for row in rows}
-                await backlog.let_heads_be_due(connection, [lane], order_keys)
+                await backlog.schedule_heads(connection, [lane], order_keys)
             yield changed
             is_done = len(rows) < CHUNK
 

@@ -11,7 +11,7 @@ from typing import Literal
 import asyncpg
 from aiokafka.errors import KafkaError
 
-from pipeline.errors import named, told
+from pipeline.errors import describe_error, summarize_error
 from pipeline.retention import maintenance
 from pipeline.servers import cluster, revisions, topics
 from pipeline.servers.topics import Topic
@@ -175,7 +175,7 @@ async def examine(
         yield Finding(
             "kafka",
             "wrong",
-            f"{settings.kafka}: {named(error)}; checks of topics and lag can't be made",
+            f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made",
             "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS",
         )
     patient = Patient(service, settings, connection, described)
@@ -189,14 +189,16 @@ async def examine(
                 is_well = False
                 yield Finding(name, one.level, one.found, one.advice)
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError) as error:
-            yield Finding(name, "wrong", f"not migrated: {named(error)}", "run `service migrate`")
+            yield Finding(
+                name, "wrong", f"not migrated: {describe_error(error)}", "run `service migrate`"
+            )
         except (asyncpg.PostgresError, TimeoutError) as error:
             if connection is None or connection.is_closed():
                 raise  # it is the server that is away, and no check can be made
             yield Finding(
                 name,
                 "warning",
-                f"the check can't be made: {named(error)}",
+                f"the check can't be made: {describe_error(error)}",
                 "mend what is said, and run `service doctor` again",
             )
         else:
@@ -216,7 +218,7 @@ async def _settings(patient: Patient) -> Findings:
     try:
         patient.service.check(patient.settings)
     except Misconfigured as error:
-        yield _wrong(told(error), "change what it names, and start the service again")
+        yield _wrong(summarize_error(error), "change what it names, and start the service again")
 
 
 async def _server(patient: Patient) -> Findings:
@@ -337,9 +339,9 @@ async def _clock(patient: Patient) -> Findings:
     after = datetime.now(UTC)
     apart = max((before - theirs).total_seconds(), (theirs - after).total_seconds())
     if apart > _CLOCKS_APART:
-        told = f"the clocks of this host and of the database are {apart:,.0f} s apart"
+        what = f"the clocks of this host and of the database are {apart:,.0f} s apart"
         make = _wrong if apart > CLOCK_MARGIN.total_seconds() else _warning
-        yield make(told, "synchronize both by NTP (`timedatectl status`)")
+        yield make(what, "synchronize both by NTP (`timedatectl status`)")
 
 
 async def _outbox(patient: Patient) -> Findings:
@@ -350,8 +352,8 @@ async def _outbox(patient: Patient) -> Findings:
     waiting = f"{least}{unsent['count']:,} events wait, one for {unsent['oldest']:,.0f} seconds"
     shards = {row["owner"]: row["shards"] for row in await patient.connection.fetch(RELAYS)}
     if None in shards:
-        told = f"{waiting}, and {len(shards[None])} shards have no relay"
-        yield _wrong(told, "start `service relay`, or `service run` (NoRelayOwner in the runbook)")
+        what = f"{waiting}, and {len(shards[None])} shards have no relay"
+        yield _wrong(what, "start `service relay`, or `service run` (NoRelayOwner in the runbook)")
     else:
         yield _warning(waiting, "see `/health/ready` of the relay (OutboxLag in the runbook)")
 
@@ -555,16 +557,16 @@ async def _lag(patient: Patient) -> Findings:
             behind[place] = lag, topic.blocked_at(row["partition"], row["next_offset"])
     readers = await _readers(patient) if behind else None
     for (name, partition), (lag, open_at) in behind.items():
-        told = (
+        what = (
             f"{name}/{partition} has stood still for over a minute, {lag:,} offsets before the end"
         )
         if readers is not None and (name, partition) not in readers:
             advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"
-            yield _wrong(f"{told}: nobody reads it", advice)
+            yield _wrong(f"{what}: nobody reads it", advice)
         elif open_at is not None:
             yield _open_transaction(patient, name, partition, open_at, lag)
         else:
-            yield _warning(told, "see `/health/ready` of the service")
+            yield _warning(what, "see `/health/ready` of the service")
 
 
 def _open_transaction(

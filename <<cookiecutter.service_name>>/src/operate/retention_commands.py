@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pipeline.retention import maintenance
-from pipeline.retention.maintenance import Standing
+from pipeline.retention.maintenance import PartitionStatus
 from pipeline.servers import revisions
 from pipeline.service import Service
 from pipeline.settings import Settings
@@ -56,7 +56,7 @@ def group(service: Service) -> typer.Typer:
 async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
         await revisions.check(connection, revisions.here())
-        done = await maintenance.keep_house(
+        done = await maintenance.maintain(
             connection, settings, archive=service.archive, say=partial(typer.echo, err=as_json)
         )
     if as_json:
@@ -95,7 +95,7 @@ async def _status(service: Service, settings: Settings, *, as_json: bool) -> Non
     tell_table(("name", "kept"), ((one.name, _told(one)) for one in found))
 
 
-def _told(one: Standing) -> str:
+def _told(one: PartitionStatus) -> str:
     if one.due_at is None:
         return "made ahead" if one.is_ahead else "takes new markers"
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"

@@ -12,7 +12,7 @@ from datetime import UTC, date, datetime
 import asyncpg
 from aiokafka.errors import KafkaError
 
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.retention import maintenance, partitions
 from pipeline.retention.partitions import State
 from pipeline.servers import cluster, topics
@@ -179,7 +179,7 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
         try:
             await question()
         except (KafkaError, OSError, TimeoutError) as error:
-            found.unknown[part] = f"{settings.kafka}: {named(error)}"
+            found.unknown[part] = f"{settings.kafka}: {describe_error(error)}"
             break  # it would not answer the next one either
     return found
 
@@ -193,7 +193,7 @@ async def _unless_unknown(
     except TimeoutError:
         found.unknown[part] = f"PostgreSQL has not answered in {_SECONDS:.0f} s"
     except (asyncpg.InsufficientPrivilegeError, asyncpg.QueryCanceledError) as error:
-        found.unknown[part] = named(error)
+        found.unknown[part] = describe_error(error)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Annotated
 import asyncpg
 import typer
 
-from pipeline.errors import told
+from pipeline.errors import summarize_error
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -74,7 +74,7 @@ async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_
             found = await _findings(connection, service, settings)
     except Away as error:
         advice = "start the server, or correct PIPELINE_DATABASE_URL; then the rest is checked"
-        away = doctor.Finding("postgresql", "wrong", told(error), advice)
+        away = doctor.Finding("postgresql", "wrong", summarize_error(error), advice)
         found = [away, *await _findings(None, service, settings)]
     if as_json:
         tell_program(*found)

@@ -22,13 +22,13 @@ from sqlalchemy.exc import DBAPIError
 from pipeline import redaction
 from pipeline.consume.inbox_coverage import RemembersTooLittle
 from pipeline.errors import (
-    StoreAway,
+    StoreUnavailable,
     as_raised,
+    describe_error,
+    format_traceback,
     is_infrastructure,
-    named,
     sqlstate_of,
-    told,
-    traceback_of,
+    summarize_error,
 )
 from pipeline.observe import logs
 from pipeline.observe.health import CannotListen
@@ -77,7 +77,7 @@ class Program(typer.Typer):
         try:
             return super().__call__(*args, **kwargs)
         except Exception as error:
-            typer.echo(traceback_of(error), err=True)
+            typer.echo(format_traceback(error), err=True)
             sys.exit(1)
 
 
@@ -145,7 +145,7 @@ def serving() -> Iterator[Tell]:
     def tell(text: str) -> None:
         error = sys.exc_info()[1]
         # A sentence that is not ours says little, if not where.
-        if isinstance(error, OSError) and not isinstance(error, StoreAway):
+        if isinstance(error, OSError) and not isinstance(error, StoreUnavailable):
             log.critical("the system has ended the process", exc_info=error)
         say(text)
 
@@ -169,8 +169,8 @@ def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
     """End the command with exit code 1 and one sentence when it fails as one may expect."""
     try:
         yield
-    except (Away, StoreAway) as error:  # they say whose outage it is
-        tell(told(error))
+    except (Away, StoreUnavailable) as error:  # they say whose outage it is
+        tell(summarize_error(error))
     except (
         Misconfigured,
         NotMigrated,
@@ -181,13 +181,13 @@ def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
         Refused,
         OSError,
     ) as error:
-        tell(named(error))
+        tell(describe_error(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = sqlstate_of(error) or ""
         if state.startswith(_NOT_LET_IN):
-            tell(f"PIPELINE_DATABASE_URL: {told(as_raised(error))}")
+            tell(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
         elif is_infrastructure(error):
-            tell(f"PostgreSQL: {named(error)}")
+            tell(f"PostgreSQL: {describe_error(error)}")
         else:
             raise
     else:
@@ -199,7 +199,9 @@ def of_postgresql(settings: Settings) -> AbstractContextManager[None]:
     """Say that it is PostgreSQL that fails, unless another server does. Raises `Away`."""
     return _of(
         f"{settings.postgresql} (PIPELINE_DATABASE_URL)",
-        lambda error: is_infrastructure(error) and not isinstance(error, StoreAway | KafkaError),
+        lambda error: (
+            is_infrastructure(error) and not isinstance(error, StoreUnavailable | KafkaError)
+        ),
     )
 
 
@@ -219,7 +221,7 @@ def _of(server: str, is_its: Callable[[Exception], bool]) -> Iterator[None]:
         # A pipe is broken where nobody reads any more what a command writes.
         if isinstance(error, BrokenPipeError) or not is_its(error):
             raise
-        raise Away(f"{server}: {named(error)}") from error
+        raise Away(f"{server}: {describe_error(error)}") from error
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -14,7 +14,7 @@ from operate import dead, dead_events
 from operate.dead import Which
 from operate.operations import Refused
 from pipeline import Service
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.relay import scheduled
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
@@ -146,6 +146,6 @@ def _recorded(what: str, operator: Operator, id: str, **more: str) -> Iterator[N
     try:
         yield
     except Exception as error:
-        log.warning("not done on the page: %s: %s", what, named(error), extra=fields)
+        log.warning("not done on the page: %s: %s", what, describe_error(error), extra=fields)
         raise
     log.warning("done on the page: %s", what, extra=fields)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from operate.operations import Refused
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.settings import Settings
 
 from . import asked, trouble
@@ -76,7 +76,7 @@ class Gate:
             said = trouble.told(error, self._settings)
             if said is None:
                 raise
-            log.warning("PostgreSQL does not answer the page: %s", named(error))
+            log.warning("PostgreSQL does not answer the page: %s", describe_error(error))
             return self._templates.note(operator, said, HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _stranger(self) -> Response:

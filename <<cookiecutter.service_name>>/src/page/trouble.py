@@ -2,7 +2,7 @@
 
 import sqlalchemy.exc
 
-from pipeline.errors import as_raised, is_contention, is_infrastructure, named, sqlstate_of
+from pipeline.errors import as_raised, describe_error, is_contention, is_infrastructure, sqlstate_of
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import Settings
 
@@ -18,10 +18,10 @@ def told(error: Exception, settings: Settings) -> str | None:
         return str(NotMigrated())
     if state.startswith(_NOT_LET_IN):
         why = "See to PIPELINE_DATABASE_URL, which has to be that of the operator's role."
-        return f"{named(error)}. {why}"
+        return f"{describe_error(error)}. {why}"
     is_late = isinstance(as_raised(error), TimeoutError | sqlalchemy.exc.TimeoutError)
     if is_late or is_contention(error):
         return f"{settings.postgresql} does not answer in time; try again."
     if is_infrastructure(error):
-        return f"{settings.postgresql} can't be used: {named(error)}; try again."
+        return f"{settings.postgresql} can't be used: {describe_error(error)}; try again."
     return None

@@ -13,9 +13,9 @@ from starlette.responses import Response, StreamingResponse
 
 from operate import status
 from pipeline import Service
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.servers.database import autocommitting
-from pipeline.servers.tasks import woken
+from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
 
 from . import trouble
@@ -63,7 +63,7 @@ class Watch:
                 await self._look()
             except Exception as error:
                 said = trouble.told(error, self._settings)
-                why = said or named(error)
+                why = said or describe_error(error)
                 if why != self._course.failed:  # else it was told
                     if said is None:
                         log.exception("the overview is not known")
@@ -101,7 +101,7 @@ class Watch:
                 and self._sessions.operator(request)
             ):
                 yield await self._event()
-                await woken(self._stopping, self._page.interval)
+                await sleep_or_event(self._stopping, self._page.interval)
 
     async def _event(self) -> bytes:
         try:

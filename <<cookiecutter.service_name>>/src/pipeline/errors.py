@@ -38,11 +38,11 @@ _INFRASTRUCTURE = (
 )
 
 
-class StoreAway(ConnectionError):
+class StoreUnavailable(ConnectionError):
     """The object store can't be used; the text names it and says why."""
 
 
-class StoreSlow(StoreAway):
+class StoreSlow(StoreUnavailable):
     """The object store has not answered in time: it may be too much at once."""
 
 
@@ -141,7 +141,7 @@ def is_of_the_database(error: BaseException) -> bool:
     return any(isinstance(one, _OF_THE_DATABASE) for one in leaves(error))
 
 
-def told(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return the error's text in a line, without secrets, values of payloads or rows, and SQL.
 
     It can be stored, and ends where nobody reads on, whatever the payload has brought into it.
@@ -158,7 +158,9 @@ def told(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         inner = [*islice(leaves(error), _MOST)]
-        return "; ".join([str(error), *(named(one)[: _LONGEST // len(inner)] for one in inner)])
+        return "; ".join(
+            [str(error), *(describe_error(one)[: _LONGEST // len(inner)] for one in inner)]
+        )
     if isinstance(error, ValidationError):
         return "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'payload'}: {one['msg']}"
@@ -183,15 +185,15 @@ def _is_about_a_value(error: BaseException) -> bool:
     )
 
 
-def named(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the error's type and what `told` says of it."""
     error = as_raised(error)
-    kind, text = type(error).__name__, told(error)
+    kind, text = type(error).__name__, summarize_error(error)
     # aiokafka's texts begin with the type.
     return f"{kind}: {text}" if text and not text.startswith(kind) else text or kind
 
 
-def traceback_of(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """Return it without secrets, and the values of rows and payloads that errors quote."""
     whole = traceback.TracebackException.from_exception(error)
     pairs: list[tuple[traceback.TracebackException | None, BaseException | None]]
@@ -201,7 +203,7 @@ def traceback_of(error: BaseException) -> str:
         if found is None or one is None:
             continue
         if is_of_the_database(one) or isinstance(one, ValidationError):
-            found._str = told(one)  # type: ignore[attr-defined]  # nothing public sets it
+            found._str = summarize_error(one)  # type: ignore[attr-defined]  # nothing public sets it
         pairs += [(found.__cause__, one.__cause__), (found.__context__, one.__context__)]
         pairs += zip(found.exceptions or (), getattr(one, "exceptions", ()), strict=False)
     return redact_error("".join(whole.format())).rstrip("\n")

@@ -24,19 +24,19 @@ from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
 from pipeline.events.references import Claims
 from pipeline.observe import exporters, logs, telemetry
-from pipeline.observe.health import Announcer, Health, HealthServer, Watchdog
+from pipeline.observe.health import Health, HealthServer, ReadinessLog, Watchdog
 from pipeline.relay.relay import Relay
 from pipeline.retention.maintenance import AHEAD_SECONDS, make_ahead, tidy
 from pipeline.retention.partitions import NotOwner
-from pipeline.retry.effect_workers import Caller
-from pipeline.retry.workers import Lanes
+from pipeline.retry.effect_workers import EffectWorkers
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.guard import InContext
-from pipeline.servers.retrying import patiently
+from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.servers.tasks import in_background
 
-from .errors import is_infrastructure, is_of_the_database, named
+from .errors import describe_error, is_infrastructure, is_of_the_database
 from .service import Service
 from .settings import Settings
 
@@ -172,7 +172,7 @@ async def _serve(
         called=called.set,
         claims=claims,
     )
-    lanes = Lanes(
+    lanes = BacklogWorkers(
         engine,
         consume,
         handlers=handlers,
@@ -182,7 +182,7 @@ async def _serve(
         health=health,
         parked=parked,
     )
-    caller = Caller(
+    caller = EffectWorkers(
         engine,
         consume,
         handlers=handlers,
@@ -201,7 +201,7 @@ async def _serve(
         health=health,
     )
     # In this order they stop: the relay publishes what the others have committed last.
-    every: list[tuple[Part, Sequence[Consumer | Lanes | Relay]]] = [
+    every: list[tuple[Part, Sequence[Consumer | BacklogWorkers | Relay]]] = [
         (Part.CONSUME, [consumer, lanes, *([caller] if handlers.callers else [])]),
         (Part.RELAY, [relay]),
     ]
@@ -234,7 +234,7 @@ async def _serve(
                 raise outcome
 
 
-async def _watch(callers: Sequence[Consume | Caller], seconds: float) -> None:
+async def _watch(callers: Sequence[Consume | EffectWorkers], seconds: float) -> None:
     """End the process when a handler swallows its cancellation: it would hold up its partition.
 
     The next process finds the message by the count of starts, as it does with all that kill.
@@ -300,7 +300,9 @@ async def _tidy(
     except Exception as error:
         telemetry.retention_failed()
         expected = is_infrastructure(error) or is_of_the_database(error)
-        log.error("tidying up failed: %s", named(error), exc_info=None if expected else error)
+        log.error(
+            "tidying up failed: %s", describe_error(error), exc_info=None if expected else error
+        )
 
 
 async def _patiently(
@@ -311,7 +313,7 @@ async def _patiently(
     stopping: asyncio.Event,
 ) -> None:
     try:
-        async for attempt in patiently(
+        async for attempt in retry_while_unavailable(
             "housekeeping",
             settings.postgresql,
             unless=stopping.is_set,
@@ -329,7 +331,7 @@ async def _patiently(
 
 async def _beat(health: Health, hang_timeout: float) -> None:
     """Tell that the loop turns, and log when the process becomes ready or stops being so."""
-    announcer = Announcer(health)
+    announcer = ReadinessLog(health)
     watchdog = Watchdog(health, hang_timeout)
     watchdog.start()
     telemetry.observe_ready(lambda: health.is_ready)

@@ -24,7 +24,7 @@ from pipeline import durable
 from pipeline.retention import maintenance as retentions
 from pipeline.retention import partitions
 from pipeline.retention.archive import Tell
-from pipeline.retention.maintenance import Round, keep_house
+from pipeline.retention.maintenance import Round, maintain
 from pipeline.retention.partitions import Partition, State
 
 from . import app
@@ -358,9 +358,7 @@ async def test_two_at_once_do_no_harm(
     monkeypatch.setattr(days, "PAGE_ROWS", 100)
     await house.fill(1_000, payload=500)
     keepers = [await connect() for _ in range(3)]
-    await asyncio.gather(
-        *(keep_house(one, house.settings(), archive=app.archive) for one in keepers)
-    )
+    await asyncio.gather(*(maintain(one, house.settings(), archive=app.archive) for one in keepers))
     await house.keep()
     assert await house.rows() is None
     assert "1,000 events" in (await service("verify")).stdout
@@ -429,7 +427,7 @@ async def test_the_lease_is_renewed_while_it_takes_long(
     other = await connect()
     keeping = await held_up(house, door, monkeypatch, interval=6)
     for _ in range(20):
-        assert not (await keep_house(other, house.settings())).is_ours
+        assert not (await maintain(other, house.settings())).is_ours
         await asyncio.sleep(0.4)
     assert not keeping.done()
     door.go_on()
@@ -485,7 +483,7 @@ async def test_partitions_are_made_ahead_while_a_day_is_archived_for_long(house:
             await tell("nothing yet")
             assert await partitions.exists(connection, ahead)
 
-    done = await keep_house(house.db, house.settings(housekeeping_interval=0.01), archive=Long())
+    done = await maintain(house.db, house.settings(housekeeping_interval=0.01), archive=Long())
     assert (done.dropped, done.held) == ([OLD], [])
 
 

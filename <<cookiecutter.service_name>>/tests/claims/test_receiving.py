@@ -19,7 +19,7 @@ from pipeline import Policy
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.fetching import fetch_batch
-from pipeline.errors import StoreAway, StoreSlow
+from pipeline.errors import StoreSlow, StoreUnavailable
 from pipeline.events.payload import payload_hash
 from pipeline.events.references import DataElsewhere, Reference
 
@@ -82,7 +82,7 @@ async def test_the_same_event_with_its_data_and_by_reference_is_one(
     await counter.apply(Deposit(1), stored(objects, Deposit(2)))
     again = await counter.apply(stored(objects, Deposit(1)), Deposit(2))
     assert [one.is_new for one in again] == [False, False]
-    assert await counter.desk.set_aside() == {}
+    assert await counter.desk.park() == {}
     assert await histories(db) == {"ada": [1, 2]}
 
 
@@ -91,7 +91,7 @@ async def test_another_payload_by_reference_is_an_identity_mismatch(
 ) -> None:
     await counter.apply(Deposit(1, id="one"))
     await counter.apply(stored(objects, Deposit(2, id="one")))
-    assert await counter.desk.set_aside() == {("deposit", 1): "identity mismatch"}
+    assert await counter.desk.park() == {("deposit", 1): "identity mismatch"}
 
 
 async def test_data_is_fetched_for_a_batch_as_far_as_there_is_memory(
@@ -141,7 +141,7 @@ async def test_what_is_not_as_it_was_sent_is_a_dead_letter_until_somebody_has_pu
     await counter.apply(event, Deposit(2, account="bob"))
     reason = "data missing" if harm == "missing" else "data changed"
     assert reason in REASONS
-    assert await counter.desk.set_aside() == {("deposit", 0): reason}
+    assert await counter.desk.park() == {("deposit", 0): reason}
     (row,) = await counter.desk.backlog()
     assert (row["value"], row["attempts"]) == (b"", 0)
     assert await histories(db) == {"bob": [2]}
@@ -160,7 +160,7 @@ async def test_what_is_not_as_it_was_sent_is_a_dead_letter_until_somebody_has_pu
     assert await counter.desk.backlog() == []
     # From now on its payload is known too.
     await counter.apply(Deposit(3, id="1"))
-    assert list((await counter.desk.set_aside()).values()) == ["identity mismatch"]
+    assert list((await counter.desk.park()).values()) == ["identity mismatch"]
 
 
 @pytest.mark.parametrize(("length", "checksum"), [(1, None), (None, "00" * 32)])
@@ -169,7 +169,7 @@ async def test_the_length_and_the_checksum_each_tell_that_it_is_something_else(
 ) -> None:
     uri = objects.put("a", payload(1))
     await counter.apply(referring(Deposit(1), uri, length=length, checksum=checksum))
-    assert await counter.desk.set_aside() == {("deposit", 0): "data changed"}
+    assert await counter.desk.park() == {("deposit", 0): "data changed"}
 
 
 async def test_data_that_has_changed_in_the_backlog_is_a_dead_letter_without_a_checksum_too(
@@ -181,7 +181,7 @@ async def test_data_that_has_changed_in_the_backlog_is_a_dead_letter_without_a_c
     await counter.apply(referring(Deposit(1), uri), Deposit(2, account="bob"))
     objects.put("a", payload(7))
     await desk.work_off()
-    assert await desk.set_aside() == {("deposit", 0): "data changed"}
+    assert await desk.park() == {("deposit", 0): "data changed"}
     assert await histories(db) == {"bob": [2]}
     (row,) = await desk.backlog()
     assert uri in row["error"]
@@ -222,7 +222,7 @@ async def test_a_known_event_whose_data_has_gone_is_a_duplicate(
     objects.delete(place(event))
     (again,) = await counter.apply(event)
     assert not again.is_new
-    assert await counter.desk.set_aside() == {}
+    assert await counter.desk.park() == {}
 
 
 async def test_a_key_that_holds_waits_for_its_data_and_keeps_its_order(
@@ -233,7 +233,7 @@ async def test_a_key_that_holds_waits_for_its_data_and_keeps_its_order(
     content = objects.get(place(first))
     objects.delete(place(first))
     await counter.apply(first, Deposit(2), Deposit(9, account="bob"), stored(objects, Deposit(3)))
-    assert await counter.desk.set_aside() == {
+    assert await counter.desk.park() == {
         ("deposit", 0): "data missing",
         ("deposit", 1): "follows another",
         ("deposit", 3): "follows another",
@@ -365,7 +365,7 @@ async def test_what_lies_elsewhere_is_never_fetched(
         await counter.apply(referring(Deposit(1), where))
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert await counter.desk.set_aside() == {("deposit", 0): "data elsewhere"}
+    assert await counter.desk.park() == {("deposit", 0): "data elsewhere"}
     (row,) = await counter.desk.backlog()
     assert "PIPELINE_CLAIM_URL" in row["error"]
 
@@ -378,7 +378,7 @@ async def test_data_that_is_larger_than_the_memory_is_a_dead_letter(
     if not says:
         event = referring(Deposit(1), f"{objects.url}/{place(event)}")
     await counter.apply(event)
-    assert await counter.desk.set_aside() == {("deposit", 0): "data too large"}
+    assert await counter.desk.park() == {("deposit", 0): "data too large"}
     assert not counter.desk.outages
 
 
@@ -388,7 +388,7 @@ async def test_a_length_that_is_no_number_is_the_producers_mistake(
     uri = objects.put("a", payload(1))
     headers = (("ce_dataref", uri.encode()), ("ce_datalength", b"-1"))
     await counter.apply(Deposit(1, value=b"", headers=headers))
-    assert await counter.desk.set_aside() == {("", 0): "invalid attribute"}
+    assert await counter.desk.park() == {("", 0): "invalid attribute"}
 
 
 async def test_a_service_without_a_store_says_what_to_do(
@@ -397,7 +397,7 @@ async def test_a_service_without_a_store_says_what_to_do(
     bank = Bank(deposits="deposits", balances="balances", name="desk")
     desk = await new_desk(bank.handlers, topic=bank.deposits)
     await Counter(desk, None).apply(stored(objects, Deposit(1)))  # type: ignore[arg-type]
-    assert await desk.set_aside() == {("deposit", 0): "data elsewhere"}
+    assert await desk.park() == {("deposit", 0): "data elsewhere"}
     (row,) = await desk.backlog()
     assert "set PIPELINE_CLAIM_URL" in row["error"]
 
@@ -422,7 +422,7 @@ async def test_a_store_that_is_not_there_buries_nothing_while_small_events_go_on
     async with loss():
         for number, event in enumerate(large):
             await counter.apply(Deposit(100 + number, account="small"))
-            with pytest.raises(StoreAway, match=f"the object store at {objects.url}: "):
+            with pytest.raises(StoreUnavailable, match=f"the object store at {objects.url}: "):
                 await counter.apply(event)
         assert await counter.desk.backlog() == []
     await counter.apply(*large)

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from claims.check import Claims
 from pipeline import Event, Handlers, Transaction, Writer, Writing
-from pipeline.errors import StoreAway, StoreSlow
+from pipeline.errors import StoreSlow, StoreUnavailable
 from pipeline.events.references import Kept, Reference
 from pipeline.handlers.staging import Unpublishable
 from pipeline.servers.database import create_engine
@@ -142,7 +142,7 @@ async def test_what_is_larger_than_the_memory_is_refused_as_it_is_staged(
     await desk.apply(Deposit(letters))
     fits = letters + EMPTY <= 10_000
     assert len(objects.names()) == fits
-    assert (await desk.set_aside() == {}) == fits
+    assert (await desk.park() == {}) == fits
     if not fits:
         (row,) = await desk.backlog()
         assert row["error"].startswith(Unpublishable.__name__)
@@ -174,14 +174,14 @@ async def test_more_than_there_is_memory_for_is_done_in_parts(
 ) -> None:
     await desk.apply(*(Deposit(3_000 + number) for number in range(8)))
     assert len(await outbox(db)) == 8
-    assert await desk.set_aside() == {}
+    assert await desk.park() == {}
     assert set(await noted(db)) == objects.names()
 
 
 async def test_one_message_that_needs_more_is_its_handlers_fault(desk: Desk, clerk: Clerk) -> None:
     clerk.copies = 4
     await desk.apply(Deposit(3_000), Deposit(2, account="bob"))
-    assert await desk.set_aside() == {("state", 0): "transaction failed"}
+    assert await desk.park() == {("state", 0): "transaction failed"}
 
 
 async def test_a_store_that_is_slow_gets_less_at_once(
@@ -245,7 +245,7 @@ async def test_a_writer_keeps_large_payloads_and_is_told_when_the_store_is_away(
     (row,) = await outbox(db)
     assert row["dataref"].startswith(f"{objects.url}/api/")
     async with outage():
-        with pytest.raises(StoreAway, match="object store at"):
+        with pytest.raises(StoreUnavailable, match="object store at"):
             await writer.write(state)
     assert len(await outbox(db)) == 1
 
@@ -257,7 +257,7 @@ async def test_a_store_that_is_not_there_is_not_made_by_what_is_stored(
     """A folder that is not mounted would get what its readers never see."""
     claims = opened()
     async with loss():
-        with pytest.raises(StoreAway, match="object store at"):
+        with pytest.raises(StoreUnavailable, match="object store at"):
             await claims.keep({"a": b"1"})
     assert objects.names() == set()
 
@@ -404,7 +404,7 @@ async def test_a_handler_that_leaves_a_store_that_works_too_little_time_is_at_fa
     clerk.seconds = 1.5
     async with asyncio.timeout(PATIENCE):
         await desk.apply(Deposit(1_000))
-    assert await desk.set_aside() == {("state", 0): "takes too long"}
+    assert await desk.park() == {("state", 0): "takes too long"}
     assert desk.outages == []
 
 
@@ -423,5 +423,5 @@ async def test_a_store_that_forbids_is_waited_for_and_what_to_grant_is_said(
     async with await asyncio.start_server(forbid, "127.0.0.1", 0) as server:
         remote(server.sockets[0].getsockname()[1])
         claims = opened()
-        with pytest.raises(StoreAway, match=r"fetching is forbidden: grant .*s3:ListBucket"):
+        with pytest.raises(StoreUnavailable, match=r"fetching is forbidden: grant .*s3:ListBucket"):
             await claims.fetch(Reference("s3://bucket/claims/a"))

@@ -27,7 +27,7 @@ from pipeline.handlers.policy import (
     GAP,
     REDRIVEN,
     UNKNOWN,
-    Fate,
+    Decision,
     Policy,
     after_failure,
     dead,
@@ -36,7 +36,7 @@ from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import LANES
 from pipeline.servers.database import lease_ended
-from pipeline.servers.tasks import Turn
+from pipeline.servers.tasks import TimeSlice
 
 from .batch import Item, Quarantined, items_of, order_key, validated
 from .inbox import Generations, IdentityMismatch, Known
@@ -89,7 +89,7 @@ class Row(NamedTuple):
     consumer: str
     """Empty for a record that could not be decoded, which is nobody's yet."""
     record: Record
-    fate: Fate
+    fate: Decision
     item: Item | None = None
     remembered: bytes | None = None
     """The payload hash that the message's identity came with before, if that was another."""
@@ -378,7 +378,7 @@ def quarantined(one: Quarantined) -> Row:
     return Row(digest.digest(), "", record, dead(Policy(), one.reason, one.error))
 
 
-def impostor(item: Item, error: IdentityMismatch) -> Row:
+def identity_mismatch(item: Item, error: IdentityMismatch) -> Row:
     """Return the dead letter of a message that has the identity of another one.
 
     It does not hold its key: in the order stands the other one.
@@ -459,7 +459,7 @@ class Taken:
 
     items: Sequence[Item]
     """Messages to handle; those that may kill the process are not validated yet."""
-    readmitted: Mapping[bytes, Sequence[Item]]
+    redecoded: Mapping[bytes, Sequence[Item]]
     """What records that were nobody's turn out to be now, by their row's key."""
     hopeless: Sequence[Row]
     """Rows that can't be given to any handler of this process."""
@@ -487,10 +487,10 @@ async def take(
     rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before)
     keys: list[bytes] = []
     items: list[Item] = []
-    readmitted: dict[bytes, Sequence[Item]] = {}
+    redecoded: dict[bytes, Sequence[Item]] = {}
     hopeless: list[Row] = []
     waiting: set[bytes] = set()
-    turn = Turn()
+    turn = TimeSlice()
     for row in rows:
         if turn.is_over:
             await turn.end()
@@ -509,8 +509,8 @@ async def take(
         elif row["consumer"]:
             items += found
         else:
-            readmitted[row["key"]] = found
-    return Taken(items, readmitted, hopeless, keys)
+            redecoded[row["key"]] = found
+    return Taken(items, redecoded, hopeless, keys)
 
 
 def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
@@ -594,7 +594,7 @@ async def settle(
             [row.remembered for row in changed],
             [row.first_trace for row in changed],
         )
-    await let_heads_be_due(connection, [lane.number], keys, went_on)
+    await schedule_heads(connection, [lane.number], keys, went_on)
 
 
 async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
@@ -602,7 +602,7 @@ async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, flo
     return [tuple(row) for row in await connection.fetch(_COUNT)]
 
 
-async def seize(connection: asyncpg.Connection, lane: int) -> None:
+async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
     """Hold the lane to the end of the transaction, as nobody's worker, to change what is dead.
 
     Waits for the transaction of the worker that has it, whose later ones raise `LaneLost`. That
@@ -628,7 +628,7 @@ async def discard(
     await connection.execute(_DISCARD, keys, operator, why)
 
 
-async def let_heads_be_due(
+async def schedule_heads(
     connection: asyncpg.Connection,
     lanes: Collection[int],
     keys: Collection[bytes],

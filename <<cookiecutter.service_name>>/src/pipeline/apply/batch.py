@@ -28,7 +28,7 @@ from pipeline.events.message import (
 from pipeline.handlers.ordering import sequence_of
 from pipeline.handlers.policy import DIED, Reject
 from pipeline.handlers.registry import Handler, Handlers
-from pipeline.servers.tasks import Turn
+from pipeline.servers.tasks import TimeSlice
 
 from .inbox import Anchor, Known
 
@@ -153,7 +153,7 @@ async def read(
     items: list[Item] = []
     skipped: list[int] = []
     quarantined: list[Quarantined] = []
-    turn = Turn()
+    turn = TimeSlice()
     for record in records:
         if turn.is_over:
             await turn.end()

@@ -80,14 +80,14 @@ class Breaker:
         for consumer in consumers:
             self._close(consumer, "succeeds again")
 
-    def observe(self, failures: Iterable[Failure], *, fared_well: Collection[str] = ()) -> None:
+    def observe(self, failures: Iterable[Failure], *, succeeded: Collection[str] = ()) -> None:
         """Note who failed in an attempt; raises `BreakerOpen` if nothing may be stored.
 
         The failures of those who `fared_well` with other messages of the attempt are their own.
         """
         failed: dict[str, BaseException] = {}
         for failure in failures:
-            if failure.consumer not in fared_well:
+            if failure.consumer not in succeeded:
                 failed[failure.consumer] = failure.error
                 if failure.is_news:
                     self._note(failure)

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pipeline.errors import is_infrastructure, is_of_the_database, named, sqlstate_of
+from pipeline.errors import describe_error, is_infrastructure, is_of_the_database, sqlstate_of
 from pipeline.events.event import Event
 from pipeline.handlers.aggregate import Aggregate, Key
 from pipeline.handlers.ordering import (
@@ -30,7 +30,7 @@ from pipeline.handlers.policy import (
     GAP,
     PARKED,
     REDRIVEN,
-    Fate,
+    Decision,
     Reject,
     as_decision,
     dead,
@@ -43,7 +43,7 @@ from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import EventBatch, Transaction
 from pipeline.observe.telemetry import Current, ProcessSpans, traceparent
 from pipeline.servers.guard import Guard, HandlerFault, InContext
-from pipeline.servers.tasks import Turn
+from pipeline.servers.tasks import TimeSlice
 
 from .backlog import StoredRecord
 from .batch import Item, validated
@@ -213,7 +213,7 @@ class Handled:
     applied: list[Item] = field(default_factory=list)
     superseded: list[tuple[Item, str]] = field(default_factory=list)
     """Those that a later one of their sequence has overtaken, and which."""
-    unfit: list[tuple[Item, Fate]] = field(default_factory=list)
+    unfit: list[tuple[Item, Decision]] = field(default_factory=list)
     """Those that are too early in their sequence or conflict with it, and what becomes of them."""
     returned: dict[bytes, str] = field(default_factory=dict)
     """What they returned, as JSON, by marker key."""
@@ -304,7 +304,7 @@ async def _handle_runs(items: Sequence[Item], attempt: Attempt, handled: Handled
     """Call the handlers of the messages, and note how they fare."""
     behind: set[bytes] = set()
     waiting: set[bytes] = set()
-    turn = Turn()
+    turn = TimeSlice()
     for one in _runs(items):
         if turn.is_over:
             await turn.end()
@@ -420,7 +420,7 @@ async def _supersede(item: Item, attempt: Attempt, handled: Handled) -> None:
         handled.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
 
 
-def _fate_of_early(item: Item, gap: int) -> Fate | None:
+def _fate_of_early(item: Item, gap: int) -> Decision | None:
     """Return what becomes of an event before which others are missing; None: it is applied."""
     gaps, policy = item.handler.gaps, item.handler.policy
     assert gaps is not None
@@ -490,8 +490,8 @@ def result_as_json(result: object) -> str | None:
         return pydantic_core.to_json(result, inf_nan_mode="strings").decode()
     except Exception as error:
         raise TypeError(
-            f"the function has returned what is no JSON ({named(error)}): return text, a number, a"
-            " list, a dict or a model, which are kept, or nothing"
+            f"the function has returned what is no JSON ({describe_error(error)}): return text, a"
+            " number, a list, a dict or a model, which are kept, or nothing"
         ) from error
 
 

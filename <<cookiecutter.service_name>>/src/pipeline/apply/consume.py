@@ -21,7 +21,7 @@ from pipeline.events.references import Claims, Unresolved
 from pipeline.handlers.policy import (
     FOLLOWER,
     NOT_DONE,
-    Fate,
+    Decision,
     Park,
     Reject,
     after_failure,
@@ -82,7 +82,7 @@ class TooOld(Exception):
         super().__init__(text)
 
 
-class _Unclear(Exception):
+class CulpritUnknown(Exception):
     """The batch failed as a whole, and any of its records may be at fault."""
 
     def __init__(
@@ -103,10 +103,12 @@ class _Unclear(Exception):
         """`traceparent` of the latest call of a handler."""
 
 
-class _Guilty(Exception):
+class MessagesFailed(Exception):
     """Some messages have failed; what becomes of them is known, and the others go on."""
 
-    def __init__(self, fates: dict[bytes, Fate], *, late: bytes | None, is_cut_off: bool) -> None:
+    def __init__(
+        self, fates: dict[bytes, Decision], *, late: bytes | None, is_cut_off: bool
+    ) -> None:
         super().__init__(f"{len(fates)} messages failed")
         self.fates = fates
         self.late = late
@@ -115,7 +117,7 @@ class _Guilty(Exception):
         """Whether the connection is not usable any more."""
 
 
-_IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, NeedsOwnSession, _Guilty, _Unclear)
+_IN_ORDER = (BreakerOpen, LaneLost, PositionMoved, NeedsOwnSession, MessagesFailed, CulpritUnknown)
 """Raised in order: the transaction is rolled back, its connection is as good as before."""
 
 
@@ -188,7 +190,7 @@ class Consume:
         return await self._apply(work, work.fates, attempts, Memory())
 
     async def _apply(
-        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, memory: Memory
+        self, work: Work, fates: dict[bytes, Decision], attempts: Attempts, memory: Memory
     ) -> Sequence[Results]:
         late: set[bytes] = set()
         while True:
@@ -197,7 +199,7 @@ class Consume:
             except NeedsOwnSession as need:
                 _let_go(need)
                 self._own.add(need.consumer)
-            except _Guilty as guilty:
+            except MessagesFailed as guilty:
                 # Again without them, as often as more of them are found.
                 _let_go(guilty)
                 fates = fates | guilty.fates
@@ -205,7 +207,7 @@ class Consume:
                     # Once more: maybe it has waited for a connection that was dead.
                     late.add(guilty.late)
                     del fates[guilty.late]
-            except _Unclear as unclear:
+            except CulpritUnknown as unclear:
                 _let_go(unclear, unclear.error)
                 parts = work.halves()
                 if len(parts) == 1 and len(parts[0].items) == len(work.items):
@@ -218,7 +220,7 @@ class Consume:
                     ]
 
     async def _attempt(
-        self, work: Work, fates: dict[bytes, Fate], attempts: Attempts, memory: Memory
+        self, work: Work, fates: dict[bytes, Decision], attempts: Attempts, memory: Memory
     ) -> Results:
         """Commit the work, again and again while infrastructure fails."""
         contentions = 0
@@ -227,7 +229,7 @@ class Consume:
             nonlocal contentions
             try:
                 return await self._commit(work, fates, memory)
-            except _Unclear as unclear:
+            except CulpritUnknown as unclear:
                 if unclear.storing and self.claims and _is_single(work):
                     # The handler has left it little time. If it fails with all of it, that is an
                     # outage, and else the handler is too slow; what is kept now is an orphan.
@@ -236,12 +238,12 @@ class Consume:
             except Exception as error:
                 contentions += is_contention(error)
                 if contentions > _CONTENTIONS and _is_doubtful(work, fates):
-                    raise _Unclear("locked out", error) from error
+                    raise CulpritUnknown("locked out", error) from error
                 raise
 
         try:
             return await attempts.copy()(commit)
-        except _Unclear:
+        except CulpritUnknown:
             if not _is_single(work):
                 raise
             # Once more: a row that another partition has created meanwhile is found now, and what
@@ -249,7 +251,7 @@ class Consume:
             contentions = 0
             return await attempts.copy()(commit)
 
-    def _blamed(self, suspects: Sequence[Item], unclear: _Unclear) -> dict[bytes, Fate]:
+    def _blamed(self, suspects: Sequence[Item], unclear: CulpritUnknown) -> dict[bytes, Decision]:
         """Return the fates of the messages of one record, one of which must be at fault."""
         self._breaker.observe(
             Failure(item.marker.consumer, item.order_key, unclear.error, item.last_error)
@@ -261,7 +263,7 @@ class Consume:
         fate = judged(item, unclear.error, unclear.reason)
         return {item.marker.key: replace(fate, trace=unclear.trace)}
 
-    async def _commit(self, work: Work, fates: dict[bytes, Fate], memory: Memory) -> Results:
+    async def _commit(self, work: Work, fates: dict[bytes, Decision], memory: Memory) -> Results:
         limit = self._settings.transaction_timeout
         progress = _Progress()
         CALL.set(None)  # whoever has begun the task
@@ -273,16 +275,16 @@ class Consume:
             started = perf_counter()
             try:
                 transaction = await connection.begin()
-                with _blaming(work, fates, limit, progress):
+                with _classify_errors(work, fates, limit, progress):
                     async with asyncio.timeout(limit + _EARLY):
                         results, outbox = await self._execute(
                             connection, work, fates, progress, memory
                         )
                     await transaction.commit()
             except _IN_ORDER as error:
-                if isinstance(error, _Unclear):
+                if isinstance(error, CulpritUnknown):
                     error.trace = progress.trace
-                is_cut_off = isinstance(error, _Guilty | _Unclear) and error.is_cut_off
+                is_cut_off = isinstance(error, MessagesFailed | CulpritUnknown) and error.is_cut_off
                 if is_cut_off or perf_counter() - started > limit:
                     await connection.invalidate()  # it may be in the middle of a statement
                 elif progress.is_own:
@@ -292,7 +294,7 @@ class Consume:
                 # Lost, cut off or cancelled in the middle: nobody else may get this connection.
                 await connection.invalidate()
                 raise
-        self._breaker.succeeded(results.fared_well)
+        self._breaker.succeeded(results.succeeded)
         if outbox:
             self._staged(len(outbox))
         if outbox.calls:
@@ -307,7 +309,7 @@ class Consume:
         self,
         connection: AsyncConnection,
         work: Work,
-        fates: dict[bytes, Fate],
+        fates: dict[bytes, Decision],
         progress: "_Progress",
         memory: Memory,
     ) -> tuple[Results, Outbox]:
@@ -378,7 +380,7 @@ class Consume:
     def _judge(self, work: Work, handled: Handled, results: Results) -> None:
         """Raise `_Guilty` if any message has failed, or `BreakerOpen` if it is not the messages."""
         readable, failures = work.reading
-        results.fared_well = readable | {item.marker.consumer for item in handled.applied}
+        results.succeeded = readable | {item.marker.consumer for item in handled.applied}
         failures += [
             Failure(item.marker.consumer, item.order_key, item.fault, item.last_error)
             for item, fate in results.fates
@@ -389,7 +391,7 @@ class Consume:
             for item, error in handled.failed
             if not isinstance(error, Park | Reject)  # decisions
         ]
-        self._breaker.observe(failures, fared_well=results.fared_well)
+        self._breaker.observe(failures, succeeded=results.succeeded)
         if handled.failed:
             (first, error), *others = handled.failed
             if handled.is_certain:
@@ -401,7 +403,7 @@ class Consume:
             fates = {
                 key: replace(fate, trace=handled.traces.get(key)) for key, fate in fates.items()
             }
-            raise _Guilty(fates, late=late, is_cut_off=handled.is_cut_off)
+            raise MessagesFailed(fates, late=late, is_cut_off=handled.is_cut_off)
 
 
 async def _look_up(
@@ -442,7 +444,7 @@ async def _look_up(
 def _sort_out(
     new: Sequence[Item],
     waiting: set[bytes],
-    fates: Mapping[bytes, Fate],
+    fates: Mapping[bytes, Decision],
     results: Results,
 ) -> list[Item]:
     """Return the messages to handle now; what becomes of the others goes into the results."""
@@ -474,7 +476,7 @@ def _let_go(*errors: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
 
 
-def judged(item: Item, error: BaseException, reason: str) -> Fate:
+def judged(item: Item, error: BaseException, reason: str) -> Decision:
     """Return what becomes of a message whose handling has failed with an error of its own."""
     policy, effect = item.handler.policy, item.handler.effect
     attempts, waited = item.attempts, item.waited
@@ -486,7 +488,7 @@ def judged(item: Item, error: BaseException, reason: str) -> Fate:
 
 async def _too_old(
     driver: asyncpg.Connection, generations: Generations, new: Sequence[Item]
-) -> dict[bytes, Fate]:
+) -> dict[bytes, Decision]:
     """Return the fates of messages that may have been applied and forgotten, by marker key."""
     old = [
         item
@@ -507,7 +509,7 @@ async def _too_old(
     }
 
 
-def _suspects(work: Work, fates: Mapping[bytes, Fate]) -> list[Item]:
+def _suspects(work: Work, fates: Mapping[bytes, Decision]) -> list[Item]:
     """Return the messages that are to be handled, any of which may be at fault for an error."""
     return [item for item in work.items if item.marker.key not in fates]
 
@@ -517,7 +519,7 @@ def _is_single(work: Work) -> bool:
     return len(places) <= 1
 
 
-def _is_doubtful(work: Work, fates: Mapping[bytes, Fate]) -> bool:
+def _is_doubtful(work: Work, fates: Mapping[bytes, Decision]) -> bool:
     """Whether an error may be the work's doing: it is too much at once, or somebody is at fault."""
     return not _is_single(work) or bool(_suspects(work, fates))
 
@@ -541,8 +543,8 @@ class _Progress:
 
 
 @contextmanager
-def _blaming(
-    work: Work, fates: Mapping[bytes, Fate], limit: float, progress: _Progress
+def _classify_errors(
+    work: Work, fates: Mapping[bytes, Decision], limit: float, progress: _Progress
 ) -> Iterator[None]:
     """Turn an error that any record of the batch may have caused into the question which.
 
@@ -555,7 +557,7 @@ def _blaming(
     except _IN_ORDER:
         raise
     except BatchFailed as failed:
-        raise _Unclear("failed", failed.error, is_cut_off=failed.is_cut_off) from failed.error
+        raise CulpritUnknown("failed", failed.error, is_cut_off=failed.is_cut_off) from failed.error
     except Exception as error:
         in_time = perf_counter() - started < limit
         is_slow = len(work.items) == 1 and progress.records_since - started > limit / 2
@@ -564,10 +566,10 @@ def _blaming(
         if (is_outage and not is_too_much) or not _is_doubtful(work, fates):
             raise
         if is_too_much:
-            raise _Unclear("takes too long", error) from error
+            raise CulpritUnknown("takes too long", error) from error
         if in_time:
-            raise _Unclear("transaction failed", error) from error
+            raise CulpritUnknown("transaction failed", error) from error
         late = TimeoutError(f"the transaction takes longer than {limit} s")
         late.__cause__ = error
         storing = progress.outbox.storing if progress.outbox else None
-        raise _Unclear("takes too long", late, storing=storing) from error
+        raise CulpritUnknown("takes too long", late, storing=storing) from error

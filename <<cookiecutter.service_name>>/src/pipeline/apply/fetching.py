@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from pipeline.errors import StoreAway
+from pipeline.errors import StoreUnavailable
 from pipeline.events.message import Message
 from pipeline.events.payload import payload_hash
 from pipeline.events.references import Claims, DataChanged, DataElsewhere, Reference, Unresolved
@@ -45,7 +45,7 @@ async def fetch(
     references = dict.fromkeys(filter(None, (item.marker.message.reference for item in items)))
     if not references:
         return items
-    found: Mapping[Reference, bytes | Unresolved | StoreAway]
+    found: Mapping[Reference, bytes | Unresolved | StoreUnavailable]
     if claims is None:
         error = DataElsewhere(
             "the event refers to data, and the service has no object store to fetch it from: set"
@@ -62,9 +62,9 @@ async def fetch(
             with_data.append(item)
             continue
         data = found.get(reference)
-        if isinstance(data, StoreAway) and not with_data:
+        if isinstance(data, StoreUnavailable) and not with_data:
             raise data
-        if data is None or isinstance(data, StoreAway):
+        if data is None or isinstance(data, StoreUnavailable):
             break
         with_data.append(await _resolved(item, data, validates))
     return with_data
@@ -85,11 +85,11 @@ def _fitting(references: Mapping[Reference, None], memory: int) -> list[Referenc
 
 async def _fetch(
     references: Sequence[Reference], claims: Claims
-) -> list[bytes | Unresolved | StoreAway]:
-    found: list[bytes | Unresolved | StoreAway] = []
+) -> list[bytes | Unresolved | StoreUnavailable]:
+    found: list[bytes | Unresolved | StoreUnavailable] = []
     fetching = (claims.fetch(reference) for reference in references)
     for one in await asyncio.gather(*fetching, return_exceptions=True):
-        if isinstance(one, BaseException) and not isinstance(one, Unresolved | StoreAway):
+        if isinstance(one, BaseException) and not isinstance(one, Unresolved | StoreUnavailable):
             raise one
         found.append(one)
     return found

@@ -19,7 +19,7 @@ import asyncpg
 from rbloom import Bloom
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.errors import is_infrastructure, is_of_the_database, named
+from pipeline.errors import describe_error, is_infrastructure, is_of_the_database
 from pipeline.observe import telemetry
 from pipeline.servers.database import autocommitting
 
@@ -164,7 +164,9 @@ async def build(connection: asyncpg.Connection, *, mebibytes: int) -> None:
     except Exception as error:
         if not (is_infrastructure(error) or is_of_the_database(error)):
             raise
-        log.warning("the filter of a closed inbox generation is not built: %s", named(error))
+        log.warning(
+            "the filter of a closed inbox generation is not built: %s", describe_error(error)
+        )
 
 
 async def _build_next(connection: asyncpg.Connection, *, after: int, at_most: int) -> int | None:
@@ -262,7 +264,9 @@ class Filters:
             except Exception as error:
                 if not (is_infrastructure(error) or is_of_the_database(error)):
                     raise
-                log.warning("filters of closed inbox generations are not loaded: %s", named(error))
+                log.warning(
+                    "filters of closed inbox generations are not loaded: %s", describe_error(error)
+                )
             await asyncio.sleep(_PAUSE)
 
     async def load(self, connection: asyncpg.Connection) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pipeline.events.message import Record, names_of
-from pipeline.handlers.policy import GAP, PARKED, Fate, dead
+from pipeline.handlers.policy import GAP, PARKED, Decision, dead
 from pipeline.observe import telemetry
 
 from .batch import Item
@@ -26,9 +26,9 @@ class Results:
     superseded: list[tuple[Item, str]] = field(default_factory=list)
     """What a later one of its sequence has overtaken, and which; no handler was called."""
     impostors: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
-    fates: list[tuple[Item, Fate]] = field(default_factory=list)
+    fates: list[tuple[Item, Decision]] = field(default_factory=list)
     """What is not applied now."""
-    unread: list[tuple[str, Record, Fate]] = field(default_factory=list)
+    unread: list[tuple[str, Record, Decision]] = field(default_factory=list)
     """Records that can't be given to a handler, and whose they are; empty: nobody's."""
 
     known: dict[bytes, Known] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Results:
     """What handlers have returned, as JSON, by marker key."""
     seconds: float = 0.0
     """How long the handlers have taken."""
-    fared_well: set[str] = field(default_factory=set)
+    succeeded: set[str] = field(default_factory=set)
     """Consumers that have handled something, and the decoder if it could read something."""
 
     def tell(self, group: str) -> None:
@@ -75,7 +75,7 @@ class Results:
             telemetry.processed(topic, consumer, outcome, number, group)
 
 
-def _log_unread(record: Record, fate: Fate) -> None:
+def _log_unread(record: Record, fate: Decision) -> None:
     id, traceparent = names_of(record)
     with telemetry.within(traceparent):
         log.log(
@@ -107,7 +107,7 @@ def _log_superseded(item: Item, by: str) -> None:
         )
 
 
-def _log_fate(item: Item, fate: Fate) -> None:
+def _log_fate(item: Item, fate: Decision) -> None:
     message = item.marker.message
     policy = item.handler.policy
     # Where an impostor's letter lies is the backlog's business.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import asyncpg
 
-from pipeline.handlers.policy import DEFERRED, Fate, ProcessDied, suspected
+from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
 from pipeline.observe import telemetry
 from pipeline.settings import Settings
 
@@ -33,7 +33,7 @@ class Work(Protocol):
         ...
 
     @property
-    def fates(self) -> dict[bytes, Fate]:
+    def fates(self) -> dict[bytes, Decision]:
         """What is known beforehand not to be applied now, by marker key."""
         ...
 
@@ -120,7 +120,7 @@ class FromPartition:
         return ({reader} if readable else set()), failures
 
     @property
-    def fates(self) -> dict[bytes, Fate]:
+    def fates(self) -> dict[bytes, Decision]:
         """What is handled later by design, or had better not be touched."""
         if self.deaths:
             error = ProcessDied(f"{self.deaths} processes have begun with it and died")
@@ -155,7 +155,7 @@ class FromPartition:
         if results.duplicates:
             await inbox.count_duplicates(connection, self.slot, len(results.duplicates))
         rows = [_row(item, fate) for item, fate in results.fates]
-        rows += [backlog.impostor(item, error) for item, error in results.impostors]
+        rows += [backlog.identity_mismatch(item, error) for item, error in results.impostors]
         unread = [backlog.quarantined(one) for one in self.batch.quarantined]
         results.unread += [(row.consumer, row.record, row.fate) for row in unread]
         rows += unread
@@ -190,7 +190,7 @@ class FromLane:
     lease: float
     """Seconds that the lane stays ours after the transaction has begun."""
     taken: Taken
-    assumed: Mapping[bytes, Fate] = field(default_factory=dict)
+    assumed: Mapping[bytes, Decision] = field(default_factory=dict)
     """What is stored of its rows, by marker key, where they are not handled this time."""
 
     @property
@@ -198,14 +198,14 @@ class FromLane:
         """The messages, in order."""
         return [
             *self.taken.items,
-            *(item for one in self.taken.readmitted.values() for item in one),
+            *(item for one in self.taken.redecoded.values() for item in one),
         ]
 
     @property
-    def fates(self) -> dict[bytes, Fate]:
+    def fates(self) -> dict[bytes, Decision]:
         """What was nobody's takes its place behind the others of its key."""
-        readmitted = self.taken.readmitted.values()
-        return {item.marker.key: DEFERRED for items in readmitted for item in items} | dict(
+        redecoded = self.taken.redecoded.values()
+        return {item.marker.key: DEFERRED for items in redecoded for item in items} | dict(
             self.assumed
         )
 
@@ -241,14 +241,14 @@ class FromLane:
                 for item, fate in results.fates
                 if fate.is_judged or item.row is None
             ),
-            *(backlog.impostor(item, error) for item, error in results.impostors),
+            *(backlog.identity_mismatch(item, error) for item, error in results.impostors),
         ]
         if new := [row for row in judged if row.is_new]:
             await backlog.add(connection, new)
         await backlog.settle(
             connection,
             self.lane,
-            done={item.row for item in gone if item.row} | self.taken.readmitted.keys(),
+            done={item.row for item in gone if item.row} | self.taken.redecoded.keys(),
             changed=[row for row in judged if not row.is_new],
             keys=self.taken.keys,
             went_on={item.order_key for item in gone},
@@ -257,13 +257,13 @@ class FromLane:
 
     def halves(self) -> "Sequence[Work]":
         """Return the first half: the others have their turn again."""
-        items, readmitted = self.taken.items, list(self.taken.readmitted.items())
-        if max(len(items), len(readmitted)) < 2:
+        items, redecoded = self.taken.items, list(self.taken.redecoded.items())
+        if max(len(items), len(redecoded)) < 2:
             return [self]
         first = replace(
             self.taken,
             items=items[: max(1, len(items) // 2)],
-            readmitted=dict(readmitted[: max(1, len(readmitted) // 2)]),
+            redecoded=dict(redecoded[: max(1, len(redecoded) // 2)]),
         )
         return [FromLane(self.lane, self.lease, first)]
 
@@ -278,6 +278,6 @@ class FromLane:
             telemetry.backlog_applied(consumer, stored_for + seconds)
 
 
-def _row(item: Item, fate: Fate) -> Row:
+def _row(item: Item, fate: Decision) -> Row:
     key = item.row or item.marker.key
     return Row(key, item.marker.consumer, item.record, fate, item)

@@ -17,8 +17,8 @@ from pipeline.observe import telemetry
 from pipeline.observe.health import Health
 from pipeline.servers import clients
 from pipeline.servers.clients import KafkaConsumer
-from pipeline.servers.retrying import patiently
-from pipeline.servers.tasks import woken
+from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
 
 from .reader import Reader
@@ -94,7 +94,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
                 self._commit_offsets()
                 self._look_at_kafka()
                 await self._look_for_topics()
-                await woken(self._stopping, self._settings.offset_commit_interval)
+                await sleep_or_event(self._stopping, self._settings.offset_commit_interval)
             await self._stop_readers(0.4 * self._settings.shutdown_grace)
         finally:
             await self._stop_readers(0)
@@ -109,7 +109,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
 
     async def _connect(self) -> None:
         try:
-            async for attempt in patiently(
+            async for attempt in retry_while_unavailable(
                 "connecting to Kafka",
                 self._settings.kafka,
                 unless=self._stopping.is_set,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError
 
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.servers import clients
 from pipeline.settings import CLOCK_MARGIN, Settings
 
@@ -34,7 +34,7 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
         async with asyncio.timeout(2 * _ANSWER_SECONDS):
             kept = await _retention(settings, sorted(topics))
     except (KafkaError, OSError, TimeoutError) as error:
-        log.info("how long topics keep their records is not known: %s", named(error))
+        log.info("how long topics keep their records is not known: %s", describe_error(error))
         return
     longer = [
         f"{topic} ({_days(seconds)})"

@@ -17,15 +17,15 @@ from pipeline.apply.consume import Consume
 from pipeline.apply.fetching import fetch_batch
 from pipeline.apply.inbox import Anchor, PositionMoved, Slot, StoredPosition
 from pipeline.apply.source import FromPartition, Pace
-from pipeline.errors import is_infrastructure, named, told
+from pipeline.errors import describe_error, is_infrastructure, summarize_error
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import telemetry
 from pipeline.observe.health import Health
 from pipeline.servers.clients import KafkaConsumer
 from pipeline.servers.database import autocommitting
 from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
-from pipeline.servers.retrying import Attempts, patiently
-from pipeline.servers.tasks import end, in_background, woken
+from pipeline.servers.retrying import Attempts, retry_while_unavailable
+from pipeline.servers.tasks import end, in_background, sleep_or_event
 from pipeline.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,9 @@ class Stuck(Exception):
     """The partition stands still before an offset: its service, topic or servers are at fault."""
 
     def __init__(self, offset: int, reason: str, error: BaseException) -> None:
-        super().__init__(f"offset {offset}: {reason}: {told(error) or named(error)}")
+        super().__init__(
+            f"offset {offset}: {reason}: {summarize_error(error) or describe_error(error)}"
+        )
         self.offset = offset
         self.reason = reason
         self.error = error
@@ -431,7 +433,7 @@ class Reader:
         # What is buffered here would keep the client from fetching for the others.
         with suppress(Exception):
             self._client.pause(partition)
-        await woken(self._stopping, self._settings.retry_pause)
+        await sleep_or_event(self._stopping, self._settings.retry_pause)
         with suppress(Exception):
             self._client.resume(partition)
 
@@ -441,7 +443,7 @@ class Reader:
             telemetry.set_stuck(self._partition.topic, self._partition.partition, is_stuck=False)
 
     def _patiently(self, what: str) -> Attempts:
-        return patiently(
+        return retry_while_unavailable(
             f"{self._part}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import is_infrastructure, leaves, told, traceback_of
+from pipeline.errors import format_traceback, is_infrastructure, leaves, summarize_error
 
 _JITTER = 0.1
 """Share of a delay by which it differs, so that what failed together does not come back at once."""
@@ -99,7 +99,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Decision:
     """What becomes of a message that is not applied now."""
 
     reason: str
@@ -145,31 +145,31 @@ GAP = "sequence gap"
 """Reason of a message that came before others of its subject that come before it."""
 UNKNOWN = "outcome unknown"
 """Reason of an effect that may have taken place, and must not take place twice."""
-FOLLOWER = Fate("follows another")
+FOLLOWER = Decision("follows another")
 """An earlier message of its key waits or has failed."""
-DEFERRED = Fate("deferred")
+DEFERRED = Decision("deferred")
 """Its handler is called later, by design."""
 
 
-def undecided(error: BaseException) -> Fate:
+def undecided(error: BaseException) -> Decision:
     """Return the fate of a message that failed after another one, and maybe because of that.
 
     It is tried by itself, at once, and nothing is held against it until then.
     """
-    return Fate(UNDECIDED, error=described(error))
+    return Decision(UNDECIDED, error=described(error))
 
 
-def suspected(policy: Policy, error: BaseException) -> Fate:
+def suspected(policy: Policy, error: BaseException) -> Decision:
     """Return the fate of a message over which processes have died, maybe because of others.
 
     It is tried alone, and nothing is held against it until then.
     """
-    return Fate(DIED, due_in=max(policy.schedule[0], SHORTEST), error=described(error))
+    return Decision(DIED, due_in=max(policy.schedule[0], SHORTEST), error=described(error))
 
 
-def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Fate:
+def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Decision:
     """Return the fate of a message that only a person can do more for."""
-    return Fate(
+    return Decision(
         reason,
         attempts=attempts,
         due_in=None,
@@ -179,24 +179,24 @@ def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0
     )
 
 
-def early(error: BaseException, *, attempts: int, waited: float, due_in: float) -> Fate:
+def early(error: BaseException, *, attempts: int, waited: float, due_in: float) -> Decision:
     """Return the fate of a message that waits for others, so many seconds at most."""
-    return Fate(GAP, attempts, waited, max(due_in, SHORTEST), error=described(error))
+    return Decision(GAP, attempts, waited, max(due_in, SHORTEST), error=described(error))
 
 
 def assumed(
     policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str = DIED
-) -> Fate:
+) -> Decision:
     """Return what is stored of a message before it is tried: its attempt, spent in vain."""
     delay = max(_delay(policy, attempts + 1), SHORTEST)
-    return Fate(
+    return Decision(
         reason, attempts + 1, waited + delay, delay, error=described(error), is_assumed=True
     )
 
 
 def unknown(
     policy: Policy, error: BaseException, *, attempts: int, waited: float, can_ask: bool
-) -> Fate:
+) -> Decision:
     """Return what becomes of an effect of which nobody knows whether it took place.
 
     By the schedule somebody is asked who may know; otherwise a person has to find out.
@@ -213,7 +213,7 @@ def _delay(policy: Policy, attempts: int) -> float:
 
 def after_failure(
     policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str
-) -> Fate:
+) -> Decision:
     """Return what becomes of a message that has failed once more.
 
     `attempts` and `waited` are its own from before.
@@ -233,7 +233,7 @@ def after_failure(
     delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
     if is_parked:
         delay = max(delay, SHORTEST)
-    return Fate(
+    return Decision(
         PARKED if is_parked else reason,
         attempts=attempts,
         waited=waited + delay,
@@ -245,9 +245,9 @@ def after_failure(
 
 def described(error: BaseException) -> str:
     """Return the error's type and text as PostgreSQL can store it."""
-    return f"{type(error).__qualname__}: {told(error)}"
+    return f"{type(error).__qualname__}: {summarize_error(error)}"
 
 
 def _traceback(error: BaseException) -> str:
-    text = traceback_of(error)[-_TRACEBACK:]
+    text = format_traceback(error)[-_TRACEBACK:]
     return text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()

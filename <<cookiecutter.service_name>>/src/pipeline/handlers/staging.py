@@ -13,7 +13,7 @@ from opentelemetry.context import Context, get_current
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-from pipeline.errors import told
+from pipeline.errors import summarize_error
 from pipeline.events.event import Event
 from pipeline.events.references import Claims, Kept
 from pipeline.observe import telemetry
@@ -372,7 +372,7 @@ def _read_back(event: Event, payload: bytes) -> None:
     try:
         read = kind.__pydantic_validator__.validate_json(payload)
     except Exception as error:
-        why = f"{kind.__name__} can't be read from its own JSON ({told(error)})"
+        why = f"{kind.__name__} can't be read from its own JSON ({summarize_error(error)})"
         raise Unpublishable(f"{why}: {_ADVICE}") from error
     if read.__dict__ != event.__dict__ or event.__pydantic_extra__:
         before, after = _members(event), _members(read)

@@ -96,7 +96,7 @@ class Health:
         return self.seconds_since_beat <= self._stall_after
 
 
-class Announcer:
+class ReadinessLog:
     """Logs when the process stops being ready, for a new reason or after a minute, and is again."""
 
     def __init__(self, health: Health) -> None:

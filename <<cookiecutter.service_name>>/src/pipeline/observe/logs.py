@@ -20,7 +20,7 @@ from opentelemetry import trace
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
-from pipeline.errors import named, told, traceback_of
+from pipeline.errors import describe_error, format_traceback, summarize_error
 from pipeline.redaction import redact, redact_error
 
 log = logging.getLogger(__name__)
@@ -161,17 +161,19 @@ class _Readable(logging.Formatter):
 
 
 def _traceback(error: BaseException | None) -> str:
-    return "" if error is None else traceback_of(error)
+    return "" if error is None else format_traceback(error)
 
 
 def _message(record: logging.LogRecord) -> str:
     text, args = str(record.msg), record.args
     if isinstance(args, tuple):
-        args = tuple(told(one) if isinstance(one, BaseException) else one for one in args)
+        args = tuple(
+            summarize_error(one) if isinstance(one, BaseException) else one for one in args
+        )
     if args:
         text %= args
     if record.exc_info and (error := record.exc_info[1]):
-        text = text.replace(repr(error), named(error))  # as asyncio has it of a task
+        text = text.replace(repr(error), describe_error(error))  # as asyncio has it of a task
     return redact_error(text)
 
 
@@ -201,7 +203,7 @@ def _plain(value: object) -> object:
         with suppress(TypeError, ValueError, RecursionError):
             text = dumps(value, default=_plain)
             return loads(redact(text), parse_constant=str)
-    return redact_error(told(value) if isinstance(value, BaseException) else str(value))
+    return redact_error(summarize_error(value) if isinstance(value, BaseException) else str(value))
 
 
 def _timestamp(record: logging.LogRecord) -> str:

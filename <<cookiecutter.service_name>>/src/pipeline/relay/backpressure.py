@@ -8,7 +8,7 @@ PATIENCE = 1.0
 many pages meanwhile. What keeps it longer, Kafka or what others have staged, may last."""
 
 
-class Lead:
+class RelayBackpressure:
     """About how many events the relay has not sent; transactions wait while they are many.
 
     Both share an event loop, where each of the relay's many short steps waits for a long one of a

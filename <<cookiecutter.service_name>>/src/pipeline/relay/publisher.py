@@ -17,7 +17,7 @@ from aiokafka.errors import (
 from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.events.message import LONGEST_KEPT_KEY, event_headers, headers_of
 from pipeline.observe import telemetry
 from pipeline.servers import clients
@@ -148,7 +148,9 @@ class Publisher:
                     self._stop_beside(producer)
         except (KafkaError, TimeoutError) as error:
             if owner not in self._unfenced:
-                log.warning("relay: %s can't be fenced, its shards wait: %s", owner, named(error))
+                log.warning(
+                    "relay: %s can't be fenced, its shards wait: %s", owner, describe_error(error)
+                )
             self._unfenced.add(owner)
             return False
         self._unfenced.discard(owner)
@@ -245,7 +247,9 @@ class Publisher:
                         operation.refused(error)
                     refusal = refusal_of(error, chain.runs[0][0])
                     if refusal is None:
-                        raise NotSent(f"{topic}/{chain.partition}: {named(error)}") from error
+                        raise NotSent(
+                            f"{topic}/{chain.partition}: {describe_error(error)}"
+                        ) from error
                     following = None
                     page.blame(chain, refusal, count, size)
                     if is_sent:
@@ -258,7 +262,7 @@ async def _commit(producer: AIOKafkaProducer) -> None:
     try:
         await producer.commit_transaction()
     except KafkaError as error:
-        raise NotSent(f"Kafka did not commit the events: {named(error)}") from error
+        raise NotSent(f"Kafka did not commit the events: {describe_error(error)}") from error
 
 
 async def _ask_for_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:

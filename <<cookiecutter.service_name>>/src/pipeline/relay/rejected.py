@@ -171,7 +171,7 @@ class Unsent:
         """Return when something is due; infinite if nothing waits."""
         return min((one.until for one in self._queues.values()), default=math.inf) - monotonic()
 
-    async def set_aside(
+    async def park(
         self, connection: asyncpg.Connection, events: Sequence[asyncpg.Record], refused: Refused
     ) -> None:
         """Store events that were not sent, in the transaction that moves the cursor past them."""

@@ -15,17 +15,17 @@ import asyncpg
 from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.errors import is_infrastructure, named
+from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import telemetry
 from pipeline.observe.health import Health
 from pipeline.schema import SHARDS
 from pipeline.servers.cluster import IS_OURS, OtherEpoch
 from pipeline.servers.database import autocommitting, lease_ended
 from pipeline.servers.retrying import pause
-from pipeline.servers.tasks import in_background, woken
+from pipeline.servers.tasks import in_background, sleep_or_event
 from pipeline.settings import Settings
 
-from .backpressure import Lead
+from .backpressure import RelayBackpressure
 from .publisher import LeaseExpired, NotSent, Publisher
 from .rejected import Unsent
 from .rejection import Refused
@@ -135,7 +135,7 @@ class Relay:
         self._published = 0
         self._ahead: _Ahead | None = None
         self._lags = True
-        self.lead = Lead(2 * settings.relay_page)
+        self.lead = RelayBackpressure(2 * settings.relay_page)
         """What the transactions of this process are ahead by."""
         self._turn = asyncio.Lock()
         """Held by what uses the connection while a page is sent."""
@@ -185,10 +185,10 @@ class Relay:
     def _told(self, error: Exception) -> str:
         """Say what failed, and at which server."""
         if isinstance(error, KafkaError | NotSent):
-            return f"{self._settings.kafka}: {named(error)}"
+            return f"{self._settings.kafka}: {describe_error(error)}"
         if is_infrastructure(error):
-            return f"{self._settings.postgresql}: {named(error)}"
-        return named(error)
+            return f"{self._settings.postgresql}: {describe_error(error)}"
+        return describe_error(error)
 
     async def _serve(self) -> None:
         """Hold leases and publish on one connection until `stop`, or until something fails."""
@@ -232,7 +232,7 @@ class Relay:
             if found:
                 pause = settings.relay_poll_min
             rest = min(pause, self._unsent.seconds_to_next())
-            is_poll = not (is_more or await woken(self._staged, rest))
+            is_poll = not (is_more or await sleep_or_event(self._staged, rest))
             pause = min(2 * pause, settings.relay_poll_max) if is_poll else settings.relay_poll_min
 
     async def _move_scheduled(self, driver: asyncpg.Connection) -> bool:
@@ -244,7 +244,7 @@ class Relay:
         except asyncpg.PostgresError as error:
             if driver.is_closed():
                 raise
-            reason = f"they wait: {named(error)}"
+            reason = f"they wait: {describe_error(error)}"
             if reason != self._health.reasons.get(_SCHEDULED):
                 log.warning("relay: %s: %s", _SCHEDULED, reason)
             self._health.not_ready(_SCHEDULED, reason)
@@ -353,7 +353,7 @@ class Relay:
         refused |= await self._send(driver, [one for one in events if one["id"] not in refused])
         if unsent := [event for event in events if event["id"] in refused]:
             async with self._writing(driver, then):
-                await self._unsent.set_aside(driver, unsent, refused)
+                await self._unsent.park(driver, unsent, refused)
 
     async def _retry(self, driver: asyncpg.Connection) -> bool:
         """Send what was refused and is due; says whether some of it was sent."""

@@ -24,7 +24,7 @@ from tenacity import (
 )
 
 from pipeline.apply import filters, inbox
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.observe import telemetry
 from pipeline.schema import SHARDS
 from pipeline.servers.cluster import IS_OURS
@@ -33,7 +33,7 @@ from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import partitions
 from .archive import Archive
-from .partitions import Held, NotOwner, Partition, State
+from .partitions import NotOwner, Partition, State, StillNeeded
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class TakenOver(Exception):
 
 
 @dataclass(frozen=True)
-class Standing:
+class PartitionStatus:
     """Where a partition stands on its way out."""
 
     table: Literal["inbox", "outbox"]
@@ -215,7 +215,7 @@ class Round:
     """Whether that is this one, to the end; otherwise nothing more was done."""
     dropped: list[str] = field(default_factory=list)
     """Partitions that are gone."""
-    held: list[Standing] = field(default_factory=list)
+    held: list[PartitionStatus] = field(default_factory=list)
     """Partitions that are due, and that somebody needs."""
     discarded: int = 0
     """Dead letters deleted, which a person had discarded long ago."""
@@ -325,7 +325,7 @@ async def tidy(
     return done
 
 
-async def keep_house(
+async def maintain(
     connection: asyncpg.Connection,
     settings: Settings,
     *,
@@ -347,7 +347,9 @@ async def forgo(connection: asyncpg.Connection, days: Sequence[date] | None) -> 
     return sorted([row["day"] for row in await connection.fetch(_FORGO, days)])
 
 
-async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIterator[Standing]:
+async def survey(
+    connection: asyncpg.Connection, settings: Settings
+) -> AsyncIterator[PartitionStatus]:
     """Tell of every partition when it is due, and of those that are due what holds them back.
 
     That is asked when its turn comes.
@@ -360,7 +362,7 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
         number = int(one.name.removeprefix("inbox_g"))
         if number < generation["oldest"]:
             # No transaction looks into it: those that run began after that.
-            yield Standing("inbox", one, True, generation["since"])
+            yield PartitionStatus("inbox", one, True, generation["since"])
         else:
             due_at = closed_at[number] + age if number in closed_at else None
             is_due = due_at is not None and due_at < now
@@ -368,7 +370,7 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
             if number == generation["current"] and (why := _kept_open(generation, settings)):
                 is_due, due_at, needed_by = True, generation["opened_at"], why
             is_ahead = number > generation["current"]
-            yield Standing("inbox", one, is_due, due_at, needed_by, is_ahead=is_ahead)
+            yield PartitionStatus("inbox", one, is_due, due_at, needed_by, is_ahead=is_ahead)
     closed = {row["day"]: row for row in await connection.fetch(_CLOSED_DAYS)}
     for day, one in await _days(connection):
         due_at = _end_of(day) + timedelta(seconds=settings.outbox_age)
@@ -377,7 +379,7 @@ async def survey(connection: asyncpg.Connection, settings: Settings) -> AsyncIte
         except asyncpg.UndefinedTableError:
             continue  # another process has dropped it
         failed = closed[day]["not_archived"] if day in closed else None
-        yield Standing("outbox", one, due_at < now, due_at, why, failed)
+        yield PartitionStatus("outbox", one, due_at < now, due_at, why, failed)
 
 
 def _kept_open(generation: asyncpg.Record, settings: Settings) -> str | None:
@@ -580,13 +582,13 @@ class _Keeper:
         except (TakenOver, asyncpg.UndefinedTableError):
             raise
         except Exception as error:
-            why = f"it is not archived: {named(error)}"
+            why = f"it is not archived: {describe_error(error)}"
             await self._connection.execute(_NOT_ARCHIVED, day, why)
-            raise Held(why) from error
+            raise StillNeeded(why) from error
 
 
 async def _drop(
-    connection: asyncpg.Connection, one: Standing, done: Round, keeper: _Keeper | None
+    connection: asyncpg.Connection, one: PartitionStatus, done: Round, keeper: _Keeper | None
 ) -> None:
     """Drop what is due and nobody needs."""
     first, day = None, _day_of(one.partition)
@@ -600,7 +602,7 @@ async def _drop(
             await partitions.drop(connection, one.table, one.partition, first=first)
     except asyncpg.UndefinedTableError:
         return  # another process has dropped it
-    except (Held, asyncpg.PostgresError) as error:
+    except (StillNeeded, asyncpg.PostgresError) as error:
         one = replace(one, needed_by=str(error))
     if one.needed_by is None:
         done.dropped.append(one.name)
@@ -617,7 +619,7 @@ async def _archiving(
     if keeper is None:
         why = _NO_ARCHIVE.format(who=done.owner, day=day)
         await connection.execute(_NOT_ARCHIVED, day, why)
-        raise Held(why)
+        raise StillNeeded(why)
     return partial(keeper.keep, day, one)
 
 

@@ -81,7 +81,7 @@ class Partition(NamedTuple):
     state: State
 
 
-class Held(Exception):
+class StillNeeded(Exception):
     """The partition can't be dropped now; what is begun goes on the next time."""
 
 
@@ -168,16 +168,16 @@ async def drop(
             # Since it was detached much time may have passed: somebody may have attached it again.
             await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
             if await like(connection, name) != [Partition(name, State.DETACHED)]:
-                raise Held("somebody has attached it again")
+                raise StillNeeded("somebody has attached it again")
             await connection.execute(f"DROP TABLE pipeline.{name}")
     except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
-        raise Held(await used_by(connection, parent, name)) from error
+        raise StillNeeded(await used_by(connection, parent, name)) from error
     except asyncpg.UndefinedTableError:
         # Another process is at it: what is left of it is seen in the next round.
         if await exists(connection, name):
-            raise Held("another process is dropping it") from None
+            raise StillNeeded("another process is dropping it") from None
     except asyncpg.PostgresError as error:
-        raise Held(str(error)) from error
+        raise StillNeeded(str(error)) from error
     log.info("dropped partition %s", name)
 
 

@@ -28,13 +28,13 @@ from pipeline.apply.calls import result_as_json
 from pipeline.apply.consume import judged
 from pipeline.apply.outcome import Results
 from pipeline.apply.source import FromLane
-from pipeline.errors import is_of_the_database, named
+from pipeline.errors import describe_error, is_of_the_database
 from pipeline.handlers.effects import Call, Effect
 from pipeline.handlers.policy import (
     DIED,
     NOT_DONE,
     UNKNOWN,
-    Fate,
+    Decision,
     ProcessDied,
     as_decision,
     assumed,
@@ -47,7 +47,7 @@ from pipeline.schema import LANES
 from pipeline.servers.guard import InContext
 from pipeline.servers.tasks import end, in_background
 
-from .workers import Lanes, died, untouched
+from .workers import BacklogWorkers, died, untouched
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class _Called:
                     if effect.is_repeatable or not isinstance(as_decision(error), NOT_DONE):
                         raise
                     # Of a call they say that it did not take place. This one did.
-                    raise OutcomeUnknown(f"it took place, but then: {named(error)}") from error
+                    raise OutcomeUnknown(
+                        f"it took place, but then: {describe_error(error)}"
+                    ) from error
             return self.kept
 
         handler = replace(self.item.handler, function=settle)
@@ -115,7 +117,7 @@ _Calls = dict[bytes, asyncio.Task[_Called | None]]
 """Those of a lane that are under way, by order key."""
 
 
-class Caller(Lanes):
+class EffectWorkers(BacklogWorkers):
     """The workers of the lanes of effects. They mostly wait: each lane may have its own."""
 
     _name = "effects"
@@ -322,7 +324,7 @@ class Caller(Lanes):
     def _is_late(self, noted_at: float) -> bool:
         return asyncio.get_running_loop().time() - noted_at > self._settings.backlog_lease
 
-    def _beforehand(self, item: Item, *, is_risky: bool) -> Fate | None:
+    def _beforehand(self, item: Item, *, is_risky: bool) -> Decision | None:
         """Return what is stored of a row before its call; None: nothing need be.
 
         That is what becomes of it if the process dies over the call; or its death, if there must be
@@ -367,7 +369,7 @@ class Caller(Lanes):
             return {item.marker.key for item in items}
 
     async def _note(
-        self, lane: Lane, items: Sequence[Item], fates: Mapping[bytes, Fate]
+        self, lane: Lane, items: Sequence[Item], fates: Mapping[bytes, Decision]
     ) -> set[bytes]:
         """Store what becomes of rows, and call nobody; returns the keys of those that are there."""
         noted = [item for item in items if item.marker.key in fates]
@@ -377,7 +379,9 @@ class Caller(Lanes):
         results = await self._apply(self._consume, self._work_of(lane, taken, fates))
         return {item.marker.key for one in results for item, _ in one.fates}
 
-    def _work_of(self, lane: Lane, taken: Taken, assumed: Mapping[bytes, Fate] = {}) -> FromLane:
+    def _work_of(
+        self, lane: Lane, taken: Taken, assumed: Mapping[bytes, Decision] = {}
+    ) -> FromLane:
         return FromLane(lane, self._settings.backlog_lease, taken, assumed)
 
 
@@ -413,7 +417,7 @@ async def _has_happened(item: Item, call: Call) -> bool:
         if not isinstance(as_decision(error), NOT_DONE):
             raise
         # Of a call they say that it did not take place. Who asks can't say that so.
-        raise OutcomeUnknown(f"it can't be asked: {named(error)}") from error
+        raise OutcomeUnknown(f"it can't be asked: {describe_error(error)}") from error
 
 
 def _kept(result: object, item: Item) -> object:
@@ -427,13 +431,13 @@ def _kept(result: object, item: Item) -> object:
     return kept and pydantic_core.from_json(kept)
 
 
-def _before(item: Item) -> Fate:
+def _before(item: Item) -> Decision:
     """Return what a row was before it was noted that its call begins."""
     before = untouched(item)
     return replace(before, reason=UNKNOWN) if _may_have_happened(item) else before
 
 
-def _in_vain(called: _Called) -> Fate | None:
+def _in_vain(called: _Called) -> Decision | None:
     """Return what becomes of a row whose call has failed while the breaker stores no failures.
 
     None: it stays as it was noted.
@@ -457,7 +461,7 @@ def _told(
     if limit.expired():
         told = TimeoutError(f"{consumer} takes longer than {seconds} s")
     elif is_of_the_database(decision):
-        told = CallFailed(named(error))
+        told = CallFailed(describe_error(error))
     else:
         return decision
     told.__cause__ = error

@@ -22,13 +22,13 @@ from pipeline.apply.consume import Consume
 from pipeline.apply.fetching import fetch
 from pipeline.apply.outcome import Results
 from pipeline.apply.source import FromLane, Pace
-from pipeline.errors import StoreAway, StoreSlow, named
+from pipeline.errors import StoreSlow, StoreUnavailable, describe_error
 from pipeline.handlers.policy import (
     DIED,
     GAP,
     SHORTEST,
     UNDECIDED,
-    Fate,
+    Decision,
     ProcessDied,
     assumed,
     dead,
@@ -38,8 +38,8 @@ from pipeline.handlers.registry import Handlers
 from pipeline.observe import telemetry
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import Attempts, patiently
-from pipeline.servers.tasks import woken
+from pipeline.servers.retrying import Attempts, retry_while_unavailable
+from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ _FAREWELL_SECONDS = 2.0
 T = TypeVar("T")
 
 
-class Lanes:
+class BacklogWorkers:
     """A process's workers. Any number of processes share the lanes; each has one worker at most."""
 
     _name = "backlog"
@@ -114,7 +114,7 @@ class Lanes:
                 if self._stopping.is_set():
                     return
                 log.exception("%s: unexpected error, starting again", self._name)
-                self._health.not_ready(self._name, named(error))
+                self._health.not_ready(self._name, describe_error(error))
                 await self._pause(self._settings.retry_pause)
 
     async def _next(self) -> Lane | None:
@@ -134,7 +134,7 @@ class Lanes:
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep, or wake up for what is stored and for `stop`; says whether it was woken."""
-        return self._stopping.is_set() or await woken(self._woken, seconds)
+        return self._stopping.is_set() or await sleep_or_event(self._woken, seconds)
 
     async def work_off(self) -> bool:
         """Handle what is due in the lane that waits longest; says whether there was one."""
@@ -153,7 +153,7 @@ class Lanes:
             return
         except BreakerOpen:
             pass  # it has told, and the consumer rests
-        except StoreAway as away:
+        except StoreUnavailable as away:
             log.warning("%s: %s", self._name, away)
             self._health.not_ready(self._name, str(away))
             await self._release(lane)
@@ -223,7 +223,7 @@ class Lanes:
 
     async def _handle(self, lane: Lane, taken: Taken) -> None:
         """Handle rows in one transaction; a row that may kill the process in one of its own."""
-        if taken.readmitted:
+        if taken.redecoded:
             taken = replace(taken, items=())  # these call no handler; the others have the next turn
         work = FromLane(lane, self._settings.backlog_lease, taken)
         harmless = self._harmless(lane, taken.items)
@@ -249,7 +249,7 @@ class Lanes:
                 items = [validated(one) for one in found]
                 work = replace(work, taken=replace(work.taken, items=items))
                 await self._apply(consume, work)
-            except (BreakerOpen, StoreAway):
+            except (BreakerOpen, StoreUnavailable):
                 await self._apply(consume, before)
                 raise
             except asyncio.CancelledError:
@@ -265,7 +265,7 @@ class Lanes:
         waiting: set[bytes] = set()
         for item, fate in (pair for one in results for pair in one.fates):
             if fate.is_undecided and item.order_key not in waiting:
-                alone = Taken(items=[item], readmitted={}, hopeless=[], keys=[item.order_key])
+                alone = Taken(items=[item], redecoded={}, hopeless=[], keys=[item.order_key])
                 await self._apply(self._consume, replace(work, taken=alone))
             waiting.add(item.order_key)
 
@@ -308,9 +308,9 @@ class Lanes:
             except TimeoutError:
                 log.warning("backlog: it takes too long to count, its gauges tell what was before")
             except Exception as error:
-                log.debug("backlog: not counted: %s", named(error))
+                log.debug("backlog: not counted: %s", describe_error(error))
             rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
-            await woken(self._stopping, rest)
+            await sleep_or_event(self._stopping, rest)
 
     async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def ask() -> T:
@@ -320,7 +320,7 @@ class Lanes:
         return await self._patiently(what)(ask)
 
     def _patiently(self, what: str) -> Attempts:
-        return patiently(
+        return retry_while_unavailable(
             f"{self._name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
@@ -328,7 +328,7 @@ class Lanes:
         )
 
 
-def died(item: Item) -> Fate:
+def died(item: Item) -> Decision:
     """Return what becomes of a row if the process dies over it.
 
     The attempt is spent then, but the row goes on waiting, even after its last one: were it dead
@@ -345,9 +345,9 @@ def died(item: Item) -> Fate:
     return assumed(policy, error, attempts=item.attempts, waited=item.waited)
 
 
-def untouched(item: Item) -> Fate:
+def untouched(item: Item) -> Decision:
     """Return what a row was before its attempt was spent beforehand."""
     reason = DIED if item.is_suspect else UNDECIDED
-    return Fate(
+    return Decision(
         reason, item.attempts, item.waited, SHORTEST, error=item.last_error, is_assumed=True
     )

@@ -19,7 +19,7 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
-from pipeline.errors import named
+from pipeline.errors import describe_error
 from pipeline.settings import Settings
 
 from .record_batches import AnyMemoryRecords
@@ -55,7 +55,7 @@ class _Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no t
         except (KafkaError, OSError) as error:
             cause = error.__cause__ or error
             if isinstance(cause, KafkaError | ssl.SSLError):
-                _refusals.get({})[f"{self.host}:{self.port}"] = named(cause)
+                _refusals.get({})[f"{self.host}:{self.port}"] = describe_error(cause)
             raise
 
     def send(self, *args: Any, **options: Any) -> Any:

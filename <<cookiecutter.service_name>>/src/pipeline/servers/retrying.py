@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
-from pipeline.errors import StoreAway, is_infrastructure, named, told
+from pipeline.errors import StoreUnavailable, describe_error, is_infrastructure, summarize_error
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Attempts(AsyncRetrying):
             self.iter_state.reset()
 
 
-def patiently(
+def retry_while_unavailable(
     what: str, server: str, *, unless: Callable[[], bool], away: Callable[[str], None]
 ) -> Attempts:
     """Attempts that go on while the server fails, or the way to it, as far apart as `pause` says.
@@ -56,9 +56,9 @@ def patiently(
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        reason = f"{server}: {named(error) if error else 'unknown'}"
-        if isinstance(error, StoreAway):  # says itself who it is
-            reason = told(error)
+        reason = f"{server}: {describe_error(error) if error else 'unknown'}"
+        if isinstance(error, StoreUnavailable):  # says itself who it is
+            reason = summarize_error(error)
         away(reason)
         if state.attempt_number == 1:
             log.warning("%s failed, trying again: %s", what, reason)

@@ -17,7 +17,7 @@ relay's pages of a few milliseconds then come between.
 """
 
 
-class Turn:
+class TimeSlice:
     """The time for which a task keeps the event loop to itself, at most; its own if it waits."""
 
     __slots__ = ("_ends_at",)
@@ -36,7 +36,7 @@ class Turn:
         self._ends_at = perf_counter() + TURN
 
 
-async def woken(event: asyncio.Event, seconds: float) -> bool:
+async def sleep_or_event(event: asyncio.Event, seconds: float) -> bool:
     """Sleep, or wake up for the event; says whether it has come."""
     # Without the task of `asyncio.wait_for`: some sleep several times a second.
     with suppress(TimeoutError):

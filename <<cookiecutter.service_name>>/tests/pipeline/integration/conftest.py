@@ -20,9 +20,9 @@ from pipeline.apply.consume import Consume
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Slot
 from pipeline.observe.health import Health
-from pipeline.relay.backpressure import Lead
-from pipeline.retry.effect_workers import Caller
-from pipeline.retry.workers import Lanes
+from pipeline.relay.backpressure import RelayBackpressure
+from pipeline.retry.effect_workers import EffectWorkers
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
@@ -163,7 +163,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             breaker=breaker,
             filters=filters,
             handlers=handlers,
-            room=Lead(0).room,
+            room=RelayBackpressure(0).room,
             staged=lambda _: None,
             parked=parked.set,
             called=called.set,
@@ -174,14 +174,14 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             "breaker": breaker,
             "health": health,
         }
-        lanes = Lanes(
+        lanes = BacklogWorkers(
             engines[-1],
             consume,
             workers=chosen.backlog_workers,
             parked=parked,
             **common,
         )
-        caller = Caller(
+        caller = EffectWorkers(
             engines[-1],
             consume,
             group=group,

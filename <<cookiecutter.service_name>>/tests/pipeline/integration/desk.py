@@ -19,10 +19,10 @@ from pipeline.apply.inbox import Slot
 from pipeline.apply.outcome import Results
 from pipeline.apply.source import FromPartition
 from pipeline.observe.health import Health
-from pipeline.retry.effect_workers import Caller
-from pipeline.retry.workers import Lanes
+from pipeline.retry.effect_workers import EffectWorkers
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import patiently
+from pipeline.servers.retrying import retry_while_unavailable
 
 from tests.contract.bank import Deposit
 
@@ -52,8 +52,8 @@ class Desk:
 
     engine: AsyncEngine
     consume: Consume
-    lanes: Lanes
-    caller: Caller
+    lanes: BacklogWorkers
+    caller: EffectWorkers
     health: Health
     handlers: Handlers
     slot: Slot
@@ -80,7 +80,7 @@ class Desk:
 
         A single record may be one over which so many processes have died.
         """
-        attempts = patiently(
+        attempts = retry_while_unavailable(
             "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
         )
         results = await self.consume.apply(FromPartition(self.slot, batch, deaths=deaths), attempts)
@@ -121,7 +121,7 @@ class Desk:
             )
         return rows
 
-    async def set_aside(self) -> dict[tuple[str, int], str]:
+    async def park(self) -> dict[tuple[str, int], str]:
         """Return why messages are in the backlog, by consumer and offset."""
         return {(row["consumer"], row["offset"]): row["reason"] for row in await self.backlog()}
 

@@ -211,7 +211,7 @@ async def test_two_partitions_that_create_the_same_row_at_once_neither_fail_nor_
     expected = [*range(size), *range(10, 10 + size)]
     assert await histories(db) == {"ada": expected}
     assert await db.fetchval("SELECT version FROM account") == len(expected)
-    assert await first.set_aside() == {}
+    assert await first.park() == {}
 
 
 async def test_a_row_that_was_not_declared_is_locked_when_it_is_loaded(
@@ -432,7 +432,7 @@ async def test_one_row_has_one_key_however_its_values_are_written(
     await desk.apply(*(Deposit(n) for n in range(4)))
     for n in range(4, 8):
         await desk.apply(Deposit(n))
-    assert await desk.set_aside() == {}
+    assert await desk.park() == {}
     events = await db.fetch("SELECT subject, sequence FROM pipeline.outbox ORDER BY id")
     assert len({event["subject"] for event in events}) == 1
     assert [event["sequence"] for event in events] == list(range(1, 9))

@@ -17,7 +17,7 @@ from pipeline import Plain, Position
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Lane, Row, lane_of
 from pipeline.apply.batch import Item, order_key, read
-from pipeline.handlers.policy import Fate
+from pipeline.handlers.policy import Decision
 
 from .bank import Bank
 from .plans import Explaining, connected, execute, only
@@ -142,7 +142,7 @@ async def test_the_look_up_of_a_batch(asked: Explaining) -> None:
 
 
 async def test_new_rows_of_a_batch(asked: Explaining) -> None:
-    fate = Fate("follows another")
+    fate = Decision("follows another")
     rows = [
         backlog.Row(one.marker.key, "deposit", one.record, fate, one)
         for one in await items("hot", *(f"unknown {n}" for n in range(499)))
@@ -187,17 +187,17 @@ async def test_what_is_due_in_a_lane(
 async def test_what_a_run_of_a_key_leaves_behind(asked: Explaining, key: bytes) -> None:
     first, second, *done = await rows_of(asked._db, key, 500)
     record = Deposit(1).record("deposits", 0)
-    failed = Row(first, "deposit", record, Fate("failed", attempts=1, due_in=30.0))
+    failed = Row(first, "deposit", record, Decision("failed", attempts=1, due_in=30.0))
     done = [second, *done]
     await backlog.settle(asked, lane(key), done=done, changed=[failed], keys=[key], went_on=[key])
-    delete, change, let_heads_be_due = asked.plans
+    delete, change, schedule_heads = asked.plans
     assert (delete.indexes, delete.scanned) == ({"backlog_pkey"}, set())
     assert delete.blocks < 500 * 6
     assert (change.indexes, change.scanned) == ({"backlog_pkey"}, set())
     assert change.blocks < 100
-    assert let_heads_be_due.scanned == set()
+    assert schedule_heads.scanned == set()
     # Of the followers only those are looked at that are due, and of these not all at once.
-    assert let_heads_be_due.blocks < (100 if key == HOT else 10_000 * 25)
+    assert schedule_heads.blocks < (100 if key == HOT else 10_000 * 25)
 
 
 async def test_the_heads_of_many_keys(asked: Explaining) -> None:
@@ -205,7 +205,7 @@ async def test_the_heads_of_many_keys(asked: Explaining) -> None:
         "SELECT order_key FROM pipeline.backlog WHERE lane = 3 AND partition = 1 LIMIT 500"
     )
     keys = [row["order_key"] for row in rows]
-    await backlog.let_heads_be_due(asked, [3], keys)
+    await backlog.schedule_heads(asked, [3], keys)
     assert only(asked).scanned == set()
     assert only(asked).blocks < 500 * 25
 
@@ -255,6 +255,6 @@ async def test_the_heads_of_a_few_keys_of_a_lane_in_which_many_are_due(
     await flooded.execute(f"SET plan_cache_mode = {mode}")
     rows = await flooded.fetch("SELECT order_key FROM pipeline.backlog WHERE lane = 40 LIMIT 10")
     asked = Explaining(flooded)
-    await backlog.let_heads_be_due(asked, [40], [row["order_key"] for row in rows])
+    await backlog.schedule_heads(asked, [40], [row["order_key"] for row in rows])
     assert only(asked).scanned == set()
     assert only(asked).blocks < 10 * 25

@@ -138,7 +138,7 @@ async def test_those_at_fault_are_found_among_their_neighbours(
     amounts = range(1, 9)
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
     innocent = [amount for amount in amounts if amount not in at_fault]
-    assert await desk.set_aside() == {("book", amount - 1): "failed" for amount in at_fault}
+    assert await desk.park() == {("book", amount - 1): "failed" for amount in at_fault}
     assert {row["attempts"] for row in await desk.backlog()} == {1}
     assert await histories(db) == {f"of {amount}": [amount] for amount in innocent}
     assert await published(db) == [(f"of {amount}", amount, 1) for amount in innocent]
@@ -151,7 +151,7 @@ async def test_what_stands_behind_one_at_fault_waits_for_it_and_follows_in_order
     book, desk = books
     book.errors = {2: ValueError("not yet")}
     await desk.apply(Deposit(1), Deposit(2), Deposit(3), Deposit(9, account="bob"))
-    assert await desk.set_aside() == {("book", 1): "failed", ("book", 2): "follows another"}
+    assert await desk.park() == {("book", 1): "failed", ("book", 2): "follows another"}
     book.errors.clear()
     await desk.make_due()
     await desk.work_off()
@@ -164,7 +164,7 @@ async def test_decisions_hold_for_the_one_message_that_they_are_about(new_desk: 
     desk = await new_desk(books.handlers, topic=TOPIC)
     books.errors = {2: Reject("never"), 3: Park("later", after=60)}
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
-    assert await desk.set_aside() == {("book", 1): "rejected", ("book", 2): "parked by its handler"}
+    assert await desk.park() == {("book", 1): "rejected", ("book", 2): "parked by its handler"}
 
 
 async def test_a_call_that_takes_too_long_is_ended_and_the_slow_one_found(
@@ -174,7 +174,7 @@ async def test_a_call_that_takes_too_long_is_ended_and_the_slow_one_found(
     desk = await new_desk(books.handlers, topic=TOPIC)
     books.waits = {3: asyncio.Event().wait}  # type: ignore[dict-item]
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
-    assert await desk.set_aside() == {("book", 2): "failed"}
+    assert await desk.park() == {("book", 2): "failed"}
     (row,) = await desk.backlog()
     assert "TimeoutError" in row["error"]
     assert sorted(await histories(db)) == ["of 1", "of 2", "of 4"]
@@ -186,7 +186,7 @@ async def test_an_error_of_the_network_in_it_is_its_own_and_no_outage(
     book, desk = books
     book.errors = {2: ConnectionRefusedError("another service")}
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
-    assert await desk.set_aside() == {("book", 1): "failed"}
+    assert await desk.park() == {("book", 1): "failed"}
     assert desk.outages == []
 
 
@@ -214,7 +214,7 @@ async def test_a_batch_is_tried_without_those_behind_one_that_has_failed_before_
         raise ValueError("never")
 
     await desk.apply(Deposit(1, type="noted"), Deposit(2), Deposit(3, account="bob"))
-    assert await desk.set_aside() == {("book", 0): "failed", ("book", 1): "follows another"}
+    assert await desk.park() == {("book", 0): "failed", ("book", 1): "follows another"}
     assert await histories(db) == {"bob": [3]}
 
 
@@ -233,7 +233,7 @@ async def test_two_consumers_of_a_type_have_their_batches_each(new_desk: NewDesk
     desk = await new_desk(books.handlers, topic=TOPIC)
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
     assert (books.calls[0], calls[0]) == ([1, 2, 3, 4], [1, 2, 3, 4])
-    assert await desk.set_aside() == {("count", 2): "failed"}
+    assert await desk.park() == {("count", 2): "failed"}
 
 
 @pytest.mark.parametrize("sequence", [-1, 2**63, "7", 1.5, True])
@@ -247,7 +247,7 @@ async def test_a_sequence_that_is_none_is_refused_where_it_is_staged(
         tx.publish(Balance(account="ada", amount=1), key="ada", sequence=sequence)
 
     await desk.apply(Deposit(1, type="noted"), Deposit(2))
-    assert await desk.set_aside() == {("note", 0): "failed"}
+    assert await desk.park() == {("note", 0): "failed"}
     (row,) = await desk.backlog()
     assert "Unpublishable" in row["error"]
 

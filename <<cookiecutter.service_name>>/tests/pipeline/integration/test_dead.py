@@ -23,7 +23,7 @@ from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import patiently
+from pipeline.servers.retrying import retry_while_unavailable
 
 from .bank import Bank
 from .conftest import Command, complaint
@@ -311,7 +311,9 @@ async def test_what_is_too_old_is_applied_only_if_it_is_asked_for_as_such(
 async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk: Desk) -> None:
     start = await desk.position()
     batch = await desk.read(Deposit(1), start=start)
-    attempts = patiently("the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append)
+    attempts = retry_while_unavailable(
+        "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+    )
     await desk.consume.apply(FromPartition(desk.slot, batch, deaths=3), attempts)
     async with autocommitting(desk.engine) as driver:
         await driver.execute(
@@ -410,7 +412,7 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
         assert lane is not None
         taken = await backlog.take(driver, lane, desk.handlers, ["deposit"], 100)
         assert await discard(desk) == 1
-        attempts = patiently(
+        attempts = retry_while_unavailable(
             "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
         )
         with pytest.raises(LaneLost):
@@ -696,10 +698,10 @@ async def test_the_log_names_no_letter_of_who_has_the_identity_of_another(
 ) -> None:
     await desk.apply(Deposit(1))
     await desk.apply(Deposit(1, value=b'{"account": "ada", "amount": 2}'))
-    (impostor,) = [one for one in caplog.records if "message_id" in vars(one)]
-    assert vars(impostor)["reason"] == "identity mismatch"
-    assert "letter" not in impostor.getMessage()
-    assert "letter" not in vars(impostor)
+    (identity_mismatch,) = [one for one in caplog.records if "message_id" in vars(one)]
+    assert vars(identity_mismatch)["reason"] == "identity mismatch"
+    assert "letter" not in identity_mismatch.getMessage()
+    assert "letter" not in vars(identity_mismatch)
 
 
 async def test_redrive_says_what_it_leaves_out(
@@ -722,7 +724,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(prompts, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
-    seizes, calls = backlog.seize, []
+    seizes, calls = backlog.fence_lane, []
 
     async def lose(connection: asyncpg.Connection, lane: int) -> None:
         calls.append(lane)
@@ -730,7 +732,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
         await seizes(connection, lane)
 
-    monkeypatch.setattr(backlog, "seize", lose)
+    monkeypatch.setattr(backlog, "fence_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -739,7 +741,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to go on",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(backlog, "seize", seizes)
+    monkeypatch.setattr(backlog, "fence_lane", seizes)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

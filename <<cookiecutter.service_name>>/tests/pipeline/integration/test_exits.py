@@ -37,7 +37,7 @@ async def test_what_would_end_the_process_is_the_failure_of_the_message_that_rai
             raise kind
 
     await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
-    assert await desk.set_aside() == {("ending", 1): "failed", ("ending batches", 1): "failed"}
+    assert await desk.park() == {("ending", 1): "failed", ("ending batches", 1): "failed"}
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
     assert {row["error"].partition(":")[0] for row in await desk.backlog()} == {kind.__name__}
 
@@ -198,7 +198,7 @@ async def test_a_misuse_of_the_driver_is_the_messages_fault_and_no_outage(
 
     await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
     await desk.work_off()  # each of its handlers alone
-    assert await desk.set_aside() == {("misusing", 1): "failed"}
+    assert await desk.park() == {("misusing", 1): "failed"}
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
     assert desk.outages == []
 

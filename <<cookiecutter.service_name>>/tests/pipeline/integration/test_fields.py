@@ -6,7 +6,7 @@ from pipeline.apply import backlog, inbox
 from pipeline.apply.backlog import Row, StoredRecord
 from pipeline.apply.batch import Item, order_key
 from pipeline.events.message import Marker, Message
-from pipeline.handlers.policy import Fate
+from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handler
 
 from .bank import Bank
@@ -53,7 +53,7 @@ async def test_a_row_of_the_backlog(ledger: tuple[Bank, Desk], db: asyncpg.Conne
     handler: Handler
     (handler,) = bank.handlers.of(bank.deposits, "deposited")
     record = StoredRecord("topic", 1, 2, 3, b"record_key", b"value", [("headers", b"5")], 0.0)
-    fate = Fate("reason", 6, 7.5, None, True, "error", "traceback")
+    fate = Decision("reason", 6, 7.5, None, True, "error", "traceback")
     item = Item(handler, MARKER, record)
     await backlog.add(db, [Row(b"key", "consumer", record, fate, item, b"remembered_hash")])
     row = await db.fetchrow("SELECT * FROM pipeline.backlog")

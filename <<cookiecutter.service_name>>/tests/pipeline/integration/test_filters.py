@@ -15,7 +15,7 @@ from rbloom import Bloom
 from pipeline.apply import filters, inbox
 from pipeline.apply.filters import Filters
 from pipeline.observe import telemetry
-from pipeline.retention.maintenance import keep_house
+from pipeline.retention.maintenance import maintain
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 
@@ -208,7 +208,7 @@ async def test_a_damaged_filter_is_told_of_and_not_trusted_but_built_anew(
     ]
     await desk.apply(Deposit(1), Deposit(2), Deposit(3))
     assert await histories(db) == {"ada": [1, 2, 3]}
-    await keep_house(db, settings())
+    await maintain(db, settings())
     assert await rows_of(db) == wanted
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2), Deposit(4)) == ({0, 1}, range(0))
@@ -226,7 +226,7 @@ async def test_a_damaged_filter_is_not_added_to(
     await close_generation(db, settings)
     assert await stored(db) == [(1, 1), (2, 2)]
     await desk.load_filters()
-    await keep_house(db, settings())
+    await maintain(db, settings())
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2), Deposit(3)) == ({0, 1}, range(0))
 
@@ -250,7 +250,7 @@ async def test_a_filter_of_another_format_is_not_trusted_but_built_anew(
     assert "damaged" not in caplog.text
     await desk.apply(Deposit(1), Deposit(2))
     assert await histories(db) == {"ada": [1, 2]}
-    await keep_house(db, settings())
+    await maintain(db, settings())
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2)) == ({0}, range(0))
 
@@ -344,7 +344,7 @@ async def test_a_build_that_is_cut_off_leaves_nothing_and_is_done_again(
     await db.execute("DELETE FROM pipeline.inbox_filter")
     async with stored_by_another(await connect()):
         builder = await connect()
-        building = asyncio.create_task(keep_house(builder, settings(housekeeping_interval=0.1)))
+        building = asyncio.create_task(maintain(builder, settings(housekeeping_interval=0.1)))
         await somebody_waits(db)
         if how == "cancelled":
             building.cancel()
@@ -361,7 +361,7 @@ async def test_a_build_that_is_cut_off_leaves_nothing_and_is_done_again(
 
     async def is_built() -> bool:
         # The server may take a moment to free what the other one has held.
-        await keep_house(db, settings())
+        await maintain(db, settings())
         return await stored(db) == [(1, 1)]
 
     await eventually(is_built)
@@ -390,9 +390,9 @@ async def test_who_finds_another_process_building_leaves_it_to_that_one(
     await db.execute("DELETE FROM pipeline.inbox_filter")
     first = await connect()
     async with stored_by_another(await connect()):
-        building = asyncio.create_task(keep_house(first, settings()))
+        building = asyncio.create_task(maintain(first, settings()))
         await somebody_waits(db)
-        await asyncio.wait_for(keep_house(db, settings()), PATIENCE)
+        await asyncio.wait_for(maintain(db, settings()), PATIENCE)
         assert await stored(db) == []
         assert not building.done()
     await building
@@ -409,7 +409,7 @@ async def test_many_that_build_at_once_build_every_filter(
     wanted = await rows_of(db)
     await db.execute("DELETE FROM pipeline.inbox_filter")
     connections = [await connect() for _ in range(5)]
-    await asyncio.gather(*(keep_house(one, settings()) for one in connections))
+    await asyncio.gather(*(maintain(one, settings()) for one in connections))
     assert await rows_of(db) == wanted
 
 
@@ -558,7 +558,7 @@ async def test_a_generation_that_is_too_large_is_counted_once_told_of_and_never_
     counts: list[object] = []
     house = await connect()
     house.add_query_logger(lambda query: counts.append(query.query))
-    await keep_house(house, settings(**little))
+    await maintain(house, settings(**little))
     assert filters._FORGET in counts
     assert filters._COUNT not in counts, "it is not counted again"
     assert await rows_of(db) == rows
@@ -581,7 +581,7 @@ async def test_with_more_memory_a_generation_that_was_too_large_gets_its_filter(
     desk.filters.lacking.clear()
     assert await sifted(desk, db, Deposit(1), Deposit(2)) == (set(), range(1, 2))
     assert desk.filters.lacking.is_set(), "housekeeping is about to build it"
-    await keep_house(db, settings(inbox_filter_mebibytes=2))
+    await maintain(db, settings(inbox_filter_mebibytes=2))
     assert await stored(db) == [(1, 1)]
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2)) == ({0}, range(0))
@@ -605,7 +605,7 @@ async def test_filters_of_generations_that_are_forgotten_go(
     every = [Deposit(amount) for amount in (1, 2, 3, 4, 5)]
     for oldest, suspects in ((2, {0, 1, 2, 3}), (3, {2, 3})):
         await db.execute("UPDATE pipeline.inbox_generation SET oldest = $1", oldest)
-        await keep_house(db, settings())
+        await maintain(db, settings())
         await desk.load_filters()
         assert await sifted(desk, db, *every) == (suspects, range(0))
     assert await stored(db) == [(3, 4)]

@@ -64,7 +64,7 @@ async def test_a_record_that_only_the_flush_or_the_commit_refuses_is_found_among
     _, desk = ledger
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
     innocent = [amount for amount in amounts if amount < TOO_MUCH]
-    assert await desk.set_aside() == {
+    assert await desk.park() == {
         ("deposit", offset): "transaction failed"
         for offset, amount in enumerate(amounts)
         if amount >= TOO_MUCH
@@ -84,7 +84,7 @@ async def test_records_that_nobody_takes_are_passed_once_beside_one_that_is_refu
     _, desk = ledger
     skipped = Deposit(1, type="withdrawn")
     await desk.apply(skipped, Deposit(2, "bob"), skipped, Deposit(TOO_MUCH), skipped)
-    assert await desk.set_aside() == {("deposit", 3): "transaction failed"}
+    assert await desk.park() == {("deposit", 3): "transaction failed"}
     assert await desk.position() == 5
     assert outcomes == {"skipped": 3, "new": 1, "parked": 1}
 
@@ -97,7 +97,7 @@ async def test_what_neighbours_did_to_the_same_row_is_kept_and_who_comes_later_w
     await desk.apply(*(Deposit(amount) for amount in (1, 2, TOO_MUCH, 3)))
     assert await histories(db) == {"ada": [1, 2]}
     assert await db.fetchval("SELECT version FROM account") == 2
-    assert await desk.set_aside() == {
+    assert await desk.park() == {
         ("deposit", 2): "transaction failed",
         ("deposit", 3): "follows another",
     }
@@ -116,7 +116,7 @@ async def test_what_the_database_refuses_is_tried_again_like_any_other_failure(
     await desk.make_due()
     await desk.work_off()
     assert await histories(db) == {"ada": [1, TOO_MUCH, 3]}
-    assert await desk.set_aside() == {}
+    assert await desk.park() == {}
 
 
 async def test_the_batch_commits_as_one_when_its_halves_pass_but_its_whole_did_not(
@@ -154,10 +154,10 @@ async def test_an_error_of_autoflush_is_blamed_on_the_record_that_caused_it(
     await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, TOO_MUCH, 3, 4)))
     assert await histories(db) == {str(n): [n] for n in (1, 2, 3, 4)}
     # Of its two handlers either may be at fault: each is tried by itself.
-    assert await desk.set_aside() == {("deposit", 2): "undecided", ("count", 2): "undecided"}
+    assert await desk.park() == {("deposit", 2): "undecided", ("count", 2): "undecided"}
     assert [row["attempts"] for row in await desk.backlog()] == [0, 0]
     await desk.work_off()
-    assert await desk.set_aside() == {("deposit", 2): "transaction failed"}
+    assert await desk.park() == {("deposit", 2): "transaction failed"}
 
 
 async def test_a_query_of_a_later_handler_is_not_blamed_for_the_row_of_an_earlier_one(
@@ -178,7 +178,7 @@ async def test_a_query_of_a_later_handler_is_not_blamed_for_the_row_of_an_earlie
 
     desk.handlers = handlers
     await desk.apply(*(Deposit(n, account=str(n)) for n in (1, TOO_MUCH, 3, 4)))
-    assert await desk.set_aside() == {("naive", 1): "failed"}
+    assert await desk.park() == {("naive", 1): "failed"}
     assert set(await histories(db)) == {"1", "3"}
 
 
@@ -227,7 +227,7 @@ async def test_a_handler_that_swallows_the_error_of_its_flush_does_not_apply_its
     assert await histories(db) == {"ada": [1]}
     await desk.work_off()
     assert await histories(db) == {"ada": [1]}
-    assert await desk.set_aside() == {
+    assert await desk.park() == {
         ("deposit", 1): "transaction failed",
         ("deposit", 2): "follows another",
     }
@@ -248,7 +248,7 @@ async def test_a_handler_that_swallows_the_error_of_a_statement_has_not_applied_
             return
 
     await desk.apply(Deposit(1), Deposit(0))
-    assert await desk.set_aside() == {("careless", 1): "failed"}
+    assert await desk.park() == {("careless", 1): "failed"}
     assert await db.fetchval("SELECT array_agg(id) FROM pipeline.inbox") == ["1"]
 
 
@@ -268,7 +268,7 @@ async def test_a_handler_that_ends_the_transaction_fails_and_its_neighbours_lose
 
     await desk.apply(*(Deposit(amount, account=str(amount)) for amount in (1, 2, 3)))
     await desk.work_off()
-    assert await desk.set_aside() == {("impatient", 1): "failed"}
+    assert await desk.park() == {("impatient", 1): "failed"}
     assert await histories(db) == {"1": [1], "2": [2], "3": [3]}
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 5
     assert len(await events_of(db)) == 3
@@ -287,7 +287,7 @@ async def test_a_cancellation_that_a_handler_lets_out_is_its_own_error(
             await abandoned
 
     await desk.apply(Deposit(1), Deposit(2))
-    assert await desk.set_aside() == {("cancelling", 1): "failed"}
+    assert await desk.park() == {("cancelling", 1): "failed"}
     assert await histories(db) == {"ada": [1, 2]}
 
 
@@ -297,7 +297,7 @@ async def test_a_key_that_postgresql_can_not_store_fails_alone(
     _, desk = ledger
     poison = Deposit(3, value=b'{"account": "\\u0000", "amount": 3}')
     await desk.apply(Deposit(1), Deposit(2), poison, Deposit(4), Deposit(5, account="bob"))
-    assert await desk.set_aside() == {
+    assert await desk.park() == {
         ("deposit", 2): "transaction failed",
         ("deposit", 3): "follows another",
     }
@@ -382,7 +382,7 @@ async def test_what_a_handler_did_before_it_failed_is_undone_and_another_consume
             raise Refused("no bonus today")
 
     await desk.apply(Deposit(1), Deposit(2))
-    assert await desk.set_aside() == {("bonus", 1): "failed"}
+    assert await desk.park() == {("bonus", 1): "failed"}
     assert await db.fetchval("SELECT balance FROM account") == 1_003
     broken = False
     await desk.apply(Deposit(2), Deposit(2), Deposit(1))
@@ -460,7 +460,7 @@ async def test_a_handler_that_hangs_is_found_and_its_neighbours_are_applied(
         await desk.apply(*(Deposit(amount) for amount in (1, 2, 3, 4)))
         assert await histories(db) == {"ada": [1, 2]}
         await desk.work_off()
-    assert await desk.set_aside() == {
+    assert await desk.park() == {
         ("hanging", 2): "takes too long",
         ("hanging", 3): "follows another",
     }
@@ -487,7 +487,7 @@ async def test_what_took_too_long_once_is_tried_again_before_a_record_is_blamed(
     await desk.apply(Deposit(1))
     assert calls == 2
     assert await histories(db) == {"ada": [1]}
-    assert await desk.set_aside() == {}
+    assert await desk.park() == {}
 
 
 async def test_a_record_whose_row_another_never_gives_back_is_set_aside_and_no_other(
@@ -500,7 +500,7 @@ async def test_a_record_whose_row_another_never_gives_back_is_set_aside_and_no_o
     async with db.transaction():
         await db.execute("SELECT FROM account FOR UPDATE")
         await desk.apply(Deposit(2, account="bob"), Deposit(3, account="ada"))
-        assert await desk.set_aside() == {("deposit", 2): "locked out"}
+        assert await desk.park() == {("deposit", 2): "locked out"}
     assert await histories(db) == {"ada": [1], "bob": [2]}
     await desk.make_due()
     await desk.work_off()
@@ -520,5 +520,5 @@ async def test_where_there_is_nobody_to_blame_a_lock_is_waited_for(
         applying = asyncio.create_task(desk.apply(Deposit(1)))
         await eventually(lambda: len(desk.outages) > 3)
     await applying
-    assert await desk.set_aside() == {("deposit", 0): "deferred"}
+    assert await desk.park() == {("deposit", 0): "deferred"}
     assert bank.calls == []

@@ -12,7 +12,7 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Transaction
 from pipeline.apply import inbox
-from pipeline.retention.maintenance import keep_house
+from pipeline.retention.maintenance import maintain
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
@@ -30,7 +30,7 @@ async def close_generation(db: asyncpg.Connection, settings: Callable[..., Setti
     """Close the current generation, as housekeeping does, and make the next ones."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     assert await inbox.rotate(db, current=current)
-    await keep_house(db, settings())
+    await maintain(db, settings())
 
 
 async def count(db: asyncpg.Connection, table: str) -> int:
@@ -138,9 +138,7 @@ async def test_every_mismatch_of_a_batch_is_a_dead_letter_whoever_came_first(
         Deposit(300, id="2"),
         Deposit(3),
     )
-    assert await desk.set_aside() == {
-        ("deposit", offset): "identity mismatch" for offset in (1, 3, 4)
-    }
+    assert await desk.park() == {("deposit", offset): "identity mismatch" for offset in (1, 3, 4)}
     assert await histories(db) == {"ada": [1, 2, 3]}
     assert await desk.position() == 6
     # Sent once more they are the same incidents, and no new ones.
@@ -162,7 +160,7 @@ async def test_another_type_with_the_same_id_and_data_is_another_payload(
 
     await desk.apply(Deposit(1))
     await desk.apply(Deposit(1, type="withdrawn"))
-    assert await desk.set_aside() == {("deposit", 1): "identity mismatch"}
+    assert await desk.park() == {("deposit", 1): "identity mismatch"}
 
 
 async def test_a_hash_of_another_version_is_not_compared(
@@ -210,10 +208,10 @@ async def test_what_is_older_than_the_inbox_remembers_is_no_new_event_unless_its
     )
     if takes_old:
         assert await histories(db) == {"ada": [1, 2, 3]}
-        assert await desk.set_aside() == {}
+        assert await desk.park() == {}
     else:
         assert await histories(db) == {"ada": [3]}
-        assert await desk.set_aside() == {("deposit", 0): "too old", ("deposit", 1): "too old"}
+        assert await desk.park() == {("deposit", 0): "too old", ("deposit", 1): "too old"}
         assert all(row["died_at"] is not None for row in await desk.backlog())
 
 
@@ -252,7 +250,7 @@ async def test_a_consumer_that_begins_on_an_old_topic_applies_what_it_finds_ther
         Deposit(3, timestamp=1_700_000_000),
     )
     assert await histories(db) == {"ada": [1, 2, 3]}
-    assert await desk.set_aside() == {}
+    assert await desk.park() == {}
     again = await desk.apply(Deposit(1, timestamp=long_ago))
     assert [one.is_new for one in again] == [False]
 
@@ -274,7 +272,7 @@ async def test_of_two_consumers_of_a_topic_only_the_older_may_have_forgotten(
     await inbox.register(db, bank.handlers.consumers)
     await desk.apply(old)
     assert taken == [1]
-    assert await desk.set_aside() == {("deposit", 1): "too old"}
+    assert await desk.park() == {("deposit", 1): "too old"}
     assert await histories(db) == {"ada": [1]}
 
 
@@ -288,12 +286,12 @@ async def test_what_comes_again_is_too_old_as_soon_as_the_consumer_has_forgotten
     await desk.apply(old)
     assert await inbox.rotate(db, current=2)
     await desk.apply(old)
-    assert await desk.set_aside() == {}, "it is known"
+    assert await desk.park() == {}, "it is known"
     await db.execute("UPDATE pipeline.inbox_generation SET oldest = current")
     await inbox.register(db, bank.handlers.consumers)
     await desk.apply(old)
     assert await histories(db) == {"ada": [1]}
-    assert await desk.set_aside() == {("deposit", 2): "too old"}
+    assert await desk.park() == {("deposit", 2): "too old"}
 
 
 async def test_a_consumer_that_is_not_registered_may_have_forgotten_anything(
@@ -302,7 +300,7 @@ async def test_a_consumer_that_is_not_registered_may_have_forgotten_anything(
     """As when a failover has lost its row: rather a dead letter than applied twice."""
     _, desk = ledger
     await desk.apply(Deposit(1, timestamp=at(forgotten - timedelta(days=1))))
-    assert await desk.set_aside() == {("deposit", 0): "too old"}
+    assert await desk.park() == {("deposit", 0): "too old"}
 
 
 async def test_a_service_applies_an_old_topic_that_it_begins_to_read(
@@ -334,7 +332,7 @@ async def test_what_is_known_is_a_duplicate_however_old_it_is(
     await db.execute("UPDATE pipeline.inbox_generation SET since = now()")
     (again,) = await desk.apply(Deposit(1))
     assert not again.is_new
-    assert await desk.set_aside() == {}
+    assert await desk.park() == {}
 
 
 async def test_a_generation_is_not_closed_without_a_successor(db: asyncpg.Connection) -> None:
@@ -383,11 +381,11 @@ async def test_a_generation_is_not_closed_under_an_open_consume_transaction(
 async def test_housekeeping_closes_a_generation_that_is_old_and_no_other(
     db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    await keep_house(db, settings())
+    await maintain(db, settings())
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 1
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '25 hours'")
-    await keep_house(db, settings())
-    await keep_house(db, settings())
+    await maintain(db, settings())
+    await maintain(db, settings())
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
 
 
@@ -420,7 +418,7 @@ async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_a
             current = await keeper.fetchval("SELECT current FROM pipeline.inbox_generation")
             try:
                 closed += await inbox.rotate(keeper, current=current)
-                await keep_house(keeper, settings())
+                await maintain(keeper, settings())
             except asyncpg.LockNotAvailableError:
                 pass
             await asyncio.sleep(0)

@@ -18,9 +18,9 @@ from pipeline.apply.batch import Item
 from pipeline.apply.consume import Consume
 from pipeline.apply.outcome import Results
 from pipeline.apply.source import FromLane
-from pipeline.retry.workers import Lanes
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import patiently
+from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.servers.tasks import TURN, in_background
 
 from .bank import Bank
@@ -46,7 +46,9 @@ async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
 
 async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[Results]:
     """Handle what was read."""
-    attempts = patiently("the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append)
+    attempts = retry_while_unavailable(
+        "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+    )
     return await desk.consume.apply(FromLane(lane, LEASE, taken), attempts)
 
 
@@ -202,7 +204,7 @@ async def test_a_row_that_is_due_again_and_again_does_not_keep_a_lane_careful(
 
     async def apply(consume: Consume, work: FromLane) -> Sequence[Results]:
         careful.append(bool(work.assumed))
-        return await Lanes._apply(desk.lanes, consume, work)
+        return await BacklogWorkers._apply(desk.lanes, consume, work)
 
     monkeypatch.setattr(desk.lanes, "_apply", apply)
     await desk.work_off()

@@ -76,7 +76,7 @@ async def test_a_result_that_is_no_json_is_the_handlers_fault(
 
     desk = await new_desk(bank.handlers, topic=bank.deposits)
     await desk.apply(Deposit(5), Deposit(6), Deposit(7))
-    assert await desk.set_aside() == {("odd", 1): "failed", ("odd", 2): "follows another"}
+    assert await desk.park() == {("odd", 1): "failed", ("odd", 2): "follows another"}
     assert await db.fetchval("SELECT result FROM pipeline.inbox WHERE consumer = 'odd'") == "5"
 
 

@@ -302,7 +302,7 @@ async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> 
 async def test_events_that_are_set_aside_from_a_large_outbox(asked: Explaining) -> None:
     events = await asked._db.fetch("SELECT * FROM pipeline.outbox WHERE id > 950000 LIMIT 500")
     why = Refusal("topic missing", "it is", of_topic=True)
-    await rejected.Unsent(CHOSEN).set_aside(asked, events, {event["id"]: why for event in events})
+    await rejected.Unsent(CHOSEN).park(asked, events, {event["id"]: why for event in events})
     assert only(asked).scanned == set()
     assert only(asked).indexes <= {
         "outbox_id_idx",

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pipeline.apply.inbox import rotate
-from pipeline.retention.maintenance import keep_house
+from pipeline.retention.maintenance import maintain
 from pipeline.servers.database import autocommitting, driver_of
 from pipeline.settings import Settings
 
@@ -41,7 +41,7 @@ async def test_a_transaction_leaves_nothing_behind_in_its_session(
     )
     await desk.apply(*(Deposit(amount) for amount in range(20)))
     async with autocommitting(desk.engine) as driver:
-        await keep_house(
+        await maintain(
             driver,
             Settings.model_validate(
                 {"database_url": "postgresql+asyncpg://", "kafka_bootstrap_servers": "unused:9092"}

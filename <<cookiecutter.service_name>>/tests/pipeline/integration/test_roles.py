@@ -23,7 +23,7 @@ from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import rejected, relay, scheduled, window
 from pipeline.retention import maintenance, partitions
 from pipeline.retention.archive import Archive
-from pipeline.retention.maintenance import keep_house, make_ahead, tidy
+from pipeline.retention.maintenance import maintain, make_ahead, tidy
 from pipeline.retention.partitions import NotOwner
 from pipeline.settings import Settings
 
@@ -367,7 +367,7 @@ async def test_what_retention_has_left_to_its_next_round_is_no_partition_that_ru
 ) -> None:
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '25 hours'")
     async with granted.connected("retention") as connection:
-        await keep_house(connection, settings())
+        await maintain(connection, settings())
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
     assert await partitions.exists(db, "inbox_g4"), "as many as before stand ready"
 

@@ -210,7 +210,7 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
     assert await history(db) == [1, 2]
     async with autocommitting(desk.engine) as driver:
         await backlog.redrive(driver, [three["key"]])
-        await backlog.let_heads_be_due(driver, [three["lane"]], [three["order_key"]])
+        await backlog.schedule_heads(driver, [three["lane"]], [three["order_key"]])
     await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
 
@@ -287,7 +287,7 @@ async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_ha
     service.parks = {4}
     async with autocommitting(desk.engine) as driver:
         await backlog.redrive(driver, [four["key"]])
-        await backlog.let_heads_be_due(driver, [four["lane"]], [four["order_key"]])
+        await backlog.schedule_heads(driver, [four["lane"]], [four["order_key"]])
     await desk.work_off()
     assert [row["reason"] for row in await desk.backlog()] == ["parked by its handler"]
     await desk.make_due()

@@ -25,8 +25,8 @@ class Stopped(Relay):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.is_stopped = asyncio.Event()
-        self.woken = asyncio.Event()
-        woken, is_stopped = self.woken, self.is_stopped
+        self.sleep_or_event = asyncio.Event()
+        sleep_or_event, is_stopped = self.sleep_or_event, self.is_stopped
 
         class Late(Publisher):
             async def _new_producer(self, owner: str) -> AIOKafkaProducer:
@@ -35,7 +35,7 @@ class Stopped(Relay):
 
                 async def late(*args: Any, **options: Any) -> Any:
                     is_stopped.set()
-                    await woken.wait()
+                    await sleep_or_event.wait()
                     return await send_batch(*args, **options)
 
                 producer.send_batch = late
@@ -45,7 +45,7 @@ class Stopped(Relay):
 
     async def _extend(self, driver: asyncpg.Connection) -> list[int]:
         if self.is_stopped.is_set():
-            await self.woken.wait()
+            await self.sleep_or_event.wait()
         return await super()._extend(driver)
 
 
@@ -66,7 +66,7 @@ async def test_what_a_stopped_relay_sends_late_is_refused_by_the_brokers(
         await asyncio.wait_for(stopped.relay.is_stopped.wait(), 30)
         async with relaying(chosen):
             await tail.until_ids([1, 2, 3])
-            stopped.relay.woken.set()
+            stopped.relay.sleep_or_event.set()
             await eventually(lambda: stopped.reason != "")
             await eventually(lambda: stopped.reason == "")
             await stage(db, numbered(topic, [4]))

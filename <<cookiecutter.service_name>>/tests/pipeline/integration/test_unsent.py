@@ -320,14 +320,14 @@ async def test_what_a_relay_sets_aside_is_stored_only_while_the_shards_are_its_o
     another = await connect()
 
     class Replaced(rejected.Unsent):
-        async def set_aside(
+        async def park(
             self,
             connection: asyncpg.Connection,
             events: Sequence[asyncpg.Record],
             refused: Refused,
         ) -> None:
             stored.append(len(events))
-            await super().set_aside(connection, events, refused)
+            await super().park(connection, events, refused)
 
     class ReplacedRelay(relay.Relay):
         """One whose shards are taken while it sends for the first time."""

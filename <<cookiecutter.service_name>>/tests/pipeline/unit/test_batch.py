@@ -15,7 +15,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.inbox import Anchor
-from pipeline.errors import told
+from pipeline.errors import summarize_error
 from pipeline.events.message import Reason, Undecodable
 from pipeline.servers import tasks
 from pipeline.servers.tasks import TURN, in_background
@@ -235,8 +235,8 @@ async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_val
 ) -> None:
     item, _ = (await read(handlers, TOPIC, 0, [record(0, value=b'{"order": "secret"}')])).items
     assert isinstance(item.fault, ValidationError)
-    assert "order" in told(item.fault)
-    assert "secret" not in told(item.fault)
+    assert "order" in summarize_error(item.fault)
+    assert "secret" not in summarize_error(item.fault)
 
 
 async def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:

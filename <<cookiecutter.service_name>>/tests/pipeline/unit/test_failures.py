@@ -14,15 +14,15 @@ from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying
 
 from pipeline.errors import (
+    describe_error,
+    format_traceback,
     is_contention,
     is_infrastructure,
     is_of_the_database,
     leaves,
-    named,
-    told,
-    traceback_of,
+    summarize_error,
 )
-from pipeline.servers.retrying import patiently, pause
+from pipeline.servers.retrying import pause, retry_while_unavailable
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
@@ -166,7 +166,7 @@ def test_an_exception_group_tells_of_each_error_in_it_and_of_no_values() -> None
         Amount.model_validate_json('{"cents": "secret"}')
     row = asyncpg.CheckViolationError("new row violates\nDETAIL: Failing row contains (secret).")
     group = ExceptionGroup("all", [ValueError("no"), ExceptionGroup("in", [invalid.value, row])])
-    assert told(group) == (
+    assert summarize_error(group) == (
         "all (2 sub-exceptions); ValueError: no;"
         " ValidationError: cents: Input should be a valid integer, unable to parse string as an"
         " integer; CheckViolationError: new row violates"
@@ -177,8 +177,8 @@ def test_the_text_of_an_exception_group_has_an_end_and_shows_more_than_its_first
     group = ExceptionGroup("all", [ValueError("x" * 10_000), KeyError("second")] * 1_000)
     for _ in range(2_000):
         group = ExceptionGroup("nested", [group])
-    assert len(told(group)) <= 4_000
-    assert "KeyError: 'second'" in told(group)
+    assert len(summarize_error(group)) <= 4_000
+    assert "KeyError: 'second'" in summarize_error(group)
 
 
 def test_a_row_without_a_partition_is_the_engines_fault_and_no_other_tables() -> None:
@@ -216,14 +216,14 @@ async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
         pauses.append(seconds)
         await sleep(0)
 
-    told: list[str] = []
-    attempts = patiently(
-        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=told.append
+    summarize_error: list[str] = []
+    attempts = retry_while_unavailable(
+        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=summarize_error.append
     ).copy(sleep=note)
     errors = [ConnectionResetError(f"try {n}") for n in range(1, 21)]
     assert await work(attempts, *errors) == 21
     said = "PostgreSQL at db:5432: ConnectionResetError: try"
-    assert told == [f"{said} {n}" for n in range(1, 21)]
+    assert summarize_error == [f"{said} {n}" for n in range(1, 21)]
     assert pauses[0] < 1
     assert max(pauses) <= 5
     assert len(set(pauses[-8:])) > 1, "without jitter all come back at the same time"
@@ -242,24 +242,24 @@ async def test_attempts_leave_nothing_to_the_collector() -> None:
         return 1
 
     gc.collect()
-    attempts = patiently("it", "a server", unless=lambda: False, away=lambda _: None)
+    attempts = retry_while_unavailable("it", "a server", unless=lambda: False, away=lambda _: None)
     assert await attempts(succeed) == await attempts.copy()(succeed) == 1
     del attempts
     assert gc.collect() == 0
 
 
 async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
-    told: list[str] = []
-    attempts = patiently(
-        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=told.append
+    summarize_error: list[str] = []
+    attempts = retry_while_unavailable(
+        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=summarize_error.append
     )
     with pytest.raises(asyncpg.UniqueViolationError):
         await work(attempts, asyncpg.UniqueViolationError("twice"))
-    assert told == []
+    assert summarize_error == []
 
 
 async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> None:
-    attempts = patiently(
+    attempts = retry_while_unavailable(
         "the work", "PostgreSQL at db:5432", unless=lambda: True, away=lambda reason: None
     )
     with pytest.raises(ConnectionResetError):
@@ -268,32 +268,37 @@ async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> Non
 
 def test_what_a_database_adds_to_its_message_is_not_told() -> None:
     error = asyncpg.CheckViolationError("new row violates\nDETAIL: Failing row contains (secret).")
-    assert told(error) == "new row violates"
-    assert told(ValueError("one\ntwo")) == "one\ntwo"
+    assert summarize_error(error) == "new row violates"
+    assert summarize_error(ValueError("one\ntwo")) == "one\ntwo"
 
 
 def test_what_a_database_quotes_is_left_out_and_it_is_seen_that_something_is() -> None:
     unreadable = asyncpg.CharacterNotInRepertoireError(
         'invalid byte sequence for encoding "UTF8": 0x00'
     )
-    assert told(unreadable) == "invalid byte sequence for encoding …"
+    assert summarize_error(unreadable) == "invalid byte sequence for encoding …"
     no_number = asyncpg.InvalidTextRepresentationError(
         'invalid input syntax for type integer: "secret"'
     )
-    assert told(no_number) == "invalid input syntax for type integer …"
-    assert told(asyncpg.DivisionByZeroError("division by zero")) == "division by zero"
+    assert summarize_error(no_number) == "invalid input syntax for type integer …"
+    assert summarize_error(asyncpg.DivisionByZeroError("division by zero")) == "division by zero"
 
 
 def test_an_error_is_named_as_the_driver_has_raised_it() -> None:
     full = asyncpg.TooManyConnectionsError("sorry, too many clients already")
-    assert named(wrapped(full)) == "TooManyConnectionsError: sorry, too many clients already"
-    assert named(TimeoutError()) == "TimeoutError"
-    assert named(KafkaConnectionError("closed")) == "KafkaConnectionError: closed"
+    assert (
+        describe_error(wrapped(full)) == "TooManyConnectionsError: sorry, too many clients already"
+    )
+    assert describe_error(TimeoutError()) == "TimeoutError"
+    assert describe_error(KafkaConnectionError("closed")) == "KafkaConnectionError: closed"
 
 
 def test_brokers_that_are_not_reached_are_told_in_words() -> None:
     unreached = KafkaConnectionError("Unable to bootstrap from [('db', 9092, <AddressFamily...>)]")
-    assert told(unreached) == "no broker answers, or not by PIPELINE_KAFKA_SECURITY_PROTOCOL"
+    assert (
+        summarize_error(unreached)
+        == "no broker answers, or not by PIPELINE_KAFKA_SECURITY_PROTOCOL"
+    )
 
 
 def test_a_traceback_of_however_many_errors_is_written_without_values() -> None:
@@ -301,19 +306,19 @@ def test_a_traceback_of_however_many_errors_is_written_without_values() -> None:
     for number in range(3_000):
         another = RuntimeError(f"again {number}")
         another.__cause__, error = error, another
-    text = traceback_of(error)
+    text = format_traceback(error)
     assert "new row violates" in text
     assert "secret" not in text
 
 
 def test_a_text_that_is_cut_shows_no_part_of_a_secret() -> None:
-    text = told(ValueError(f"{'x' * 3_980} Bearer {'secret' * 1_000} and more"))
+    text = summarize_error(ValueError(f"{'x' * 3_980} Bearer {'secret' * 1_000} and more"))
     assert len(text) <= 4_000
     assert "secret" not in text
 
 
 def test_why_a_value_does_not_fit_is_told_without_the_value() -> None:
     text = "invalid input for query argument $1: 3000000000 (value out of int32 range)"
-    assert told(asyncpg.DataError(text)) == (
+    assert summarize_error(asyncpg.DataError(text)) == (
         "invalid input for query argument $1 … (value out of int32 range)"
     )

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.observe import health as module
-from pipeline.observe.health import Announcer, CannotListen, Health, HealthServer
+from pipeline.observe.health import CannotListen, Health, HealthServer, ReadinessLog
 
 HOST = "127.0.0.1"
 
@@ -310,7 +310,7 @@ def announced(
 ) -> Callable[[], list[str]]:
     """Return what is announced now, a second and a turn of the event loop later."""
     caplog.set_level(logging.INFO, "pipeline.observe.health")
-    announcer = Announcer(health)
+    announcer = ReadinessLog(health)
 
     def announce() -> list[str]:
         clock.now += 1

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from pipeline import Park, Policy, Reject, Retry
-from pipeline.handlers.policy import PARKED, Fate, after_failure, as_decision
+from pipeline.handlers.policy import PARKED, Decision, after_failure, as_decision
 
 
 def group(*errors: Exception) -> ExceptionGroup[Exception]:
@@ -42,7 +42,7 @@ def test_an_error_that_is_no_group_is_itself(error: BaseException) -> None:
     assert as_decision(error) is error
 
 
-def fate_of(error: BaseException) -> Fate:
+def fate_of(error: BaseException) -> Decision:
     """Return what becomes of a message after its first failure."""
     return after_failure(Policy(), error, attempts=0, waited=0.0, reason="failed")
 

@@ -16,9 +16,9 @@ ENGINE = Path(pipeline.__file__).parent
 OPERATE = ENGINE.parent / "operate"
 GIVEN = {
     # Who is called with a reason, and at which place.
-    "Fate": 0,
+    "Decision": 0,
     "Quarantined": 1,
-    "_Unclear": 0,
+    "CulpritUnknown": 0,
     "judged": 2,
     "dead": 1,
 }
