@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -166,9 +166,11 @@ class Running:
 
     async def kill(self) -> None:
         """End it in the middle of whatever it does."""
-        self.task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self.task
+        # Cancelled in the first connect of an engine, SQLAlchemy raises another error instead, and
+        # the relay, which was not stopped, begins again.
+        while not self.task.done():
+            self.task.cancel()
+            await asyncio.wait({self.task}, timeout=1)
 
 
 @asynccontextmanager
