@@ -16,11 +16,11 @@ from sqlalchemy.orm import Session
 
 from pipeline.apply import batch, calls, inbox
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.consume import Consume
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Slot
-from pipeline.apply.source import FromPartition
+from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
+from pipeline.consume.partition_source import PartitionSource
 from pipeline.events import message
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
@@ -28,7 +28,6 @@ from pipeline.handlers.unit_of_work import UnitOfWork
 from pipeline.observe import exporters, telemetry
 from pipeline.observe.health import Health
 from pipeline.relay import window
-from pipeline.relay.backpressure import RelayBackpressure
 from pipeline.relay.publisher import Publisher
 from pipeline.relay.window import Progress
 from pipeline.runtime import _collect_seldom
@@ -69,7 +68,7 @@ async def layers() -> dict[str, float]:
     try:
         fetch, batches = await fetched(consumer, settings.batch_size)
         breaker = Breaker(keys=20, pause=1.0, health=Health(stall_after=60))
-        consume = Consume(
+        consume = ConsumeTransactions(
             engine,
             group=GROUP,
             source=f"/{GROUP}",
@@ -77,10 +76,7 @@ async def layers() -> dict[str, float]:
             breaker=breaker,
             filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             handlers=handlers,
-            room=RelayBackpressure(0).room,
-            staged=lambda _: None,
-            parked=lambda: None,
-            called=lambda: None,
+            signals=Signals(),
         )
         attempts = retry_while_unavailable(
             "the batch", "PostgreSQL", unless=lambda: False, away=print
@@ -93,7 +89,7 @@ async def layers() -> dict[str, float]:
                 start = records[0].offset
                 await inbox.start_at(driver, slot, start)
                 read = await batch.read(handlers, topic, start, records)
-                work = FromPartition(slot, read)
+                work = PartitionSource(slot, read)
                 await consume.apply(work, attempts)
                 page = await window.fresh(
                     driver, progress, list(range(SHARDS)), settings.relay_page
@@ -117,7 +113,7 @@ def watch(clock: Clock) -> None:
     clock.note(inbox, "begin", "begin, position")
     clock.note(inbox, "move_position", "begin, position")
     clock.note(inbox, "mark", "markers")
-    clock.note(FromPartition, "find", "backlog")
+    clock.note(PartitionSource, "find", "backlog")
     clock.note(Rows, "lock", "load")
     clock.note(UnitOfWork, "publish", "stage")
     clock.note(calls, "_handle", "handlers", for_each=True)
@@ -125,7 +121,7 @@ def watch(clock: Clock) -> None:
     clock.note(Session, "flush", "flush", waits=True)
     clock.note(Outbox, "write", "COPY")
     clock.note(AsyncTransaction, "commit", "commit")
-    clock.note(Consume, "apply", "the rest")
+    clock.note(ConsumeTransactions, "apply", "the rest")
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")
     clock.note(telemetry.ProcessSpans, "of", "telemetry")

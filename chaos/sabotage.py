@@ -250,14 +250,14 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "apply/consume.py",
+                "apply/transactions.py",
                 """\
-        generations = await work.open(driver)
+        generations = await source.begin(driver)
 """,
                 """\
-        from .database import autocommitting
+        from pipeline.servers.database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-            generations = await work.open(elsewhere)
+            generations = await source.begin(elsewhere)
 """,
             )
         ],
@@ -267,13 +267,13 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "apply/consume.py",
+                "apply/transactions.py",
                 """\
-        new, waiting, stored = await _look_up(driver, """,
+        found = await look_up(driver, """,
                 """\
-        from .database import autocommitting
+        from pipeline.servers.database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-          new, waiting, stored = await _look_up(elsewhere, """,
+          found = await look_up(elsewhere, """,
             )
         ],
     ),
@@ -282,13 +282,13 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "apply/consume.py",
-                "        if not await outbox.write(driver) and results.applied",
+                "apply/transactions.py",
+                "        if not await outbox.write(driver) and outcome.applied",
                 """\
-        from .database import autocommitting
+        from pipeline.servers.database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
             wrote = await outbox.write(elsewhere)
-        if not wrote and results.applied""",
+        if not wrote and outcome.applied""",
             ),
             Edit("handlers/staging.py", "if not connection.is_in_transaction():", "if False:"),
         ],
@@ -318,7 +318,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 "AND next_offset = $4\n    RETURNING 1",
                 "AND $4::bigint IS NOT NULL\n    RETURNING 1",
             ),
-            Edit("apply/consume.py", "if item.marker.key not in known:", "if known is not None:"),
+            Edit("apply/lookup.py", "if item.key not in known:", "if known is not None:"),
         ],
     ),
     Sabotage(
@@ -416,9 +416,9 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "apply/consume.py",
-                "if fate is None and behind and item.order_key in behind:",
-                "if fate is None and behind and item.order_key is None:",
+                "apply/lookup.py",
+                "if decision is None and behind and item.order_key in behind:",
+                "if decision is None and behind and item.order_key is None:",
             )
         ],
     ),
@@ -441,11 +441,12 @@ reason, attempts, waited,
         "busy parcels that fail",
         [
             Edit(
-                "apply/consume.py",
-                "        stored.update(item.marker.key for item, _ in results.fates)\n",
+                "apply/transactions.py",
+                "        died = await source.settle(driver, outcome)\n",
                 """\
-        stored.update(item.marker.key for item, _ in results.fates)
-        stored.update(item.marker.key for item in results.applied if item.row)
+        applied = [item.key for item in outcome.applied if item.row]
+        await inbox.unmark(driver, generations, applied)
+        died = await source.settle(driver, outcome)
 """,
             )
         ],
@@ -460,7 +461,7 @@ reason, attempts, waited,
                 "if False:",
             ),
             # Which fails as well when the connection is lost.
-            Edit("apply/calls.py", "if len(handled.failed) == 1:", "if False:"),
+            Edit("apply/calls.py", "if len(failures.failed) == 1:", "if False:"),
         ],
     ),
     Sabotage(
@@ -473,9 +474,9 @@ reason, attempts, waited,
                 "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
             ),
             Edit(
-                "apply/consume.py",
-                "if item.marker.key not in known:",
-                "if item.marker.key not in known or item.row:",
+                "apply/lookup.py",
+                "if item.key not in known:",
+                "if item.key not in known or item.row:",
             ),
         ],
     ),
@@ -531,7 +532,7 @@ reason, attempts, waited,
         "a topic that is read again",
         [
             Edit(
-                "apply/source.py",
+                "consume/partition_source.py",
                 "        return await backlog.find(connection, items)\n",
                 """\
         _, waiting = await backlog.find(connection, items)
@@ -594,7 +595,7 @@ reason, attempts, waited,
                 "relay/scheduled.py",
                 "moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])",
                 """\
-from .outbox import StagedEvent, copy
+from pipeline.handlers.staging import StagedEvent, copy
                     due = await connection.fetch(
                         "DELETE FROM pipeline.scheduled WHERE name IN ("
                         " SELECT name FROM pipeline.scheduled WHERE due_at <= now()"

@@ -15,7 +15,11 @@ from typing import Any, Generic, Literal, TypeVar
 import asyncpg
 
 from pipeline.apply import backlog
-from pipeline.apply.batch import Item, Quarantined, items_of
+from pipeline.apply.batch import items_of
+from pipeline.apply.item import (
+    Item,
+    Undecoded,
+)
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.registry import Handlers
@@ -514,9 +518,9 @@ async def _redriven(
         )
     # A record that was nobody's becomes a message to each of its handlers.
     items = await _read_again(connection, handlers, row["key"])
-    markers = [item.marker.key for item in items]
-    impostors = [backlog.impostor_key(item) for item in items]
-    return Redriven([row["key"], *markers, *impostors], markers, place)
+    markers = [item.key for item in items]
+    mismatched = [backlog.mismatch_key(item) for item in items]
+    return Redriven([row["key"], *markers, *mismatched], markers, place)
 
 
 async def _read_again(
@@ -525,7 +529,7 @@ async def _read_again(
     row = await connection.fetchrow(_ROW, key)
     record = backlog.stored_record(row, stored_for=0.0)
     found = items_of(handlers, record, validates=False)
-    return [] if isinstance(found, Quarantined) else found
+    return [] if isinstance(found, Undecoded) else found
 
 
 async def follow(

@@ -18,8 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import inbox
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.consume import Consume
 from pipeline.apply.filters import Filters
+from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
 from pipeline.events.references import Claims
@@ -158,7 +158,7 @@ async def _serve(
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
     parked, called = asyncio.Event(), asyncio.Event()
     handlers = service.handlers
-    consume = Consume(
+    consume = ConsumeTransactions(
         engine,
         group=service.name,
         source=service.source,
@@ -166,10 +166,7 @@ async def _serve(
         breaker=breaker,
         filters=filters,
         handlers=handlers,
-        room=relay.lead.room,
-        staged=relay.wake,
-        parked=parked.set,
-        called=called.set,
+        signals=_Signals(relay, parked, called),
         claims=claims,
     )
     lanes = BacklogWorkers(
@@ -234,7 +231,28 @@ async def _serve(
                 raise outcome
 
 
-async def _watch(callers: Sequence[Consume | EffectWorkers], seconds: float) -> None:
+class _Signals(Signals):
+    """Wakes the parts of the process that have something to do after a transaction."""
+
+    def __init__(self, relay: Relay, due: asyncio.Event, calls: asyncio.Event) -> None:
+        self._relay = relay
+        self._due = due
+        self._calls = calls
+
+    async def wait_for_relay(self) -> None:
+        await self._relay.lead.room()
+
+    def events_staged(self, number: int) -> None:
+        self._relay.wake(number)
+
+    def rows_due(self) -> None:
+        self._due.set()
+
+    def calls_staged(self) -> None:
+        self._calls.set()
+
+
+async def _watch(callers: Sequence[ConsumeTransactions | EffectWorkers], seconds: float) -> None:
     """End the process when a handler swallows its cancellation: it would hold up its partition.
 
     The next process finds the message by the count of starts, as it does with all that kill.
@@ -242,15 +260,14 @@ async def _watch(callers: Sequence[Consume | EffectWorkers], seconds: float) -> 
     found = None
     while found is None:
         await asyncio.sleep(_BEAT)
-        found = next(filter(None, (one.deaf(seconds) for one in callers)), None)
+        found = next(filter(None, (one.ignoring_cancellation(seconds) for one in callers)), None)
     item, task = found
-    marker = item.marker
     log.critical(
         "%s: %s %r does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process"
         " ends, and the next one takes the message by itself. It is at:\n%s",
-        marker.consumer,
-        marker.message.type,
-        marker.message.id,
+        item.consumer,
+        item.message.type,
+        item.message.id,
         seconds,
         _stack_of(task),
     )

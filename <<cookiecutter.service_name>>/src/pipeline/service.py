@@ -69,8 +69,8 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
-        if unread := self.handlers.demanding - self.handlers.topics:
-            yield f"demand_types({min(unread)!r}) is about a topic that no handler reads"
+        if undecodable := self.handlers.demanding - self.handlers.topics:
+            yield f"demand_types({min(undecodable)!r}) is about a topic that no handler reads"
 
     @asynccontextmanager
     async def writer(self, settings: Settings | None = None) -> AsyncIterator[Writer]:

@@ -38,8 +38,19 @@ from pipeline.schema import LANES
 from pipeline.servers.database import lease_ended
 from pipeline.servers.tasks import TimeSlice
 
-from .batch import Item, Quarantined, items_of, order_key, validated
-from .inbox import Generations, IdentityMismatch, Known
+from .batch import (
+    items_of,
+    validated,
+)
+from .inbox import Generations
+from .item import (
+    IdentityMismatch,
+    Item,
+    Known,
+    StoredRecord,
+    Undecoded,
+    order_key,
+)
 
 _RUN_BYTES = 16 * 2**20
 """What the rows of one transaction may take in memory, about."""
@@ -67,20 +78,6 @@ class Lane:
     """By the database's clock: those have seen nothing that was stored since."""
 
 
-class StoredRecord(NamedTuple):
-    """A record as it was read from Kafka."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[str, bytes | None]]
-    stored_for: float
-    """Seconds that it has been in the backlog."""
-
-
 class Row(NamedTuple):
     """A message or record to be stored, and what becomes of it."""
 
@@ -89,7 +86,7 @@ class Row(NamedTuple):
     consumer: str
     """Empty for a record that could not be decoded, which is nobody's yet."""
     record: Record
-    fate: Decision
+    decision: Decision
     item: Item | None = None
     remembered: bytes | None = None
     """The payload hash that the message's identity came with before, if that was another."""
@@ -102,9 +99,9 @@ class Row(NamedTuple):
     @property
     def first_trace(self) -> str | None:
         """`traceparent` of its first attempt, if that has just been made."""
-        if self.item is None or self.item.trace != self.item.marker.message.traceparent:
+        if self.item is None or self.item.trace != self.item.message.traceparent:
             return None
-        return self.fate.trace
+        return self.decision.trace
 
 
 _FIND = """
@@ -276,7 +273,7 @@ async def find(
     """
     rows = await connection.fetch(
         _FIND,
-        [item.marker.key for item in items],
+        [item.key for item in items],
         # What is deferred waits in any case.
         list({item.order_key for item in items if item.handler.mode == "immediate"}),
     )
@@ -293,8 +290,8 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
     new = []
     waiting: set[bytes] = set()
     for row in rows:
-        record, fate = row.record, row.fate
-        message = row.item.marker.message if row.item else None
+        record, decision = row.record, row.decision
+        message = row.item.message if row.item else None
         key = order_key(row.consumer, record)
         mode = row.item.handler.mode if row.item else "immediate"
         new.append(
@@ -316,18 +313,18 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
                 message and message.type,
                 message and message.hash,
                 row.remembered,
-                fate.trace or (message and message.traceparent),
-                fate.reason,
-                fate.attempts,
-                fate.waited,
-                None if fate.due_in == 0.0 and key in waiting else fate.due_in,
-                fate.is_dead,
-                fate.holds,
-                fate.error,
-                fate.traceback,
+                decision.trace or (message and message.traceparent),
+                decision.reason,
+                decision.attempts,
+                decision.waited,
+                None if decision.due_in == 0.0 and key in waiting else decision.due_in,
+                decision.is_dead,
+                decision.holds,
+                decision.error,
+                decision.traceback,
             )
         )
-        if not fate.is_dead or fate.holds:
+        if not decision.is_dead or decision.holds:
             waiting.add(key)
     await connection.execute(_ADD, HASH_VERSION, new)
 
@@ -363,12 +360,17 @@ def called(handlers: Handlers, events: Iterable[StagedEvent]) -> list[Row]:
         milliseconds = int(now.timestamp() * 1000)
         record = StoredRecord(event.topic, 0, _NEXT, milliseconds, key, event.payload, headers, 0.0)
         found = items_of(handlers, record, validates=False)
-        assert not isinstance(found, Quarantined)  # we have written it ourselves
-        rows += [Row(one.marker.key, one.marker.consumer, record, DEFERRED, one) for one in found]
+        assert not isinstance(found, Undecoded)  # we have written it ourselves
+        rows += [Row(one.key, one.consumer, record, DEFERRED, one) for one in found]
     return rows
 
 
-def quarantined(one: Quarantined) -> Row:
+def row_of(item: Item, decision: Decision) -> Row:
+    """Return the row of a message that is not applied now."""
+    return Row(item.row or item.key, item.consumer, item.record, decision, item)
+
+
+def undecoded_row(one: Undecoded) -> Row:
     """Return the dead letter of a record that can't be given to any handler."""
     record = one.record
     digest = blake2b(f"{record.topic}:{record.partition}:{record.offset}".encode(), digest_size=16)
@@ -378,24 +380,24 @@ def quarantined(one: Quarantined) -> Row:
     return Row(digest.digest(), "", record, dead(Policy(), one.reason, one.error))
 
 
-def identity_mismatch(item: Item, error: IdentityMismatch) -> Row:
+def mismatch_row(item: Item, error: IdentityMismatch) -> Row:
     """Return the dead letter of a message that has the identity of another one.
 
     It does not hold its key: in the order stands the other one.
     """
-    fate = dead(Policy(), "identity mismatch", error)
-    key = item.row or impostor_key(item)
-    return Row(key, item.marker.consumer, item.record, fate, item, error.remembered)
+    decision = dead(Policy(), "identity mismatch", error)
+    key = item.row or mismatch_key(item)
+    return Row(key, item.consumer, item.record, decision, item, error.remembered)
 
 
 def dead_letter(row: Row, topic: str) -> StagedEvent:
     """Return the record of a dead row, for a topic of such: as it came, and why in headers."""
-    record, fate = row.record, row.fate
+    record, decision = row.record, row.decision
     why = {
         "id": row.key.hex(),
-        "reason": fate.reason,
-        "error": fate.error or "",
-        "attempts": fate.attempts,
+        "reason": decision.reason,
+        "error": decision.error or "",
+        "attempts": decision.attempts,
         "consumer": row.consumer,
         "topic": record.topic,
         "partition": record.partition,
@@ -417,16 +419,16 @@ def dead_letter(row: Row, topic: str) -> StagedEvent:
         subject=None,
         sequence=None,
         content_type="",
-        traceparent=row.item.marker.message.traceparent if row.item else None,
+        traceparent=row.item.message.traceparent if row.item else None,
         tracestate=None,
         baggage=None,
         headers=headers_as_json(headers),
     )
 
 
-def impostor_key(item: Item) -> bytes:
+def mismatch_key(item: Item) -> bytes:
     """Return the key of the row of a message that has the identity of another one."""
-    return blake2b(item.marker.key + item.marker.message.hash, digest_size=16).digest()
+    return blake2b(item.key + item.message.hash, digest_size=16).digest()
 
 
 async def claim(
@@ -461,7 +463,7 @@ class Taken:
     """Messages to handle; those that may kill the process are not validated yet."""
     redecoded: Mapping[bytes, Sequence[Item]]
     """What records that were nobody's turn out to be now, by their row's key."""
-    hopeless: Sequence[Row]
+    unhandleable: Sequence[Row]
     """Rows that can't be given to any handler of this process."""
     keys: Sequence[bytes]
     """Order keys of all rows seen, also of those that turned out not to be due."""
@@ -488,7 +490,7 @@ async def take(
     keys: list[bytes] = []
     items: list[Item] = []
     redecoded: dict[bytes, Sequence[Item]] = {}
-    hopeless: list[Row] = []
+    unhandleable: list[Row] = []
     waiting: set[bytes] = set()
     turn = TimeSlice()
     for row in rows:
@@ -503,14 +505,14 @@ async def take(
             continue
         found = _read(handlers, row, validates=lane.starts <= 1 and row["reason"] != DIED)
         if isinstance(found, Row):
-            hopeless.append(found)
-            if not found.fate.is_dead:
+            unhandleable.append(found)
+            if not found.decision.is_dead:
                 waiting.add(key)
         elif row["consumer"]:
             items += found
         else:
             redecoded[row["key"]] = found
-    return Taken(items, redecoded, hopeless, keys)
+    return Taken(items, redecoded, unhandleable, keys)
 
 
 def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
@@ -519,13 +521,13 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     consumer = row["consumer"]
     hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
     found = items_of(handlers, record, validates=False, hash=hash)
-    if isinstance(found, Quarantined):
-        fate = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
-        return Row(row["key"], consumer, record, fate)
+    if isinstance(found, Undecoded):
+        decision = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+        return Row(row["key"], consumer, record, decision)
     if not consumer and found:
         return [item._replace(was_young=True) for item in found]
     for item in found:
-        if item.marker.consumer == consumer:
+        if item.consumer == consumer:
             return [
                 (validated(item) if validates else item)._replace(
                     attempts=row["attempts"],
@@ -543,12 +545,12 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     if not consumer:
         return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
     # In the middle of a deployment another process may have one.
-    fate = after_failure(
+    decision = after_failure(
         Policy(), error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
     )
     if row["reason"] == UNKNOWN:  # and so it stays
-        fate = replace(fate, reason=UNKNOWN)
-    return Row(row["key"], consumer, record, fate)
+        decision = replace(decision, reason=UNKNOWN)
+    return Row(row["key"], consumer, record, decision)
 
 
 def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
@@ -584,13 +586,13 @@ async def settle(
         await connection.execute(
             _SET,
             [row.key for row in changed],
-            [row.fate.reason for row in changed],
-            [row.fate.attempts for row in changed],
-            [row.fate.waited for row in changed],
-            [row.fate.due_in for row in changed],
-            [row.fate.holds for row in changed],
-            [row.fate.error for row in changed],
-            [row.fate.traceback for row in changed],
+            [row.decision.reason for row in changed],
+            [row.decision.attempts for row in changed],
+            [row.decision.waited for row in changed],
+            [row.decision.due_in for row in changed],
+            [row.decision.holds for row in changed],
+            [row.decision.error for row in changed],
+            [row.decision.traceback for row in changed],
             [row.remembered for row in changed],
             [row.first_trace for row in changed],
         )

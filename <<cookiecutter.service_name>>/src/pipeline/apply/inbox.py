@@ -17,11 +17,12 @@ import sqlalchemy as sa
 from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pipeline.events.message import Marker, Message
+from pipeline.events.message import Message
 from pipeline.events.payload import HASH_VERSION
 from pipeline.settings import Settings
 
 from .filters import Filters
+from .item import Item, Known
 
 GENERATION_LOCK = 0x1B0C5
 """Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
@@ -33,18 +34,6 @@ _LAST_MILLISECOND = 253_402_300_799_000
 
 class PositionMoved(Exception):
     """The position is not where the batch was fetched from: another owner, or a commit unseen."""
-
-
-class IdentityMismatch(Exception):
-    """An event came again with the same source and id, but with another payload."""
-
-    def __init__(self, message: Message, remembered: bytes) -> None:
-        super().__init__(
-            f"{message.type} {message.id!r} of {message.source!r} came before with payload hash"
-            f" {remembered.hex()}, and now comes with {message.hash.hex()}:"
-            " its producer must give a changed event a new id"
-        )
-        self.remembered = remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +95,6 @@ class Generations:
         return 0 <= message.timestamp < milliseconds or (
             message.time is not None and message.time < self.since
         )
-
-
-class Known(NamedTuple):
-    """What is remembered of a message that came before."""
-
-    hash: bytes
-    hash_version: int
-    result: str | None = None
-    """What its handler returned, as JSON."""
-
-    def check(self, message: Message) -> None:
-        """Raise `IdentityMismatch` if the message has another payload."""
-        # A hash of another version can't be compared: the id alone says that it is the same event.
-        # There is none of data that can't be had.
-        is_comparable = self.hash_version == HASH_VERSION and self.hash and message.hash
-        if is_comparable and self.hash != message.hash:
-            raise IdentityMismatch(message, self.hash)
 
 
 _LIMITS = """
@@ -366,20 +338,20 @@ async def count_duplicates(connection: asyncpg.Connection, slot: Slot, number: i
 async def mark(
     connection: asyncpg.Connection,
     generations: Generations,
-    markers: Sequence[Marker],
+    items: Sequence[Item],
     filters: Filters,
 ) -> dict[bytes, Known]:
     """Remember the messages; returns what was remembered of some of them before, by key."""
-    first: dict[bytes, Marker] = {}
-    for marker in markers:
-        first.setdefault(marker.key, marker)
+    first: dict[bytes, Item] = {}
+    for item in items:
+        first.setdefault(item.key, item)
     known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
         known = await _find_closed(connection, generations, list(first), filters)
     # Sorted, so that two batches with the same keys wait for each other and never in a circle.
     new = [first[key] for key in sorted(key for key in first if key not in known)]
     inserted = await _insert(connection, generations.current, new) if new else set()
-    if raced := [marker.key for marker in new if marker.key not in inserted]:
+    if raced := [item.key for item in new if item.key not in inserted]:
         known |= _by_key(
             await connection.fetch(_FIND_IN_CURRENT_GENERATION, generations.current, raced)
         )
@@ -430,22 +402,22 @@ async def keep_results(
 
 
 async def _insert(
-    connection: asyncpg.Connection, generation: int, markers: Sequence[Marker]
+    connection: asyncpg.Connection, generation: int, items: Sequence[Item]
 ) -> set[bytes]:
     new = [
         (
-            key,
-            message.hash,
-            consumer,
-            message.source,
-            message.id,
-            message.type,
-            message.topic,
-            message.partition,
-            message.offset,
-            message.traceparent,
+            item.key,
+            item.message.hash,
+            item.consumer,
+            item.message.source,
+            item.message.id,
+            item.message.type,
+            item.message.topic,
+            item.message.partition,
+            item.message.offset,
+            item.message.traceparent,
         )
-        for key, consumer, message in markers
+        for item in items
     ]
     return {row["key"] for row in await connection.fetch(_MARK, generation, HASH_VERSION, new)}
 

@@ -11,7 +11,7 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.apply.consume import Consume
+from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import telemetry
 from pipeline.observe.health import Health
@@ -49,7 +49,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
     def __init__(
         self,
         engine: AsyncEngine,
-        consume: Consume,
+        consume: ConsumeTransactions,
         *,
         handlers: Handlers,
         group: str,

@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.apply import inbox
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
-from pipeline.apply.consume import Consume
 from pipeline.apply.fetching import fetch_batch
 from pipeline.apply.inbox import Anchor, PositionMoved, Slot, StoredPosition
-from pipeline.apply.source import FromPartition, Pace
+from pipeline.apply.pace import Pace
+from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import describe_error, is_infrastructure, summarize_error
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import telemetry
@@ -27,6 +27,8 @@ from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
 from pipeline.servers.retrying import Attempts, retry_while_unavailable
 from pipeline.servers.tasks import end, in_background, sleep_or_event
 from pipeline.settings import Settings
+
+from .partition_source import PartitionSource
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class Reader:
         partition: TopicPartition,
         *,
         engine: AsyncEngine,
-        consume: Consume,
+        consume: ConsumeTransactions,
         handlers: Handlers,
         group: str,
         settings: Settings,
@@ -236,7 +238,7 @@ class Reader:
             while (batch := await self._unless_stopped(following)) is not None:
                 # The next batch is fetched and decoded while this one takes effect.
                 following = asyncio.create_task(self._fetch(batch.end))
-                await self._apply(FromPartition(self._slot, batch))
+                await self._apply(PartitionSource(self._slot, batch))
         finally:
             await end(following)
 
@@ -251,7 +253,7 @@ class Reader:
             log.warning("%s: %s processes have died here: one by one", self._part, self._starts - 1)
             await self._apply_singly(records, self._starts)
         else:
-            await self._apply(FromPartition(self._slot, await self._read(position, records)))
+            await self._apply(PartitionSource(self._slot, await self._read(position, records)))
 
     async def _apply_singly(self, records: Sequence[ConsumerRecord], starts: int) -> None:
         """Apply records one by one; the first is set aside if a process has died over it alone."""
@@ -265,10 +267,10 @@ class Reader:
             batch = await self._read(self.position, [record], validates=not deaths)
             # Where the next process begins, it knows that the record was tried alone.
             carried = 0 if record is records[-1] else singly
-            await self._apply(FromPartition(self._slot, batch, starts=carried, deaths=deaths))
+            await self._apply(PartitionSource(self._slot, batch, starts=carried, deaths=deaths))
             deaths = 0
 
-    async def _apply(self, work: FromPartition) -> None:
+    async def _apply(self, work: PartitionSource) -> None:
         results = await self._consume.apply(work, self._patiently("the consume transaction"))
         self._pace.learn(results)
         self._move_to(work.batch.end)

@@ -487,11 +487,3 @@ def headers_of(text: str) -> list[tuple[str, bytes | None]]:
     except orjson.JSONDecodeError:
         texts = json.loads(text)
     return [(name, None if value is None else value.encode("latin-1")) for name, value in texts]
-
-
-class Marker(NamedTuple):
-    """One message as one consumer will remember it."""
-
-    key: bytes
-    consumer: str
-    message: Message

@@ -16,11 +16,10 @@ from typer.testing import CliRunner, Result
 from operate import dead_commands
 from pipeline import Handlers
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.consume import Consume
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Slot
+from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.observe.health import Health
-from pipeline.relay.backpressure import RelayBackpressure
 from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
@@ -155,7 +154,9 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
         filters = Filters(mebibytes=chosen.inbox_filter_mebibytes)
         parked, called = asyncio.Event(), asyncio.Event()
-        consume = Consume(
+        signals = Signals()
+        signals.rows_due, signals.calls_staged = parked.set, called.set  # type: ignore[method-assign]
+        consume = ConsumeTransactions(
             engines[-1],
             group=group,
             source=f"/{group}",
@@ -163,10 +164,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             breaker=breaker,
             filters=filters,
             handlers=handlers,
-            room=RelayBackpressure(0).room,
-            staged=lambda _: None,
-            parked=parked.set,
-            called=called.set,
+            signals=signals,
         )
         common: dict[str, Any] = {
             "handlers": handlers,

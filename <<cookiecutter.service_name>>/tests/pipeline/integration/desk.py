@@ -12,12 +12,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers
 from pipeline.apply import inbox
-from pipeline.apply.batch import Batch, Item, read
-from pipeline.apply.consume import Consume
+from pipeline.apply.batch import (
+    Batch,
+    read,
+)
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Slot
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import FromPartition
+from pipeline.apply.item import Item
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.consume.partition_source import PartitionSource
 from pipeline.observe.health import Health
 from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
@@ -37,13 +41,19 @@ class Outcome(NamedTuple):
     """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
 
 
-def outcomes_of(items: Sequence[Item], results: Sequence[Results]) -> list[Outcome]:
+async def outcomes_of(
+    engine: AsyncEngine, items: Sequence[Item], results: Sequence[BatchOutcome]
+) -> list[Outcome]:
     """Say of each of the items what became of it."""
     new = {id(item) for one in results for item in one.applied}
-    texts = {key: known.result for one in results for key, known in one.known.items()}
-    texts |= {key: text for one in results for key, text in one.returned.items()}
+    async with autocommitting(engine) as driver:
+        rows = await driver.fetch(
+            "SELECT key, result::text FROM pipeline.inbox WHERE key = ANY ($1)",
+            [item.key for item in items],
+        )
+    texts = {row["key"]: row["result"] for row in rows}
     values = {key: pydantic_core.from_json(text) for key, text in texts.items() if text}
-    return [Outcome(item, id(item) in new, values.get(item.marker.key)) for item in items]
+    return [Outcome(item, id(item) in new, values.get(item.key)) for item in items]
 
 
 @dataclass
@@ -51,7 +61,7 @@ class Desk:
     """Takes the place of the consumer's reader."""
 
     engine: AsyncEngine
-    consume: Consume
+    consume: ConsumeTransactions
     lanes: BacklogWorkers
     caller: EffectWorkers
     health: Health
@@ -83,8 +93,10 @@ class Desk:
         attempts = retry_while_unavailable(
             "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
         )
-        results = await self.consume.apply(FromPartition(self.slot, batch, deaths=deaths), attempts)
-        return outcomes_of(batch.items, results)
+        results = await self.consume.apply(
+            PartitionSource(self.slot, batch, deaths=deaths), attempts
+        )
+        return await outcomes_of(self.engine, batch.items, results)
 
     async def work_off(self) -> None:
         """Handle what is due in the backlog, as its workers do, until nothing is."""

@@ -301,13 +301,13 @@ async def test_who_is_stored_with_a_dead_letter_is_due_unless_that_holds_the_key
     new_desk: NewDesk,
 ) -> None:
     bank, desk = await bank_with(new_desk, mode="deferred")
-    fates = [dead(Policy(), "rejected", Reject()), DEFERRED, DEFERRED]
-    fates += [dead(HOLDING, "rejected", Reject()), DEFERRED]
+    decisions = [dead(Policy(), "rejected", Reject()), DEFERRED, DEFERRED]
+    decisions += [dead(HOLDING, "rejected", Reject()), DEFERRED]
     deposits = [Deposit(n, name) for n, name in enumerate(("ada", "ada", "ada", "bob", "bob"), 1)]
     items = (await desk.read(*deposits, start=0)).items
     rows = [
-        backlog.Row(item.marker.key, "deposit", item.record, fate, item)
-        for item, fate in zip(items, fates, strict=True)
+        backlog.Row(item.key, "deposit", item.record, decision, item)
+        for item, decision in zip(items, decisions, strict=True)
     ]
     async with autocommitting(desk.engine) as driver:
         await backlog.add(driver, rows)

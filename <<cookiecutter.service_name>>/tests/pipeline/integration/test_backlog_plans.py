@@ -16,7 +16,11 @@ from sqlalchemy import make_url
 from pipeline import Plain, Position
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Lane, Row, lane_of
-from pipeline.apply.batch import Item, order_key, read
+from pipeline.apply.batch import read
+from pipeline.apply.item import (
+    Item,
+    order_key,
+)
 from pipeline.handlers.policy import Decision
 
 from .bank import Bank
@@ -142,9 +146,9 @@ async def test_the_look_up_of_a_batch(asked: Explaining) -> None:
 
 
 async def test_new_rows_of_a_batch(asked: Explaining) -> None:
-    fate = Decision("follows another")
+    decision = Decision("follows another")
     rows = [
-        backlog.Row(one.marker.key, "deposit", one.record, fate, one)
+        backlog.Row(one.key, "deposit", one.record, decision, one)
         for one in await items("hot", *(f"unknown {n}" for n in range(499)))
     ]
     await backlog.add(asked, rows)

@@ -216,7 +216,7 @@ Fates = Mapping[Point, asyncio.Task[None]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fates(servers: Servers, request: pytest.FixtureRequest) -> AsyncIterator[Fates]:
+async def decisions(servers: Servers, request: pytest.FixtureRequest) -> AsyncIterator[Fates]:
     """Let it happen at every point that was selected, some of them at a time."""
     selected: list[Point] = [
         item.callspec.params["point"]  # type: ignore[misc]
@@ -243,6 +243,6 @@ async def survive(point: Point, servers: Servers, room: asyncio.Semaphore) -> No
 
 @in_one_loop
 @pytest.mark.parametrize("point", POINTS, ids=str)
-async def test_killed_at(point: Point, fates: Fates) -> None:
+async def test_killed_at(point: Point, decisions: Fates) -> None:
     """Trap 19 is the point between a COMMIT and its answer."""
-    await fates[point]
+    await decisions[point]

@@ -18,9 +18,10 @@ from pipeline import Handlers, PayloadFields, Plain, Policy, Reject
 from pipeline.apply import backlog
 from pipeline.apply.backlog import LaneLost, Row
 from pipeline.apply.batch import Batch, read
-from pipeline.apply.source import FromLane, FromPartition
+from pipeline.consume.partition_source import PartitionSource
 from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
+from pipeline.retry.lane_source import LaneSource
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
@@ -57,9 +58,9 @@ async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
     """Store deposits, at offsets that follow the position, as if a handler had rejected them."""
     start = await desk.position()
     policy = HOLDING if holds else Policy()
-    fate = fate_of(policy, "rejected", Reject("no"), attempts=1)
+    decision = fate_of(policy, "rejected", Reject("no"), attempts=1)
     items = (await desk.read(*deposits, start=start)).items
-    rows = [Row(one.marker.key, one.marker.consumer, one.record, fate, one) for one in items]
+    rows = [Row(one.key, one.consumer, one.record, decision, one) for one in items]
     async with autocommitting(desk.engine) as driver:
         for first in range(0, len(rows), 5_000):
             await backlog.add(driver, rows[first : first + 5_000])
@@ -314,7 +315,7 @@ async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk
     attempts = retry_while_unavailable(
         "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
     )
-    await desk.consume.apply(FromPartition(desk.slot, batch, deaths=3), attempts)
+    await desk.consume.apply(PartitionSource(desk.slot, batch, deaths=3), attempts)
     async with autocommitting(desk.engine) as driver:
         await driver.execute(
             "UPDATE pipeline.backlog SET reason = 'attempts used up', due_at = NULL,"
@@ -416,7 +417,7 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
             "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
         )
         with pytest.raises(LaneLost):
-            await desk.consume.apply(FromLane(lane, 60, taken), attempts)
+            await desk.consume.apply(LaneSource(lane, 60, taken), attempts)
         assert await histories(db) == {}
         again = await backlog.claim(driver, "another", 60, ["deposit"])
         assert again is not None

@@ -15,7 +15,7 @@ from operate.dead import Which
 from pipeline import Call, Event, Handlers, Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Lane
-from pipeline.apply.batch import Item, _digest
+from pipeline.apply.item import Item, _digest
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.staging import EFFECTS
 from pipeline.servers.database import autocommitting

@@ -55,7 +55,7 @@ def one_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def keys_of(desk: Desk, *deposits: Deposit) -> list[bytes]:
     """Return the markers' keys of the deposits."""
-    return [item.marker.key for item in (await desk.read(*deposits, start=0)).items]
+    return [item.key for item in (await desk.read(*deposits, start=0)).items]
 
 
 async def sifted(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> tuple[set[int], range]:

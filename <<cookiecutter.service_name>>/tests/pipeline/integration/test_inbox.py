@@ -114,7 +114,7 @@ async def test_the_same_id_with_another_payload_is_a_dead_letter_with_both_hashe
     await desk.apply(Deposit(3), Deposit(1), altered, Deposit(4))
     (row,) = await desk.backlog()
     remembered = await db.fetchval("SELECT hash FROM pipeline.inbox WHERE id = '2'")
-    now = (await desk.read(altered, start=0)).items[0].marker.message.hash
+    now = (await desk.read(altered, start=0)).items[0].message.hash
     assert (row["offset"], row["reason"]) == (4, "identity mismatch")
     assert (row["remembered_hash"], row["hash"]) == (remembered, now)
     assert (row["value"], row["id"]) == (altered.record("", 0).value, "2")

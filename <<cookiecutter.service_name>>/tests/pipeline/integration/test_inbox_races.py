@@ -168,14 +168,14 @@ async def test_another_payload_is_recognised_by_who_waited_for_the_first(
     await (other if gives_up else asyncio.gather(one, other))
     if gives_up:
         await first.apply(Deposit(1))
-    impostors = await first.backlog()
-    assert [row["consumer"] for row in impostors] == ["deposit", "waiting"]
+    mismatched = await first.backlog()
+    assert [row["consumer"] for row in mismatched] == ["deposit", "waiting"]
     hashes = [
-        (await desk.read(deposit, start=0)).items[0].marker.message.hash
+        (await desk.read(deposit, start=0)).items[0].message.hash
         for desk, deposit in ((first, Deposit(1)), (second, altered))
     ]
     known, new = reversed(hashes) if gives_up else hashes
-    for row in impostors:
+    for row in mismatched:
         assert row["reason"] == "identity mismatch"
         assert (row["remembered_hash"], row["hash"]) == (known, new)
     assert await histories(db) == {"ada": [0, 7, 100, 8] if gives_up else [0, 1, 7, 8]}

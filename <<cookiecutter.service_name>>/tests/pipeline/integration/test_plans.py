@@ -17,7 +17,8 @@ from operate import dead_events
 from pipeline.apply import filters, inbox
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Anchor, Generations, Slot
-from pipeline.events.message import Marker, decode
+from pipeline.apply.item import Item
+from pipeline.events.message import decode
 from pipeline.observe.health import Health
 from pipeline.relay import rejected, window
 from pipeline.relay.rejection import Refusal
@@ -29,6 +30,7 @@ from pipeline.settings import Settings
 from .outgoing import ALL_SHARDS, event, stage
 from .plans import Explaining, connected, execute, only
 from tests.contract.bank import Deposit
+from tests.pipeline.integration.bank import Bank
 
 pytestmark = pytest.mark.full
 
@@ -204,10 +206,12 @@ async def test_a_page_of_a_window_with_a_few_events_among_many_that_are_publishe
     assert only(asked).blocks < 3_000
 
 
-def markers(ids: Sequence[str]) -> list[Marker]:
-    """Return markers with the keys that the loaded ones of these ids have."""
-    message = decode(Deposit(1).record("t", 0))
-    return [Marker(md5(id.encode()).digest(), "deposit", message) for id in ids]
+def markers(ids: Sequence[str]) -> list[Item]:
+    """Return messages with the keys that the loaded markers of these ids have."""
+    record = Deposit(1).record("t", 0)
+    bank = Bank(deposits="t", balances="b", name="bank")
+    (handler,) = bank.handlers.of("t", "deposited")
+    return [Item(handler, md5(id.encode()).digest(), decode(record), record) for id in ids]
 
 
 BOTH_CLOSED = Generations(3, 1, None, UUID(int=0))

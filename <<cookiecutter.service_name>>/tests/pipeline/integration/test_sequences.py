@@ -14,9 +14,9 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Aggregate, Gaps, Handlers, Park, Policy, Sequenced, Timed, Transaction
 from pipeline.apply import backlog
-from pipeline.apply.consume import Consume
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import FromLane
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.retry.lane_source import LaneSource
 from pipeline.servers.database import autocommitting
 
 from .desk import Desk, NewDesk
@@ -262,7 +262,9 @@ async def test_one_that_waits_spends_no_attempt_beforehand(
     apply = desk.lanes._apply
     seen: list[asyncpg.Record] = []
 
-    async def apply_and_look(consume: Consume, work: FromLane) -> Sequence[Results]:
+    async def apply_and_look(
+        consume: ConsumeTransactions, work: LaneSource
+    ) -> Sequence[BatchOutcome]:
         results = await apply(consume, work)
         if work.assumed:
             seen.extend(await desk.backlog())

@@ -17,9 +17,9 @@ OPERATE = ENGINE.parent / "operate"
 GIVEN = {
     # Who is called with a reason, and at which place.
     "Decision": 0,
-    "Quarantined": 1,
+    "Undecoded": 1,
     "CulpritUnknown": 0,
-    "judged": 2,
+    "decide": 2,
     "dead": 1,
 }
 PASSED_ON = {
