@@ -14,10 +14,10 @@ import uvloop
 from sqlalchemy.ext.asyncio import AsyncTransaction
 from sqlalchemy.orm import Session
 
-from pipeline.apply import batch, calls, inbox
+from pipeline.apply import batch, calls, inbox, positions
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
+from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
 from pipeline.consume.partition_source import PartitionSource
@@ -87,7 +87,7 @@ async def layers() -> dict[str, float]:
             for records in batches:
                 slot = Slot(GROUP, topic, records[0].partition)
                 start = records[0].offset
-                await inbox.start_at(driver, slot, start)
+                await positions.start_at(driver, slot, start)
                 read = await batch.read(handlers, topic, start, records)
                 work = PartitionSource(slot, read)
                 await consume.apply(work, attempts)

@@ -13,7 +13,7 @@ from alembic import command
 from alembic.config import Config
 from pydantic_core import to_json
 
-from pipeline.apply import inbox
+from pipeline.apply import positions
 from pipeline.retention.maintenance import make_ahead
 from pipeline.runtime import Part, run
 from pipeline.servers import clients, cluster, revisions
@@ -271,7 +271,7 @@ async def _replay(
                 f" --from {found.since:%Y-%m-%dT%H:%M:%SZ}, or add --too-old"
             )
         for one in found.moves:
-            await inbox.rewind(connection, one.slot, one.new)
+            await positions.rewind(connection, one.slot, one.new)
             typer.echo(_moved(one, "goes"), err=as_json)
         became = None
         if wait:
@@ -394,7 +394,7 @@ async def _seek(
             found = await moves(connection, settings, service, topic, partition, to)
         for one in found:
             if not dry_run:
-                await inbox.seek(connection, one.slot, one.new)
+                await positions.seek(connection, one.slot, one.new)
             typer.echo(_moved(one, "would go" if dry_run else "goes"), err=as_json)
     if as_json:
         tell_program(*found)

@@ -16,14 +16,12 @@ import asyncpg
 
 from pipeline.apply import backlog
 from pipeline.apply.batch import items_of
-from pipeline.apply.item import (
-    Item,
-    Undecoded,
-)
+from pipeline.apply.item import Item, Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.registry import Handlers
 from pipeline.redaction import redact
+from pipeline.retry import lanes
 
 from .operations import Refused
 
@@ -465,7 +463,7 @@ async def redrive(
 
     async def change(rows: Sequence[asyncpg.Record]) -> Sequence[Redriven]:
         redriven = [await _redriven(connection, handlers, row) for row in rows]
-        await backlog.redrive(connection, [row["key"] for row in rows])
+        await lanes.redrive(connection, [row["key"] for row in rows])
         return redriven
 
     async for redriven in _in_chunks(connection, which, change, patience):
@@ -479,7 +477,7 @@ async def discard(
 
     async def change(rows: Sequence[asyncpg.Record]) -> int:
         keys = [row["key"] for row in rows]
-        await backlog.discard(connection, keys, operator=operator, why=why)
+        await lanes.discard(connection, keys, operator=operator, why=why)
         return len(rows)
 
     async for number in _in_chunks(connection, which, change, patience):
@@ -499,11 +497,11 @@ async def _in_chunks(
             async with connection.transaction():
                 # A stopped process must not hold the lane.
                 await connection.execute(LIMITS, f"{round(patience * 1000)}ms")
-                await backlog.fence_lane(connection, lane)
+                await lanes.fence_lane(connection, lane)
                 rows = await connection.fetch(_CHUNK, *which.arguments, lane, CHUNK)
                 changed = await change(rows)
                 order_keys = {row["order_key"] for row in rows}
-                await backlog.schedule_heads(connection, [lane], order_keys)
+                await lanes.schedule_heads(connection, [lane], order_keys)
             yield changed
             is_done = len(rows) < CHUNK
 
@@ -527,7 +525,7 @@ async def _read_again(
     connection: asyncpg.Connection, handlers: Handlers, key: bytes
 ) -> Sequence[Item]:
     row = await connection.fetchrow(_ROW, key)
-    record = backlog.stored_record(row, stored_for=0.0)
+    record = lanes.stored_record(row, stored_for=0.0)
     found = items_of(handlers, record, validates=False)
     return [] if isinstance(found, Undecoded) else found
 

@@ -9,8 +9,8 @@ import asyncpg
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from pydantic_core import from_json
 
-from pipeline.apply import inbox
-from pipeline.apply.inbox import Slot
+from pipeline.apply import positions
+from pipeline.apply.positions import Slot
 from pipeline.events.message import marker_key
 from pipeline.handlers.staging import event_id
 from pipeline.servers import clients
@@ -152,7 +152,7 @@ async def moves(
                 f"{topic}/{one.partition} has the offsets {first[one]} to {end[one]}: not {new}"
             )
         slot = Slot(service.name, topic, one.partition)
-        stored = await inbox.position(connection, slot)
+        stored = await positions.position(connection, slot)
         old = stored.next_offset if stored else None
         found.append(Move(slot, old, new, first[one], end[one]))
     return found

@@ -13,7 +13,7 @@ from time import monotonic
 import asyncpg
 from aiokafka import TopicPartition
 
-from pipeline.apply import inbox
+from pipeline.apply import positions
 from pipeline.servers import clients
 from pipeline.service import Service
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -141,7 +141,7 @@ async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterato
     while done < replay.records:
         now = 0
         for one in replay.moves:
-            stored = await inbox.position(connection, one.slot)
+            stored = await positions.position(connection, one.slot)
             at = stored.next_offset if stored else one.new
             now += min(max(at, one.new), one.old or 0) - one.new
         if now > done:

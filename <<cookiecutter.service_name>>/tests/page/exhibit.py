@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
+from pipeline.apply.positions import Slot
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 

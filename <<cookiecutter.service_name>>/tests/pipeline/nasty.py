@@ -10,7 +10,7 @@ from aiokafka import ConsumerRecord
 
 from pipeline import Handlers
 from pipeline.apply.batch import read
-from pipeline.apply.inbox import Anchor
+from pipeline.apply.positions import Anchor
 from pipeline.events.message import Message, Reason, decode
 from pipeline.handlers.policy import described
 

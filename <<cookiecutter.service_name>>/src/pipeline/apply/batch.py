@@ -21,8 +21,8 @@ from pipeline.events.message import (
 from pipeline.handlers.registry import Handlers
 from pipeline.servers.tasks import TimeSlice
 
-from .inbox import Anchor
 from .item import Item, Undecoded
+from .positions import Anchor
 
 _offset = attrgetter("offset")
 

@@ -12,10 +12,7 @@ from pipeline.events.message import Message
 from pipeline.events.payload import payload_hash
 from pipeline.events.references import Claims, DataChanged, DataElsewhere, Reference, Unresolved
 
-from .batch import (
-    Batch,
-    validated,
-)
+from .batch import Batch, validated
 from .item import IdentityMismatch, Item
 
 _LONG = 256 * 1024

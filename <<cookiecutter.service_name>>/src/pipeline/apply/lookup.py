@@ -13,9 +13,10 @@ from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
 from . import inbox
 from .filters import Filters
-from .inbox import Generations, time_of
+from .inbox import Generations
 from .item import IdentityMismatch, Item, Known
 from .outcome import BatchOutcome
+from .positions import time_of
 from .source import Source
 
 _SECONDS_AS_MILLISECONDS = range(1_000_000_000, 5_000_000_000)

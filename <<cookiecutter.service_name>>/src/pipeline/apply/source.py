@@ -35,7 +35,7 @@ class Source(Protocol):
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the position over the messages, or hold the lane, to the end of the transaction.
 
-        Raises `PositionMoved` or `LaneLost` if another process has the source.
+        Raises `SourceLost` if another process has the source.
         """
         ...
 

@@ -12,6 +12,7 @@ from copy import copy
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from pipeline.apply import limits
 from pipeline.errors import is_contention
 from pipeline.events.references import Claims
 from pipeline.handlers.policy import Decision
@@ -27,12 +28,11 @@ from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from . import backlog, inbox
-from .backlog import LaneLost
 from .breaker import Breaker, BreakerOpen
 from .calls import Attempt, Failures, Memory, call_handlers
 from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession, Progress
 from .filters import Filters
-from .inbox import PositionMoved
+from .inbox import SourceLost
 from .item import Item
 from .lookup import look_up, to_handle, too_old
 from .outcome import BatchOutcome
@@ -119,8 +119,7 @@ class ConsumeTransactions:
         """Apply all messages; returns the outcome of each transaction that this has taken.
 
         Every message has taken effect then, or is stored. Raises `BreakerOpen` when a consumer
-        fails for whatever comes, and `PositionMoved` or `LaneLost` if another process has the
-        source.
+        fails for whatever comes, and `SourceLost` if another process has the source.
         """
         outcomes: list[BatchOutcome] = []
         left: list[tuple[Source, dict[bytes, Decision]]] = [(source, source.decisions)]
@@ -201,7 +200,7 @@ class ConsumeTransactions:
                     result = await self._execute(connection, source, decisions, memory, progress)
                 if isinstance(result, BatchOutcome):
                     await connection.commit()
-            except (BreakerOpen, LaneLost, PositionMoved):
+            except (BreakerOpen, SourceLost):
                 await _roll_back(connection, progress)
                 raise
             except Exception as error:
@@ -234,9 +233,9 @@ class ConsumeTransactions:
         outcome = BatchOutcome()
         own = self._own.intersection(item.consumer for item in source.items)
         progress.has_own_sessions = bool(own)
-        limits = inbox.limits(self._settings, handler=AT_WORK if own else "")
+        bounds = limits.of_settings(self._settings, handler=AT_WORK if own else "")
         # Time limits, and the lock that keeps generations from being closed: one statement.
-        await inbox.begin(connection, limits)
+        await limits.begin(connection, bounds)
         driver = await driver_of(connection)
         # The position moves, or the lane is held. Another process's are left alone.
         generations = await source.begin(driver)
@@ -246,7 +245,7 @@ class ConsumeTransactions:
         items = to_handle(found, decisions, outcome)
         # Handlers change rows and stage events.
         outbox = progress.outbox = self._outbox()
-        again = inbox.limiting(connection, limits)
+        again = limits.statement(connection, bounds)
         attempt = Attempt(
             connection,
             driver,

@@ -48,7 +48,7 @@ def judge(
     if not failures.failed:
         return None
     decisions = {
-        item.key: decide(item, error, "failed")
+        item.key: decision_on(item, error, "failed")
         if number == 0 or failures.is_certain
         else undecided(error)
         for number, (item, error) in enumerate(failures.failed)
@@ -74,10 +74,10 @@ def blame(
     if len(suspects) > 1:
         return {item.key: undecided(error) for item in suspects}
     (item,) = suspects
-    return {item.key: replace(decide(item, error, failure.reason), trace=failure.trace)}
+    return {item.key: replace(decision_on(item, error, failure.reason), trace=failure.trace)}
 
 
-def decide(item: Item, error: BaseException, reason: str) -> Decision:
+def decision_on(item: Item, error: BaseException, reason: str) -> Decision:
     """Return what becomes of a message whose handling has failed with an error of its own."""
     policy, effect = item.handler.policy, item.handler.effect
     attempts, waited = item.attempts, item.waited

@@ -6,13 +6,14 @@ from typing import Self
 
 import asyncpg
 
-from pipeline.apply import backlog, inbox
+from pipeline.apply import backlog, positions
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch
 from pipeline.apply.breaker import Failed
-from pipeline.apply.inbox import Generations, Slot
+from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, order_key
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.positions import Slot
 from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
 from pipeline.observe import telemetry
 
@@ -24,7 +25,7 @@ class PartitionSource:
     slot: Slot
     batch: Batch
     starts: int = 0
-    """Starts that are stored for the next position, see `inbox.move_position`."""
+    """Starts that are stored for the next position, see `positions.move_position`."""
     deaths: int = 0
     """Processes that have died while they handled the batch, which is a single record then."""
 
@@ -53,7 +54,7 @@ class PartitionSource:
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the position. Raises `PositionMoved`."""
-        return await inbox.move_position(
+        return await positions.move_position(
             connection,
             self.slot,
             fetched_from=self.batch.start,
@@ -71,7 +72,7 @@ class PartitionSource:
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Write what is not applied to the backlog; returns the dead rows."""
         if outcome.duplicates:
-            await inbox.count_duplicates(connection, self.slot, len(outcome.duplicates))
+            await positions.count_duplicates(connection, self.slot, len(outcome.duplicates))
         undecoded = [backlog.undecoded_row(one) for one in self.batch.undecoded]
         outcome.undecoded += undecoded
         rows = [

@@ -10,12 +10,12 @@ from typing import NoReturn, TypeVar
 from aiokafka import ConsumerRecord, TopicPartition
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.apply import inbox
+from pipeline.apply import positions
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.fetching import fetch_batch
-from pipeline.apply.inbox import Anchor, PositionMoved, Slot, StoredPosition
 from pipeline.apply.pace import Pace
+from pipeline.apply.positions import Anchor, PositionMoved, Slot, StoredPosition
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import describe_error, is_infrastructure, summarize_error
 from pipeline.handlers.registry import Handlers
@@ -210,12 +210,12 @@ class Reader:
     async def _read_position(self) -> StoredPosition | None:
         # A connection that died without a word would be waited for much longer.
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
-            return await inbox.position(driver, self._slot)
+            return await positions.position(driver, self._slot)
 
     async def _start_at(self, beginning: int) -> None:
         """Store the start before the first fetch, so that it can't move under our feet."""
         async with autocommitting(self._engine) as driver:
-            await inbox.start_at(driver, self._slot, beginning)
+            await positions.start_at(driver, self._slot, beginning)
 
     async def _beginning(self) -> int:
         earliest = self._settings.consumer_start == "earliest"
@@ -283,7 +283,7 @@ class Reader:
 
     async def _count_start(self, position: int) -> int:
         async with autocommitting(self._engine) as driver:
-            return await inbox.count_start(driver, self._slot, position)
+            return await positions.count_start(driver, self._slot, position)
 
     async def _end_in_order(self) -> None:
         """Take the start back if nothing came of it: what ends in order has killed nobody."""
@@ -295,7 +295,7 @@ class Reader:
                     asyncio.timeout(_FAREWELL_SECONDS),
                     autocommitting(self._engine) as driver,
                 ):
-                    await inbox.forgive_start(driver, self._slot, self.position or 0)
+                    await positions.forgive_start(driver, self._slot, self.position or 0)
 
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""

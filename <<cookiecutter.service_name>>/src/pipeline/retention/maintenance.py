@@ -23,9 +23,10 @@ from tenacity import (
     wait_random,
 )
 
-from pipeline.apply import filters, inbox
+from pipeline.apply import filters
 from pipeline.errors import describe_error
 from pipeline.observe import telemetry
+from pipeline.retention import generations
 from pipeline.schema import SHARDS
 from pipeline.servers.cluster import IS_OURS
 from pipeline.servers.revisions import NotMigrated
@@ -407,7 +408,9 @@ async def _rotate(connection: asyncpg.Connection, settings: Settings, lease: "_L
     async for attempt in _giving_way():
         with attempt:
             await lease.hold()
-            is_closed = await inbox.rotate(connection, current=current, wait=_held_up(attempt))
+            is_closed = await generations.rotate(
+                connection, current=current, wait=_held_up(attempt)
+            )
             if is_closed:
                 log.info("inbox generation %s is closed", current)
             return is_closed
@@ -426,7 +429,9 @@ async def _forget(connection: asyncpg.Connection, settings: Settings, lease: "_L
         with attempt:
             await lease.hold()
             wait = _held_up(attempt)
-            last = await inbox.forget(connection, before=before, margin=CLOCK_MARGIN, wait=wait)
+            last = await generations.forget(
+                connection, before=before, margin=CLOCK_MARGIN, wait=wait
+            )
             if last is not None:
                 log.info("inbox generations up to %s are forgotten", last)
             return

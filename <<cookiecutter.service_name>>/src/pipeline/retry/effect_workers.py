@@ -20,14 +20,12 @@ import pydantic_core
 from aiolimiter import AsyncLimiter
 from opentelemetry.context import Context
 
-from pipeline.apply import backlog
-from pipeline.apply.backlog import Lane, Taken
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.calls import result_as_json
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.apply.verdict import decide
+from pipeline.apply.verdict import decision_on
 from pipeline.errors import describe_error, is_of_the_database
 from pipeline.handlers.effects import Call, Effect
 from pipeline.handlers.policy import (
@@ -43,11 +41,13 @@ from pipeline.handlers.policy import (
 from pipeline.handlers.transaction import Transaction
 from pipeline.observe import telemetry
 from pipeline.observe.telemetry import ProcessSpans
+from pipeline.retry import lanes
 from pipeline.schema import LANES
 from pipeline.servers.guard import InContext
 from pipeline.servers.tasks import end, in_background
 
 from .lane_source import LaneSource
+from .lanes import Lane, Taken
 from .workers import BacklogWorkers, died, unchanged
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class EffectWorkers(BacklogWorkers):
 
     async def _hold(self, lane: Lane) -> None:
         lease = self._settings.backlog_lease
-        await self._ask("holding a lane", lambda driver: backlog.hold(driver, lane, lease))
+        await self._ask("holding a lane", lambda driver: lanes.hold(driver, lane, lease))
 
     async def _begin(self, lane: Lane, calls: _Calls) -> bool:
         """Begin calls that are due; says whether there were any."""
@@ -451,7 +451,7 @@ def _in_vain(called: _Called) -> Decision | None:
         return None
     if _may_have_happened(item) and not called.is_made:
         return _before(item)
-    return decide(item, error, UNKNOWN)
+    return decision_on(item, error, UNKNOWN)
 
 
 def _told(

@@ -7,13 +7,16 @@ from typing import Self
 import asyncpg
 
 from pipeline.apply import backlog
-from pipeline.apply.backlog import Lane, Row, Taken
+from pipeline.apply.backlog import Row
 from pipeline.apply.breaker import Failed
 from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, StoredRecord
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.handlers.policy import DEFERRED, Decision
 from pipeline.observe import telemetry
+from pipeline.retry import lanes
+
+from .lanes import Lane, Taken
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class LaneSource:
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Hold the lane. Raises `LaneLost`."""
-        return await backlog.hold(connection, self.lane, self.lease)
+        return await lanes.hold(connection, self.lane, self.lease)
 
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
@@ -76,7 +79,7 @@ class LaneSource:
         ]
         if new := [row for row in changed if row.is_new]:
             await backlog.add(connection, new)
-        await backlog.settle(
+        await lanes.settle(
             connection,
             self.lane,
             done={item.row for item in done if item.row} | self.taken.redecoded.keys(),

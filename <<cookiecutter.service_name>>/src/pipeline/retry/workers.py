@@ -14,8 +14,6 @@ from uuid import uuid4
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.apply import backlog
-from pipeline.apply.backlog import Lane, LaneLost, Taken
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import Breaker, BreakerOpen
 from pipeline.apply.fetching import fetch
@@ -38,12 +36,14 @@ from pipeline.handlers.policy import (
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import telemetry
 from pipeline.observe.health import Health
+from pipeline.retry import lanes
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts, retry_while_unavailable
 from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
 
 from .lane_source import LaneSource
+from .lanes import Lane, LaneLost, Taken
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class BacklogWorkers:
         await self._release(lane)
 
     async def _release(self, lane: Lane) -> None:
-        await self._ask("giving a lane back", lambda driver: backlog.release(driver, lane))
+        await self._ask("giving a lane back", lambda driver: lanes.release(driver, lane))
 
     async def _serve(self, lane: Lane) -> None:
         """Handle what is due in the lane, for a while."""
@@ -203,7 +203,7 @@ class BacklogWorkers:
         handlers, consumers = self._handlers, self._consumers
         taken = await self._ask(
             "reading the backlog",
-            lambda driver: backlog.take(driver, lane, handlers, consumers, limit, before=before),
+            lambda driver: lanes.take(driver, lane, handlers, consumers, limit, before=before),
         )
         harmless = self._harmless(lane, taken.items)
         items = await self._fetched(taken.items[:harmless], validates=True)
@@ -293,7 +293,7 @@ class BacklogWorkers:
         lease = self._settings.backlog_lease
         return await self._ask(
             "claiming a lane",
-            lambda driver: backlog.claim(driver, self._owner, lease, self._consumers),
+            lambda driver: lanes.claim(driver, self._owner, lease, self._consumers),
         )
 
     async def _count(self) -> None:
@@ -303,7 +303,7 @@ class BacklogWorkers:
             begun = monotonic()
             try:
                 async with asyncio.timeout(_COUNT_SECONDS), autocommitting(self._engine) as driver:
-                    rows = await backlog.count(driver)
+                    rows = await lanes.count(driver)
                 # Whose last row is gone has none here, and would seem to have it for ever.
                 for consumer in told - {consumer for consumer, *_ in rows}:
                     telemetry.observe_backlog(consumer, 0, 0, 0.0)

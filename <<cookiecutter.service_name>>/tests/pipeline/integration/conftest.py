@@ -17,7 +17,7 @@ from operate import dead_commands
 from pipeline import Handlers
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
+from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.observe.health import Health
 from pipeline.retry.effect_workers import EffectWorkers

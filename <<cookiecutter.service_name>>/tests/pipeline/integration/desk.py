@@ -11,15 +11,12 @@ from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers
-from pipeline.apply import inbox
-from pipeline.apply.batch import (
-    Batch,
-    read,
-)
+from pipeline.apply import positions
+from pipeline.apply.batch import Batch, read
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.consume.partition_source import PartitionSource
 from pipeline.observe.health import Health
@@ -140,8 +137,8 @@ class Desk:
     async def position(self) -> int:
         """Return the position stored; 0 is stored first if there is none."""
         async with autocommitting(self.engine) as driver:
-            await inbox.start_at(driver, self.slot, 0)
-            stored = await inbox.position(driver, self.slot)
+            await positions.start_at(driver, self.slot, 0)
+            stored = await positions.position(driver, self.slot)
         assert stored is not None
         return stored.next_offset
 

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline.apply import backlog, filters, inbox
+from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
 from pipeline.relay import rejected, relay, scheduled, window
-from pipeline.retention import maintenance, partitions
+from pipeline.retention import generations, maintenance, partitions
+from pipeline.retry import lanes
 from pipeline.servers import revisions
 
 from .wire import Answer, Request
@@ -38,9 +39,9 @@ _STATEMENTS: Mapping[object, str] = {
     maintenance._UNFINISHED: "housekeeping: look for who needs a day",
     maintenance._OLDEST_WRITER: "housekeeping: look for who holds back relays",
     maintenance._REOPEN_DAYS: "housekeeping: forget days",
-    inbox._LOCK_GENERATION: "rotation: lock",
-    inbox._CLOSE_GENERATION: "rotation: close the generation",
-    inbox._FORGET: "rotation: forget generations",
+    generations._LOCK_GENERATION: "rotation: lock",
+    generations._CLOSE_GENERATION: "rotation: close the generation",
+    generations._FORGET: "rotation: forget generations",
     filters._FORGET: "filters: forget",
     filters._LOCK: "filters: lock",
     filters._NEXT_WITHOUT_FILTER: "filters: look for a generation without",
@@ -52,14 +53,14 @@ _STATEMENTS: Mapping[object, str] = {
     filters._STORED: "filters: list",
     filters._BITS: "filters: load",
     inbox._REGISTER: "consumers: register",
-    inbox._POSITION: "reader: read the position",
-    inbox._START_AT: "reader: store the start",
-    inbox._COUNT_START: "reader: count the start",
-    inbox._FORGIVE_START: "reader: forgive the start",
-    inbox._BEGIN: "consume: limit and lock",
-    inbox._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
-    inbox._MOVE_POSITION: "consume: move the position",
-    inbox._COUNT_DUPLICATES: "consume: count duplicates",
+    positions._POSITION: "reader: read the position",
+    positions._START_AT: "reader: store the start",
+    positions._COUNT_START: "reader: count the start",
+    positions._FORGIVE_START: "reader: forgive the start",
+    limits._BEGIN: "consume: limit and lock",
+    limits._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
+    positions._MOVE_POSITION: "consume: move the position",
+    positions._COUNT_DUPLICATES: "consume: count duplicates",
     inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
     inbox._MARK: "consume: mark",
     inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",
@@ -74,14 +75,14 @@ _STATEMENTS: Mapping[object, str] = {
     scheduled._IS_DUE: "scheduled: look whether any is due",
     scheduled._LOCK: "scheduled: lock",
     scheduled._MOVE: "scheduled: move into the outbox",
-    backlog._COUNT: "backlog: count",
-    backlog._CLAIM: "backlog: claim a lane",
-    backlog._TAKE: "backlog: take what is due",
-    backlog._HOLD: "backlog: hold the lane",
-    backlog._DELETE: "backlog: delete what is done",
-    backlog._SET: "backlog: change what is not",
-    backlog._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
-    backlog._RELEASE: "backlog: give the lane back",
+    lanes._COUNT: "backlog: count",
+    lanes._CLAIM: "backlog: claim a lane",
+    lanes._TAKE: "backlog: take what is due",
+    lanes._HOLD: "backlog: hold the lane",
+    lanes._DELETE: "backlog: delete what is done",
+    lanes._SET: "backlog: change what is not",
+    lanes._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
+    lanes._RELEASE: "backlog: give the lane back",
     relay._SERVER: "relay: ask which server it is",
     relay._ANNOUNCE: "relay: announce",
     relay._COUNT_RELAYS: "relay: count the relays",

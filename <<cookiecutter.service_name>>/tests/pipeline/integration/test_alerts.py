@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from operate.commands import command_line
 from pipeline.apply import inbox
+from pipeline.retention import generations
 from pipeline.schema import SHARDS
 
 from .bank import Bank
@@ -727,7 +728,7 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
 ) -> None:
     async def age(generation: int) -> None:
         """Close it, as if that had been three hours ago."""
-        assert await inbox.rotate(db, current=generation)
+        assert await generations.rotate(db, current=generation)
         await db.execute(
             "UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3 hours'"
             " WHERE generation = $1",

@@ -19,11 +19,12 @@ import sqlalchemy as sa
 from aiokafka.admin import AIOKafkaAdminClient
 
 import pipeline
-from pipeline.apply import backlog, filters, inbox
+from pipeline.apply import filters, positions
 from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.handlers import sessions
 from pipeline.relay import scheduled
 from pipeline.retention import maintenance, partitions
+from pipeline.retry import lanes
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point
@@ -60,12 +61,12 @@ BY_COMMANDS = (
 
 BY_COMMANDS_TOO = (
     *(
-        inbox._SEEK,
-        inbox._REWIND,
-        backlog._SEIZE,
-        backlog._SHARE,
-        backlog._REDRIVE,
-        backlog._DISCARD,
+        positions._SEEK,
+        positions._REWIND,
+        lanes._FENCE,
+        lanes._SHARE,
+        lanes._REDRIVE,
+        lanes._DISCARD,
     ),
     maintenance._FORGO,
     maintenance._ARCHIVES_NO_LONGER,

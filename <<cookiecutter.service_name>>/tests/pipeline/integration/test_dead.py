@@ -16,12 +16,14 @@ from operate import dead, prompts
 from operate.dead import Became, Letter, Outcome, Redriven, State, Which
 from pipeline import Handlers, PayloadFields, Plain, Policy, Reject
 from pipeline.apply import backlog
-from pipeline.apply.backlog import LaneLost, Row
+from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
 from pipeline.consume.partition_source import PartitionSource
 from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
+from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
+from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
@@ -409,9 +411,9 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
     bank.refused = set()
     await desk.make_due()
     async with autocommitting(desk.engine) as driver:
-        lane = await backlog.claim(driver, "a worker", 60, ["deposit"])
+        lane = await lanes.claim(driver, "a worker", 60, ["deposit"])
         assert lane is not None
-        taken = await backlog.take(driver, lane, desk.handlers, ["deposit"], 100)
+        taken = await lanes.take(driver, lane, desk.handlers, ["deposit"], 100)
         assert await discard(desk) == 1
         attempts = retry_while_unavailable(
             "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
@@ -419,7 +421,7 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
         with pytest.raises(LaneLost):
             await desk.consume.apply(LaneSource(lane, 60, taken), attempts)
         assert await histories(db) == {}
-        again = await backlog.claim(driver, "another", 60, ["deposit"])
+        again = await lanes.claim(driver, "another", 60, ["deposit"])
         assert again is not None
         assert again.starts == 1, "the first one has not died"
 
@@ -506,7 +508,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     await db.execute("ANALYZE pipeline.backlog")
     chunk = await plan(db, dead._CHUNK, *EVERYTHING.arguments, 7, dead.CHUNK)
     assert "backlog_dead_idx" in chunk
-    heads = await plan(db, backlog._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
+    heads = await plan(db, lanes._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
     assert "Index Scan using backlog_pkey on backlog b " in heads
 
     command = ("dead", "redrive", "--all", "--yes", "--wait", "0", "--json")
@@ -725,7 +727,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(prompts, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
-    seizes, calls = backlog.fence_lane, []
+    seizes, calls = lanes.fence_lane, []
 
     async def lose(connection: asyncpg.Connection, lane: int) -> None:
         calls.append(lane)

@@ -14,7 +14,7 @@ import typer
 from operate import retention_commands
 from pipeline import Park, Reject
 from pipeline.apply import inbox
-from pipeline.retention import maintenance, partitions
+from pipeline.retention import generations, maintenance, partitions
 from pipeline.retention.maintenance import Round, maintain
 from pipeline.retention.partitions import Partition, State
 from pipeline.servers import cluster
@@ -55,7 +55,7 @@ async def close_generation(db: asyncpg.Connection, age: timedelta = timedelta())
     """Close the current generation, so long ago."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     await partitions.attach(db, "inbox", f"inbox_g{current + 1}", f"IN ({current + 1})")
-    assert await inbox.rotate(db, current=current)
+    assert await generations.rotate(db, current=current)
     await db.execute("UPDATE pipeline.inbox_closed SET closed_at = closed_at - $1::interval", age)
 
 

@@ -6,11 +6,7 @@ import asyncpg
 
 from pipeline.apply import backlog, inbox
 from pipeline.apply.backlog import Row
-from pipeline.apply.item import (
-    Item,
-    StoredRecord,
-    order_key,
-)
+from pipeline.apply.item import Item, StoredRecord, order_key
 from pipeline.events.message import Message
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handler

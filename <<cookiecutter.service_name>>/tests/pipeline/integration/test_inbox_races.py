@@ -12,9 +12,10 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pipeline import Transaction
-from pipeline.apply import inbox
+from pipeline.apply import inbox, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import GENERATION_LOCK, Generations
+from pipeline.retention import generations
 from pipeline.retention.maintenance import maintain
 from pipeline.settings import Settings
 
@@ -64,7 +65,7 @@ async def rotate(db: asyncpg.Connection) -> bool:
     """Close the current generation as housekeeping does; False if it is in use."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     try:
-        return await inbox.rotate(db, current=current)
+        return await generations.rotate(db, current=current)
     except asyncpg.LockNotAvailableError:
         return False
 
@@ -106,7 +107,7 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "the engine":
         return [0, 1]
     found: ContextVar[Generations] = ContextVar("found")
-    move_position = inbox.move_position
+    move_position = positions.move_position
 
     async def begin(connection: AsyncConnection, _: object) -> None:
         row = await connection.execute(

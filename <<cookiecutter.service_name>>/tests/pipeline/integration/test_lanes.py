@@ -13,11 +13,12 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Retry
 from pipeline.apply import backlog, batch
-from pipeline.apply.backlog import Lane, LaneLost, Taken
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
+from pipeline.retry.lanes import Lane, LaneLost, Taken
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
@@ -38,10 +39,10 @@ LEASE = 1.0
 async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
     """Claim the lane that has something due, and read it."""
     async with autocommitting(desk.engine) as driver:
-        lane = await backlog.claim(driver, "somebody", lease, desk.handlers.consumers)
+        lane = await lanes.claim(driver, "somebody", lease, desk.handlers.consumers)
         assert lane is not None
         consumers = desk.handlers.consumers
-        return lane, await backlog.take(driver, lane, desk.handlers, consumers, 100)
+        return lane, await lanes.take(driver, lane, desk.handlers, consumers, 100)
 
 
 async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[BatchOutcome]:
@@ -91,7 +92,7 @@ async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_vali
             seen.append(validated)
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(backlog, "validated", burn)
+    monkeypatch.setattr(lanes, "validated", burn)
     async with in_background(look()):
         _, taken = await claim(desk)
     assert len(taken.items) == validated == 20

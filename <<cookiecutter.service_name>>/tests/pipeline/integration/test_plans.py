@@ -14,10 +14,11 @@ import pytest
 from sqlalchemy import make_url
 
 from operate import dead_events
-from pipeline.apply import filters, inbox
+from pipeline.apply import filters, inbox, positions
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Anchor, Generations, Slot
+from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item
+from pipeline.apply.positions import Anchor, Slot
 from pipeline.events.message import decode
 from pipeline.observe.health import Health
 from pipeline.relay import rejected, window
@@ -257,11 +258,13 @@ async def test_markers_of_duplicates(asked: Explaining, generation: int, stateme
 
 async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining) -> None:
     slot = Slot("group-7", "t", 3)
-    assert await inbox.position(asked, slot) == (1, None)
+    assert await positions.position(asked, slot) == (1, None)
     anchor = Anchor.of(Deposit(1).record("t", 1))
-    assert await inbox.count_start(asked, slot, 1) == 1
-    await inbox.forgive_start(asked, slot, 1)
-    await inbox.move_position(asked, slot, fetched_from=1, next_offset=2, anchor=anchor, starts=0)
+    assert await positions.count_start(asked, slot, 1) == 1
+    await positions.forgive_start(asked, slot, 1)
+    await positions.move_position(
+        asked, slot, fetched_from=1, next_offset=2, anchor=anchor, starts=0
+    )
     assert len(asked.plans) == 4
     for plan in asked.plans:
         assert (plan.indexes, plan.scanned) == ({"position_pkey"}, set())

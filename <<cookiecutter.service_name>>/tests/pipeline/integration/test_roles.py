@@ -17,14 +17,15 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from operate import dead, dead_events, operations, replay, roles, status
 from operate.operations import Refused
-from pipeline.apply import backlog, filters, inbox
+from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import rejected, relay, scheduled, window
-from pipeline.retention import maintenance, partitions
+from pipeline.retention import generations, maintenance, partitions
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import maintain, make_ahead, tidy
 from pipeline.retention.partitions import NotOwner
+from pipeline.retry import lanes
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -49,27 +50,27 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 PARTS: dict[str, tuple[ModuleType, ...]] = {
-    "service": (inbox, backlog, filters, staging, replay),
+    "service": (inbox, positions, limits, backlog, lanes, filters, staging, replay),
     "relay": (relay, window, rejected, scheduled, filters),
     "operator": (status, dead, dead_events, operations),
-    "maintenance": (maintenance, filters),
+    "maintenance": (maintenance, generations, filters),
 }
 """Modules whose statements each role executes."""
 
 BY_RETENTION = (
-    *(inbox._CLOSE_GENERATION, inbox._FORGET),
+    *(generations._CLOSE_GENERATION, generations._FORGET),
     *(filters._FORGET, filters._STORE, filters._NEXT_WITHOUT_FILTER, filters._COUNT),
 )
 
 BY_OTHERS = {
     *BY_RETENTION,
-    *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),  # a person
+    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),  # a person
     scheduled._LIST,
 }
 """Statements of these modules that another role executes."""
 
 BY_A_PERSON = (
-    *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),
+    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
     *(staging.CANCEL, scheduled._LIST),
 )
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
 from pipeline.apply.batch import Batch, read
-from pipeline.apply.inbox import Anchor
+from pipeline.apply.positions import Anchor
 from pipeline.errors import summarize_error
 from pipeline.events.message import Reason, Undecodable
 from pipeline.servers import tasks

@@ -15,11 +15,11 @@ from pipeline.relay import rejection
 ENGINE = Path(pipeline.__file__).parent
 OPERATE = ENGINE.parent / "operate"
 GIVEN = {
-    # Who is called with a reason, and at which place.
+    # What is called with a reason, and at which place.
     "Decision": 0,
     "Undecoded": 1,
     "CulpritUnknown": 0,
-    "decide": 2,
+    "decision_on": 2,
     "dead": 1,
 }
 PASSED_ON = {
@@ -31,7 +31,7 @@ PASSED_ON = {
     "item.fault.reason",
     "one.reason",
     "reason",
-    "unclear.reason",
+    "failure.reason",
     "UNDECIDED",
     "PARKED",
 }
