@@ -119,10 +119,12 @@ def to_handle(
         if decision is None and behind and item.order_key in behind:
             decision = FOLLOWER
         if decision is None and item.fault is not None:
-            reason = "invalid payload"
-            if isinstance(item.fault, Unresolved):
-                reason = item.fault.reason
-            decision = dead(item.handler.policy, reason, item.fault, attempts=item.attempts)
+            decision = dead(
+                item.handler.policy,
+                item.fault.reason if isinstance(item.fault, Unresolved) else "invalid payload",
+                item.fault,
+                attempts=item.attempts,
+            )
         if decision is None:
             now.append(item)
             continue
