@@ -735,7 +735,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
         await seizes(connection, lane)
 
-    monkeypatch.setattr(backlog, "fence_lane", lose)
+    monkeypatch.setattr(lanes, "fence_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -744,7 +744,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to go on",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(backlog, "fence_lane", seizes)
+    monkeypatch.setattr(lanes, "fence_lane", seizes)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

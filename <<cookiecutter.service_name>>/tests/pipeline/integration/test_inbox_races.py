@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pipeline import Transaction
-from pipeline.apply import inbox, positions
+from pipeline.apply import inbox, limits, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import GENERATION_LOCK, Generations
 from pipeline.retention import generations
@@ -124,8 +124,8 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         await move_position(*args, **kwargs)  # type: ignore[arg-type]
         return found.get()
 
-    monkeypatch.setattr(inbox, "begin", begin)
-    monkeypatch.setattr(inbox, "move_position", move)
+    monkeypatch.setattr(limits, "begin", begin)
+    monkeypatch.setattr(positions, "move_position", move)
     return [0, 1, 1]
 
 
