@@ -58,14 +58,12 @@ async def test_what_a_handler_returned_the_first_time_is_kept_beside_the_marker(
     receipts = [one for one in first if one.item.handler.consumer == "receipt"]
     told = [(one.is_new, one.result) for one in receipts]
     five = {"account": "ada", "balance": "5"}
-    assert told == [(True, five), (True, {"account": "ada", "balance": "12"}), (False, None)]
+    assert told == [(True, five), (True, {"account": "ada", "balance": "12"}), (False, five)]
     assert {one.result for one in first if one.item.handler.consumer == "deposit"} == {None}
     for _ in range(2):  # in the same generation, and in a closed one
         assert not any(one.is_new for one in await desk.apply(Deposit(5)))
-        kept = await db.fetch(
-            "SELECT result FROM pipeline.inbox WHERE result IS NOT NULL ORDER BY id"
-        )
-        assert [json.loads(row["result"])["balance"] for row in kept] == ["5", "12"]
+        kept = await db.fetch("SELECT result FROM pipeline.inbox WHERE result IS NOT NULL")
+        assert {json.loads(row["result"])["balance"] for row in kept} == {"5", "12"}
         current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
         assert await rotate(db, current=current)
 
