@@ -489,7 +489,7 @@ reason, attempts, waited,
         "generations that are forgotten",
         [
             Edit(
-                "retention/maintenance.py",
+                "retention/generations.py",
                 'if number < generation["oldest"]:',
                 'if number < generation["current"]:',
             )
@@ -509,7 +509,7 @@ reason, attempts, waited,
     Sabotage(
         "a day is dropped whatever was published",
         "days that end",
-        [Edit("retention/maintenance.py", "    if not unfinished:\n", "    if True:\n")],
+        [Edit("retention/days.py", "    if not unfinished:\n", "    if True:\n")],
     ),
     Sabotage(
         "a relay looks at no day that is over",

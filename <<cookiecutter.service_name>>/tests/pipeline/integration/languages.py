@@ -11,7 +11,7 @@ from sqlalchemy.dialects.postgresql import asyncpg
 from pipeline.apply import backlog, filters, inbox
 from pipeline.handlers import staging
 from pipeline.relay import rejected, relay, scheduled, window
-from pipeline.retention import maintenance, partitions
+from pipeline.retention import archive, days, generations, lease, partitions
 from pipeline.servers import revisions
 
 from .wire import Answer, Request
@@ -21,23 +21,23 @@ _STATEMENTS: Mapping[object, str] = {
     partitions._EXISTS: "housekeeping: look for a table",
     partitions._NAMED_LIKE: "housekeeping: list partitions",
     partitions._IS_OWNER: "housekeeping: ask who owns the tables",
-    partitions.BEGIN: "partition: lock",
+    partitions._BEGIN: "partition: lock",
     partitions._AS_OWNER: "partition: become the owner",
     partitions._WAIT_SHORTLY: "partition: limit the wait",
-    maintenance._GENERATION: "housekeeping: read the generation",
-    maintenance._LEASE: "housekeeping: take the lease",
-    maintenance._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
-    maintenance._FINISHED: "housekeeping: finish the round",
-    maintenance._END_LEASE: "housekeeping: end the lease",
-    maintenance._CLOSED_GENERATIONS: "housekeeping: list closed generations",
-    maintenance._CLOSE_DAYS: "housekeeping: close days",
-    maintenance._WAIT_SHORTLY: "published: limit the wait",
-    maintenance._PUBLISHED: "published: note it",
-    maintenance._CLOSED_DAYS: "housekeeping: list closed days",
-    maintenance._IS_OURS: "housekeeping: ask whose the outbox is",
-    maintenance._UNFINISHED: "housekeeping: look for who needs a day",
-    maintenance._OLDEST_WRITER: "housekeeping: look for who holds back relays",
-    maintenance._REOPEN_DAYS: "housekeeping: forget days",
+    generations._GENERATION: "housekeeping: read the generation",
+    lease._LEASE: "housekeeping: take the lease",
+    archive._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
+    lease._FINISHED: "housekeeping: finish the round",
+    lease._END_LEASE: "housekeeping: end the lease",
+    generations._CLOSED_GENERATIONS: "housekeeping: list closed generations",
+    days._CLOSE_DAYS: "housekeeping: close days",
+    days._WAIT_SHORTLY: "published: limit the wait",
+    days._PUBLISHED: "published: note it",
+    days._CLOSED_DAYS: "housekeeping: list closed days",
+    days._IS_OURS: "housekeeping: ask whose the outbox is",
+    days._UNFINISHED: "housekeeping: look for who needs a day",
+    days._OLDEST_WRITER: "housekeeping: look for who holds back relays",
+    days._REOPEN_DAYS: "housekeeping: forget days",
     inbox._LOCK_GENERATION: "rotation: lock",
     inbox._CLOSE_GENERATION: "rotation: close the generation",
     inbox._FORGET: "rotation: forget generations",

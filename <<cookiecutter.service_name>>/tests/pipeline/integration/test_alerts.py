@@ -23,7 +23,7 @@ from pipeline.schema import SHARDS
 from .bank import Bank
 from .conftest import Command
 from .doors import Door
-from .grantees import Roles, splitting
+from .grantees import Roles, grant, splitting
 from .kafka_wire import Wire
 from .outgoing import LARGE, OLD, SMALL, allow, event, make_old_day, shares, stage, stage_long_ago
 from .processes import starting
@@ -694,10 +694,8 @@ async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> A
 async def test_too_few_days_ahead_alert_until_retention_is_run(
     granted: Roles, start: Start, db: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    name = granted.names["service"]
-    everything = ("grant", "--to-service", name, "--to-relay", name)
-    process = await start(*everything, database_url=granted.of("owner"))
-    assert await process.ended() == 0, process.output
+    both = {"relay": granted.names["service"]}
+    await grant(granted.of("owner"), granted.parts | both)
     days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1 OFFSET 1"
     for row in await db.fetch(days):
         await db.execute(f"DROP TABLE pipeline.{row['relname']}")
