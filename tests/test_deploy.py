@@ -477,7 +477,8 @@ def test_probes_ask_what_the_service_answers_on_the_port_of_the_image(
 
 
 def test_settings_in_the_manifests_exist(with_components: list[dict[str, Any]]) -> None:
-    known = (RAW / "src/pipeline/settings.py").read_text("utf-8")
+    modules = (RAW / f"src/pipeline/{name}.py" for name in ("settings", "server_settings"))
+    known = "".join(module.read_text("utf-8") for module in modules)
     [settings] = [each["data"] for each in with_components if each["kind"] == "ConfigMap"]
     for name in settings:
         assert f"    {name.removeprefix('PIPELINE_').lower()}: " in known, name

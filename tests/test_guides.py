@@ -227,7 +227,8 @@ def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
 
 
 def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
-    settings = (ENGINE / "settings.py").read_text("utf-8")
+    modules = (ENGINE / "settings.py", ENGINE / "server_settings.py")
+    settings = "".join(module.read_text("utf-8") for module in modules)
     claims = (ENGINE.parent / "claims" / "settings.py").read_text("utf-8")
     for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING + TIME + OUTSIDE + ARCHIVE):
         if name.startswith("CLAIM_"):
