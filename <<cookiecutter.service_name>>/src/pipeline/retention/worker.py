@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from time import monotonic
 
 import asyncpg
 from alembic.script import ScriptDirectory
@@ -16,7 +17,6 @@ from pipeline.observe.health import Health
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
-from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
 from .archive import Archive
@@ -67,16 +67,19 @@ class RetentionWorker:
         await self._while_unavailable(begin)
 
     async def run(self) -> None:
-        """Run until cancelled. An error of a round is logged; one of making ahead is raised."""
-        async with in_background(self._run_rounds()):
-            while True:
-                await asyncio.sleep(min(self._settings.housekeeping_interval, _AHEAD_SECONDS))
-                await self._while_unavailable(self._prepare)
+        """Run until cancelled. An error of a round is logged; one of making ahead is raised.
 
-    async def _run_rounds(self) -> None:
+        Nothing is made ahead while a round archives a day: that takes hours at most, and what is
+        ahead suffices for days.
+        """
+        interval = self._settings.housekeeping_interval
+        round_at = 0.0
         while True:
-            await self._run_round()
-            await asyncio.sleep(self._settings.housekeeping_interval)
+            await self._while_unavailable(self._prepare)
+            if monotonic() >= round_at:
+                round_at = monotonic() + interval
+                await self._run_round()
+            await asyncio.sleep(min(interval, _AHEAD_SECONDS))
 
     async def _run_round(self) -> None:
         try:

@@ -356,8 +356,7 @@ async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_se
 
     monkeypatch.setattr("pipeline.retention.worker.make_ahead", fail)
     health, stopping = Health(stall_after=3_600), asyncio.Event()
-    often = settings(housekeeping_interval=0.05)
-    serving = serve(bank.service, often, Part.RELAY, health=health, stopping=stopping)
+    serving = serve(bank.service, settings(), Part.RELAY, health=health, stopping=stopping)
     with pytest.raises(RuntimeError, match="no partition"):
         await asyncio.wait_for(serving, PATIENCE)
 
