@@ -490,7 +490,7 @@ reason, attempts, waited,
         "generations that are forgotten",
         [
             Edit(
-                "retention/maintenance.py",
+                "retention/generations.py",
                 'if number < generation["oldest"]:',
                 'if number < generation["current"]:',
             )
@@ -510,7 +510,7 @@ reason, attempts, waited,
     Sabotage(
         "a day is dropped whatever was published",
         "days that end",
-        [Edit("retention/maintenance.py", "    if not unfinished:\n", "    if True:\n")],
+        [Edit("retention/days.py", "    if not unfinished:\n", "    if True:\n")],
     ),
     Sabotage(
         "a relay looks at no day that is over",

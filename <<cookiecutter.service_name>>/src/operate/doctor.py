@@ -18,7 +18,6 @@ from pipeline.servers.topics import Topic
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import roles
 from .status import AT_MOST, OUTBOX, RELAYS, WAITING, ahead_until
 
 Level = Literal["ok", "warning", "wrong"]
@@ -85,11 +84,6 @@ SELECT relname, n_live_tup AS living, n_dead_tup AS dead FROM pg_stat_user_table
 """
 _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_unsent", "position", "scheduled"]
 """Tables whose rows come and go, or change again and again; the others are dropped whole."""
-
-_USER = """
-SELECT current_user, pg_has_role(relowner, 'USAGE')
-  FROM pg_class WHERE oid = 'pipeline.position'::regclass
-"""
 
 _SIZES = """
 SELECT root.relname AS name, sum(pg_total_relation_size(one.oid))::bigint AS bytes
@@ -287,25 +281,11 @@ async def _partitions_ahead(patient: Patient) -> Findings:
 
 
 async def _held_partitions(patient: Patient) -> Findings:
-    async for one in maintenance.survey(patient.connection, patient.settings):
-        if one.is_due and (why := one.needed_by or one.not_archived):
-            yield _warning(f"{one.name} is due to go: {why}", "see `service retention status`")
-
-
-async def _permissions(patient: Patient) -> Findings:
-    user, is_owner = await patient.connection.fetchrow(_USER)
-    if is_owner:
-        return
-    lacking = await roles.lacks(patient.connection)
-    if not lacking:
-        yield _wrong(
-            f"{user} may do nothing here that a part of the service needs",
-            "as the tables' owner, for the one it is: service grant"
-            f" {' or '.join(f'--to-{role}' for role in roles.ROLES)} {user}",
-        )
-    to = " ".join(f"--to-{role} {user}" for role in lacking)
-    for need in sorted(set().union(*lacking.values())):
-        yield _wrong(f"{user} lacks {need}", f"as the tables' owner: service grant {to}")
+    async for one in maintenance.list_partitions(patient.connection, patient.settings):
+        if one.is_due and one.needed_by:
+            yield _warning(
+                f"{one.name} is due to go: {one.needed_by}", "see `service retention status`"
+            )
 
 
 async def _pooler(patient: Patient) -> Findings:
@@ -499,7 +479,7 @@ async def _topic_retention(patient: Patient) -> Findings:
             yield make(
                 f"{topic.name} keeps records {how_long}, and the inbox remembers for"
                 f" {patient.settings.inbox_age / 86_400:,.1f} days",
-                "raise PIPELINE_INBOX_AGE, or lower the topic's maintenance.ms",
+                "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
             )
 
 
@@ -612,7 +592,6 @@ CHECKS: tuple[Check, ...] = (
     _outbox,
     _partitions_ahead,
     _held_partitions,
-    _permissions,
     _pooler,
     _jit,
     _clock,

@@ -11,7 +11,7 @@ from sqlalchemy.dialects.postgresql import asyncpg
 from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
 from pipeline.relay import rejected, relay, scheduled, window
-from pipeline.retention import generations, maintenance, partitions
+from pipeline.retention import archive, days, generations, lease, partitions, rotation
 from pipeline.retry import lanes
 from pipeline.servers import revisions
 
@@ -22,26 +22,26 @@ _STATEMENTS: Mapping[object, str] = {
     partitions._EXISTS: "housekeeping: look for a table",
     partitions._NAMED_LIKE: "housekeeping: list partitions",
     partitions._IS_OWNER: "housekeeping: ask who owns the tables",
-    partitions.BEGIN: "partition: lock",
+    partitions._BEGIN: "partition: lock",
     partitions._AS_OWNER: "partition: become the owner",
     partitions._WAIT_SHORTLY: "partition: limit the wait",
-    maintenance._GENERATION: "housekeeping: read the generation",
-    maintenance._LEASE: "housekeeping: take the lease",
-    maintenance._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
-    maintenance._FINISHED: "housekeeping: finish the round",
-    maintenance._END_LEASE: "housekeeping: end the lease",
-    maintenance._CLOSED_GENERATIONS: "housekeeping: list closed generations",
-    maintenance._CLOSE_DAYS: "housekeeping: close days",
-    maintenance._WAIT_SHORTLY: "published: limit the wait",
-    maintenance._PUBLISHED: "published: note it",
-    maintenance._CLOSED_DAYS: "housekeeping: list closed days",
-    maintenance._IS_OURS: "housekeeping: ask whose the outbox is",
-    maintenance._UNFINISHED: "housekeeping: look for who needs a day",
-    maintenance._OLDEST_WRITER: "housekeeping: look for who holds back relays",
-    maintenance._REOPEN_DAYS: "housekeeping: forget days",
-    generations._LOCK_GENERATION: "rotation: lock",
-    generations._CLOSE_GENERATION: "rotation: close the generation",
-    generations._FORGET: "rotation: forget generations",
+    generations._GENERATION: "housekeeping: read the generation",
+    lease._LEASE: "housekeeping: take the lease",
+    archive._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
+    lease._FINISHED: "housekeeping: finish the round",
+    lease._END_LEASE: "housekeeping: end the lease",
+    generations._CLOSED_GENERATIONS: "housekeeping: list closed generations",
+    days._CLOSE_DAYS: "housekeeping: close days",
+    days._WAIT_SHORTLY: "published: limit the wait",
+    days._PUBLISHED: "published: note it",
+    days._CLOSED_DAYS: "housekeeping: list closed days",
+    days._IS_OURS: "housekeeping: ask whose the outbox is",
+    days._UNFINISHED: "housekeeping: look for who needs a day",
+    days._OLDEST_WRITER: "housekeeping: look for who holds back relays",
+    days._REOPEN_DAYS: "housekeeping: forget days",
+    rotation._LOCK_GENERATION: "rotation: lock",
+    rotation._CLOSE_GENERATION: "rotation: close the generation",
+    rotation._FORGET: "rotation: forget generations",
     filters._FORGET: "filters: forget",
     filters._LOCK: "filters: lock",
     filters._NEXT_WITHOUT_FILTER: "filters: look for a generation without",

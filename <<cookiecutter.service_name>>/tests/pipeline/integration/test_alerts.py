@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from operate.commands import command_line
 from pipeline.apply import inbox
-from pipeline.retention import generations
+from pipeline.retention import rotation
 from pipeline.schema import SHARDS
 
 from .bank import Bank
 from .conftest import Command
 from .doors import Door
-from .grantees import Roles, splitting
+from .grantees import Roles, grant, splitting
 from .kafka_wire import Wire
 from .outgoing import LARGE, OLD, SMALL, allow, event, make_old_day, shares, stage, stage_long_ago
 from .processes import starting
@@ -695,10 +695,8 @@ async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> A
 async def test_too_few_days_ahead_alert_until_retention_is_run(
     granted: Roles, start: Start, db: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    name = granted.names["service"]
-    everything = ("grant", "--to-service", name, "--to-relay", name)
-    process = await start(*everything, database_url=granted.of("owner"))
-    assert await process.ended() == 0, process.output
+    both = {"relay": granted.names["service"]}
+    await grant(granted.of("owner"), granted.parts | both)
     days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1 OFFSET 1"
     for row in await db.fetch(days):
         await db.execute(f"DROP TABLE pipeline.{row['relname']}")
@@ -728,7 +726,7 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
 ) -> None:
     async def age(generation: int) -> None:
         """Close it, as if that had been three hours ago."""
-        assert await generations.rotate(db, current=generation)
+        assert await rotation.rotate(db, current=generation)
         await db.execute(
             "UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3 hours'"
             " WHERE generation = $1",

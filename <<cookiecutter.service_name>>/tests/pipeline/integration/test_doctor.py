@@ -14,9 +14,8 @@ import pytest
 import typer
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
-from sqlalchemy import MetaData
 
-from operate import doctor, roles, status, status_commands
+from operate import doctor, status, status_commands
 from operate.doctor import Finding
 from pipeline import Reject, Retry
 from pipeline.servers import topics
@@ -189,82 +188,6 @@ async def test_what_holds_a_partition_is_told(examine: Examine, db: asyncpg.Conn
     found = (await examine())["held partitions"]
     assert found.level == "warning"
     assert found.found.startswith("outbox_p20200101 is due to go: it is not closed yet")
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["service", "relay"],
-        ["service", "relay", "operator"],
-        [*roles.ROLES],
-        ["operator", "retention"],
-        ["service", "retention"],
-    ],
-)
-async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
-    bank: Bank,
-    settings: Callable[..., Settings],
-    direct_url: str,
-    db: asyncpg.Connection,
-    parts: list[str],
-) -> None:
-    chosen = settings(database_url=direct_url, database_pooler=False)
-    role = f"teller_{bank.name[-8:]}"
-    await db.execute(f"CREATE ROLE {role}")
-    try:
-        await roles.grant(db, dict.fromkeys(parts, role), MetaData())
-        async with _connected(chosen) as connection:
-            await connection.execute(f"SET ROLE {role}")
-
-            async def lacking() -> list[Finding]:
-                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
-                return [one for one in found if one.check == "permissions" and one.level != "ok"]
-
-            assert await lacking() == []
-            await db.execute(f"REVOKE DELETE ON pipeline.scheduled FROM {role}")
-            (found,) = await lacking()
-            assert (found.level, found.found) == (
-                "wrong",
-                f"{role} lacks DELETE on pipeline.scheduled",
-            )
-            _, command = found.advice.split("service grant ")
-            named = re.findall(f"--to-([a-z]+) {role}", command)
-            assert set(named) <= set(parts)
-            await roles.grant(db, dict.fromkeys(named, role), MetaData())
-            assert await lacking() == []
-            # The three others together may do what an operator may.
-            assert set(parts) <= (await roles.lacks(connection)).keys()
-    finally:
-        await db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER")
-        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
-
-
-async def test_who_has_lost_the_partitions_is_told_and_so_is_who_may_do_nothing(
-    bank: Bank, settings: Callable[..., Settings], direct_url: str, db: asyncpg.Connection
-) -> None:
-    chosen = settings(database_url=direct_url, database_pooler=False)
-    role = f"teller_{bank.name[-8:]}"
-    await db.execute(f"CREATE ROLE {role}")
-    try:
-        await roles.grant(db, {"retention": role}, MetaData())
-        await db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER")
-        async with _connected(chosen) as connection:
-            await connection.execute(f"SET ROLE {role}")
-
-            async def lacking() -> list[Finding]:
-                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
-                return [one for one in found if one.check == "permissions"]
-
-            found = await lacking()
-            assert [one.found for one in found] == [
-                f"{role} lacks OWNERSHIP on pipeline.{table}" for table in roles.PARTITIONED
-            ]
-            assert found[0].advice.endswith(f"service grant --to-retention {role}")
-            await db.execute(f"REVOKE ALL ON ALL TABLES IN SCHEMA pipeline FROM {role}")
-            (nothing,) = await lacking()
-            assert "may do nothing here" in nothing.found
-    finally:
-        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 async def test_a_pooler_that_the_settings_do_not_know_is_found(

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline import Transaction
-from pipeline.retention.generations import rotate
+from pipeline.retention.rotation import rotate
 from pipeline.servers import cluster
 
 from .bank import Bank
