@@ -303,7 +303,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "the same events in two partitions",
         [
             Edit(
-                "apply/inbox.py",
+                "retention/rotation.py",
                 'true), pg_advisory_xact_lock($1)"',
                 'true), $1::bigint"',
             )
@@ -314,7 +314,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "a consumer that does not know it was replaced",
         [
             Edit(
-                "apply/inbox.py",
+                "apply/positions.py",
                 "AND next_offset = $4\n    RETURNING 1",
                 "AND $4::bigint IS NOT NULL\n    RETURNING 1",
             ),
@@ -469,7 +469,7 @@ reason, attempts, waited,
         "workers that wake up late",
         [
             Edit(
-                "apply/backlog.py",
+                "retry/lanes.py",
                 "WHERE lane = $1 AND token = $2\n    RETURNING 1",
                 "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
             ),
@@ -483,7 +483,7 @@ reason, attempts, waited,
     Sabotage(
         "younger generations are forgotten with an old one",
         "generations that are forgotten",
-        [Edit("apply/inbox.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("retention/rotation.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "a generation is dropped before it is forgotten",
