@@ -85,7 +85,7 @@ GRANTS: dict[str, dict[str, str]] = {
         "operator": "SELECT, UPDATE (owner)",
         RETENTION: "SELECT",
     },
-    "outbox_epoch": dict.fromkeys(("relay", "operator", RETENTION), "SELECT"),
+    "outbox_cluster": dict.fromkeys(("relay", "operator", RETENTION), "SELECT"),
     "outbox_relay": {"relay": _ALL, "operator": "SELECT"},
     "retention_lease": {
         "service": "SELECT, UPDATE (archives)",

@@ -3,14 +3,11 @@
 import asyncio
 import gc
 import logging
-import os
 import signal
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Flag, auto
 from functools import partial
 from time import monotonic
-from typing import cast
 
 import asyncpg
 from alembic.script import ScriptDirectory
@@ -23,8 +20,9 @@ from pipeline.apply.filters import Filters
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
 from pipeline.events.references import Claims
-from pipeline.observe import exporters, logs, telemetry
-from pipeline.observe.health import Health, HealthServer, ReadinessLog, Watchdog
+from pipeline.observe import exporters, logs, metrics
+from pipeline.observe.health import Health, HealthServer
+from pipeline.observe.watchdog import heartbeat, watch_calls
 from pipeline.relay.relay import Relay
 from pipeline.retention.maintenance import AHEAD_SECONDS, make_ahead, tidy
 from pipeline.retention.partitions import NotOwner
@@ -32,7 +30,7 @@ from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.guard import InContext
+from pipeline.servers.guard import stack_of
 from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.servers.tasks import in_background
 
@@ -42,9 +40,6 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
-_BEAT = 1.0
-_DEAF = 70
-"""Exit code."""
 _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""
 
@@ -71,6 +66,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
     port = server.start()
+    metrics.observe_ready(lambda: health.is_ready)
     sending = exporters.configure(
         service_name=service.name,
         otlp_endpoint=settings.otlp_endpoint,
@@ -78,7 +74,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     )
     log.info("%s starts; health and metrics on port %s", service.name, port)
     try:
-        async with in_background(_beat(health, settings.hang_timeout)):
+        async with in_background(heartbeat(health, settings.hang_timeout)):
             await serve(
                 service,
                 settings,
@@ -206,7 +202,9 @@ async def _serve(
         (Part.RELAY, [relay]),
     ]
     async with (
-        in_background(_watch([consume, caller], settings.hang_timeout)),
+        in_background(
+            watch_calls(partial(_find_ignoring, [consume, caller]), settings.hang_timeout)
+        ),
         in_background(filters.keep_loading(engine)),
         in_background(
             _keep_house(engine, service, claims, settings, health, stopping, prepare)
@@ -234,37 +232,17 @@ async def _serve(
                 raise outcome
 
 
-async def _watch(callers: Sequence[Consume | EffectWorkers], seconds: float) -> None:
-    """End the process when a handler swallows its cancellation: it would hold up its partition.
-
-    The next process finds the message by the count of starts, as it does with all that kill.
-    """
-    found = None
-    while found is None:
-        await asyncio.sleep(_BEAT)
-        found = next(filter(None, (one.deaf(seconds) for one in callers)), None)
-    item, task = found
-    marker = item.marker
-    log.critical(
-        "%s: %s %r does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process"
-        " ends, and the next one takes the message by itself. It is at:\n%s",
-        marker.consumer,
-        marker.message.type,
-        marker.message.id,
-        seconds,
-        _stack_of(task),
-    )
-    logging.shutdown()
-    os._exit(_DEAF)
-
-
-def _stack_of(task: asyncio.Task[object] | None) -> str:
-    """Return where a task waits, through all that it awaits."""
-    frames, awaited = [], cast(object, task and task.get_coro())
-    while frame := getattr(awaited, "cr_frame", None):
-        frames.append((frame, frame.f_lineno))
-        awaited = InContext.within(getattr(awaited, "cr_await", None))
-    return "".join(traceback.StackSummary.extract(iter(frames)).format())
+def _find_ignoring(
+    callers: Sequence[Consume | EffectWorkers], seconds: float
+) -> tuple[str, Callable[[], str]] | None:
+    """Return a message whose call goes on so long after its cancellation, and where it is."""
+    for one in callers:
+        if found := one.ignores_cancellation(seconds):
+            item, task = found
+            message = item.marker.message
+            what = f"{item.marker.consumer}: {message.type} {message.id!r}"
+            return what, partial(stack_of, task)
+    return None
 
 
 async def _keep_house(
@@ -298,7 +276,7 @@ async def _tidy(
     except NotOwner as error:
         log.debug("left to others: %s", error)
     except Exception as error:
-        telemetry.retention_failed()
+        metrics.retention_failures.add(1)
         expected = is_infrastructure(error) or is_of_the_database(error)
         log.error(
             "tidying up failed: %s", describe_error(error), exc_info=None if expected else error
@@ -327,22 +305,6 @@ async def _patiently(
             raise
     else:
         health.ready("housekeeping")
-
-
-async def _beat(health: Health, hang_timeout: float) -> None:
-    """Tell that the loop turns, and log when the process becomes ready or stops being so."""
-    announcer = ReadinessLog(health)
-    watchdog = Watchdog(health, hang_timeout)
-    watchdog.start()
-    telemetry.observe_ready(lambda: health.is_ready)
-    try:
-        while True:
-            health.beat()
-            watchdog.put_off()
-            announcer.announce()
-            await asyncio.sleep(_BEAT)
-    finally:
-        watchdog.stop()
 
 
 def _stopping_on_signals() -> asyncio.Event:

@@ -407,8 +407,8 @@ outbox_cursor = sa.Table(
     comment="How far each shard of the outbox is published, and which relay owns it.",
 )
 
-outbox_epoch = sa.Table(
-    "outbox_epoch",
+outbox_cluster = sa.Table(
+    "outbox_cluster",
     metadata,
     sa.Column("singleton", sa.Boolean, sa.CheckConstraint("singleton"), primary_key=True),
     sa.Column("system_identifier", sa.BigInteger, comment="null while the outbox is reset"),

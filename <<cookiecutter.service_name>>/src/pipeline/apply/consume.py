@@ -33,8 +33,8 @@ from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import AT_WORK, SharedSession, clean, new_session
 from pipeline.handlers.staging import Outbox
-from pipeline.observe import telemetry
-from pipeline.observe.telemetry import ProcessSpans
+from pipeline.observe import metrics, traces
+from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import CALL, GUARD, Guard
 from pipeline.servers.retrying import Attempts
@@ -174,10 +174,12 @@ class Consume:
             only._turns = asyncio.Semaphore(1)
             yield only
 
-    def deaf(self, seconds: float) -> tuple[Item, asyncio.Task[object] | None] | None:
+    def ignores_cancellation(
+        self, seconds: float
+    ) -> tuple[Item, asyncio.Task[object] | None] | None:
         """Return a message whose handler goes on so long after it was cancelled, and its task."""
         for attempt in self._under_way:
-            if item := attempt.deaf(seconds):
+            if item := attempt.ignores_cancellation(seconds):
                 return item, attempt.task
         return None
 
@@ -352,7 +354,7 @@ class Consume:
             handled = await handle_all(items, attempt)
         finally:
             attempt.deadline.close()
-            telemetry.handled(attempt.longest)
+            metrics.handled(attempt.longest)
             self._under_way.discard(attempt)
             info.pop(GUARD, None)
         results.applied, results.returned = handled.applied, handled.returned
@@ -539,7 +541,7 @@ class _Progress:
     @property
     def trace(self) -> str | None:
         """`traceparent` of the latest call of a handler."""
-        return telemetry.traceparent(self.attempt.context) if self.attempt else None
+        return traces.traceparent(self.attempt.context) if self.attempt else None
 
 
 @contextmanager

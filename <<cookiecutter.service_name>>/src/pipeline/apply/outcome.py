@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pipeline.events.message import Record, names_of
 from pipeline.handlers.policy import GAP, PARKED, Decision, dead
-from pipeline.observe import telemetry
+from pipeline.observe import metrics, traces
 
 from .batch import Item
 from .inbox import IdentityMismatch, Known
@@ -72,12 +72,12 @@ class Results:
             counts[record.topic, consumer, "dead" if fate.is_dead else "parked"] += 1
             _log_unread(record, fate)
         for (topic, consumer, outcome), number in counts.items():
-            telemetry.processed(topic, consumer, outcome, number, group)
+            metrics.processed(topic, consumer, outcome, number, group)
 
 
 def _log_unread(record: Record, fate: Decision) -> None:
     id, traceparent = names_of(record)
-    with telemetry.within(traceparent):
+    with traces.within(traceparent):
         log.log(
             logging.ERROR if fate.is_dead else logging.WARNING,
             "%s: %s/%s at offset %s: %s: %s",
@@ -92,12 +92,12 @@ def _log_unread(record: Record, fate: Decision) -> None:
 
 
 def _log_fine(item: Item, outcome: str) -> None:
-    with telemetry.within(item.trace or item.marker.message.traceparent):
+    with traces.within(item.trace or item.marker.message.traceparent):
         log.debug("%s: %s", _what(item), outcome, extra=_names(item) | {"reason": outcome})
 
 
 def _log_superseded(item: Item, by: str) -> None:
-    with telemetry.within(item.trace or item.marker.message.traceparent):
+    with traces.within(item.trace or item.marker.message.traceparent):
         log.info(
             "%s of sequence %s is superseded: %s was applied",
             _what(item),
@@ -122,7 +122,7 @@ def _log_fate(item: Item, fate: Decision) -> None:
     else:
         attempt = f"attempt {fate.attempts} of {policy.attempts}"
         level, then = logging.WARNING, f"{fate.reason} ({attempt}), again in {fate.due_in:.0f} s"
-    with telemetry.within(fate.trace or item.trace or message.traceparent):
+    with traces.within(fate.trace or item.trace or message.traceparent):
         log.log(
             level,
             "%s %s: %s",

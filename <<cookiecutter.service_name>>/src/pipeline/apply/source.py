@@ -8,7 +8,7 @@ from typing import Protocol
 import asyncpg
 
 from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.settings import Settings
 
 from . import backlog, inbox
@@ -178,8 +178,8 @@ class FromPartition:
         """Record the transaction in metrics."""
         skipped = len(self.batch.skipped)
         if skipped:
-            telemetry.processed(self.slot.topic, "", "skipped", skipped, group)
-        telemetry.batch_applied(self.slot.topic, group, len(self.batch.items) + skipped, seconds)
+            metrics.processed(self.slot.topic, "", "skipped", skipped, group)
+        metrics.batch_applied(self.slot.topic, group, len(self.batch.items) + skipped, seconds)
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class FromLane:
                 consumer, stored_for = item.marker.consumer, item.record.stored_for
                 longest[consumer] = max(longest.get(consumer, 0.0), stored_for)
         for consumer, stored_for in longest.items():
-            telemetry.backlog_applied(consumer, stored_for + seconds)
+            metrics.backlog_applied(consumer, stored_for + seconds)
 
 
 def _row(item: Item, fate: Decision) -> Row:

@@ -25,7 +25,7 @@ from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import BEGIN, WriterSession, clean, own_session
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.unit_of_work import UnitOfWork
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import Guard, InContext
 from pipeline.servers.retrying import Attempts
@@ -148,7 +148,7 @@ class Writer:
             retry=retry_if_exception(_is_conflict),
             wait=wait_random_exponential(0.01, max=_LONGEST_PAUSE),
             stop=stop_after_attempt(self._attempts),
-            after=lambda _: telemetry.conflicted(),
+            after=lambda _: metrics.conflicts.add(1),
             retry_error_callback=give_up,
         )
         return await retrying(self._attempt, work, id)

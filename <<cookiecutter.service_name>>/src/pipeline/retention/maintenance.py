@@ -25,7 +25,7 @@ from tenacity import (
 
 from pipeline.apply import filters, inbox
 from pipeline.errors import describe_error
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.schema import SHARDS
 from pipeline.servers.cluster import IS_OURS
 from pipeline.servers.revisions import NotMigrated
@@ -250,8 +250,8 @@ async def make_ahead(
     }
     await _attach(connection, "inbox", generations, warns=warns)
     ready = await _attach(connection, "outbox", days, warns=warns)
-    telemetry.observe_partitions(_end_of(today + (ready - 1) * _DAY), generation["since"])
-    telemetry.observe_retention(generation["held"], generation["finished_at"])
+    metrics.observe_partitions(_end_of(today + (ready - 1) * _DAY), generation["since"])
+    metrics.observe_retention(generation["held"], generation["finished_at"])
 
 
 async def _attach(
@@ -312,7 +312,7 @@ async def tidy(
                 await _drop(connection, one, done, keeper)
         await _delete_discarded(connection, settings, done)
         finished_at = await lease.finish(len(done.held))
-        telemetry.observe_retention(len(done.held), finished_at)
+        metrics.observe_retention(len(done.held), finished_at)
         await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
     except TakenOver as error:
         log.warning("%s; it goes on with it", error)

@@ -41,8 +41,8 @@ from pipeline.handlers.policy import (
     unknown,
 )
 from pipeline.handlers.transaction import Transaction
-from pipeline.observe import telemetry
-from pipeline.observe.telemetry import ProcessSpans
+from pipeline.observe import metrics
+from pipeline.observe.traces import ProcessSpans
 from pipeline.schema import LANES
 from pipeline.servers.guard import InContext
 from pipeline.servers.tasks import end, in_background
@@ -135,7 +135,7 @@ class EffectWorkers(BacklogWorkers):
         self._calling: dict[asyncio.Task[Any], tuple[Item, float]] = {}
         """Those whose function is called, and until when it may take."""
 
-    def deaf(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
+    def ignores_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
         """Return a message whose call goes on so long after it was cancelled, and its task."""
         now = asyncio.get_running_loop().time()
         for task, (item, until) in self._calling.items():
@@ -318,7 +318,7 @@ class EffectWorkers(BacklogWorkers):
             return replace(called, error=told)
         finally:
             key = handler.consumer, handler.event.event_type
-            telemetry.handled({key: perf_counter() - begun})
+            metrics.handled({key: perf_counter() - begun})
             del self._calling[task]
 
     def _is_late(self, noted_at: float) -> bool:

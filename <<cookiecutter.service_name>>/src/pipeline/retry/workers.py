@@ -35,7 +35,7 @@ from pipeline.handlers.policy import (
     suspected,
 )
 from pipeline.handlers.registry import Handlers
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts, retry_while_unavailable
@@ -301,9 +301,9 @@ class BacklogWorkers:
                     rows = await backlog.count(driver)
                 # Whose last row is gone has none here, and would seem to have it for ever.
                 for consumer in told - {consumer for consumer, *_ in rows}:
-                    telemetry.observe_backlog(consumer, 0, 0, 0.0)
+                    metrics.observe_backlog(consumer, 0, 0, 0.0)
                 for row in rows:
-                    telemetry.observe_backlog(*row)
+                    metrics.observe_backlog(*row)
                 told |= {consumer for consumer, *_ in rows}
             except TimeoutError:
                 log.warning("backlog: it takes too long to count, its gauges tell what was before")

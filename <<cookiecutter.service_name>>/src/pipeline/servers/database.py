@@ -11,7 +11,7 @@ from asyncpg.connection import LoggedQuery
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from pipeline.observe import telemetry
+from pipeline.observe import statements
 from pipeline.settings import Settings
 
 from .guard import CALL, GUARD
@@ -71,7 +71,7 @@ def _time_statements(engine: sa.Engine) -> None:
 
 
 def _tell(query: LoggedQuery) -> None:
-    telemetry.executed(query.query, query.elapsed, query.exception)
+    statements.executed(query.query, query.elapsed, query.exception)
     # It is told in the context of who has sent it.
     if call := CALL.get():
         call.after(query.query)
@@ -91,7 +91,7 @@ def _begin(
     if guard:
         driver: Any = connection.connection.driver_connection
         guard.before(text, context, driver)
-    context.pipeline_statement = telemetry.Statement(
+    context.pipeline_statement = statements.Statement(
         text, has_values=bool(values), is_timed=not is_many
     )
 

@@ -1,7 +1,9 @@
 """The guard of a connection that handlers use: it sees their statements, and refuses some."""
 
+import asyncio
 import decimal
 import re
+import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar, copy_context
@@ -167,14 +169,6 @@ class InContext(Generic[T]):
         self._context = copy_context()
         self._context.run(_enter, guard)
 
-    @classmethod
-    def within(cls, awaited: object) -> object:
-        """Return the coroutine behind one of these, by what a coroutine says that it awaits."""
-        frame = getattr(awaited, "gi_frame", None)
-        if frame is not None and frame.f_code is cls.__await__.__code__:
-            return frame.f_locals["coroutine"]
-        return awaited
-
     def __await__(self) -> Generator[Any, Any, T]:
         run, coroutine = self._context.run, self._coroutine
         step: Callable[..., Any] = coroutine.send
@@ -196,3 +190,15 @@ def _enter(guard: Guard | None) -> None:
     CALL.set(guard)
     # The object, too, is changed in place.
     decimal.setcontext(decimal.getcontext().copy())
+
+
+def stack_of(task: asyncio.Task[Any] | None) -> str:
+    """Return where a task waits, through everything that it awaits."""
+    frames, awaited = [], cast(Any, task and task.get_coro())
+    while frame := getattr(awaited, "cr_frame", None):
+        frames.append((frame, frame.f_lineno))
+        awaited = awaited.cr_await
+        inner = getattr(awaited, "gi_frame", None)
+        if inner is not None and inner.f_code is InContext.__await__.__code__:
+            awaited = inner.f_locals["coroutine"]
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())

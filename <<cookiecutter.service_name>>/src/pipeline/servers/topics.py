@@ -57,7 +57,7 @@ async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
     """
     async with (
         asyncio.timeout(2 * _ANSWER_SECONDS),
-        clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin,
+        clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin,
     ):
         (answer,) = await admin.describe_consumer_groups([group])
     ((code, _, state, _, _, members, *_),) = answer.groups
@@ -74,7 +74,7 @@ async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
 
 
 async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
-    async with clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin:
+    async with clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin:
         # First: a broker may create a topic of which it is asked.
         there = sorted(names.intersection(await admin.list_topics()))
         if not there:
@@ -88,11 +88,11 @@ async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
         for one in described
         for part in one["partitions"]
     ]
-    async with clients.asking(settings) as client:
+    async with clients.offsets_client(settings) as client:
         first = await client.beginning_offsets(partitions)
         end = await client.end_offsets(partitions)
         # After that: what is written meanwhile does not look like an open transaction.
-        stable = await clients.stable_offsets(client, partitions)
+        stable = await client.stable_offsets(partitions)
     told = [one for answer in answers for one in answer.resources]
     configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in told}
     unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in told if code}

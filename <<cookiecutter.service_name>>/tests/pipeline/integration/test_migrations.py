@@ -79,7 +79,7 @@ ALL = [
     "outbox",
     "outbox_closed",
     "outbox_cursor",
-    "outbox_epoch",
+    "outbox_cluster",
     "outbox_relay",
     "outbox_unsent",
     "position",

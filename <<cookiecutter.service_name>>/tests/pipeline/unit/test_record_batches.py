@@ -10,7 +10,7 @@ from aiokafka.record import memory_records
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 
 from pipeline.servers import record_batches
-from pipeline.servers.record_batches import AnyMemoryRecords, UnreadableBatch, unpacked_at_most
+from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch, unpacked_at_most
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 LARGE = 64 * 2**20
@@ -50,7 +50,7 @@ def batch(codec: str, *values: bytes, first: int = 0) -> bytes:
 def fetched(data: bytes, offset: int = 0, *, checks: bool = True) -> PartitionRecords:
     """Return what aiokafka makes of a fetch from the offset on."""
     place = TopicPartition("t", 0)
-    records = AnyMemoryRecords(data)
+    records = FetchedBatches(data)
     return PartitionRecords(place, records, [], offset, None, None, checks, READ_COMMITTED)
 
 

@@ -454,22 +454,22 @@ def upgrade() -> None:
         SELECT shard, pg_current_snapshot() FROM generate_series(0, 63) AS shard""")
 
     op.execute("""
-        CREATE TABLE pipeline.outbox_epoch (
+        CREATE TABLE pipeline.outbox_cluster (
             singleton         boolean PRIMARY KEY CHECK (singleton),
             system_identifier bigint,
             reset_xid         xid8
         )""")
     op.execute("""
-        COMMENT ON TABLE pipeline.outbox_epoch IS
+        COMMENT ON TABLE pipeline.outbox_cluster IS
         'One row: the database cluster whose transaction ids outbox and cursor hold.'""")
     op.execute("""
-        COMMENT ON COLUMN pipeline.outbox_epoch.system_identifier IS
+        COMMENT ON COLUMN pipeline.outbox_cluster.system_identifier IS
         'null while the outbox is reset'""")
     op.execute("""
-        COMMENT ON COLUMN pipeline.outbox_epoch.reset_xid IS
+        COMMENT ON COLUMN pipeline.outbox_cluster.reset_xid IS
         'the transaction that older rows of the outbox carry'""")
     op.execute("""
-        INSERT INTO pipeline.outbox_epoch (singleton, system_identifier)
+        INSERT INTO pipeline.outbox_cluster (singleton, system_identifier)
         SELECT true, system_identifier FROM pg_control_system()""")
 
     op.execute("""
