@@ -49,7 +49,7 @@ async def layers() -> dict[str, float]:
     """Do the work, and return what was spent."""
     settings = Settings()
     _collect_seldom(settings.gc_threshold)
-    sending = exporters.configure(
+    shut_exporters_down = exporters.configure(
         service_name=GROUP,
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
@@ -83,7 +83,7 @@ async def layers() -> dict[str, float]:
             called=lambda: None,
         )
         attempts = retry_while_unavailable(
-            "the batch", "PostgreSQL", unless=lambda: False, away=print
+            "the batch", "PostgreSQL", unless=lambda: False, report=print
         )
         async with autocommitting(engine) as driver:
             snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
@@ -104,7 +104,7 @@ async def layers() -> dict[str, float]:
     finally:
         await publisher.discard()
         await engine.dispose()
-        sending.shutdown()
+        shut_exporters_down()
     return {"fetch": round(fetch, 2), **clock.medians()}
 
 

@@ -67,7 +67,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
     port = server.start()
     metrics.observe_ready(lambda: health.is_ready)
-    sending = exporters.configure(
+    shut_exporters_down = exporters.configure(
         service_name=service.name,
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
@@ -85,7 +85,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
             )
     finally:
         server.stop()
-        await asyncio.to_thread(sending.shutdown)
+        await asyncio.to_thread(shut_exporters_down)
         log.info("%s has stopped", service.name)
 
 
@@ -290,16 +290,18 @@ async def _patiently(
     health: Health,
     stopping: asyncio.Event,
 ) -> None:
+    async def once() -> None:
+        async with autocommitting(engine) as connection:
+            await work(connection, settings)
+
+    attempts = retry_while_unavailable(
+        "housekeeping",
+        settings.postgresql,
+        unless=stopping.is_set,
+        report=lambda reason: health.not_ready("housekeeping", reason),
+    )
     try:
-        async for attempt in retry_while_unavailable(
-            "housekeeping",
-            settings.postgresql,
-            unless=stopping.is_set,
-            away=lambda reason: health.not_ready("housekeeping", reason),
-        ):
-            with attempt:
-                async with autocommitting(engine) as connection:
-                    await work(connection, settings)
+        await attempts(once)
     except Exception:
         if not stopping.is_set():
             raise

@@ -1,17 +1,17 @@
-"""TLS: whom we trust, and the certificate by which we are known."""
+"""TLS contexts: trusted authorities, and the client's certificate."""
 
 import ssl
 from pathlib import Path
 
 
 class Unusable(ValueError):
-    """A file can't be used; the text names it and says why."""
+    """A file can't be used; the text has its name and the reason."""
 
 
 def context(
     ca: Path | None, certificate: Path | None, key: Path | None, password: str | None
 ) -> ssl.SSLContext:
-    """Return what connections are made with. The server's certificate and name are verified.
+    """Return a context that verifies the server's certificate and name.
 
     Without `ca` the system's authorities are trusted. Raises `Unusable`.
     """
@@ -23,7 +23,7 @@ def context(
         raise Unusable(f"{ca} holds no certificates in PEM") from None
     if certificate and key:
         try:
-            # Without a password of ours OpenSSL would ask for one on the terminal.
+            # Without a password OpenSSL would prompt for one on the terminal.
             found.load_cert_chain(certificate, key, password=lambda: password or "")
         except (ssl.SSLError, ValueError):
             raise Unusable(

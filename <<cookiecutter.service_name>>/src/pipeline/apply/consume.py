@@ -244,14 +244,14 @@ class Consume:
                 raise
 
         try:
-            return await attempts.copy()(commit)
+            return await attempts(commit)
         except CulpritUnknown:
             if not _is_single(work):
                 raise
             # Once more: a row that another partition has created meanwhile is found now, and what
             # took so long may have been the way to the server, which is a new one now.
             contentions = 0
-            return await attempts.copy()(commit)
+            return await attempts(commit)
 
     def _blamed(self, suspects: Sequence[Item], unclear: CulpritUnknown) -> dict[bytes, Decision]:
         """Return the fates of the messages of one record, one of which must be at fault."""

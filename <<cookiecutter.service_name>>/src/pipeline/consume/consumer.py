@@ -108,14 +108,13 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
 
     async def _connect(self) -> None:
         try:
-            async for attempt in retry_while_unavailable(
+            attempts = retry_while_unavailable(
                 "connecting to Kafka",
                 self._settings.kafka,
                 unless=self._stopping.is_set,
-                away=lambda reason: self._health.not_ready("consumer", reason),
-            ):
-                with attempt:
-                    await clients.start(self._client)
+                report=lambda reason: self._health.not_ready("consumer", reason),
+            )
+            await attempts(clients.start, self._client)
         except KafkaError:
             if not self._stopping.is_set():
                 raise

@@ -311,5 +311,5 @@ class Reader:
             f"{self._part}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready(self._part, reason),
+            report=lambda reason: self._health.not_ready(self._part, reason),
         )

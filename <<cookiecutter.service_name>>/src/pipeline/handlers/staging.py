@@ -322,7 +322,7 @@ class Outbox:
     async def write(self, connection: asyncpg.Connection) -> bool:
         """Write all into the transaction open on the connection; False if that is nothing.
 
-        Raises `StoreAway` if something is too large to travel, and can't be kept elsewhere.
+        Raises `StoreUnavailable` if something is too large to travel, and can't be kept elsewhere.
         """
         if self._large:
             await self._refer(connection)

@@ -1,6 +1,7 @@
 """Log lines of the whole process: JSON for machines, readable ones on a terminal.
 
-Fields are given by `extra={…}`: identities (topic, offset, message id), never payloads. Everything
+Fields are given by `extra={…}`: identities (topic, offset, message id), never payloads. `logging`
+itself rejects those that are named like an attribute of its records, such as `name`. Everything
 that a line is made of passes `redaction`.
 """
 
@@ -8,7 +9,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from json import dumps, loads
@@ -63,9 +64,6 @@ def configure(*, level: str, json: bool | None, loggers: Iterable[str] = ()) -> 
     handler.addFilter(_Repetitions())
     handler.setFormatter(JsonLines() if is_json(json) else _Readable())
     root.addHandler(handler)
-    # The standard one raises when a field is named like an attribute of LogRecord, and a handler
-    # must not fail for its log line. Loggers exist before this runs: a logger class is too late.
-    logging.Logger.makeRecord = _make_record  # type: ignore[method-assign]
 
 
 def is_json(json: bool | None) -> bool:
@@ -211,26 +209,3 @@ def _text(value: object) -> str:
 def _printable(text: str) -> str:
     """Return the text in one line, whatever a message's id contains."""
     return text if text.isprintable() else repr(text)[1:-1]
-
-
-_standard_make_record = logging.Logger.makeRecord
-
-
-def _make_record(
-    self: logging.Logger,
-    name: str,
-    level: int,
-    fn: str,
-    lno: int,
-    msg: object,
-    args: Any,
-    exc_info: Any,
-    func: str | None = None,
-    extra: Mapping[str, object] | None = None,
-    sinfo: str | None = None,
-) -> logging.LogRecord:
-    safe = {
-        f"{key}_" if key in _RESERVED or key in _OURS else key: value
-        for key, value in (extra or {}).items()
-    }
-    return _standard_make_record(self, name, level, fn, lno, msg, args, exc_info, func, safe, sinfo)

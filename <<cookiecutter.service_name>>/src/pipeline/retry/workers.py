@@ -196,7 +196,7 @@ class BacklogWorkers:
 
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> Taken:
         """Read what is due in the lane, and fetch what it refers to, up to the first row that may
-        kill the process. Raises `StoreAway`."""
+        kill the process. Raises `StoreUnavailable`."""
         handlers, consumers = self._handlers, self._consumers
         taken = await self._ask(
             "reading the backlog",
@@ -209,7 +209,7 @@ class BacklogWorkers:
         return replace(taken, items=items)
 
     async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
-        """Return items with what they refer to. Raises `StoreAway`."""
+        """Return items with what they refer to. Raises `StoreUnavailable`."""
         try:
             # While the lane is surely ours.
             async with asyncio.timeout(self._settings.backlog_lease / 2):
@@ -324,7 +324,7 @@ class BacklogWorkers:
             f"{self._name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready(self._name, reason),
+            report=lambda reason: self._health.not_ready(self._name, reason),
         )
 
 

@@ -13,7 +13,7 @@ What it does, and the issue upstream where one is known:
 7. A consumer for which no records come polls the brokers as often as any other, and does not report
    that its fetching task has ended, or that no broker answers.
 
-`test_patches.py` has a test for each that fails when aiokafka does not need the patch any more.
+`test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
 
 import asyncio

@@ -31,7 +31,10 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(memory_records, "DefaultRecordBatch", _DefaultRecordBatchPy)
 
 
-def batch(codec: str, *values: bytes, first: int = 0) -> bytes:
+Headers = Sequence[tuple[str, bytes]]
+
+
+def batch(codec: str, *values: bytes, first: int = 0, headers: Headers = ()) -> bytes:
     """Return a batch as a producer sends it and a broker stores it, from offset `first` on."""
     builder = DefaultRecordBatchBuilder(
         magic=2,
@@ -43,7 +46,9 @@ def batch(codec: str, *values: bytes, first: int = 0) -> bytes:
         batch_size=2**31 - 1,
     )
     for offset, value in enumerate(values):
-        builder.append(offset, timestamp=1_700_000_000_000, key=b"k", value=value, headers=[])
+        builder.append(
+            offset, timestamp=1_700_000_000_000, key=b"k", value=value, headers=[*headers]
+        )
     return first.to_bytes(8, "big") + bytes(builder.build())[8:]
 
 

@@ -350,7 +350,7 @@ from time import monotonic
 from prometheus_client import generate_latest
 from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 metrics.processed("scans", "track", "new", 5, "parcel-tracker")
 metrics.processed("scans", "track", "new", 2, "parcel-tracker")
 metrics.processed("scans", "track", "duplicate", 1, "parcel-tracker")
@@ -372,7 +372,7 @@ metrics.lease_extended(until=monotonic() + 60)
 metrics.observe_outbox(100, None)
 metrics.observe_rejected(waiting=7, dead=2)
 print(generate_latest().decode())
-configured.shutdown()
+shutdown()
 print("after shutdown:", "pipeline_messages" in generate_latest().decode())
 """
 
@@ -448,7 +448,7 @@ from time import monotonic
 from prometheus_client import generate_latest
 from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 print(generate_latest().decode() + "===")
 metrics.lease_extended(until=monotonic() + 60)
 metrics.observe_outbox(100, datetime.now(UTC) - timedelta(hours=1))
@@ -462,7 +462,7 @@ metrics.observe_outbox(1, datetime.now(UTC) + timedelta(hours=1))
 print(generate_latest().decode() + "===")
 metrics.forget_outbox()
 print(generate_latest().decode())
-configured.shutdown()
+shutdown()
 """
 
 
@@ -522,13 +522,13 @@ EXPORT = """
 import sys
 from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(
+shutdown = exporters.configure(
     service_name="parcel-tracker", otlp_endpoint=sys.argv[1], sample_ratio=1
 )
 with traces.sending("routes", 0, 1, [sys.argv[2]]):
     pass
 metrics.published("routes", 1)
-configured.shutdown()
+shutdown()
 """
 
 
@@ -567,11 +567,11 @@ import sys, time
 from pipeline.observe import exporters, metrics, statements, traces
 
 exporters._SHUTDOWN_SECONDS = 0.2
-configured = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
+shutdown = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
 with traces.sending("routes", 0, 1, [sys.argv[2]]):
     pass
 before = time.monotonic()
-configured.shutdown()
+shutdown()
 print(time.monotonic() - before)
 """
 
@@ -590,7 +590,7 @@ from datetime import UTC, datetime, timedelta
 from prometheus_client import generate_latest
 from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 now = datetime.now(UTC)
 metrics.observe_partitions(now + timedelta(hours=1), None)
 print(generate_latest().decode() + "===")
@@ -598,7 +598,7 @@ metrics.observe_partitions(now - timedelta(hours=1), now - timedelta(days=8))
 metrics.observe_retention(3, now - timedelta(hours=7))
 metrics.conflicts.add(1)
 print(generate_latest().decode())
-configured.shutdown()
+shutdown()
 """
 
 
