@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from aiokafka import TopicPartition
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -17,6 +18,7 @@ from pipeline.settings import Settings
 
 from .stuck import Stuck, TopicChanged
 
+T = TypeVar("T")
 Offsets = Mapping[TopicPartition, int]
 
 _ANSWER_SECONDS = 5.0
@@ -60,10 +62,12 @@ class PartitionPosition:
         The start of a new partition is stored before its first fetch, so that it can't change with
         the topic. Raises `Stuck` if the brokers don't have the position's records any more.
         """
-        stored = await self._attempts("reading the position")(self._read)
+        read = self._attempts("reading the position")
+        stored = await read(self._ask, inbox.position)
         if stored is None:
-            await self._attempts("storing the start")(self._store, await self._new_start())
-            stored = await self._attempts("reading the position")(self._read)
+            start = await self._new_start()
+            await self._attempts("storing the start")(self._ask, inbox.start_at, start)
+            stored = await read(self._ask, inbox.position)
         assert stored is not None
         position, anchor = stored
         first = await self._query(self._client.beginning_offsets)
@@ -88,7 +92,7 @@ class PartitionPosition:
         While a batch is applied, maybe in parts, the position is between `applied` and `start`.
         """
         try:
-            stored = await self._read()
+            stored = await self._ask(inbox.position)
         except Exception as error:
             if not is_infrastructure(error):
                 raise
@@ -99,7 +103,8 @@ class PartitionPosition:
         """Count that this process starts at the position, unless it has done so."""
         if self._counted_at != position:
             self._counted_at = position
-            self.starts = await self._attempts("counting the start")(self._count, position)
+            counting = self._attempts("counting the start")
+            self.starts = await counting(self._ask, inbox.count_start, position)
 
     def keep_start(self) -> None:
         """Let the start stay counted: this process dies over the records."""
@@ -110,21 +115,13 @@ class PartitionPosition:
         counted_at, self._counted_at = self._counted_at, None
         if counted_at is not None and (counted_at == position or moved):
             with suppress(Exception):
-                async with asyncio.timeout(_UNDO_SECONDS), autocommitting(self._engine) as driver:
-                    await inbox.forgive_start(driver, self._slot, position or 0)
+                async with asyncio.timeout(_UNDO_SECONDS):
+                    await self._ask(inbox.forgive_start, position or 0)
 
-    async def _read(self) -> StoredPosition | None:
+    async def _ask(self, question: Callable[..., Awaitable[T]], *arguments: object) -> T:
         # A lost connection would be waited for much longer.
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
-            return await inbox.position(driver, self._slot)
-
-    async def _store(self, offset: int) -> None:
-        async with autocommitting(self._engine) as driver:
-            await inbox.start_at(driver, self._slot, offset)
-
-    async def _count(self, position: int) -> int:
-        async with autocommitting(self._engine) as driver:
-            return await inbox.count_start(driver, self._slot, position)
+            return await question(driver, self._slot, *arguments)
 
     async def _new_start(self) -> int:
         if self._settings.consumer_start == "earliest":
