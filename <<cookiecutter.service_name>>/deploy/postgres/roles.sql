@@ -86,7 +86,7 @@ GRANT SELECT, INSERT, UPDATE, DELETE
 GRANT SELECT, DELETE, UPDATE (scheduled_at) ON pipeline.scheduled TO :"relay";
 GRANT SELECT, DELETE ON pipeline.inbox_filter TO :"relay";
 GRANT SELECT, UPDATE ON pipeline.outbox_cursor TO :"relay";
-GRANT SELECT ON pipeline.inbox_generation, pipeline.outbox_epoch TO :"relay";
+GRANT SELECT ON pipeline.inbox_generation, pipeline.outbox_cluster TO :"relay";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_lease TO :"relay";
 GRANT SELECT,
       INSERT (topic, key, payload, event_id, source, type, subject, sequence, content_type,
@@ -111,7 +111,7 @@ GRANT DELETE ON pipeline.scheduled TO :"operator";
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.inbox_closed, pipeline.inbox_filter, pipeline.outbox_closed TO :"retention";
 GRANT SELECT, UPDATE ON pipeline.inbox_generation, pipeline.retention_lease TO :"retention";
-GRANT SELECT ON pipeline.outbox_cursor, pipeline.outbox_epoch TO :"retention";
+GRANT SELECT ON pipeline.outbox_cursor, pipeline.outbox_cluster TO :"retention";
 GRANT SELECT (key, discarded_at), UPDATE (discarded_at), DELETE
    ON pipeline.backlog TO :"retention";
 GRANT SELECT (id, event_id, dataref, discarded_at), UPDATE (discarded_at), DELETE

@@ -101,7 +101,7 @@ class Sweep:
         """The folder that the last round ended with; empty: it has seen all."""
 
     async def round(self, connection: asyncpg.Connection) -> Swept:
-        """Delete what is old, and some of the orphans. Raises `StoreAway` and `NotOurs`."""
+        """Delete what is old, and some of the orphans. Raises `StoreUnavailable` and `NotOurs`."""
         done = Swept()
         await _demand_ours(connection)
         await connection.execute(_NOTE_PUBLISHED)
@@ -125,7 +125,7 @@ class Sweep:
         return done
 
     async def all(self, connection: asyncpg.Connection, *, dry_run: bool) -> Swept:
-        """Go through all of the store; a dry run only counts. Raises `StoreAway`, `NotOurs`."""
+        """Go through the store; a dry run only counts. Raises `StoreUnavailable` and `NotOurs`."""
         done = Swept()
         await _demand_ours(connection)
         if dry_run:

@@ -384,7 +384,7 @@ async def _create_topics(
     as_json: bool,
 ) -> None:
     with of_kafka(settings):
-        async with clients.managing(settings) as admin:
+        async with clients.admin_client(settings) as admin:
             if replicas is None:
                 replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
             new = [NewTopic(name, partitions, replicas) for name in names]

@@ -261,7 +261,7 @@ async def _tables(patient: Patient) -> Findings:
         )
 
 
-async def _outbox_epoch(patient: Patient) -> Findings:
+async def _outbox_cluster(patient: Patient) -> Findings:
     if not await cluster.is_ours(patient.connection):
         yield _wrong(
             "the outbox is another database cluster's, and nothing is published",
@@ -588,7 +588,7 @@ CHECKS: tuple[Check, ...] = (
     _server,
     _schema,
     _tables,
-    _outbox_epoch,
+    _outbox_cluster,
     _outbox,
     _partitions_ahead,
     _held_partitions,

@@ -3,12 +3,10 @@
 import asyncio
 import gc
 import logging
-import os
 import signal
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Flag, auto
-from typing import cast
+from functools import partial
 
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -19,15 +17,16 @@ from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
 from pipeline.events.references import Claims
-from pipeline.observe import exporters, logs, telemetry
-from pipeline.observe.health import Health, HealthServer, ReadinessLog, Watchdog
+from pipeline.observe import exporters, logs, metrics
+from pipeline.observe.health import Health, HealthServer
+from pipeline.observe.watchdog import heartbeat, watch_calls
 from pipeline.relay.relay import Relay
 from pipeline.retention.worker import RetentionWorker
 from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
-from pipeline.servers.guard import InContext
+from pipeline.servers.guard import stack_of
 from pipeline.servers.tasks import in_background
 
 from .service import Service
@@ -66,14 +65,15 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
     port = server.start()
-    sending = exporters.configure(
+    metrics.observe_ready(lambda: health.is_ready)
+    shut_exporters_down = exporters.configure(
         service_name=service.name,
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
     )
     log.info("%s starts; health and metrics on port %s", service.name, port)
     try:
-        async with in_background(_beat(health, settings.hang_timeout)):
+        async with in_background(heartbeat(health, settings.hang_timeout)):
             await serve(
                 service,
                 settings,
@@ -84,7 +84,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
             )
     finally:
         server.stop()
-        await asyncio.to_thread(sending.shutdown)
+        await asyncio.to_thread(shut_exporters_down)
         log.info("%s has stopped", service.name)
 
 
@@ -156,7 +156,9 @@ async def _serve(
     if Part.RELAY in parts:
         groups.append([relay])
     async with (
-        in_background(_watch([consume, effects], settings.hang_timeout)),
+        in_background(
+            watch_calls(partial(_find_ignoring, [consume, effects]), settings.hang_timeout)
+        ),
         in_background(filters.keep_loading(engine)),
         in_background(retention.run()) as retaining,
     ):
@@ -262,52 +264,16 @@ class _Signals(Signals):
         self._calls.set()
 
 
-async def _watch(callers: Sequence[ConsumeTransactions | EffectWorkers], seconds: float) -> None:
-    """End the process when a handler ignores its cancellation, which would hold up its partition.
-
-    The next process finds the message by the count of starts.
-    """
-    found = None
-    while found is None:
-        await asyncio.sleep(_BEAT)
-        found = next(filter(None, (one.ignoring_cancellation(seconds) for one in callers)), None)
-    item, task = found
-    log.critical(
-        "%s: %s %r does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process"
-        " ends, and the next one takes the message by itself. It is at:\n%s",
-        item.consumer,
-        item.message.type,
-        item.message.id,
-        seconds,
-        _stack_of(task),
-    )
-    logging.shutdown()
-    os._exit(_EXIT_CODE)
-
-
-def _stack_of(task: asyncio.Task[object] | None) -> str:
-    """Return where a task waits, through all that it awaits."""
-    frames, awaited = [], cast(object, task and task.get_coro())
-    while frame := getattr(awaited, "cr_frame", None):
-        frames.append((frame, frame.f_lineno))
-        awaited = InContext.within(getattr(awaited, "cr_await", None))
-    return "".join(traceback.StackSummary.extract(iter(frames)).format())
-
-
-async def _beat(health: Health, hang_timeout: float) -> None:
-    """Report that the event loop runs, and log changes of readiness."""
-    announcer = ReadinessLog(health)
-    watchdog = Watchdog(health, hang_timeout)
-    watchdog.start()
-    telemetry.observe_ready(lambda: health.is_ready)
-    try:
-        while True:
-            health.beat()
-            watchdog.put_off()
-            announcer.announce()
-            await asyncio.sleep(_BEAT)
-    finally:
-        watchdog.stop()
+def _find_ignoring(
+    callers: Sequence[ConsumeTransactions | EffectWorkers], seconds: float
+) -> tuple[str, Callable[[], str]] | None:
+    """Return a message whose call goes on so long after its cancellation, and where it is."""
+    for one in callers:
+        if found := one.ignoring_cancellation(seconds):
+            item, task = found
+            what = f"{item.consumer}: {item.message.type} {item.message.id!r}"
+            return what, partial(stack_of, task)
+    return None
 
 
 def _stopping_on_signals() -> asyncio.Event:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Unusable(ValueError):
-    """A file can't be used; the text names it and says why."""
+    """A file can't be used; the text has its name and the reason."""
 
 
 class Files(NamedTuple):

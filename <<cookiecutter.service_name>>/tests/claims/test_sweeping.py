@@ -196,7 +196,7 @@ async def test_a_copy_of_another_clusters_database_deletes_nothing(
     """As after a dump was restored: what is newer than the dump looks like orphans."""
     await opened().keep({"orphan": b"x"})
     await keep(opened(), db)
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     with pytest.raises(NotOurs):
         await opened(**OLD, **GONE).sweep(db)
     done = await commands(group(Service("desk", Handlers(), Base.metadata)))("sweep")

@@ -21,7 +21,7 @@ from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import DONE, SharedSession, isolated, own_session
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import EventBatch, Transaction
-from pipeline.observe.telemetry import Current, ProcessSpans, traceparent
+from pipeline.observe.traces import Current, ProcessSpans, traceparent
 from pipeline.servers.guard import Guard, HandlerFault, InContext
 from pipeline.servers.tasks import TimeSlice
 
@@ -359,7 +359,7 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     current = (
         attempt.spans.of(message, handler.consumer, item.trace)
         if item.called is None
-        else Current.without_span(item.called)
+        else Current(item.called)
     )
     attempt.context = current.context
     try:

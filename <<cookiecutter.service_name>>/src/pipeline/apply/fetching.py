@@ -22,7 +22,7 @@ _LONG = 256 * 1024
 async def fetch_batch(batch: Batch, claims: Claims | None) -> Batch:
     """Return the batch with its data, or the beginning of it where that is all there is room for.
 
-    Raises `StoreAway`.
+    Raises `StoreUnavailable`.
     """
     # As when it is decoded: what is handled later is validated then.
     items = await fetch(batch.items, claims, lambda item: item.handler.mode == "immediate")
@@ -39,8 +39,8 @@ async def fetch(
     """Return the items with their data, or as many of the first ones as there is room for, or as
     could be fetched.
 
-    One whose data can't be had has that for its fault. Raises `StoreAway` where the first can't be
-    fetched now.
+    One whose data can't be had has that for its fault. Raises `StoreUnavailable` where the first
+    can't be fetched now.
     """
     references = dict.fromkeys(filter(None, (item.message.reference for item in items)))
     if not references:

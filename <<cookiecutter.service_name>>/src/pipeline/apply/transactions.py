@@ -20,8 +20,8 @@ from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import AT_WORK, SharedSession, clean, new_session
 from pipeline.handlers.staging import Outbox
-from pipeline.observe import telemetry
-from pipeline.observe.telemetry import ProcessSpans
+from pipeline.observe import metrics, traces
+from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import CALL, GUARD
 from pipeline.servers.retrying import Attempts
@@ -177,12 +177,12 @@ class ConsumeTransactions:
                 await self.claims.keep(result.storing)
             return result
 
-        result = await retrying.copy()(transact)
+        result = await retrying(transact)
         if isinstance(result, CulpritUnknown) and is_single(source):
             # Once more: a row that another partition has created meanwhile is found now, and a
             # slow connection was replaced.
             contentions = 0
-            result = await retrying.copy()(transact)
+            result = await retrying(transact)
         return result
 
     async def _transact(
@@ -297,9 +297,9 @@ class ConsumeTransactions:
         try:
             return await call_handlers(items, attempt, outcome)
         finally:
-            progress.trace = telemetry.traceparent(attempt.context)
+            progress.trace = traces.traceparent(attempt.context)
             attempt.deadline.close()
-            telemetry.handled(attempt.longest)
+            metrics.handled(attempt.longest)
             self._under_way.discard(attempt)
             info.pop(GUARD, None)
 

@@ -83,16 +83,16 @@ class Claims(Protocol):
     """Bytes of the largest payload that is kept or fetched, and of those of a batch together."""
 
     async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
-        """Store payloads, by event id, under names that nobody has had. Raises `StoreAway`.
+        """Store payloads, by event id, under names that nobody has had. Raises `StoreUnavailable`.
 
         What has no row in `pipeline.claim` some time later is deleted.
         """
         ...
 
     async def fetch(self, reference: Reference) -> bytes:
-        """Return the data. Raises `Unresolved`, and `StoreAway`."""
+        """Return the data. Raises `Unresolved`, and `StoreUnavailable`."""
         ...
 
     async def sweep(self, connection: asyncpg.Connection) -> None:
-        """Delete what nobody needs; may be cut off at any point. Raises `StoreAway`."""
+        """Delete what nobody needs; may be cut off at any point. Raises `StoreUnavailable`."""
         ...

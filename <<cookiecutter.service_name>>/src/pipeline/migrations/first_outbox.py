@@ -128,17 +128,17 @@ SELECT shard, pg_current_snapshot() FROM generate_series(0, 63) AS shard;
 """
 
 OUTBOX_RELAY = """
-CREATE TABLE pipeline.outbox_epoch (
+CREATE TABLE pipeline.outbox_cluster (
     singleton         boolean PRIMARY KEY CHECK (singleton),
     system_identifier bigint,
     reset_xid         xid8
 );
-COMMENT ON TABLE pipeline.outbox_epoch IS
+COMMENT ON TABLE pipeline.outbox_cluster IS
 'One row: the database cluster whose transaction ids outbox and cursor hold.';
-COMMENT ON COLUMN pipeline.outbox_epoch.system_identifier IS 'null while the outbox is reset';
-COMMENT ON COLUMN pipeline.outbox_epoch.reset_xid IS
+COMMENT ON COLUMN pipeline.outbox_cluster.system_identifier IS 'null while the outbox is reset';
+COMMENT ON COLUMN pipeline.outbox_cluster.reset_xid IS
 'the transaction id that older rows of the outbox carry';
-INSERT INTO pipeline.outbox_epoch (singleton, system_identifier)
+INSERT INTO pipeline.outbox_cluster (singleton, system_identifier)
 SELECT true, system_identifier FROM pg_control_system();
 CREATE TABLE pipeline.outbox_relay (
     owner       text NOT NULL CONSTRAINT outbox_relay_pkey PRIMARY KEY,

@@ -19,7 +19,7 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 
 from pipeline.errors import describe_error
 from pipeline.events.message import LONGEST_KEPT_KEY, event_headers, headers_of
-from pipeline.observe import telemetry
+from pipeline.observe import metrics, traces
 from pipeline.servers import clients
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
@@ -123,7 +123,7 @@ class Publisher:
         for chain in chains:
             if is_refused and transactional:
                 chain.take_back()
-            telemetry.published(chain.topic, sum(map(len, chain.taken)))
+            metrics.published(chain.topic, sum(map(len, chain.taken)))
             chain.taken = []
 
     async def fence(self, owners: Sequence[str]) -> list[str]:
@@ -177,7 +177,7 @@ class Publisher:
     async def _new_producer(self, owner: str) -> AIOKafkaProducer:
         transactional = self._settings.relay_transactional
         producer = AIOKafkaProducer(
-            **clients.way(self._settings),
+            **clients.connection_options(self._settings),
             client_id=self._client_id,
             transactional_id=f"{self._client_id}-{owner}" if transactional else None,
             enable_idempotence=True,
@@ -222,7 +222,7 @@ class Publisher:
     ) -> bool:
         """Send until all is acknowledged, or something is refused; says which."""
         topic, events = chain.topic, list(chain.events())
-        with telemetry.sending(
+        with traces.sending(
             topic, chain.partition, len(events), (event["traceparent"] for event in events)
         ) as operation:
             following: _Filled | None = None
@@ -243,8 +243,8 @@ class Publisher:
                     chain.take(count)
                 except KafkaError as error:
                     if is_sent:
-                        telemetry.not_published(topic, count, error)
-                        operation.refused(error)
+                        metrics.not_published(topic, count, error)
+                        operation.failed(error)
                     refusal = refusal_of(error, chain.runs[0][0])
                     if refusal is None:
                         raise NotSent(

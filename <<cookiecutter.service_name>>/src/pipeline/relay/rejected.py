@@ -18,7 +18,7 @@ from typing import NamedTuple
 import asyncpg
 
 from pipeline.apply.outcome import LONGEST_KEY
-from pipeline.observe import telemetry
+from pipeline.observe import metrics, traces
 from pipeline.settings import Settings
 
 from .rejection import Refusal, Refused
@@ -154,7 +154,7 @@ class Unsent:
         rows = await connection.fetch(_LOOK, shards)
         waiting = [Queue(row["topic"], row["queue"]) for row in rows if row["waiting"]]
         self._queues = {queue: self._queues.get(queue) or _Pause() for queue in waiting}
-        telemetry.observe_unsent(
+        metrics.observe_rejected(
             waiting=sum(row["waiting"] for row in rows), dead=sum(row["dead"] for row in rows)
         )
 
@@ -283,7 +283,7 @@ def _log(level: int, what: str, one: _Verdict) -> None:
     }
     if event["key"]:
         fields["key"] = event["key"][:LONGEST_KEY]
-    with telemetry.within(event["traceparent"]):
+    with traces.within(event["traceparent"]):
         log.log(level, "relay: %s: %s", what, one.error, extra=fields)
 
 

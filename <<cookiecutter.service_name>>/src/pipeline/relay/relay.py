@@ -16,10 +16,10 @@ from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import describe_error, is_infrastructure
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.schema import SHARDS
-from pipeline.servers.cluster import IS_OURS, OtherEpoch
+from pipeline.servers.cluster import IS_OURS, OtherCluster
 from pipeline.servers.database import autocommitting, lease_ended
 from pipeline.servers.retrying import pause
 from pipeline.servers.tasks import in_background, sleep_or_event
@@ -47,7 +47,7 @@ class ServerChanged(Exception):
         super().__init__("the database server was restarted or replaced: reading the cursor again")
 
 
-_EXPLAINED = (LeaseExpired, NotSent, OtherEpoch, ServerChanged)
+_EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
 
 _SERVER = "SELECT pg_postmaster_start_time()"
 
@@ -196,7 +196,7 @@ class Relay:
         self._forget()
         async with autocommitting(self._engine) as driver:
             if not self._holds_lease():
-                telemetry.forget_outbox()
+                metrics.forget_outbox()
             self._server = await driver.fetchval(_SERVER)
             try:
                 await self._publish_until_stopped(driver)
@@ -297,7 +297,7 @@ class Relay:
         )
         if events or beyond or self._lags:  # telling the same at every idle poll would cost more
             oldest = min((event["created_at"] for event in events), default=None)
-            telemetry.observe_outbox(len(events) + beyond, oldest)
+            metrics.observe_outbox(len(events) + beyond, oldest)
         self._lags = bool(events or beyond)
 
     async def _read(self, driver: asyncpg.Connection, progress: Mapping[int, Progress]) -> Pages:
@@ -415,7 +415,7 @@ class Relay:
             await driver.execute(_ANNOUNCE, self._owner, lease, self._published)
             lost = await self._write(driver, self._progress)
         self._lease_ends = begun + lease
-        telemetry.lease_extended(self._lease_ends)
+        metrics.lease_extended(self._lease_ends)
         self._extend_at = begun + lease / 3
         return lost
 
@@ -425,7 +425,7 @@ class Relay:
         await self._extend(driver)
         alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
         if not is_ours:
-            raise OtherEpoch
+            raise OtherCluster
         if server != self._server:
             raise ServerChanged
         share = math.ceil(SHARDS / max(1, alive))
@@ -446,7 +446,7 @@ class Relay:
             self._look_at = monotonic() + 20 * (monotonic() - begun)
         # A relay that lives extends its leases long before: the first to end is a dead one's.
         self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
-        telemetry.relay_progress(len(self._progress))
+        metrics.relay_shards.set(len(self._progress))
 
     async def _claim(
         self,
@@ -517,7 +517,7 @@ class Relay:
         self._dirty.clear()
         self._ahead = None
         self._renew_at = 0.0
-        telemetry.relay_progress(0)  # nobody publishes them while this fails
+        metrics.relay_shards.set(0)  # nobody publishes them while this fails
 
 
 def _grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:

@@ -11,7 +11,7 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.servers.cluster import OtherEpoch
+from pipeline.servers.cluster import OtherCluster
 
 Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
@@ -141,11 +141,11 @@ async def fresh(
 ) -> Page:
     """Read what has become visible since `seen`: so many events, or bytes and one event, at most.
 
-    Raises `OtherEpoch` if that can't be said.
+    Raises `OtherCluster` if that can't be said.
     """
     head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
     if head["target"][1] < progress.seen[1]:
-        raise OtherEpoch
+        raise OtherCluster
     if len(events) <= limit and not _fill(events, at_most):
         return Page(events, replace(progress, seen=head["target"]), head["server"])
     events = events[:limit]

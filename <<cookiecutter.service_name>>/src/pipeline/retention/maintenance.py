@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import asyncpg
 
 from pipeline.apply import filters
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
@@ -74,8 +74,8 @@ async def make_ahead(
     }
     ready = await _attach(connection, "outbox", wanted, warns=warns)
     until = days.end_of(today + (ready - 1) * days.DAY)
-    telemetry.observe_partitions(until, generation["since"])
-    telemetry.observe_retention(generation["held"], generation["finished_at"])
+    metrics.observe_partitions(until, generation["since"])
+    metrics.observe_retention(generation["held"], generation["finished_at"])
 
 
 async def _attach(
@@ -156,7 +156,7 @@ async def _run(
             await _drop(connection, one, archiving, done)
     done.discarded = await _delete_discarded(connection, settings)
     finished_at = await lease.finish(len(done.held))
-    telemetry.observe_retention(len(done.held), finished_at)
+    metrics.observe_retention(len(done.held), finished_at)
     await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
 
 

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.apply import inbox
 from pipeline.errors import describe_error, is_infrastructure, is_of_the_database
 from pipeline.events.references import Claims
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting
@@ -90,7 +90,7 @@ class RetentionWorker:
         except NotOwner as error:
             log.debug("left to another role: %s", error)
         except Exception as error:
-            telemetry.retention_failed()
+            metrics.retention_failures.add(1)
             is_expected = is_infrastructure(error) or is_of_the_database(error)
             log.error(
                 "a round of retention failed: %s",
@@ -103,20 +103,21 @@ class RetentionWorker:
         if self._consumers:
             await inbox.register(connection, self._consumers)
 
+    async def _connected(self, work: Callable[[asyncpg.Connection], Awaitable[object]]) -> None:
+        async with autocommitting(self._engine) as connection:
+            await work(connection)
+
     async def _while_unavailable(
         self, work: Callable[[asyncpg.Connection], Awaitable[object]]
     ) -> None:
         """Repeat the work while the database is unavailable, which readiness reports."""
         try:
-            async for attempt in retry_while_unavailable(
+            await retry_while_unavailable(
                 _PART,
                 self._settings.postgresql,
                 unless=self._stopping.is_set,
-                away=lambda reason: self._health.not_ready(_PART, reason),
-            ):
-                with attempt:
-                    async with autocommitting(self._engine) as connection:
-                        await work(connection)
+                report=lambda reason: self._health.not_ready(_PART, reason),
+            )(self._connected, work)
         except Exception:
             if not self._stopping.is_set():
                 raise

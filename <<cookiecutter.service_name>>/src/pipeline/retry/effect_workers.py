@@ -39,8 +39,8 @@ from pipeline.handlers.policy import (
     unknown,
 )
 from pipeline.handlers.transaction import Transaction
-from pipeline.observe import telemetry
-from pipeline.observe.telemetry import ProcessSpans
+from pipeline.observe import metrics
+from pipeline.observe.traces import ProcessSpans
 from pipeline.retry import lanes
 from pipeline.schema import LANES
 from pipeline.servers.guard import InContext
@@ -320,7 +320,7 @@ class EffectWorkers(BacklogWorkers):
             return replace(called, error=told)
         finally:
             key = handler.consumer, handler.event.event_type
-            telemetry.handled({key: perf_counter() - begun})
+            metrics.handled({key: perf_counter() - begun})
             del self._calling[task]
 
     def _is_late(self, noted_at: float) -> bool:

@@ -209,7 +209,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
         counted[outcome] += count
 
-    monkeypatch.setattr("pipeline.observe.telemetry.processed", processed)
+    monkeypatch.setattr("pipeline.observe.metrics.processed", processed)
     return counted
 
 

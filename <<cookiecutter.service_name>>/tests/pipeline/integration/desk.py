@@ -81,7 +81,7 @@ class Desk:
         A single record may be one over which so many processes have died.
         """
         attempts = retry_while_unavailable(
-            "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
+            "the test", "PostgreSQL", unless=lambda: False, report=self.outages.append
         )
         results = await self.consume.apply(
             PartitionSource(self.slot, batch, deaths=deaths), attempts

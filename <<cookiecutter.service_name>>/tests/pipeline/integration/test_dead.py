@@ -315,7 +315,7 @@ async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk
     start = await desk.position()
     batch = await desk.read(Deposit(1), start=start)
     attempts = retry_while_unavailable(
-        "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+        "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
     )
     await desk.consume.apply(PartitionSource(desk.slot, batch, deaths=3), attempts)
     async with autocommitting(desk.engine) as driver:
@@ -416,7 +416,7 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
         taken = await lanes.take(driver, lane, desk.handlers, ["deposit"], 100)
         assert await discard(desk) == 1
         attempts = retry_while_unavailable(
-            "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+            "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
         )
         with pytest.raises(LaneLost):
             await desk.consume.apply(LaneSource(lane, 60, taken), attempts)

@@ -162,8 +162,8 @@ async def test_schema_needs_the_folder_of_the_service(examine: Examine, tmp_path
 async def test_an_outbox_of_another_cluster_is_told(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
-    found = (await examine())["outbox epoch"]
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
+    found = (await examine())["outbox cluster"]
     assert (found.level, found.advice) == ("wrong", "run `service relay reset`")
 
 
@@ -670,9 +670,9 @@ async def test_a_standby_is_told_and_so_is_what_was_prepared_and_left(
 async def test_without_kafka_the_other_checks_are_made(
     examine: Examine, db: asyncpg.Connection, unused_tcp_port: int
 ) -> None:
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = await examine(kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}")
-    assert found.keys() == {"kafka", "outbox epoch"}
+    assert found.keys() == {"kafka", "outbox cluster"}
     assert "PIPELINE_KAFKA_BOOTSTRAP_SERVERS" in found["kafka"].advice
 
 
@@ -692,11 +692,11 @@ async def test_the_exit_code_says_whether_something_is_wrong(
     assert await process.ended() == 0, process.output
     assert re.search("^warning  schema +no alembic.ini here", process.output, re.MULTILINE)
     assert await (await command("--strict")).ended() == 1
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     process = await command("--json")
     assert await process.ended() == 1
     levels = {one["check"]: one["level"] for one in map(json.loads, process.output.splitlines())}
-    assert levels["outbox epoch"] == "wrong"
+    assert levels["outbox cluster"] == "wrong"
     assert levels["kafka"] == "ok"
     assert await (await command("--dance")).ended() == 2
 

@@ -345,7 +345,7 @@ async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and
 ) -> None:
     await maintain(old_day, settings())
     await publish_all(old_day)
-    await old_day.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await old_day.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     (held,) = (await maintain(old_day, settings())).held
     assert "service relay reset" in str(held.needed_by)
     await cluster.reset(old_day, keep_progress=False)

@@ -14,7 +14,7 @@ from rbloom import Bloom
 
 from pipeline.apply import filters
 from pipeline.apply.filters import Filters
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.retention import rotation
 from pipeline.retention.maintenance import maintain
 from pipeline.runtime import Part
@@ -533,7 +533,7 @@ async def test_a_generation_that_is_too_large_is_counted_once_told_of_and_never_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unfiltered: list[int] = []
-    monkeypatch.setattr(telemetry, "observe_filters", unfiltered.append)
+    monkeypatch.setattr(metrics.generations_unfiltered, "set", unfiltered.append)
     monkeypatch.setattr(filters, "_KEY_BYTES", 100.0)  # 5,242 keys in half of a MiB
     little = {"inbox_filter_mebibytes": 1}
     desk = await new_desk(bank.handlers, topic=bank.deposits, **little)

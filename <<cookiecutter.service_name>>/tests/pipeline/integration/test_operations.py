@@ -127,7 +127,7 @@ async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(
     start: Start,
 ) -> None:
     await stage(db, numbered(bank.balances, range(3)))
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     async with following(kafka, bank.balances) as tail:
         relay = await start("relay")
         await eventually(lambda: "service relay reset" in relay.output)

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.relay.publisher import LeaseExpired, Publisher, partition_of
 from pipeline.relay.rejection import Refused
 from pipeline.settings import Settings
@@ -273,9 +273,9 @@ async def test_what_was_sent_and_what_was_sent_in_vain_is_counted_apart_with_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: Counter[str] = Counter()
-    monkeypatch.setattr(telemetry, "published", lambda _, count: counted.update({"": count}))
+    monkeypatch.setattr(metrics, "published", lambda _, count: counted.update({"": count}))
     monkeypatch.setattr(
-        telemetry,
+        metrics,
         "not_published",
         lambda _, count, error: counted.update({type(error).__name__: count}),
     )

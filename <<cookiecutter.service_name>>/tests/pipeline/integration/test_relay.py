@@ -9,10 +9,9 @@ from typing import Any
 
 import asyncpg
 import pytest
-from opentelemetry.metrics import CallbackOptions
 from sqlalchemy import make_url
 
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.relay import relay
 from pipeline.relay.publisher import Publisher
 from pipeline.relay.rejection import Refused
@@ -426,7 +425,7 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
             super().__init__(*args, settings=settings, **options)
             self._publisher = Mute(settings, client_id="mute", owner="mute")
 
-    telemetry.forget_outbox()
+    metrics.forget_outbox()
     await stage(db, numbered(topic, range(3)))
     async with following(kafka, topic) as tail, relaying(settings(), MuteRelay):
         await eventually(lambda: age() > 0)
@@ -439,7 +438,8 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
 
 def age() -> float:
     """Return for how long the oldest event waits, by the metrics; less than 0 if they don't say."""
-    return next((one.value for one in telemetry._lag_seconds(CallbackOptions())), -1)
+    seconds = metrics._latest.if_leased(metrics._lag_seconds())
+    return seconds if isinstance(seconds, float) else -1
 
 
 async def test_what_waits_grows_older_without_postgresql_as_long_as_nobody_else_may_send_it(
@@ -451,7 +451,7 @@ async def test_what_waits_grows_older_without_postgresql_as_long_as_nobody_else_
 ) -> None:
     topic = await new_topic()
     url = make_url(database_url)
-    telemetry.forget_outbox()
+    metrics.forget_outbox()
     await stage(db, numbered(topic, [1]))
     async with (
         Door("127.0.0.1", url.port or 0).listening() as door,
@@ -592,7 +592,7 @@ async def test_after_a_dump_is_restored_nothing_is_published_before_a_reset(
     """Trap 2, its second half: with a cursor that is ahead, and with one that is not."""
     topic = await new_topic()
     await stage(db, numbered(topic, range(3)))
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     async with relaying(settings()) as one:
         await eventually(lambda: "service relay reset" in one.reason)
     # Another cluster's transaction ids, as a dump carries them.
@@ -639,7 +639,7 @@ async def test_a_cluster_that_kept_its_transaction_ids_goes_on_where_it_was(
     await stage(db, numbered(topic, [1]))
     async with following(kafka, topic) as tail, relaying(settings()):
         await tail.until_ids([1])
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     await stage(db, numbered(topic, [2]))
     await cluster.reset(db, keep_progress=True)
     async with following(kafka, topic) as tail, relaying(settings()):

@@ -126,7 +126,7 @@ async def test_the_outbox_is_measured_by_what_relays_have_not_published(
             return told == [(list(range(64)), 5)]
 
         await eventually(is_told_of)
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     assert "service relay reset" in (await told(service))["outbox"][0]
 
 
@@ -206,7 +206,7 @@ async def test_without_kafka_it_tells_what_postgresql_knows(
     ("table", "part"),
     [
         ("backlog", "backlog"),
-        ("outbox_epoch", "outbox"),
+        ("outbox_cluster", "outbox"),
         ("scheduled", "scheduled"),
         ("inbox_generation", "memory"),
         ("inbox_closed", "retention"),

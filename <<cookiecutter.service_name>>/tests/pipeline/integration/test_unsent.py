@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from operate.dead_events import UnsentEvent, Which
-from pipeline.observe import logs, telemetry
+from pipeline.observe import logs, metrics
 from pipeline.relay import rejected, relay
 from pipeline.relay.rejection import Refused
 from pipeline.servers import cluster
@@ -201,7 +201,7 @@ async def test_the_lines_about_an_event_that_waits_and_has_died_name_it_and_are_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     topic = await new_topic(**{"max.message.bytes": "4000"})
-    caplog.handler.setFormatter(logs._Json())
+    caplog.handler.setFormatter(logs.JsonLines())
     caplog.set_level(logging.WARNING, "pipeline.relay.rejected")
     async with relaying(quick(unsent_attempts=2)):
         large = event(topic, "the large", "a" * 200, LARGE, traceparent=TRACEPARENT)
@@ -573,7 +573,7 @@ async def test_it_is_told_how_many_events_wait_and_how_many_are_dead(
 ) -> None:
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        telemetry, "observe_unsent", lambda waiting, dead: told.append((waiting, dead))
+        metrics, "observe_rejected", lambda waiting, dead: told.append((waiting, dead))
     )
     topic = await new_topic(**{"max.message.bytes": "4000"})
     await stage(db, [event(topic, "x", payload=LARGE), *numbered(missing, range(3))])

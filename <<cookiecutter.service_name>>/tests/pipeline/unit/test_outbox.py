@@ -35,7 +35,7 @@ import pipeline
 from pipeline import Event
 from pipeline.events.message import event_headers
 from pipeline.handlers.staging import Due, Outbox, StagedEvent, Unpublishable, event_id
-from pipeline.observe import telemetry
+from pipeline.observe import traces
 
 LIMIT = 10_000
 
@@ -336,17 +336,17 @@ def test_an_event_that_a_thread_stages_between_has_its_own_context_and_so_have_t
 ) -> None:
     outbox = Outbox("source", LIMIT)
     ours, theirs = (baggage.set_baggage("n", n, context.Context()) for n in ("ours", "theirs"))
-    inject = telemetry.creation_context
+    inject = traces.creation_context
 
     def stage(id: str, one: context.Context) -> None:
         outbox.stage(Told(), id=id, key=None, sequence=1, context=one)
 
-    def interrupted(one: context.Context) -> telemetry.TraceHeaders:
+    def interrupted(one: context.Context) -> traces.TraceHeaders:
         if one is ours:
             stage("theirs", theirs)
         return inject(one)
 
-    monkeypatch.setattr(telemetry, "creation_context", interrupted)
+    monkeypatch.setattr(traces, "creation_context", interrupted)
     stage("ours", ours)
     stage("theirs", theirs)
     assert [(row.event_id, row.baggage) for row in outbox._staged] == [
