@@ -77,7 +77,7 @@ async def layers() -> dict[str, float]:
             breaker=breaker,
             filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             handlers=handlers,
-            room=RelayBackpressure(0).room,
+            room=RelayBackpressure(0).wait,
             staged=lambda _: None,
             parked=lambda: None,
             called=lambda: None,

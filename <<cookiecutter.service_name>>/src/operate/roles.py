@@ -33,7 +33,7 @@ _PUT_EVENTS = f"INSERT ({COLUMNS})"
 _ALL = "SELECT, INSERT, UPDATE, DELETE"
 # What was discarded, locked by one of its columns.
 _DELETE = "UPDATE (discarded_at), DELETE"
-_JUDGE = "UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why, {more})"
+_JUDGE = "UPDATE (reason, died_at, discarded_at, discarded_by, discarded_why, {more})"
 
 # To lock a row takes the right to update one of its columns; such are those of a single column.
 GRANTS: dict[str, dict[str, str]] = {
@@ -50,7 +50,7 @@ GRANTS: dict[str, dict[str, str]] = {
     },
     "backlog": {
         "service": _ALL,
-        "operator": f"SELECT, {_JUDGE.format(more='waited, due_at, holds')}",
+        "operator": f"SELECT, {_JUDGE.format(more='attempts, waited, due_at, holds')}",
         RETENTION: f"SELECT (key, discarded_at), {_DELETE}",
     },
     "backlog_effect_seq": {"service": "USAGE"},
@@ -75,9 +75,9 @@ GRANTS: dict[str, dict[str, str]] = {
         RETENTION: "SELECT, UPDATE (published_at), DELETE",
     },
     "outbox_closed": {"operator": "SELECT", RETENTION: _ALL},
-    "outbox_unsent": {
+    "outbox_rejected": {
         "relay": _ALL,
-        "operator": f"SELECT, {_JUDGE.format(more='parked_at, error, queue')}",
+        "operator": f"SELECT, {_JUDGE.format(more='parked_at, error')}",
         RETENTION: f"SELECT (id, event_id, dataref, discarded_at), {_DELETE}",
     },
     "outbox_cursor": {

@@ -166,7 +166,7 @@ async def _serve(
         breaker=breaker,
         filters=filters,
         handlers=handlers,
-        room=relay.lead.room,
+        room=relay.backpressure.wait,
         staged=relay.wake,
         parked=parked.set,
         called=called.set,

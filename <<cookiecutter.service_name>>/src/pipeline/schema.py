@@ -351,46 +351,43 @@ outbox_closed = sa.Table(
     comment="Days of the outbox to which nobody adds an event any more.",
 )
 
-outbox_unsent = sa.Table(
-    "outbox_unsent",
+outbox_rejected = sa.Table(
+    "outbox_rejected",
     metadata,
     sa.Column("id", sa.BigInteger, primary_key=True, autoincrement=False),
     _shard(),
     sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
     *_event(),
-    sa.Column("queue", pg.BYTEA, nullable=False, comment="who waits for it: see unsent.py"),
     sa.Column(
         "parked_at",
         sa.DateTime(timezone=True),
         nullable=False,
         server_default=sa.func.clock_timestamp(),
     ),
-    sa.Column("attempts", sa.Integer, nullable=False, comment="how often it was refused itself"),
-    sa.Column("reason", sa.Text, comment="null: it waits behind another"),
+    sa.Column("reason", sa.Text, comment="null: it follows others that wait for its topic"),
     sa.Column("error", sa.Text),
-    sa.Column("died_at", sa.DateTime(timezone=True), comment="it is a dead letter since then"),
+    sa.Column("died_at", sa.DateTime(timezone=True), comment="null: it waits for its topic"),
     sa.Column("discarded_at", sa.DateTime(timezone=True)),
     sa.Column("discarded_by", sa.Text),
     sa.Column("discarded_why", sa.Text),
     sa.Index(
-        "outbox_unsent_queue_idx",
+        "outbox_rejected_waiting_idx",
         "topic",
-        "queue",
         "id",
         postgresql_where=sa.text("died_at IS NULL"),
     ),
     sa.Index(
-        "outbox_unsent_dead_idx",
+        "outbox_rejected_dead_idx",
         "shard",
         "id",
         postgresql_where=sa.text("died_at IS NOT NULL AND discarded_at IS NULL"),
     ),
     sa.Index(
-        "outbox_unsent_discarded_idx",
+        "outbox_rejected_discarded_idx",
         "discarded_at",
         postgresql_where=sa.text("discarded_at IS NOT NULL"),
     ),
-    comment="The outbound backlog: events that Kafka refuses, and those that wait behind them.",
+    comment="Events that Kafka rejects: dead ones, and those that wait for their topic.",
 )
 
 outbox_cursor = sa.Table(

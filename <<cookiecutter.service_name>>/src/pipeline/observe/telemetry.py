@@ -129,8 +129,8 @@ been sent in its place.
 _lag_events: list[int] = []
 _oldest_unpublished: list[datetime | None] = []
 """Since when the oldest event waits, None if none does; empty until a relay has looked."""
-_unsent: dict[str, int] = {}
-"""Events that Kafka has refused, by what has become of them."""
+_rejected: dict[str, int] = {}
+"""Events that Kafka rejects, by what has become of them."""
 
 
 def _is_leased() -> bool:
@@ -150,9 +150,9 @@ def _lag_seconds(_: CallbackOptions) -> Iterable[Observation]:
             yield Observation(max(0.0, age))
 
 
-def _refused(_: CallbackOptions) -> Iterable[Observation]:
+def _rejected_events(_: CallbackOptions) -> Iterable[Observation]:
     if _is_leased():
-        for outcome, count in tuple(_unsent.items()):
+        for outcome, count in tuple(_rejected.items()):
             yield Observation(count, {OUTCOME: outcome})
 
 
@@ -163,7 +163,7 @@ _meter.create_observable_gauge(
     "pipeline.outbox.lag.duration", [_lag_seconds], "s", "Age of the oldest."
 )
 _meter.create_observable_gauge(
-    "pipeline.outbox.unsent", [_refused], "{event}", "Refused by Kafka, by state."
+    "pipeline.outbox.rejected", [_rejected_events], "{event}", "Rejected by Kafka, by state."
 )
 _outbox_until: list[datetime] = []
 """When the last day of the outbox that is made ahead ends; empty until housekeeping has looked."""
@@ -619,7 +619,7 @@ def forget_outbox() -> None:
     """Take back what was told of the outbox: the next lease begins with what is seen in it."""
     _lag_events.clear()
     _oldest_unpublished.clear()
-    _unsent.clear()
+    _rejected.clear()
 
 
 def observe_partitions(until: datetime, since: datetime | None) -> None:
@@ -644,9 +644,9 @@ def observe_filters(without: int) -> None:
     _without_filter.set(without)
 
 
-def observe_unsent(waiting: int, dead: int) -> None:
-    """Tell how many events in this relay's shards Kafka has refused, or wait behind such."""
-    _unsent.update(waiting=waiting, dead=dead)
+def observe_rejected(waiting: int, dead: int) -> None:
+    """Report how many events in this relay's shards wait for a topic, and how many are dead."""
+    _rejected.update(waiting=waiting, dead=dead)
 
 
 def _polled(topic: str, group: str) -> dict[str, AttributeValue]:

@@ -39,22 +39,27 @@ _HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target
 """Of the row before the events, which says what is true of all of them."""
 
 
-def _filling(page: str, place: str, at_most: str) -> str:
+def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
     """Return the statement that reads a page, cut off behind the event with which it is full.
 
-    How large payloads are is known without reading them.
+    The size of a payload is known without reading it.
     """
     return f"""
-SELECT {_HEAD}
-UNION ALL (
-SELECT NULL, NULL, NULL, {COLUMNS}
-  FROM (SELECT {COLUMNS},
+SELECT {columns}
+  FROM (SELECT page.*,
                sum(octet_length(payload)) OVER (
                    ORDER BY {place} ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
           FROM ({page}) AS page) AS summed
  WHERE before < {at_most} OR before IS NULL
- ORDER BY {place})
+ ORDER BY {place}
 """
+
+
+def _headed(page: str, *, place: str, at_most: str) -> str:
+    """Return the statement that reads a page behind the row that is true of all of it."""
+    columns = f"NULL, NULL, NULL, {COLUMNS}"
+    rows = filled(page, columns=columns, place=place, at_most=at_most)
+    return f"SELECT {_HEAD} UNION ALL ({rows})"
 
 
 # By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
@@ -62,7 +67,7 @@ SELECT NULL, NULL, NULL, {COLUMNS}
 # running ones may lie above it: the window is never bounded by an id.
 # `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
 # parallel plan, in which the first row might not come first.
-_FRESH = _filling(
+_FRESH = _headed(
     f"""
 SELECT {COLUMNS}
   FROM (SELECT {COLUMNS}
@@ -78,12 +83,12 @@ SELECT {COLUMNS}
                 WHERE pg_visible_in_snapshot(running, pg_current_snapshot())))) AS unseen
  ORDER BY id + 0
  LIMIT $3""",
-    "id + 0",
-    "$4",
+    place="id + 0",
+    at_most="$4",
 )
 
 # Functions instead of comparisons of xid: the planner must take the index on id.
-_PAGE = _filling(
+_PAGE = _headed(
     f"""
 SELECT {COLUMNS}
   FROM pipeline.outbox
@@ -92,8 +97,8 @@ SELECT {COLUMNS}
    AND shard = ANY ($5)
  ORDER BY id
  LIMIT $6""",
-    "id",
-    "$7",
+    place="id",
+    at_most="$7",
 )
 
 _NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"

@@ -635,7 +635,7 @@ async def _delete_discarded(
     if generation["since"] is not None:
         forgotten = generation["since"] - CLOCK_MARGIN
         done.discarded += await _delete(connection, "backlog", "key", min(before, forgotten))
-    done.discarded += await _delete(connection, "outbox_unsent", "id", before)
+    done.discarded += await _delete(connection, "outbox_rejected", "id", before)
 
 
 async def _delete(connection: asyncpg.Connection, table: str, key: str, before: datetime) -> int:

@@ -67,7 +67,7 @@ def quick(settings: Callable[..., Settings]) -> Callable[..., Settings]:
     """Make settings of a relay that soon tries again what Kafka refuses."""
 
     def make(**changes: object) -> Settings:
-        return settings(**{"unsent_pause": 0.1, "relay_lease": 3, **changes})
+        return settings(**{"relay_topic_pause": 0.1, "relay_lease": 3, **changes})
 
     return make
 
@@ -163,7 +163,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             breaker=breaker,
             filters=filters,
             handlers=handlers,
-            room=RelayBackpressure(0).room,
+            room=RelayBackpressure(0).wait,
             staged=lambda _: None,
             parked=parked.set,
             called=called.set,

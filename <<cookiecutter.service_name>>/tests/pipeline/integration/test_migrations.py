@@ -81,7 +81,7 @@ ALL = [
     "outbox_cursor",
     "outbox_epoch",
     "outbox_relay",
-    "outbox_unsent",
+    "outbox_rejected",
     "position",
     "retention_lease",
     "scheduled",

@@ -10,7 +10,7 @@ import pipeline
 from operate import dead, dead_events
 from pipeline.events.message import Reason
 from pipeline.events.references import Unavailable
-from pipeline.relay import rejection
+from pipeline.relay import rejected
 
 ENGINE = Path(pipeline.__file__).parent
 OPERATE = ENGINE.parent / "operate"
@@ -72,4 +72,4 @@ def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other()
     source = (OPERATE / "dead_events.py").read_text()
     in_sql = set(re.findall(r"reason(?: =|,) '(\w[^']*)'", source))
     assert in_sql == {"follows another", "redriven"}
-    assert {*get_args(rejection.Reason), *in_sql} == set(dead_events.REASONS)
+    assert {*get_args(rejected.Reason), *in_sql} == set(dead_events.REASONS)

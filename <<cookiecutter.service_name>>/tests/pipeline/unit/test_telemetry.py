@@ -370,7 +370,7 @@ telemetry.backlog_applied("track", 59.0)
 telemetry.relay_progress(16)
 telemetry.lease_extended(until=monotonic() + 60)
 telemetry.observe_outbox(100, None)
-telemetry.observe_unsent(waiting=7, dead=2)
+telemetry.observe_rejected(waiting=7, dead=2)
 print(generate_latest().decode())
 configured.shutdown()
 print("after shutdown:", "pipeline_messages" in generate_latest().decode())
@@ -436,8 +436,8 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     assert found["pipeline_relay_shards"] == 16
     assert found["pipeline_outbox_lag_events"] == 100
     assert found["pipeline_outbox_lag_duration_seconds"] == 0
-    assert found["pipeline_outbox_unsent pipeline_outcome=waiting"] == 7
-    assert found["pipeline_outbox_unsent pipeline_outcome=dead"] == 2
+    assert found["pipeline_outbox_rejected pipeline_outcome=waiting"] == 7
+    assert found["pipeline_outbox_rejected pipeline_outcome=dead"] == 2
     assert any("service_name=parcel-tracker" in name for name in found if "target_info" in name)
     assert after.strip() == "False"
 
@@ -452,7 +452,7 @@ configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=No
 print(generate_latest().decode() + "===")
 telemetry.lease_extended(until=monotonic() + 60)
 telemetry.observe_outbox(100, datetime.now(UTC) - timedelta(hours=1))
-telemetry.observe_unsent(waiting=7, dead=2)
+telemetry.observe_rejected(waiting=7, dead=2)
 print(generate_latest().decode() + "===")
 print(generate_latest().decode() + "===")
 telemetry.lease_extended(until=monotonic())
@@ -510,8 +510,8 @@ def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
     names = [
         "pipeline_outbox_lag_duration_seconds",
         "pipeline_outbox_lag_events",
-        "pipeline_outbox_unsent pipeline_outcome=dead",
-        "pipeline_outbox_unsent pipeline_outcome=waiting",
+        "pipeline_outbox_rejected pipeline_outcome=dead",
+        "pipeline_outbox_rejected pipeline_outcome=waiting",
     ]
     scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
     told = [[name for name in names if name in scrape] for scrape in scrapes]

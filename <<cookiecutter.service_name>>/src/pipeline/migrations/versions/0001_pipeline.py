@@ -363,8 +363,8 @@ def upgrade() -> None:
         'Days of the outbox to which nobody adds an event any more.'""")
 
     op.execute("""
-        CREATE TABLE pipeline.outbox_unsent (
-            id            bigint NOT NULL CONSTRAINT outbox_unsent_pkey PRIMARY KEY,
+        CREATE TABLE pipeline.outbox_rejected (
+            id            bigint NOT NULL CONSTRAINT outbox_rejected_pkey PRIMARY KEY,
             shard         smallint NOT NULL GENERATED ALWAYS AS (
                               (get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % 64)::smallint
                           ) STORED,
@@ -385,9 +385,7 @@ def upgrade() -> None:
             dataref       text,
             datalength    bigint,
             datachecksum  text,
-            queue         bytea NOT NULL,
             parked_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
-            attempts      integer NOT NULL,
             reason        text,
             error         text,
             died_at       timestamptz,
@@ -396,26 +394,24 @@ def upgrade() -> None:
             discarded_why text
         )""")
     op.execute("""
-        CREATE INDEX outbox_unsent_queue_idx ON pipeline.outbox_unsent (topic, queue, id)
+        CREATE INDEX outbox_rejected_waiting_idx ON pipeline.outbox_rejected (topic, id)
          WHERE died_at IS NULL""")
     op.execute("""
-        CREATE INDEX outbox_unsent_dead_idx ON pipeline.outbox_unsent (shard, id)
+        CREATE INDEX outbox_rejected_dead_idx ON pipeline.outbox_rejected (shard, id)
          WHERE died_at IS NOT NULL AND discarded_at IS NULL""")
     op.execute("""
-        CREATE INDEX outbox_unsent_discarded_idx ON pipeline.outbox_unsent (discarded_at)
+        CREATE INDEX outbox_rejected_discarded_idx ON pipeline.outbox_rejected (discarded_at)
          WHERE discarded_at IS NOT NULL""")
     op.execute("""
-        COMMENT ON TABLE pipeline.outbox_unsent IS
-        'The outbound backlog: events that Kafka refuses, and those that wait behind them.'""")
+        COMMENT ON TABLE pipeline.outbox_rejected IS
+        'Events that Kafka rejects: dead ones, and those that wait for their topic.'""")
     for column, comment in {
-        "queue": "who waits for it: see unsent.py",
-        "attempts": "how often it was refused itself",
-        "reason": "null: it waits behind another",
-        "died_at": "it is a dead letter since then",
+        "reason": "null: it follows others that wait for its topic",
+        "died_at": "null: it waits for its topic",
     }.items():
-        op.execute(f"COMMENT ON COLUMN pipeline.outbox_unsent.{column} IS '{comment}'")
+        op.execute(f"COMMENT ON COLUMN pipeline.outbox_rejected.{column} IS '{comment}'")
 
-    for table in ("outbox", "scheduled", "outbox_unsent"):
+    for table in ("outbox", "scheduled", "outbox_rejected"):
         op.execute(f"""
             COMMENT ON COLUMN pipeline.{table}.sequence IS
             'version of the aggregate after this event'""")
