@@ -89,7 +89,7 @@ class Sending:
                 f"topic {chain.topic} has rejected {_AT_MOST} batches of a page:"
                 " see `service dead events list`"
             )
-            many = Rejection("topic rejects many", text, of_topic=True, is_final=False)
+            many = Rejection("topic rejects many", text)
             self._closed.setdefault(chain.topic, many)
 
     def left(self, chains: Sequence[Chain]) -> list[Chain]:

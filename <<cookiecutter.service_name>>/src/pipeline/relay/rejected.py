@@ -11,7 +11,6 @@ The rows are the state. Only the owner of a shard adds rows of it, and removes t
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from time import monotonic
 from typing import Literal, NamedTuple
 
@@ -39,19 +38,26 @@ Reason = Literal[
     "too large",
     "not valid",
 ]
+_OF_TOPIC = "topic missing", "topic not allowed", "topic rejects many", "topic not writable"
+_FINAL = "topic not writable", "too large", "not valid"
 
 
-@dataclass(frozen=True)
-class Rejection:
+class Rejection(NamedTuple):
     """Why Kafka does not take an event."""
 
     reason: Reason
     text: str
     """What is wrong, in which topic, and what helps."""
-    of_topic: bool
-    """Whether the topic takes no event at all."""
-    is_final: bool
-    """Whether the event is dead, or waits for its topic."""
+
+    @property
+    def of_topic(self) -> bool:
+        """Whether the topic takes no event at all."""
+        return self.reason in _OF_TOPIC
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the event is dead; otherwise it waits for its topic."""
+        return self.reason in _FINAL
 
 
 Rejections = Mapping[int, Rejection]
@@ -71,46 +77,34 @@ errors.kafka_errors.setdefault(InvalidRecordError.errno, InvalidRecordError)
 _TOO_LARGE = Rejection(
     "too large",
     "event {id} is larger than topic {topic} allows: raise the topic's max.message.bytes",
-    of_topic=False,
-    is_final=True,
 )
 _KINDS: Mapping[type[KafkaError], Rejection] = {
     errors.UnknownTopicOrPartitionError: Rejection(
         "topic missing",
         "topic {topic} is not known to the brokers: create it, or run `service topics create`",
-        of_topic=True,
-        is_final=False,
     ),
     errors.TopicAuthorizationFailedError: Rejection(
         "topic not allowed",
         "topic {topic} may not be written: allow this service's user to Describe and Write it",
-        of_topic=True,
-        is_final=False,
     ),
     errors.InvalidTopicError: Rejection(
-        "topic not writable",
-        "topic {topic} is one of the brokers' own: no client may write it",
-        of_topic=True,
-        is_final=True,
+        "topic not writable", "topic {topic} is one of the brokers' own: no client may write it"
     ),
     errors.MessageSizeTooLargeError: _TOO_LARGE,
     errors.RecordListTooLargeError: _TOO_LARGE,
     InvalidRecordError: Rejection(
         "not valid",
         "topic {topic} does not take event {id}; a compacted topic takes none without a key",
-        of_topic=False,
-        is_final=True,
     ),
 }
 
 
 def rejection_of(error: KafkaError, event: asyncpg.Record) -> Rejection | None:
     """Return the rejection that the error stands for; None for an outage."""
-    kind = _KINDS.get(type(error))
-    if kind is None:
-        return None
-    text = kind.text.format(topic=event["topic"], id=event["event_id"])
-    return Rejection(kind.reason, text, kind.of_topic, kind.is_final)
+    if kind := _KINDS.get(type(error)):
+        text = kind.text.format(topic=event["topic"], id=event["event_id"])
+        return Rejection(kind.reason, text)
+    return None
 
 
 _COUNT = """
