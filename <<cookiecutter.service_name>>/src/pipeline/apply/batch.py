@@ -12,18 +12,16 @@ from typing import NamedTuple
 from aiokafka import ConsumerRecord
 from opentelemetry.context import Context
 
+from pipeline.events.cloudevents import decode, refers
 from pipeline.events.event import Event, Tombstone, reader
+from pipeline.events.identity import Plain, Position
 from pipeline.events.message import (
     LONGEST_KEPT_KEY,
     Marker,
     Message,
-    Plain,
-    Position,
     Record,
     Undecodable,
-    decode,
     marker_key,
-    refers,
 )
 from pipeline.handlers.ordering import sequence_of
 from pipeline.handlers.policy import DIED, Reject

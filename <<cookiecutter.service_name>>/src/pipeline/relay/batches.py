@@ -9,7 +9,8 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from pipeline.events.message import LONGEST_KEPT_KEY, event_headers, headers_of
+from pipeline.events.cloudevents import event_headers
+from pipeline.events.message import LONGEST_KEPT_KEY, headers_of
 
 from .rejected import Rejection
 
@@ -102,24 +103,7 @@ class Sending:
 
 
 def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
-    if event["headers"] is not None:
-        return headers_of(event["headers"])
-    headers = event_headers(
-        id=event["event_id"],
-        source=event["source"],
-        type=event["type"],
-        time=event["created_at"],
-        subject=event["subject"],
-        sequence=event["sequence"],
-        content_type=event["content_type"],
-        traceparent=event["traceparent"],
-        tracestate=event["tracestate"],
-        baggage=event["baggage"],
-    )
-    if event["dataref"] is None:
-        return headers
-    names = "dataref", "datalength", "datachecksum"
-    return [*headers, *((f"ce_{name}", str(event[name]).encode()) for name in names)]
+    return event_headers(event) if event["headers"] is None else headers_of(event["headers"])
 
 
 def partition_of(key: bytes | None, id: int, partitions: int) -> int:

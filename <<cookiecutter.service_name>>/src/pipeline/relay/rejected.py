@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _FIRST_PAGE = 100
 """Enough to try whether a topic takes events."""
 
-Reason = Literal[
+RejectionReason = Literal[
     "topic missing",
     "topic not allowed",
     "topic rejects many",
@@ -45,7 +45,7 @@ _FINAL = "topic not writable", "too large", "not valid"
 class Rejection(NamedTuple):
     """Why Kafka does not take an event."""
 
-    reason: Reason
+    reason: RejectionReason
     text: str
     """What is wrong, in which topic, and what helps."""
 

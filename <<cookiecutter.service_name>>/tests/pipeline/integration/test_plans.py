@@ -17,7 +17,8 @@ from operate import dead_events
 from pipeline.apply import filters, inbox
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Anchor, Generations, Slot
-from pipeline.events.message import Marker, decode
+from pipeline.events.cloudevents import decode
+from pipeline.events.message import Marker
 from pipeline.observe.health import Health
 from pipeline.relay import window
 from pipeline.relay.cursor import Cursor
