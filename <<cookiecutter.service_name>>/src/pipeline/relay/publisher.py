@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
 _DEPARTURE_SECONDS = 0.001
-"""After this long a batch is on its way, and the next one is filled."""
+"""Time after which a batch is on its way, and the next one is filled."""
 _METADATA_SECONDS = 5.0
-_ASKS = 5
-"""So often the brokers are asked for a topic that is new to the producer, before it is missing."""
-_ASK_SECONDS = 0.1
+_LOOKUPS = 5
+"""Requests for a topic that is new to the producer, before it counts as missing."""
+_LOOKUP_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
-"""After this long without an acknowledgement: is the topic still there?"""
+"""Time without an acknowledgement after which the topic is looked up again."""
 _STOP_SECONDS = 5.0
 _FENCE_SECONDS = 1.0
-"""Our own shards wait meanwhile."""
+"""The relay's own shards wait meanwhile."""
 
 
 class NotSent(Exception):
@@ -92,7 +92,7 @@ class Publisher:
         In a transaction a rejection takes everything back, for the next round to send again.
         """
         producer = await self._started()
-        await _ask_for_topics(producer, {chain.topic for chain in chains})
+        await _look_up_topics(producer, {chain.topic for chain in chains})
         sending.is_void = False
         if sending.is_transactional:
             await producer.begin_transaction()
@@ -187,7 +187,7 @@ class Publisher:
     async def _chains(self, events: Sequence[asyncpg.Record], sending: Sending) -> list[Chain]:
         producer = await self._started()
         counts = dict.fromkeys((event["topic"] for event in events), 0)
-        await _ask_for_topics(producer, counts)
+        await _look_up_topics(producer, counts)
         errors: dict[str, KafkaError] = {}
         for topic in counts:
             try:
@@ -259,14 +259,14 @@ async def _commit(producer: AIOKafkaProducer) -> None:
         raise NotSent(f"Kafka did not commit the events: {describe_error(error)}") from error
 
 
-async def _ask_for_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
-    """Let the client know the topics, or know that the brokers don't."""
+async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
+    """Let the client learn which of the topics the brokers know. Raises `NotSent`."""
     client = producer.client
     are_new = [not client.add_topic(topic).done() for topic in topics]
     # The first answer may be to an earlier question, and a broker may not know the newest topics.
-    for ask in range(_ASKS if any(are_new) else 1):
-        if ask > 1:
-            await asyncio.sleep(_ASK_SECONDS)
+    for lookup in range(_LOOKUPS if any(are_new) else 1):
+        if lookup > 1:
+            await asyncio.sleep(_LOOKUP_SECONDS)
         if all(client.cluster.partitions_for_topic(topic) for topic in topics):
             return
         try:

@@ -129,12 +129,13 @@ SELECT {COLUMNS}, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
     ON CONFLICT (id) DO NOTHING
 """
 
+# With `topic = $1` the planner may go by the primary key, through the events of all topics.
 _DUE = filled(
     f"""
 SELECT {COLUMNS}, shard
   FROM pipeline.outbox_rejected
- WHERE topic = $1 AND shard = ANY ($2) AND died_at IS NULL
- ORDER BY id
+ WHERE topic BETWEEN $1 AND $1 AND shard = ANY ($2) AND died_at IS NULL
+ ORDER BY topic, id
  LIMIT $3""",
     columns=f"{COLUMNS}, shard",
     place="id",

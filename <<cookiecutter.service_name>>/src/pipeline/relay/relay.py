@@ -33,12 +33,11 @@ from .window import PAGE_BYTES, Page, Progress, fitting, fresh, is_as_seen, page
 log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
-"""Small, until it is known how large the events are."""
+"""Small, until the size of the events is known."""
 _SCHEDULED = "scheduled events"
-"""The part of the relay's health that says whether they are moved."""
-
-
+"""The part of the health that says whether scheduled events are moved."""
 _EXPLAINED = (LeaseExpired, NotSent, OtherEpoch, ServerChanged)
+"""Errors whose text says all: their traceback is not logged."""
 
 Pages = list[tuple[list[int], Page]]
 """Pages of groups of shards."""

@@ -17,12 +17,12 @@ Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
 
 _SCAN_AT_MOST = 50_000
-"""Ids that one PAGE looks through, so that one late row does not make it scan everything."""
+"""Ids that one PAGE scans, so that one late row does not make it scan all of them."""
 
 PAGE_BYTES = 8 * 2**20
-"""What the events of one page may take in memory, beside the last one; two are there at once."""
+"""Memory for the events of one page, beside the last one; two pages exist at once."""
 _ROW_BYTES = 500
-"""Size of an event beside its payload, about."""
+"""Approximate size of an event without its payload."""
 
 COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
        content_type, traceparent, tracestate, baggage, headers,
@@ -36,7 +36,7 @@ _HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target
        NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
        NULL AS tracestate, NULL AS baggage, NULL AS headers,
        NULL AS dataref, NULL::bigint AS datalength, NULL AS datachecksum"""
-"""Of the row before the events, which says what is true of all of them."""
+"""Columns of the first row, which says what is true of all events after it."""
 
 
 def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
@@ -127,9 +127,9 @@ class Page:
 async def is_as_seen(
     connection: asyncpg.Connection, progress: Iterable[Progress], server: datetime | None
 ) -> bool:
-    """Whether nothing was committed since, as far as this server can tell: then `fresh` is empty.
+    """Whether nothing was committed since `seen`: then `fresh` would read nothing.
 
-    It costs a tenth of that.
+    It costs a tenth of `fresh`.
     """
     now = await connection.fetchrow(_NOW)
     return now["server"] == server and all(
@@ -144,9 +144,9 @@ async def fresh(
     limit: int,
     at_most: int = PAGE_BYTES,
 ) -> Page:
-    """Read what has become visible since `seen`: so many events, or bytes and one event, at most.
+    """Read what has become visible since `seen`: at most so many events, or bytes and one event.
 
-    Raises `OtherEpoch` if that can't be said.
+    Raises `OtherEpoch` where `seen` is a snapshot of another cluster.
     """
     head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
     if head["target"][1] < progress.seen[1]:
