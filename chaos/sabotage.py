@@ -352,8 +352,8 @@ SABOTAGES: Sequence[Sabotage] = (
                 "relay/relay.py",
                 "            await self._publish(driver, events, then)\n",
                 """\
-            self._progress.update(then)
-            await self._write(driver, self._progress)
+            cursor.advance(then, then)
+            await cursor.write_moved(driver)
             await self._publish(driver, events, then)
 """,
             )
@@ -385,20 +385,20 @@ SABOTAGES: Sequence[Sabotage] = (
             *NO_IDEMPOTENCE,
             Edit(
                 "relay/publisher.py",
-                "            while chain.runs:\n",
+                "            while chain.sent < len(chain.events):\n",
                 """\
-            waiting = [[event] for event in events]
+            waiting = chain.events
             while waiting:
                 failed = []
-                for some in waiting:
-                    batch, _ = _filled(producer, some)
+                for event in waiting:
+                    batch, _ = Chain(topic, chain.partition, [event]).fill(producer)
                     try:
                         await (await producer.send_batch(batch, topic, partition=chain.partition))
                     except KafkaError:
-                        failed.append(some)
+                        failed.append(event)
                 waiting = failed
-            chain.runs = []
-            while chain.runs:
+            chain.sent = len(chain.events)
+            while chain.sent < len(chain.events):
 """,
             ),
         ],
@@ -407,8 +407,8 @@ SABOTAGES: Sequence[Sabotage] = (
         "the lease has no token and no deadline",
         "relays that wake up late",
         [
-            Edit("relay/relay.py", " AND cursor.token = mine.token", ""),
-            Edit("relay/relay.py", "return monotonic() < self._lease_ends", "return True"),
+            Edit("relay/cursor.py", " AND cursor.token = mine.token", ""),
+            Edit("relay/cursor.py", "return monotonic() < self._lease_ends", "return True"),
         ],
     ),
     Sabotage(

@@ -649,10 +649,10 @@ ALTER TABLE pipeline.outbox ATTACH PARTITION pipeline.outbox_p20200102
 """A day of the outbox that is long over."""
 EVENT = "topic, event_id, source, type, content_type"
 REFUSED = f"""
-INSERT INTO pipeline.outbox_unsent
-       (id, attempts, reason, {EVENT}, created_at, died_at, queue)
-SELECT max(id) + 1, 1, 'too large', 'parcel-events', max(id) + 1, '/s', 't', 'y', now(), now(), ''
-  FROM pipeline.outbox_unsent
+INSERT INTO pipeline.outbox_rejected
+       (id, reason, {EVENT}, created_at, died_at)
+SELECT max(id) + 1, 'too large', 'parcel-events', max(id) + 1, '/s', 't', 'y', now(), now()
+  FROM pipeline.outbox_rejected
 """
 """An event that Kafka has not taken, and takes now."""
 USED_UP = f"""
@@ -690,9 +690,9 @@ async def furnish(url: str, kafka: str) -> None:
         "CREATE ROLE parcels_retention;"
         f"INSERT INTO pipeline.scheduled (name, due_at, {EVENT}) VALUES"
         " ('payment-due-4711', 'tomorrow', 'parcel-events', 'a', '/s', 't', 'y');"
-        "INSERT INTO pipeline.outbox_unsent"
-        f" (id, attempts, reason, {EVENT}, created_at, died_at, queue) VALUES"
-        " (118, 1, 'not valid', 'parcel-events', 'b', '/s', 't', 'y', now(), now(), '');"
+        "INSERT INTO pipeline.outbox_rejected"
+        f" (id, reason, {EVENT}, created_at, died_at) VALUES"
+        " (118, 'not valid', 'parcel-events', 'b', '/s', 't', 'y', now(), now());"
         f"{DAY};"
         f"INSERT INTO pipeline.outbox ({EVENT}, key, created_at) VALUES"
         " ('parcel-events', '7d0f2c5e', '/s', 't', 'y', 'N14228', '2020-01-02 12:00Z')"

@@ -203,7 +203,7 @@ def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operato
 
 def test_the_fields_of_events_for_scripts_are_those_that_the_commands_write() -> None:
     written = {
-        *fields("operate/dead_events.py", "UnsentEvent"),
+        *fields("operate/dead_events.py", "RejectedEvent"),
         *fields("operate/dead_events.py", "EventDetail"),
         *fields("operate/dead_events.py", "EventGroup"),
     } - {"event"}
@@ -242,9 +242,7 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     assert "(30.0, 120.0, 480.0, 1_920.0, 3_600.0)" in policy
     assert "breaker_keys: Count = 20" in settings
     assert "unclean_starts: Count = 3" in settings
-    assert "unsent_pause: Seconds = 5.0" in settings
-    assert "unsent_attempts: Count = 100" in settings
-    assert "unsent_age: Seconds = 86_400.0" in settings
+    assert "relay_topic_pause: Seconds = 5.0" in settings
     assert "relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0" in settings
     assert "hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0" in settings
 

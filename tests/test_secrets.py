@@ -556,7 +556,7 @@ async def look_at_records(run: Run) -> None:
 
 STORED = """
 SELECT concat_ws(' ', reason, error, traceback) FROM pipeline.backlog
-UNION ALL SELECT concat_ws(' ', reason, error) FROM pipeline.outbox_unsent
+UNION ALL SELECT concat_ws(' ', reason, error) FROM pipeline.outbox_rejected
 """
 DEAD = len(FAILURES) + 4
 

@@ -82,7 +82,7 @@ GRANT INSERT (topic, key, payload, event_id, source, type, subject, sequence, co
 -- relay: reads and publishes the outbox, and puts scheduled events into it.
 
 GRANT SELECT, INSERT, UPDATE, DELETE
-   ON pipeline.outbox_unsent, pipeline.outbox_relay TO :"relay";
+   ON pipeline.outbox_rejected, pipeline.outbox_relay TO :"relay";
 GRANT SELECT, DELETE, UPDATE (scheduled_at) ON pipeline.scheduled TO :"relay";
 GRANT SELECT, DELETE ON pipeline.inbox_filter TO :"relay";
 GRANT SELECT, UPDATE ON pipeline.outbox_cursor TO :"relay";
@@ -100,8 +100,8 @@ ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
 GRANT SELECT ON TABLES TO :"operator";
 GRANT UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why,
               waited, due_at, holds) ON pipeline.backlog TO :"operator";
-GRANT UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why,
-              parked_at, error, queue) ON pipeline.outbox_unsent TO :"operator";
+GRANT UPDATE (reason, died_at, discarded_at, discarded_by, discarded_why,
+              parked_at, error) ON pipeline.outbox_rejected TO :"operator";
 GRANT UPDATE (token, owner, lease_until, starts) ON pipeline.backlog_lane TO :"operator";
 GRANT UPDATE (owner) ON pipeline.outbox_cursor TO :"operator";
 GRANT DELETE ON pipeline.scheduled TO :"operator";
@@ -115,7 +115,7 @@ GRANT SELECT ON pipeline.outbox_cursor, pipeline.outbox_cluster TO :"retention";
 GRANT SELECT (key, discarded_at), UPDATE (discarded_at), DELETE
    ON pipeline.backlog TO :"retention";
 GRANT SELECT (id, event_id, dataref, discarded_at), UPDATE (discarded_at), DELETE
-   ON pipeline.outbox_unsent TO :"retention";
+   ON pipeline.outbox_rejected TO :"retention";
 GRANT SELECT (event_id, dataref) ON pipeline.scheduled TO :"retention";
 GRANT SELECT, UPDATE (published_at), DELETE ON pipeline.claim TO :"retention";
 

@@ -33,7 +33,7 @@ WITH waiting AS MATERIALIZED (
        AND xid >= (SELECT pg_snapshot_xmin(seen) FROM pipeline.outbox_cursor
                     ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
      UNION ALL
-    SELECT event_id FROM pipeline.outbox_unsent
+    SELECT event_id FROM pipeline.outbox_rejected
      WHERE dataref IS NOT NULL AND discarded_at IS NULL
      UNION ALL
     SELECT event_id FROM pipeline.scheduled WHERE dataref IS NOT NULL)

@@ -31,7 +31,7 @@ _TOLD = 4
 """So many of the largest tables are told."""
 _STANDS_STILL = timedelta(minutes=1)
 _REFUSED_FOR_LONG = timedelta(minutes=15)
-"""As the alert EventsUnsent has it."""
+"""As the alert EventsRejected has it."""
 _WAITS_FOR_LONG = timedelta(hours=1)
 """As the alert BacklogAge has it."""
 _CLOCKS_APART = 2.0
@@ -82,7 +82,7 @@ SELECT relname, n_live_tup AS living, n_dead_tup AS dead FROM pg_stat_user_table
    AND n_dead_tup > $2 AND n_dead_tup > 10 * n_live_tup
  ORDER BY relname
 """
-_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_unsent", "position", "scheduled"]
+_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position", "scheduled"]
 """Tables whose rows come and go, or change again and again; the others are dropped whole."""
 
 _SIZES = """
@@ -97,14 +97,14 @@ _DEAD = """
 SELECT (SELECT count(*) FROM (SELECT FROM pipeline.backlog
                                WHERE died_at IS NOT NULL AND discarded_at IS NULL
                                LIMIT $1) AS few) AS messages,
-       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
                                WHERE died_at IS NOT NULL AND discarded_at IS NULL
                                LIMIT $1) AS few) AS events
 """
 
 _REFUSED = """
 SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS events
-  FROM (SELECT topic, reason FROM pipeline.outbox_unsent
+  FROM (SELECT topic, reason FROM pipeline.outbox_rejected
          WHERE died_at IS NULL AND parked_at < clock_timestamp() - $1::interval
          LIMIT $2) AS few
  GROUP BY topic ORDER BY topic
@@ -405,7 +405,7 @@ async def _unsent(patient: Patient) -> Findings:
             f" these wait for over {_REFUSED_FOR_LONG.total_seconds() / 60:.0f} minutes:"
             f" {_many(row['events'])}",
             "see `service dead events list --waiting --summary`, and mend what it names: then they"
-            " go out by themselves (EventsUnsent in the runbook)",
+            " go out by themselves (EventsRejected in the runbook)",
         )
 
 

@@ -66,9 +66,9 @@ SELECT owner, array_agg(shard ORDER BY shard) AS shards,
 """
 
 _UNSENT = """
-SELECT (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+SELECT (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
                                WHERE died_at IS NULL LIMIT $1) AS few) AS waiting,
-       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
                                WHERE died_at IS NOT NULL AND discarded_at IS NULL
                                LIMIT $1) AS few) AS dead
 """

@@ -252,7 +252,7 @@ class _Signals(Signals):
         self._calls = calls
 
     async def wait_for_relay(self) -> None:
-        await self._relay.lead.room()
+        await self._relay.backpressure.wait()
 
     def events_staged(self, number: int) -> None:
         self._relay.wake(number)

@@ -133,15 +133,9 @@ class Settings(ServerSettings):
     ) = None
     """Dead letters are sent there too: records as they came, with the reason in more headers."""
 
-    unsent_pause: Seconds = 5.0
-    """What Kafka refuses (a missing topic, an event too large) is tried again after this long, and
-    then after twice as long as before, up to twelve times this."""
-    unsent_attempts: Count = 100
-    """An event that is refused so often is a dead letter, and those behind it go on: about an hour
-    and a half. Attempts that Kafka does not answer don't count."""
-    unsent_age: Seconds = 86_400.0
-    """An event that has waited so long, and is refused once more, is a dead letter; also where its
-    topic is refused."""
+    relay_topic_pause: Seconds = 5.0
+    """A topic that is missing, or that may not be written, is tried again after this long; its
+    events wait meanwhile, without a limit."""
 
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that stand ready."""

@@ -4,7 +4,8 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pipeline.events.message import Record, names_of
+from pipeline.events.cloudevents import names_of
+from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision, dead
 from pipeline.observe import metrics, traces
 

@@ -76,15 +76,13 @@ COMMENT ON COLUMN pipeline.claim.published_at IS 'when its event was first found
 CREATE INDEX claim_published_idx ON pipeline.claim (published_at);
 """
 
-OUTBOX_UNSENT = f"""
-CREATE TABLE pipeline.outbox_unsent (
-    id            bigint NOT NULL CONSTRAINT outbox_unsent_pkey PRIMARY KEY,
+OUTBOX_REJECTED = f"""
+CREATE TABLE pipeline.outbox_rejected (
+    id            bigint NOT NULL CONSTRAINT outbox_rejected_pkey PRIMARY KEY,
 {_SHARD},
     created_at    timestamptz NOT NULL,
 {_EVENT},
-    queue         bytea NOT NULL,
     parked_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
-    attempts      integer NOT NULL,
     reason        text,
     error         text,
     died_at       timestamptz,
@@ -92,18 +90,17 @@ CREATE TABLE pipeline.outbox_unsent (
     discarded_by  text,
     discarded_why text
 );
-COMMENT ON TABLE pipeline.outbox_unsent IS
-'The outbound backlog: events that Kafka rejects, and those that wait behind them.';
-{_EVENT_COMMENTS.format("outbox_unsent")}
-COMMENT ON COLUMN pipeline.outbox_unsent.queue IS
-'events of one topic and queue wait for each other';
-COMMENT ON COLUMN pipeline.outbox_unsent.attempts IS 'number of times it was rejected itself';
-COMMENT ON COLUMN pipeline.outbox_unsent.reason IS 'null: it waits behind another event';
-CREATE INDEX outbox_unsent_queue_idx ON pipeline.outbox_unsent (topic, queue, id)
+COMMENT ON TABLE pipeline.outbox_rejected IS
+'Events that Kafka rejects: dead ones, and those that wait for their topic.';
+{_EVENT_COMMENTS.format("outbox_rejected")}
+COMMENT ON COLUMN pipeline.outbox_rejected.reason IS
+'null: it follows others that wait for its topic';
+COMMENT ON COLUMN pipeline.outbox_rejected.died_at IS 'null: it waits for its topic';
+CREATE INDEX outbox_rejected_waiting_idx ON pipeline.outbox_rejected (topic, id)
  WHERE died_at IS NULL;
-CREATE INDEX outbox_unsent_dead_idx ON pipeline.outbox_unsent (shard, id)
+CREATE INDEX outbox_rejected_dead_idx ON pipeline.outbox_rejected (shard, id)
  WHERE died_at IS NOT NULL AND discarded_at IS NULL;
-CREATE INDEX outbox_unsent_discarded_idx ON pipeline.outbox_unsent (discarded_at)
+CREATE INDEX outbox_rejected_discarded_idx ON pipeline.outbox_rejected (discarded_at)
  WHERE discarded_at IS NOT NULL;
 """
 
@@ -189,7 +186,7 @@ TABLES = (
     OUTBOX,
     SCHEDULED,
     CLAIM,
-    OUTBOX_UNSENT,
+    OUTBOX_REJECTED,
     OUTBOX_CURSOR,
     OUTBOX_RELAY,
     RETENTION,

@@ -154,7 +154,7 @@ _COMPUTED: tuple[tuple[str, str, str, Callable[[], _Value]], ...] = (
         lambda: _latest.if_leased(_lag_seconds()),
     ),
     (
-        "pipeline.outbox.unsent",
+        "pipeline.outbox.rejected",
         "{event}",
         "Rejected by Kafka, by state.",
         lambda: _latest.if_leased(_latest.rejected),
@@ -302,7 +302,7 @@ def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
 
 
 def observe_rejected(waiting: int, dead: int) -> None:
-    """Set how many events in this relay's shards Kafka has rejected, or wait behind such events."""
+    """Set how many events in this relay's shards wait for a topic, and how many are dead."""
     _latest.rejected = {"waiting": waiting, "dead": dead}
 
 

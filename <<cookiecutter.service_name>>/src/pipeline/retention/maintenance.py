@@ -201,7 +201,7 @@ async def _delete_discarded(connection: asyncpg.Connection, settings: Settings) 
     """
     generation = await generations.read(connection)
     before = generation["now"] - timedelta(seconds=settings.discarded_age)
-    deleted = await _delete(connection, "outbox_unsent", "id", before)
+    deleted = await _delete(connection, "outbox_rejected", "id", before)
     if generation["since"] is not None:
         forgotten = generation["since"] - CLOCK_MARGIN
         deleted += await _delete(connection, "backlog", "key", min(before, forgotten))

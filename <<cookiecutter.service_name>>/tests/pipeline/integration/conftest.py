@@ -66,7 +66,7 @@ def quick(settings: Callable[..., Settings]) -> Callable[..., Settings]:
     """Make settings of a relay that soon tries again what Kafka refuses."""
 
     def make(**changes: object) -> Settings:
-        return settings(**{"unsent_pause": 0.1, "relay_lease": 3, **changes})
+        return settings(**{"relay_topic_pause": 0.1, "relay_lease": 3, **changes})
 
     return make
 

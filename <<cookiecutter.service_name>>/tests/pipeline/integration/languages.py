@@ -10,7 +10,7 @@ from sqlalchemy.dialects.postgresql import asyncpg
 
 from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
-from pipeline.relay import rejected, relay, scheduled, window
+from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, lease, partitions, rotation
 from pipeline.retry import lanes
 from pipeline.servers import revisions
@@ -83,19 +83,18 @@ _STATEMENTS: Mapping[object, str] = {
     lanes._SET: "backlog: change what is not",
     lanes._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
     lanes._RELEASE: "backlog: give the lane back",
-    relay._SERVER: "relay: ask which server it is",
-    relay._ANNOUNCE: "relay: announce",
-    relay._COUNT_RELAYS: "relay: count the relays",
-    relay._GONE: "relay: look for relays that are gone",
-    relay._CLAIM: "relay: claim shards",
-    relay._WRITE: "relay: write the cursor",
-    relay._LEAVE: "relay: leave",
-    rejected._LOOK: "unsent: look at what waits",
-    rejected._SET_ASIDE: "unsent: set aside",
-    rejected._DUE: "unsent: read what is due",
-    rejected._SENT: "unsent: remove what is sent",
-    rejected._REFUSED: "unsent: count refusals",
-    rejected._FOLLOW: "unsent: let a key wait by itself",
+    cursor._SERVER: "relay: ask which server it is",
+    cursor._ANNOUNCE: "relay: announce",
+    cursor._COUNT_RELAYS: "relay: count the relays",
+    cursor._GONE: "relay: look for relays that are gone",
+    cursor._CLAIM: "relay: claim shards",
+    cursor._WRITE: "relay: write the cursor",
+    cursor._LEAVE: "relay: leave",
+    rejected._COUNT: "rejected: count",
+    rejected._ADD: "rejected: add",
+    rejected._DUE: "rejected: read what is due",
+    rejected._DELETE: "rejected: delete what is sent",
+    rejected._SET: "rejected: set the reason",
     window._NOW: "relay: look whether anything is new",
     window._FRESH: "relay: read a fresh window",
     window._PAGE: "relay: read a page",
@@ -112,7 +111,7 @@ _SHAPES = {
     r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": (
         "housekeeping: look for the last event of a day"
     ),
-    r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_unsent|{table}) ": (
+    r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_rejected|{table}) ": (
         "housekeeping: delete what is discarded"
     ),
     "DECLARE closed ": "filters: open a cursor",
@@ -218,8 +217,8 @@ class Postgres:
                 # Or a rollback, where SIGTERM has cancelled it in between.
                 return "filters: commit" if room == "filters" else "partition: commit"
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
-        if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "unsent:")):
-            return "unsent: begin"
+        if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "rejected:")):
+            return "rejected: begin"
         if boundary == "housekeeping: begin" and self._last.startswith("scheduled:"):
             return "scheduled: begin"
         return boundary

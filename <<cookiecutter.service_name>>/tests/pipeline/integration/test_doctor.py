@@ -47,9 +47,9 @@ _FILL = {
     ' "offset", timestamp, headers, hash_version, reason, attempts, waited, holds)'
     " SELECT sha256(n::text::bytea), 0, '', 'deposit', 't', 0, n, 0, '[]', 1, 'x', 0, 0, false"
     " FROM generate_series(1, 200) AS n",
-    "outbox_unsent": "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source,"
-    " type, content_type, queue, attempts)"
-    " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1 FROM generate_series(1, 200) AS n",
+    "outbox_rejected": "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id,"
+    " source, type, content_type)"
+    " SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
     "scheduled": "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type,"
     " content_type) SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
 }
@@ -517,23 +517,25 @@ async def test_dead_letters_are_told_until_a_person_has_decided(
 async def test_dead_events_are_told_until_a_person_has_decided(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
-    await db.execute(_FILL["outbox_unsent"])
-    await db.execute("UPDATE pipeline.outbox_unsent SET died_at = now()")
+    await db.execute(_FILL["outbox_rejected"])
+    await db.execute("UPDATE pipeline.outbox_rejected SET died_at = now()")
     found = (await examine())["dead letters"]
     assert found.level == "warning"
     assert found.found == "dead events, for a person to decide on: 200"
     assert "`service dead events list`" in found.advice
-    await db.execute("UPDATE pipeline.outbox_unsent SET discarded_at = now()")
+    await db.execute("UPDATE pipeline.outbox_rejected SET discarded_at = now()")
     assert await examine() == {}
 
 
 async def test_events_that_kafka_refuses_for_long_are_told(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
-    await db.execute(_FILL["outbox_unsent"])
-    await db.execute("UPDATE pipeline.outbox_unsent SET reason = 'topic missing' WHERE id = 1")
+    await db.execute(_FILL["outbox_rejected"])
+    await db.execute("UPDATE pipeline.outbox_rejected SET reason = 'topic missing' WHERE id = 1")
     assert await examine() == {}, "they have just come"
-    await db.execute("UPDATE pipeline.outbox_unsent SET parked_at = now() - interval '16 minutes'")
+    await db.execute(
+        "UPDATE pipeline.outbox_rejected SET parked_at = now() - interval '16 minutes'"
+    )
     found = (await examine())["unsent"]
     assert found.level == "wrong"
     assert found.found == (
@@ -616,7 +618,7 @@ async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
     assert "bloat" not in await examine()
 
 
-@pytest.mark.parametrize("table", ["backlog", "outbox_unsent", "scheduled"])
+@pytest.mark.parametrize("table", ["backlog", "outbox_rejected", "scheduled"])
 async def test_dead_rows_of_a_table_that_has_been_emptied_are_told(
     examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:

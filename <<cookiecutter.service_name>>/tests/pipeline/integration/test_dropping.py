@@ -145,7 +145,7 @@ async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
 ) -> None:
     """Both what is dead and what waits."""
     small = await new_topic(**{"max.message.bytes": "4000"})
-    chosen = quick(unsent_attempts=2)
+    chosen = quick()
     await make_old_day(db)
     await stage_long_ago(db, "dead", small, payload=LARGE)
     await stage_long_ago(db, "waits", missing)
@@ -166,7 +166,7 @@ async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
             await eventually(waits(db, []))
     assert await ids_in(kafka, small) == ["dead"]
     assert await ids_in(kafka, missing) == ["waits"]
-    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_rejected") == 0
 
 
 async def test_a_clock_that_is_ahead_lets_nothing_take_effect_twice(

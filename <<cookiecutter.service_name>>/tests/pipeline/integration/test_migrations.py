@@ -79,8 +79,8 @@ ALL = [
     "outbox_closed",
     "outbox_cluster",
     "outbox_cursor",
+    "outbox_rejected",
     "outbox_relay",
-    "outbox_unsent",
     "position",
     "retention_lease",
     "scheduled",
@@ -178,9 +178,9 @@ async def columns(db: asyncpg.Connection, table: str) -> set[str]:
 
 async def test_an_event_has_the_same_columns_wherever_it_is_stored(db: asyncpg.Connection) -> None:
     event = set(StagedEvent._fields)
-    for table in ("outbox", "scheduled", "outbox_unsent"):
+    for table in ("outbox", "scheduled", "outbox_rejected"):
         assert event <= await columns(db, table)
-    for table in ("outbox", "outbox_unsent"):
+    for table in ("outbox", "outbox_rejected"):
         assert {"id", "shard", "created_at"} <= await columns(db, table)
 
 

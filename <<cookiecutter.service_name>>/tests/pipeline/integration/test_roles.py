@@ -293,9 +293,9 @@ async def discarded_long_ago(db: asyncpg.Connection) -> None:
         " now() - interval '50 days', now() - interval '40 days')"
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, reason, died_at, discarded_at)"
-        " VALUES (1, now(), 't', 'e', '/s', 'x', 'y', '', 1, 'x', now() - interval '50 days',"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, reason, died_at, discarded_at)"
+        " VALUES (1, now(), 't', 'e', '/s', 'x', 'y', 'x', now() - interval '50 days',"
         " now() - interval '40 days')"
     )
     await db.execute("UPDATE pipeline.inbox_generation SET since = now() - interval '9 days'")
@@ -324,7 +324,7 @@ async def test_retention_makes_and_drops_partitions_which_belong_to_it(
 
     await eventually(is_dropped)
     assert await db.fetchval("SELECT to_regclass('pipeline.outbox_p20200101') IS NULL")
-    for table in ("backlog", "outbox_unsent"):
+    for table in ("backlog", "outbox_rejected"):
         assert await db.fetchval(f"SELECT count(*) FROM pipeline.{table}") == 0
     async with granted.connected("owner") as connection:
         await partitions.attach(connection, "inbox", "inbox_g999", "IN (999)")
@@ -457,7 +457,7 @@ FORBIDDEN = {
         "SELECT FROM pipeline.outbox",
         "DELETE FROM pipeline.outbox",
         "UPDATE pipeline.outbox_cursor SET last_id = 0",
-        "DELETE FROM pipeline.outbox_unsent",
+        "DELETE FROM pipeline.outbox_rejected",
         "DELETE FROM pipeline.position",
         "UPDATE pipeline.inbox_generation SET oldest = 0",
         "DELETE FROM pipeline.inbox_closed",
@@ -493,8 +493,8 @@ FORBIDDEN = {
         "DELETE FROM pipeline.backlog",
         "UPDATE pipeline.backlog SET value = ''",
         "UPDATE pipeline.outbox_cursor SET last_id = 0",
-        "UPDATE pipeline.outbox_unsent SET payload = ''",
-        "DELETE FROM pipeline.outbox_unsent",
+        "UPDATE pipeline.outbox_rejected SET payload = ''",
+        "DELETE FROM pipeline.outbox_rejected",
         "UPDATE pipeline.retention_lease SET owner = NULL",
         "SELECT FROM account",
         "DROP TABLE pipeline.backlog",
@@ -511,7 +511,7 @@ FORBIDDEN = {
         "SELECT value FROM pipeline.backlog",
         "SELECT error FROM pipeline.backlog",
         "UPDATE pipeline.backlog SET died_at = now()",
-        "SELECT payload FROM pipeline.outbox_unsent",
+        "SELECT payload FROM pipeline.outbox_rejected",
         "SELECT payload FROM pipeline.scheduled",
         "DELETE FROM pipeline.scheduled",
         "UPDATE pipeline.outbox_cursor SET last_id = 0",

@@ -138,9 +138,9 @@ async def test_what_is_scheduled_refused_and_held_is_told(
         " VALUES ('a', '2030-01-02 03:04+00', 't', 'a', '/s', 'x', 'y')"
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, died_at)"
-        " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1, CASE WHEN n = 1 THEN now() END"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at)"
+        " SELECT n, now(), 't', n, '/s', 'x', 'y', CASE WHEN n = 1 THEN now() END"
         " FROM generate_series(1, 3) AS n"
     )
     await db.execute(

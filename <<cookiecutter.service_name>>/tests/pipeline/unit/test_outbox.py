@@ -33,7 +33,7 @@ from pydantic_core import core_schema
 
 import pipeline
 from pipeline import Event
-from pipeline.events.message import event_headers
+from pipeline.events.cloudevents import event_headers
 from pipeline.handlers.staging import Due, Outbox, StagedEvent, Unpublishable, event_id
 from pipeline.observe import traces
 
@@ -65,18 +65,8 @@ def size_in_kafka(row: StagedEvent) -> int:
         magic=2, compression_type=0, is_transactional=0,
         producer_id=2**62, producer_epoch=2**14, base_sequence=2**30, batch_size=10 * LIMIT,
     )  # fmt: skip
-    headers = event_headers(
-        id=row.event_id,
-        source=row.source,
-        type=row.type,
-        time=datetime(2026, 12, 31, 23, 59, 59, 999_999, UTC),
-        subject=row.subject,
-        sequence=row.sequence,
-        content_type=row.content_type,
-        traceparent=row.traceparent,
-        tracestate=row.tracestate,
-        baggage=row.baggage,
-    )
+    time = datetime(2026, 12, 31, 23, 59, 59, 999_999, UTC)
+    headers = event_headers(row._asdict() | {"created_at": time})
     builder.append(0, 2**42, row.key, row.payload, headers=headers)
     return len(builder.build())
 

@@ -436,8 +436,8 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     assert found["pipeline_relay_shards"] == 16
     assert found["pipeline_outbox_lag_events"] == 100
     assert found["pipeline_outbox_lag_duration_seconds"] == 0
-    assert found["pipeline_outbox_unsent pipeline_outcome=waiting"] == 7
-    assert found["pipeline_outbox_unsent pipeline_outcome=dead"] == 2
+    assert found["pipeline_outbox_rejected pipeline_outcome=waiting"] == 7
+    assert found["pipeline_outbox_rejected pipeline_outcome=dead"] == 2
     assert any("service_name=parcel-tracker" in name for name in found if "target_info" in name)
     assert after.strip() == "False"
 
@@ -510,8 +510,8 @@ def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
     names = [
         "pipeline_outbox_lag_duration_seconds",
         "pipeline_outbox_lag_events",
-        "pipeline_outbox_unsent pipeline_outcome=dead",
-        "pipeline_outbox_unsent pipeline_outcome=waiting",
+        "pipeline_outbox_rejected pipeline_outcome=dead",
+        "pipeline_outbox_rejected pipeline_outcome=waiting",
     ]
     scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
     told = [[name for name in names if name in scrape] for scrape in scrapes]
