@@ -42,10 +42,6 @@ class StoreUnavailable(ConnectionError):
     """The object store can't be used; the text names it and says why."""
 
 
-class StoreSlow(StoreUnavailable):
-    """The object store has not answered in time: it may be too much at once."""
-
-
 _LONGEST = 4_000
 """Characters of an error's text: a payload can be wrong in a hundred thousand places."""
 _MOST = 20

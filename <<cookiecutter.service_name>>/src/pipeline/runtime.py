@@ -18,11 +18,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import inbox
 from pipeline.apply.breaker import Breaker
+from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.filters import Filters
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
-from pipeline.events.references import Claims
 from pipeline.observe import exporters, logs, telemetry
 from pipeline.observe.health import Health, HealthServer, ReadinessLog, Watchdog
 from pipeline.relay.relay import Relay
@@ -287,7 +287,7 @@ def _stack_of(task: asyncio.Task[object] | None) -> str:
 async def _keep_house(
     engine: AsyncEngine,
     service: Service,
-    claims: Claims | None,
+    claims: ClaimCheck | None,
     settings: Settings,
     health: Health,
     stopping: asyncio.Event,
@@ -304,7 +304,7 @@ async def _keep_house(
 
 
 async def _tidy(
-    engine: AsyncEngine, service: Service, claims: Claims | None, settings: Settings
+    engine: AsyncEngine, service: Service, claims: ClaimCheck | None, settings: Settings
 ) -> None:
     """Drop what is too old. Nothing that fails there concerns a message: the next round goes on."""
     try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
 
+from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.writer import Writer
 from pipeline.events.event import declared_events
-from pipeline.events.references import Claims
 from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
 from pipeline.servers.database import create_engine
@@ -36,9 +36,9 @@ class Service:
     """The package of its code, `__package__` in its `main.py`: its loggers are the service's."""
     archive: Archive | None = None
     """Where days of the outbox go before they are dropped; None: nowhere."""
-    claims: Callable[[str, Settings], Claims | None] | None = None
-    """Opens what keeps payloads that are too large to travel, for the service of this name; None if
-    the settings name no place for them. Raises `Misconfigured`."""
+    claims: Callable[[str, Settings], ClaimCheck | None] | None = None
+    """Opens the claim check of the service of this name; None if the settings name no object store.
+    Raises `Misconfigured`."""
     settings: Sequence[type[BaseSettings]] = ()
     """Those of optional packages, which every command reads with the engine's, so that all that is
     wrong is told at once."""

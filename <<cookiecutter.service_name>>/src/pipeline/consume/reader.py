@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.apply import positions
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
-from pipeline.apply.fetching import fetch_batch
+from pipeline.apply.claim_check import resolve_batch
 from pipeline.apply.pace import Pace
 from pipeline.apply.positions import Anchor, PositionMoved, Slot, StoredPosition
 from pipeline.apply.transactions import ConsumeTransactions
@@ -310,7 +310,8 @@ class Reader:
             return Batch(start, await self._client.position(self._partition), (), ())
         batch = await read(self._handlers, topic, start, records, validates=validates)
         if validates:  # else that, too, may be what kills, and what is set aside has its reference
-            batch = await self._patiently("fetching data")(fetch_batch, batch, self._consume.claims)
+            attempts = self._patiently("fetching data")
+            batch = await attempts(resolve_batch, batch, self._consume.claims)
         self._left = [record for record in records if record.offset >= batch.end]
         return batch
 
