@@ -184,8 +184,9 @@ class Outbox:
 
         Raises `Unpublishable` if its topic or key can't be sent or it is larger than allowed.
         """
-        staged = self._written(event, _topic_of(type(event)), id, key, sequence, context)
-        self._check_size(staged, self._sent_size(staged, self.max_event_bytes))
+        kind = type(event)
+        staged = self._written(event, _topic_of(kind), id, key, sequence, context)
+        self._check_size(kind, self._sent_size(staged, self.max_event_bytes))
         if due is None:
             self._staged.append(staged)
         else:
@@ -209,7 +210,7 @@ class Outbox:
                 f"no effect takes {name}{other}: register one by @handlers.effect({name}, …)"
             )
         staged = self._written(event, EFFECTS, id, key, None, context)
-        self._check_size(staged, staged.size)
+        self._check_size(kind, staged.size)
         self.calls.append(staged)
 
     def _written(
@@ -252,10 +253,10 @@ class Outbox:
             baggage,
         )
 
-    def _check_size(self, event: StagedEvent, size: int) -> None:
+    def _check_size(self, kind: type[Event], size: int) -> None:
         if size > self.max_event_bytes:
             raise Unpublishable(
-                f"{event.type!r} takes {size:,} bytes and {self.max_event_bytes:,} are allowed:"
+                f"{kind.__name__} takes {size:,} bytes and {self.max_event_bytes:,} are allowed:"
                 " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
                 " and the topic's max.message.bytes"
             )
