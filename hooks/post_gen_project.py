@@ -10,7 +10,14 @@ from pathlib import Path
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 CHECKSUMS = Path(".engine.sha256")
-ENGINE = ("src/archive", "src/claims", "src/operate", "src/page", "src/pipeline")
+ENGINE = (
+    "src/archive",
+    "src/claims",
+    "src/object_store",
+    "src/operate",
+    "src/page",
+    "src/pipeline",
+)
 
 
 def remove(path: Path) -> None:

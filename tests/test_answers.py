@@ -114,7 +114,18 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
-    *("pipeline", "operate", "archive", "claims", "page", "tests", "migrations", "dev", "deploy"),
+    *(
+        "pipeline",
+        "operate",
+        "archive",
+        "claims",
+        "object_store",
+        "page",
+        "tests",
+        "migrations",
+        "dev",
+        "deploy",
+    ),
     *("src", "stack", "send", "servers", "programs", "settings_guide", "build", "demo", "dist"),
     *("aiokafka", "sqlalchemy", "asyncpg", "pytest", "opentelemetry", "pydantic_settings"),
 ]

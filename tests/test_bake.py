@@ -32,7 +32,8 @@ from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment
 from tests.programs import require
 
 COPIED = (
-    *("src/archive", "src/claims", "src/operate", "src/page", "src/pipeline"),
+    *("src/archive", "src/claims", "src/object_store"),
+    *("src/operate", "src/page", "src/pipeline"),
     *("tests/archive", "tests/claims", "tests/page", "tests/pipeline"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),

@@ -675,7 +675,7 @@ def test_the_outside_has_got_its_secret(run: Run, place: str) -> None:
         ("spans", "exception.stacktrace"),
         ("headers of dead letters", "dead-letter-error"),
         ("/metrics", "pipeline_messages"),
-        ("commands", "StoreFailed: s3://parcels/archive"),
+        ("commands", "the object store at s3://parcels/archive"),
         ("commands", '"how": "text"'),
         ("page /dead", "attempts used up"),
         ("page after a login, 403", "That is not the token"),

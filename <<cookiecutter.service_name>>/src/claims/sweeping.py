@@ -11,10 +11,9 @@ from datetime import datetime, timedelta
 
 import asyncpg
 
+from object_store import Store
 from pipeline.servers import cluster
 from pipeline.settings import CLOCK_MARGIN
-
-from .store import Store
 
 log = logging.getLogger(__name__)
 

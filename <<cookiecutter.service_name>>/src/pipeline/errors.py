@@ -39,6 +39,7 @@ _OF_THE_DATABASE = (
     asyncpg.InternalClientError,
 )
 
+
 _LONGEST = 4_000
 """Characters of an error's text: a payload can be wrong in a hundred thousand places."""
 _MOST = 20

@@ -12,11 +12,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.breaker import Breaker
+from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.filters import Filters
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
-from pipeline.events.references import Claims
 from pipeline.observe import exporters, logs, metrics
 from pipeline.observe.health import Health, HealthServer
 from pipeline.observe.watchdog import heartbeat, watch_calls
@@ -172,7 +172,7 @@ def _consuming(
     health: Health,
     relay: Relay,
     filters: Filters,
-    claims: Claims | None,
+    claims: ClaimCheck | None,
 ) -> tuple[ConsumeTransactions, Consumer, BacklogWorkers, EffectWorkers]:
     handlers = service.handlers
     breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)

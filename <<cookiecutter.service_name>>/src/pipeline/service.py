@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
 
+from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.writer import Writer
 from pipeline.events.event import declared_events
-from pipeline.events.references import Claims
 from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
 from pipeline.servers.database import create_engine
@@ -35,10 +35,10 @@ class Service:
     package: str | None = None
     """The package of its code, `__package__` in its `main.py`; names the service's loggers."""
     archive: Archive | None = None
-    """Stores days of the outbox before they are dropped; None: they are not stored."""
-    claims: Callable[[str, Settings], Claims | None] | None = None
-    """Opens the store for payloads that are too large to travel, for the service of this name; None
-    if the settings name none. Raises `Misconfigured`."""
+    """Where days of the outbox go before they are dropped; None: nowhere."""
+    claims: Callable[[str, Settings], ClaimCheck | None] | None = None
+    """Opens the claim check of the service of this name; None if the settings name no object store.
+    Raises `Misconfigured`."""
     settings: Sequence[type[BaseSettings]] = ()
     """Settings of optional packages, which every command reads with the engine's, so that all
     mistakes are reported at once."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ import pytest
 from servers.s3proxy import S3Proxy
 
 from archive import days
-from archive import store as stores
 from archive.files import MANIFEST, Manifest
-from archive.store import Store
-from pipeline import durable
-from pipeline.retention import archive as retentions
+from object_store import Store
+from object_store import store as stores
 from pipeline.retention import lease, partitions
+from pipeline.retention import maintenance as retentions
 from pipeline.retention.maintenance import Round, maintain
 from pipeline.retention.partitions import Partition, State
 
@@ -45,7 +44,9 @@ async def manifest(store: Store) -> Manifest:
 
 async def names(store: Store) -> list[str]:
     """Return the names of what the archive has of the old day."""
-    return sorted([name.removeprefix(FOLDER) async for name in store.names(FOLDER)])
+    return sorted(
+        [name.removeprefix(FOLDER) async for page in store.pages(FOLDER) for name in page]
+    )
 
 
 async def found(service: Command, id: str) -> dict[str, Any]:
@@ -207,16 +208,16 @@ async def test_what_does_not_last_is_not_taken_for_written(
 ) -> None:
     """A store that takes everything, and loses it."""
     await house.fill(10)
-    written = durable.sync
+    written = stores._sync
 
     def lose(path: Path, name: str) -> None:
         written(path, name)
         if name.endswith(MANIFEST):
             (path / name).unlink()
 
-    monkeypatch.setattr(durable, "sync", lose)
+    monkeypatch.setattr(stores, "_sync", lose)
     (held,) = (await house.keep()).held
-    assert "it is not archived: StoreFailed" in str(held.needed_by)
+    assert "it is not archived: StoreUnavailable" in str(held.needed_by)
     assert await house.rows() == 10
 
 
@@ -233,7 +234,7 @@ async def test_a_store_that_is_away_holds_the_day_and_nothing_else(
     assert [one.name for one in done.held] == [OLD, "outbox_p20200102"]
     assert await house.rows() == 10
     await house.db.execute("SELECT FROM pipeline.outbox")
-    assert "StoreFailed: s3://" in (await retention("status")).stdout
+    assert "StoreUnavailable: the object store at s3://" in (await retention("status")).stdout
     door.go_on()
     assert (await house.keep()).dropped == [OLD, "outbox_p20200102"]
 
@@ -248,14 +249,14 @@ async def test_a_store_that_goes_away_in_the_middle_is_not_asked_for_what_it_has
     assert store is not None
     put: list[str] = []
 
-    async def note(self: Store, name: str, content: bytes) -> None:
-        put.append(name.removeprefix(FOLDER))
-        await as_before(self, name, content)
+    async def note(self: Store, objects: Mapping[str, bytes]) -> None:
+        put.extend(name.removeprefix(FOLDER) for name in objects)
+        await as_before(self, objects)
 
-    async def note_three(self: Store, name: str, content: bytes) -> None:
+    async def note_three(self: Store, objects: Mapping[str, bytes]) -> None:
         if len(put) == 3:
             door.shut()
-        await note(self, name, content)
+        await note(self, objects)
 
     as_before = Store.put
     monkeypatch.setattr(Store, "put", note_three)
@@ -278,7 +279,7 @@ async def test_a_store_that_does_not_let_us_in_is_told_of_without_the_secret(
     with monkeypatch.context() as patch:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "guessed-secret")
         (held,) = (await house.keep()).held
-    assert "403" in str(held.needed_by)
+    assert "fetching is forbidden: check the credentials" in str(held.needed_by)
     assert "secret" not in str(held.needed_by)
     with monkeypatch.context() as patch:
         patch.setenv("PIPELINE_ARCHIVE_URL", "s3://no-such-bucket/archives")
@@ -409,7 +410,7 @@ async def held_up(
     house: House, door: Door, monkeypatch: pytest.MonkeyPatch, *, interval: float
 ) -> asyncio.Task[Round]:
     """Begin a round of retention that waits for the store, in the middle of ten events."""
-    monkeypatch.setattr(stores, "REQUEST_SECONDS", 30)
+    monkeypatch.setattr(days, "REQUEST_SECONDS", 30)
     monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
     await house.fill(10)
     door.hold()
@@ -466,7 +467,7 @@ async def test_a_mount_that_hangs_is_given_up_until_the_next_round(
     house: House, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(days, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(days, "STORE_SECONDS", 0.5)
     await house.fill(1)
     manifest = Path(folder, app.archive.folder(DAY), MANIFEST)
     manifest.parent.mkdir(parents=True)
@@ -475,7 +476,7 @@ async def test_a_mount_that_hangs_is_given_up_until_the_next_round(
         (held,) = (await house.keep()).held
     os.close(os.open(manifest, os.O_WRONLY | os.O_NONBLOCK))
     assert held.needed_by is not None
-    assert f"{folder.replace(' ', '%20')} has not answered for 0 s" in held.needed_by
+    assert f"{folder.replace(' ', '%20')}: fetching takes longer than 0.5 s" in held.needed_by
     assert await house.rows() == 1
 
     os.unlink(manifest)

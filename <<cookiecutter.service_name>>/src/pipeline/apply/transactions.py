@@ -14,7 +14,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pipeline.apply import limits
 from pipeline.errors import is_contention
-from pipeline.events.references import Claims
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
@@ -30,6 +29,7 @@ from pipeline.settings import Settings
 from . import backlog, inbox
 from .breaker import Breaker, BreakerOpen
 from .calls import Attempt, Failures, Memory, call_handlers
+from .claim_check import ClaimCheck
 from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession, Progress
 from .filters import Filters
 from .inbox import SourceLost
@@ -75,9 +75,9 @@ class ConsumeTransactions:
         filters: Filters,
         handlers: Handlers,
         signals: Signals,
-        claims: Claims | None = None,
+        claims: ClaimCheck | None = None,
     ) -> None:
-        """`source` is the events' own; `claims` stores payloads that are too large to travel."""
+        """`source` is that of the events; `claims` stores payloads too large to travel."""
         self._engine = engine
         self._group = group
         self._source = source
@@ -165,17 +165,12 @@ class ConsumeTransactions:
         async def transact() -> BatchOutcome | Failure:
             nonlocal contentions
             try:
-                result = await self._transact(source, decisions, memory)
+                return await self._transact(source, decisions, memory)
             except Exception as error:
                 contentions += is_contention(error)
                 if contentions > _CONTENTIONS and _may_be_guilty(source, decisions):
                     return CulpritUnknown("locked out", error)
                 raise
-            if isinstance(result, CulpritUnknown) and self.claims and is_single(source):
-                # The handler has left little time for it. If the store fails with all the time it
-                # needs, that is an outage; else the handler is too slow.
-                await self.claims.keep(result.storing)
-            return result
 
         result = await retrying(transact)
         if isinstance(result, CulpritUnknown) and is_single(source):
@@ -244,7 +239,7 @@ class ConsumeTransactions:
         decisions = {**decisions, **await too_old(driver, generations, found.new)}
         items = to_handle(found, decisions, outcome)
         # Handlers change rows and stage events.
-        outbox = progress.outbox = self._outbox()
+        outbox = self._outbox()
         again = limits.statement(connection, bounds)
         attempt = Attempt(
             connection,
@@ -273,6 +268,8 @@ class ConsumeTransactions:
         # Calls and events, after the rows of the aggregates are locked: that gives their order.
         if outbox.calls:
             await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
+        if self.claims is not None:
+            await self.claims.store(driver, outbox, progress.reserve)
         if not await outbox.write(driver) and outcome.applied and not outcome.returned:
             # If a handler has swallowed the error of a statement, COMMIT would succeed and change
             # nothing. This statement fails.
@@ -285,7 +282,7 @@ class ConsumeTransactions:
             self._source,
             self._settings.max_event_bytes,
             effects=self._handlers.effects,
-            claims=self.claims,
+            sent_size=self.claims.sent_size if self.claims else None,
         )
 
     async def _call(

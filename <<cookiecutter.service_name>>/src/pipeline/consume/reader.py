@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
-from pipeline.apply.fetching import fetch_batch
+from pipeline.apply.claim_check import resolve_batch
 from pipeline.apply.pace import Pace
 from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
@@ -189,7 +189,9 @@ class Reader:
             return Batch(start, await self._client.position(self._partition), (), ())
         batch = await read(self._handlers, topic, start, records, validates=validates)
         if validates:
-            batch = await self._attempts("fetching data")(fetch_batch, batch, self._consume.claims)
+            batch = await self._attempts("fetching data")(
+                resolve_batch, batch, self._consume.claims
+            )
         self._left = [record for record in records if record.offset >= batch.end]
         return batch
 

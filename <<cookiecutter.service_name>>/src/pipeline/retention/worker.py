@@ -10,8 +10,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import inbox
+from pipeline.apply.claim_check import ClaimCheck
 from pipeline.errors import describe_error, is_infrastructure, is_of_the_database
-from pipeline.events.references import Claims
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import revisions
@@ -40,7 +40,7 @@ class RetentionWorker:
         *,
         consumers: Collection[str],
         archive: Archive | None,
-        claims: Claims | None,
+        claims: ClaimCheck | None,
         health: Health,
         stopping: asyncio.Event,
     ) -> None:

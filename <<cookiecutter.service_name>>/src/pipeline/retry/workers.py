@@ -16,12 +16,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import Breaker, BreakerOpen
-from pipeline.apply.fetching import fetch
+from pipeline.apply.claim_check import resolve
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.pace import Pace
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import StoreSlow, StoreUnavailable, describe_error
+from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.handlers.policy import (
     DIED,
     GAP,
@@ -216,9 +216,9 @@ class BacklogWorkers:
         try:
             # While the lane is surely ours.
             async with asyncio.timeout(self._settings.backlog_lease / 2):
-                return await fetch(items, self._consume.claims, lambda _: validates)
+                return await resolve(items, self._consume.claims, lambda _: validates)
         except TimeoutError:
-            raise StoreSlow("the object store takes longer than a lane may wait") from None
+            raise StoreUnavailable("the object store takes longer than a lane may wait") from None
 
     def _harmless(self, lane: Lane, items: Sequence[Item]) -> int:
         """Return how many rows come before the first that may kill the process."""

@@ -15,6 +15,7 @@ from pipeline.retention import archive, days, generations, lease, partitions, ro
 from pipeline.retry import lanes
 from pipeline.servers import revisions
 
+from . import bank
 from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
@@ -70,7 +71,7 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._UNMARK: "consume: unmark",
     backlog._ADD: "consume: add to the backlog",
     staging._SCHEDULE: "consume: schedule",
-    staging._CLAIM: "consume: note what is kept elsewhere",
+    bank.CLAIM: "consume: note what is kept elsewhere",
     staging.CANCEL: "consume: cancel what is scheduled",
     scheduled._IS_DUE: "scheduled: look whether any is due",
     scheduled._LOCK: "scheduled: lock",

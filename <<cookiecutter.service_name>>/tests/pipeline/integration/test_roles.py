@@ -27,7 +27,7 @@ from pipeline.retention.partitions import NotOwner
 from pipeline.retry import lanes
 from pipeline.settings import Settings
 
-from .bank import Bank
+from .bank import CLAIM, Bank
 from .grantees import DIRECTLY, PARTS, PASSWORD, SQL, NotGranted, Roles, grant, splitting
 from .processes import starting
 from .prometheus import series
@@ -277,7 +277,7 @@ async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -
 async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:
     async with granted.connected("service") as connection, connection.transaction():
         await connection.execute(staging.CANCEL, ["none"])
-        await connection.execute(staging._CLAIM, ["name"], ["id"])
+        await connection.execute(CLAIM, ["name"], ["id"])
         await connection.execute(
             f"INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS})"
             f" VALUES ('n', now(), {VALUES}) ON CONFLICT (name) DO UPDATE SET due_at = now()"

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pipeline
 from operate import dead, dead_events
+from pipeline.apply.claim_check import Unavailability
 from pipeline.events.message import Reason
-from pipeline.events.references import Unresolved
 from pipeline.relay import rejected
 
 ENGINE = Path(pipeline.__file__).parent
@@ -49,7 +49,7 @@ def reasons(node: ast.expr) -> Iterator[str]:
 
 
 def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
-    given = {*map(str, Reason), *(one.reason for one in Unresolved.__subclasses__())}
+    given = {str(one) for one in (*Reason, *get_args(Unavailability))}
     for path in (*ENGINE.rglob("*.py"), *OPERATE.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in GIVEN:
