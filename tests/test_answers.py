@@ -114,8 +114,22 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
-    *("pipeline", "operate", "archive", "claims", "page", "tests", "migrations", "dev", "deploy"),
-    *("src", "stack", "send", "servers", "programs", "settings_guide", "build", "demo", "dist"),
+    *("pipeline", "operate", "archive", "claims", "effects", "page"),
+    *(
+        "tests",
+        "migrations",
+        "dev",
+        "deploy",
+        "src",
+        "stack",
+        "send",
+        "servers",
+        "programs",
+        "settings_guide",
+        "build",
+        "demo",
+        "dist",
+    ),
     *("aiokafka", "sqlalchemy", "asyncpg", "pytest", "opentelemetry", "pydantic_settings"),
 ]
 

@@ -53,7 +53,7 @@ GRANTS: dict[str, dict[str, str]] = {
         "operator": f"SELECT, {_JUDGE.format(more='waited, due_at, holds')}",
         RETENTION: f"SELECT (key, discarded_at), {_DELETE}",
     },
-    "backlog_effect_seq": {"service": "USAGE"},
+    "backlog_call_seq": {"service": "USAGE"},
     "backlog_lane": {
         "service": "SELECT, UPDATE",
         "operator": "SELECT, UPDATE (token, owner, lease_until, starts)",

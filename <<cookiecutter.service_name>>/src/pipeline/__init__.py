@@ -4,7 +4,6 @@ from pipeline.apply.writer import Conflict, Versioned, Writer, Writing
 from pipeline.events.event import Event, Tombstone
 from pipeline.events.message import Header, Message, PayloadFields, Plain, Position
 from pipeline.handlers.aggregate import Aggregate
-from pipeline.handlers.effects import Call
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry
 from pipeline.handlers.registry import Handlers
@@ -14,7 +13,6 @@ from .service import Service
 
 __all__ = [
     "Aggregate",
-    "Call",
     "Conflict",
     "Event",
     "EventBatch",

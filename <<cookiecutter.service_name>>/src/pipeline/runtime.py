@@ -28,7 +28,6 @@ from pipeline.observe.health import Health, HealthServer, ReadinessLog, Watchdog
 from pipeline.relay.relay import Relay
 from pipeline.retention.maintenance import AHEAD_SECONDS, make_ahead, tidy
 from pipeline.retention.partitions import NotOwner
-from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting, create_engine
@@ -156,8 +155,7 @@ async def _serve(
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-    parked, called = asyncio.Event(), asyncio.Event()
-    handlers = service.handlers
+    signals = _Signals(relay)
     consume = ConsumeTransactions(
         engine,
         group=service.name,
@@ -165,45 +163,28 @@ async def _serve(
         settings=settings,
         breaker=breaker,
         filters=filters,
-        handlers=handlers,
-        signals=_Signals(relay, parked, called),
+        handlers=service.handlers,
+        signals=signals,
         claims=claims,
     )
-    lanes = BacklogWorkers(
-        engine,
-        consume,
-        handlers=handlers,
-        workers=settings.backlog_workers,
-        settings=settings,
-        breaker=breaker,
-        health=health,
-        parked=parked,
-    )
-    caller = EffectWorkers(
-        engine,
-        consume,
-        handlers=handlers,
-        group=service.name,
-        settings=settings,
-        breaker=breaker,
-        health=health,
-        parked=called,
-    )
+    signals.lanes = BacklogWorkers(consume, health)
+    kinds = service.workers if service.handlers.callers else ()
+    signals.calls = [workers(consume, health) for workers in kinds]
     consumer = Consumer(
         engine,
         consume,
-        handlers=handlers,
+        handlers=service.handlers,
         group=service.name,
         settings=settings,
         health=health,
     )
     # In this order they stop: the relay publishes what the others have committed last.
     every: list[tuple[Part, Sequence[Consumer | BacklogWorkers | Relay]]] = [
-        (Part.CONSUME, [consumer, lanes, *([caller] if handlers.callers else [])]),
+        (Part.CONSUME, [consumer, signals.lanes, *signals.calls]),
         (Part.RELAY, [relay]),
     ]
     async with (
-        in_background(_watch([consume, caller], settings.hang_timeout)),
+        in_background(_watch([consume, *signals.calls], settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
         in_background(
             _keep_house(engine, service, claims, settings, health, stopping, prepare)
@@ -234,10 +215,11 @@ async def _serve(
 class _Signals(Signals):
     """Wakes the parts of the process that have something to do after a transaction."""
 
-    def __init__(self, relay: Relay, due: asyncio.Event, calls: asyncio.Event) -> None:
+    lanes: BacklogWorkers
+    calls: Sequence[BacklogWorkers]
+
+    def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._due = due
-        self._calls = calls
 
     async def wait_for_relay(self) -> None:
         await self._relay.lead.room()
@@ -246,13 +228,14 @@ class _Signals(Signals):
         self._relay.wake(number)
 
     def rows_due(self) -> None:
-        self._due.set()
+        self.lanes.wake()
 
     def calls_staged(self) -> None:
-        self._calls.set()
+        for workers in self.calls:
+            workers.wake()
 
 
-async def _watch(callers: Sequence[ConsumeTransactions | EffectWorkers], seconds: float) -> None:
+async def _watch(callers: Sequence[ConsumeTransactions | BacklogWorkers], seconds: float) -> None:
     """End the process when a handler swallows its cancellation: it would hold up its partition.
 
     The next process finds the message by the count of starts, as it does with all that kill.

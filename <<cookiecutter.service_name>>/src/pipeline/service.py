@@ -12,6 +12,7 @@ from pipeline.events.event import declared_events
 from pipeline.events.references import Claims
 from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
 
 from .settings import Settings, WriterSettings
@@ -39,6 +40,8 @@ class Service:
     claims: Callable[[str, Settings], Claims | None] | None = None
     """Opens what keeps payloads that are too large to travel, for the service of this name; None if
     the settings name no place for them. Raises `Misconfigured`."""
+    workers: Sequence[type[BacklogWorkers]] = ()
+    """Those of optional packages, for handlers that work outside of a transaction."""
     settings: Sequence[type[BaseSettings]] = ()
     """Those of optional packages, which every command reads with the engine's, so that all that is
     wrong is told at once."""
@@ -59,6 +62,11 @@ class Service:
                 self.claims(self.name, settings)
             except Misconfigured as error:
                 yield str(error)
+        if self.handlers.callers and not self.workers:
+            yield (
+                f"{min(self.handlers.callers)!r} is an effect, and no worker would make its calls:"
+                " write Service(…, workers=[EffectWorkers])"
+            )
         if settings.dead_letter_topic in self.handlers.topics:
             yield (
                 f"the service reads {settings.dead_letter_topic}, and would send its dead letters"

@@ -121,7 +121,7 @@ class Writer:
         handlers: Handlers | None = None,
         claims: Claims | None = None,
     ) -> None:
-        """See `Service.writer`, which makes one. `source` is the events' own; `handlers` know the
+        """See `Service.writer`, which makes one. `source` is the events' own; `handlers` have the
         effects that `call` is for; `claims` keeps payloads that are too large to travel."""
         self._engine = engine
         self._source = source
@@ -157,7 +157,7 @@ class Writer:
         outbox = Outbox(
             self._source,
             self._max_event_bytes,
-            effects=self._handlers.effects,
+            call_types=self._handlers.call_types,
             claims=self._claims,
         )
         async with self._engine.connect() as connection:
@@ -167,8 +167,7 @@ class Writer:
                     # The transaction begins with its first statement.
                     await connection.execute(sa.text(BEGIN))
                     result = await self._work(connection, driver, outbox, work, id)
-                    if outbox.calls:
-                        await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
+                    await backlog.add_calls(driver, self._handlers, outbox.calls)
                     await outbox.write(driver)
             except Exception:
                 await clean(connection, driver)

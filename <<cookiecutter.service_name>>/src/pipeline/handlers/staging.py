@@ -19,8 +19,8 @@ from pipeline.events.references import Claims, Kept
 from pipeline.observe import telemetry
 from pipeline.schema import SCHEMA
 
-EFFECTS = "(effects)"
-"""Stands for a topic where an event is to be given to effects; no topic has such a name."""
+CALLS = "(calls)"
+"""Stands for the topic of events that are staged by `call`; no topic has such a name."""
 
 _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
@@ -144,13 +144,13 @@ class Outbox:
         source: str,
         max_event_bytes: int,
         *,
-        effects: Mapping[str, type[Event]] = {},
+        call_types: Mapping[str, type[Event]] = {},
         claims: Claims | None = None,
     ) -> None:
-        """`effects` are the events that some effect takes, by their types."""
+        """`call_types` are the events that may be staged by `call`, by their types."""
         self._source = source
         self._max_event_bytes = max_event_bytes
-        self._effects = effects
+        self._call_types = call_types
         self._claims = claims
         self._large = set[str]()
         """Ids of events whose payloads are not to travel with them."""
@@ -158,7 +158,7 @@ class Outbox:
         """Payloads, by event id, that are being kept elsewhere just now."""
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
-        """What effects are called with, after the commit."""
+        """Events for handlers outside of the transaction, after its commit."""
         self._scheduled: dict[str, tuple[Due, StagedEvent] | None] = {}
         """By name; None for what is cancelled. What is asked last is what holds."""
         self._injected: tuple[Context, telemetry.TraceHeaders] | None = None
@@ -207,20 +207,20 @@ class Outbox:
     def call(
         self, event: Event, *, id: str, key: str | None, context: Context | None = None
     ) -> None:
-        """Keep what effects are to be called with; in the current trace unless told.
+        """Keep the event for the handlers of its calls; in the current trace unless given another.
 
-        Raises `TypeError` if no effect takes it, and `Unpublishable` as `stage` does.
+        Raises `TypeError` if there is none, and `Unpublishable` as `stage` does.
         """
         kind = type(event)
-        taken = self._effects.get(kind.event_type)
+        taken = self._call_types.get(kind.event_type)
         if taken is not kind:
             name = kind.__name__
             other = f", but {taken.__name__}, which has its type" if taken else ""
             raise TypeError(
-                f"no effect takes {name}{other}: register one by @handlers.effect({name}, …)"
+                f"no effect takes {name}{other}: register one by @effects.on({name}, …)"
             )
         size = self._fixed_size(kind)
-        self.calls.append(self._written(event, EFFECTS, size, id, key, None, context))
+        self.calls.append(self._written(event, CALLS, size, id, key, None, context))
 
     def _written(
         self,
@@ -250,7 +250,7 @@ class Outbox:
         )
         size += len(payload) + 2 * len(key_bytes or b"")
         size += len(tracestate or "") + len(baggage or "")
-        if self._claims is not None and topic != EFFECTS:
+        if self._claims is not None and topic != CALLS:
             is_large = len(payload) > self._claims.limit or size > self._max_event_bytes
             if is_large and len(payload) <= self._claims.memory:
                 self._large.add(id)

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _HANDLER = "pipeline"
 _RESERVED = {*RESERVED_ATTRS, "taskName"}  # of a LogRecord; the last since Python 3.12
 _OURS = {"timestamp", "level", "logger", "message", "exception", "stack", "trace_id", "span_id"}
-_PACKAGES = ("pipeline", "operate", "archive", "claims", "page")
+_PACKAGES = ("pipeline", "operate", "archive", "claims", "effects", "page")
 """Those of the engine and beside it, whose loggers are heard as the service's own are."""
 _QUOTING = (
     "opentelemetry.baggage.propagation",

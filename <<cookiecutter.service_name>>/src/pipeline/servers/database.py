@@ -17,7 +17,7 @@ from pipeline.settings import Settings
 from .guard import CALL, GUARD
 
 _BESIDE_TRANSACTIONS = 5
-"""For the relay, housekeeping, reading a position, loading filters, and the lanes of effects."""
+"""For the relay, housekeeping, reading a position, loading filters, and the lanes of calls."""
 
 _LONGER = 10
 """How many times its own lease a process takes another's to be: they may be set apart."""

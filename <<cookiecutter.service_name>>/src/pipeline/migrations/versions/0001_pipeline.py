@@ -191,7 +191,7 @@ def upgrade() -> None:
             discarded_by    text,
             discarded_why   text
         )""")
-    op.execute("CREATE SEQUENCE pipeline.backlog_effect_seq")
+    op.execute("CREATE SEQUENCE pipeline.backlog_call_seq")
     op.execute("""
         CREATE TYPE pipeline.new_backlog_row AS (
             key bytea, lane smallint, order_key bytea, sequence bigint, consumer text,
