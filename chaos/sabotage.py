@@ -557,10 +557,10 @@ reason, attempts, waited,
         "an outside that fails",
         [
             Edit(
-                "retry/effect_workers.py",
+                "../effects/workers.py",
                 "            call = self._call(lane, item, noted_at=",
                 """\
-            await self._settle_together(lane, [_Called(item)])
+            await self._settle_together(lane, [CallResult(item)])
             call = self._call(lane, item, noted_at=""",
             )
         ],
@@ -570,8 +570,8 @@ reason, attempts, waited,
         "an outside that fails",
         [
             Edit(
-                "retry/effect_workers.py",
-                "return item.reason in (UNKNOWN, DIED) and not _effect_of(item).is_repeatable",
+                "../effects/calls.py",
+                "return item.reason in (UNKNOWN, DIED) and not Effect.of(item).is_repeatable",
                 "return False",
             )
         ],
@@ -581,7 +581,7 @@ reason, attempts, waited,
         "an outside that fails",
         [
             Edit(
-                "retry/effect_workers.py",
+                "../effects/workers.py",
                 "heads = [items[0] for key, items in of_keys.items() if key not in calls]",
                 "heads = [items[-1] for key, items in of_keys.items() if key not in calls]",
             )

@@ -21,8 +21,9 @@ from parcel_tracker.main import service  # type: ignore[import-not-found]
 from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 from sqlalchemy.orm import Mapped, mapped_column
 
+from effects import Call, Effects, EffectWorkers
 from operate.commands import command_line
-from pipeline import Call, Event, Handlers, Park, Policy, Reject, Retry, Service, Transaction
+from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Service, Transaction
 from pipeline.events.message import marker_key
 from pipeline.handlers.policy import DIED
 
@@ -216,8 +217,12 @@ for consumer, function, options in (
     )(function)
 if "effects" in work:
     options = {"policy": PATIENT, "timeout": TIMEOUT}
-    handlers.effect(Told, consumer=TELL, **options)(tell)
-    handlers.effect(Charged, consumer=CHARGE, repeatable=False, ask=was_charged, **options)(charge)
+    effects = Effects(handlers)
+    effects.on(Told, consumer=TELL, **options)(tell)
+    effects.on(Charged, consumer=CHARGE, repeatable=False, ask=was_charged, **options)(charge)
 
 if __name__ == "__main__":
-    command_line(Service(service.name, handlers=handlers, metadata=Base.metadata))()
+    workers = [EffectWorkers]
+    command_line(
+        Service(service.name, handlers=handlers, metadata=Base.metadata, workers=workers)
+    )()

@@ -10,14 +10,8 @@ from pathlib import Path
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 CHECKSUMS = Path(".engine.sha256")
-ENGINE = (
-    "src/archive",
-    "src/claims",
-    "src/object_store",
-    "src/operate",
-    "src/page",
-    "src/pipeline",
-)
+PACKAGES = ("archive", "claims", "effects", "object_store", "operate", "page", "pipeline")
+ENGINE = tuple(f"src/{package}" for package in PACKAGES)
 
 
 def remove(path: Path) -> None:

@@ -20,6 +20,7 @@ DEFAULTS = {
     "description": "An event-driven service with an inbox and an outbox",
     "author": "Your Team <team@example.org>",
     "worked_example": "yes",
+    "outside_calls": "yes",
     "object_store": "yes",
     "operations_page": "yes",
     "engine_tests": "no",

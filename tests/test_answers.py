@@ -114,19 +114,22 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
+    *("pipeline", "operate", "archive", "claims", "effects", "object_store", "page"),
     *(
-        "pipeline",
-        "operate",
-        "archive",
-        "claims",
-        "object_store",
-        "page",
         "tests",
         "migrations",
         "dev",
         "deploy",
+        "src",
+        "stack",
+        "send",
+        "servers",
+        "programs",
+        "settings_guide",
+        "build",
+        "demo",
+        "dist",
     ),
-    *("src", "stack", "send", "servers", "programs", "settings_guide", "build", "demo", "dist"),
     *("aiokafka", "sqlalchemy", "asyncpg", "pytest", "opentelemetry", "pydantic_settings"),
 ]
 

@@ -32,9 +32,9 @@ from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment
 from tests.programs import require
 
 COPIED = (
-    *("src/archive", "src/claims", "src/object_store"),
+    *("src/archive", "src/claims", "src/effects", "src/object_store"),
     *("src/operate", "src/page", "src/pipeline"),
-    *("tests/archive", "tests/claims", "tests/page", "tests/pipeline"),
+    *("tests/archive", "tests/claims", "tests/effects", "tests/page", "tests/pipeline"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -171,7 +171,7 @@ def test_the_contract_suite_stays_short(default_project: BakedProject) -> None:
 def test_no_test_of_a_service_imports_the_engines(default_project: BakedProject) -> None:
     for name, text in default_project.files().items():
         if name.endswith(".py"):
-            imports = r"^(from|import) tests\.(pipeline|archive|claims|page)\b"
+            imports = r"^(from|import) tests\.(pipeline|archive|claims|effects|page)\b"
             assert not re.search(imports, text.decode(), re.MULTILINE), name
 
 
@@ -596,7 +596,7 @@ def test_a_service_whose_example_is_taken_out_as_the_readme_says_is_one_without_
     migration = project.path / "migrations/versions/0001_service.py"
     take_out(migration, lambda one: isinstance(one, ast.Expr) and "op." in ast.unparse(one))
     handlers = package / "handlers.py"
-    above, made, _ = handlers.read_text("utf-8").partition("handlers = Handlers()\n")
+    above, made, _ = handlers.read_text("utf-8").partition("effects = Effects(handlers)\n")
     handlers.write_text(above + made, "utf-8")
 
     project.make("format", "check")

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.measures import MEASURES
 from chaos.schedule import KINDS
 
-from tests.baked import RAW, ROOT, BakedProject, Template, clean_environment
+from tests.baked import RAW, ROOT, BakedProject, Template, clean_environment, variants
 
 HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
@@ -122,28 +122,30 @@ def test_the_examples_for_authors_of_handlers_work(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("operations_page", ["yes", "no"])
-@pytest.mark.parametrize("object_store", ["yes", "no"])
+@pytest.mark.parametrize(
+    "answers", variants(), ids=lambda given: "-".join(map("=".join, given.items()))
+)
 def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
-    template: Template, output: Path, object_store: str, operations_page: str
+    template: Template, output: Path, answers: dict[str, str]
 ) -> None:
-    project = template.bake(output, object_store=object_store, operations_page=operations_page)
+    project = template.bake(output, **answers)
     guides = {name for name in project.files() if re.fullmatch(r"docs/.*\.md", name)}
     names = {
         "deploying",
         "handling-errors",
         "how-it-works",
         "operating-errors",
-        "outside",
         "protocol",
         "runbook",
         "security",
         "settings",
         "time",
     }
-    if object_store == "yes":
+    if answers["object_store"] == "yes":
         names |= {"archive", "claims"}
-    if operations_page == "yes":
+    if answers["outside_calls"] == "yes":
+        names |= {"outside"}
+    if answers["operations_page"] == "yes":
         names |= {"operations-page"}
     assert guides == {f"docs/{name}.md" for name in names}
     named = re.compile(r"`(docs/[\w./-]+)`")
@@ -233,7 +235,7 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING + TIME + OUTSIDE + ARCHIVE):
         if name.startswith("CLAIM_"):
             assert f"    {name.removeprefix('CLAIM_').lower()}: " in claims, name
-        elif name != "ARCHIVE_URL":  # the archive's own
+        elif name not in ("ARCHIVE_URL", "EFFECT_CALLS"):  # of other packages
             assert f"    {name.lower()}: " in settings, name
     policy = (ENGINE / "handlers/policy.py").read_text("utf-8")
     for name in fields("pipeline/handlers/policy.py", "Policy"):

@@ -50,7 +50,7 @@ SELECT count(*) > 0 AS is_new FROM partitioned WHERE owner <> :'retention' \gset
 REVOKE ALL ON SCHEMA pipeline FROM PUBLIC, :"service", :"relay", :"operator";
 REVOKE ALL ON ALL TABLES IN SCHEMA pipeline
   FROM PUBLIC, :"service", :"relay", :"operator", :"retention";
-REVOKE ALL ON SEQUENCE pipeline.backlog_effect_seq
+REVOKE ALL ON SEQUENCE pipeline.backlog_call_seq
   FROM PUBLIC, :"service", :"relay", :"operator", :"retention";
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
 REVOKE ALL ON TABLES FROM :"service", :"relay", :"operator";
@@ -74,7 +74,7 @@ GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed TO :"service";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_lease TO :"service";
 GRANT INSERT ON pipeline.claim TO :"service";
-GRANT USAGE ON SEQUENCE pipeline.backlog_effect_seq TO :"service";
+GRANT USAGE ON SEQUENCE pipeline.backlog_call_seq TO :"service";
 GRANT INSERT (topic, key, payload, event_id, source, type, subject, sequence, content_type,
               traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
    ON pipeline.outbox TO :"service";

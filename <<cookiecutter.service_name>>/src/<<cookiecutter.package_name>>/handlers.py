@@ -1,26 +1,34 @@
 """What the service does with each event."""
 
 # <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.outside_calls == "yes" %>
 import httpx
 from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from pipeline import Call, Handlers, Transaction
+from effects import Call, Effects
+# <% endif %>
+from pipeline import Handlers, Transaction
 
 from .events import ParcelDelayed, ParcelMoved, ScanRecorded
 from .tables import Parcel
-
-# <%- else %>
+# <% else %>
+# <% if cookiecutter.outside_calls == "yes" %>
+from effects import Effects
+# <% endif %>
 from pipeline import Handlers
-
-# <%- endif +%>
+# <% endif %>
 
 handlers = Handlers()
-# <%- if cookiecutter.worked_example == "yes" +%>
+# <% if cookiecutter.outside_calls == "yes" %>
+effects = Effects(handlers)
+# <% endif %>
+# <% if cookiecutter.worked_example == "yes" %>
 
 LATE = 60
 """Minutes from which a parcel counts as delayed."""
+# <% if cookiecutter.outside_calls == "yes" %>
 
 
 class Outside(BaseSettings):
@@ -35,6 +43,7 @@ webhook = Outside().delay_webhook
 client = httpx.AsyncClient(timeout=5.0, limits=httpx.Limits(max_keepalive_connections=0))
 # Hands the trace on.
 HTTPXClientInstrumentor.instrument_client(client)
+# <% endif %>
 
 
 @handlers.on(ScanRecorded, topic="scans", consumer="record-scan", loads=Parcel.by("parcel_id"))
@@ -60,11 +69,12 @@ async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
             number=scan.number,
         )
         tx.publish(delayed, of=parcel)
+        # <% if cookiecutter.outside_calls == "yes" %>
         if webhook:
             tx.call(delayed, of=parcel)
 
 
-@handlers.effect(ParcelDelayed, consumer="tell-webhook", timeout=10.0, per_second=100)
+@effects.on(ParcelDelayed, consumer="tell-webhook", timeout=10.0, per_second=100)
 async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
     """Tell the webhook. It may be told twice, and knows that by the key."""
     url = webhook.get_secret_value() if webhook else ""
@@ -73,6 +83,5 @@ async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
     if not answer.is_success:  # raise_for_status() would add the URL
         raise httpx.HTTPError(f"the webhook answered {answer.status_code}")
     return answer.status_code
-
-
-# <%- endif +%>
+# <% endif %>
+# <% endif %>

@@ -6,11 +6,14 @@ from archive.commands import group as archive_commands
 from claims import ClaimSettings, open_claims
 from claims.commands import group as claims_commands
 # <% endif %>
+# <% if cookiecutter.outside_calls == "yes" %>
+from effects import EffectSettings, EffectWorkers
+# <% endif %>
+from operate.commands import command_line
 # <% if cookiecutter.operations_page == "yes" %>
 from page.commands import group as page_commands
 # <% endif %>
 from pipeline import Service
-from operate.commands import command_line
 
 from .handlers import handlers
 from .tables import Base
@@ -28,7 +31,20 @@ service = Service(
     # <% if cookiecutter.object_store == "yes" %>
     archive=archive,
     claims=open_claims,
-    settings=(ArchiveSettings, ClaimSettings),
+    # <% endif %>
+    # <% if cookiecutter.outside_calls == "yes" %>
+    workers=[EffectWorkers],
+    # <% endif %>
+    # <% if cookiecutter.object_store == "yes" or cookiecutter.outside_calls == "yes" %>
+    settings=[
+        # <% if cookiecutter.object_store == "yes" %>
+        ArchiveSettings,
+        ClaimSettings,
+        # <% endif %>
+        # <% if cookiecutter.outside_calls == "yes" %>
+        EffectSettings,
+        # <% endif %>
+    ],
     # <% endif %>
 )
 main = command_line(

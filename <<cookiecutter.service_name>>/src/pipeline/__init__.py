@@ -5,7 +5,6 @@ from pipeline.events.event import Event, Tombstone
 from pipeline.events.identity import Header, PayloadFields, Plain, Position
 from pipeline.events.message import Message
 from pipeline.handlers.aggregate import Aggregate
-from pipeline.handlers.effects import Call
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry
 from pipeline.handlers.registry import Handlers
@@ -15,7 +14,6 @@ from .service import Service
 
 __all__ = [
     "Aggregate",
-    "Call",
     "Conflict",
     "Event",
     "EventBatch",

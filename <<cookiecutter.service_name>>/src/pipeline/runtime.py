@@ -22,7 +22,6 @@ from pipeline.observe.health import Health, HealthServer
 from pipeline.observe.watchdog import heartbeat, watch_calls
 from pipeline.relay.relay import Relay
 from pipeline.retention.worker import RetentionWorker
-from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
@@ -40,7 +39,7 @@ _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""
 
 
-Running = Consumer | BacklogWorkers | EffectWorkers | Relay
+Running = Consumer | BacklogWorkers | Relay
 
 
 class Part(Flag):
@@ -146,19 +145,16 @@ async def _serve(
         await inbox_coverage.check(settings, handlers.topics)
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-    consume, consumer, lanes, effects = _consuming(
-        service, settings, engine, health, relay, filters, claims
-    )
+    signals, consumer = _consuming(service, settings, engine, health, relay, filters, claims)
     # In this order they stop: the relay publishes what the others have committed last.
     groups: list[Sequence[Running]] = []
     if Part.CONSUME in parts:
-        groups.append([consumer, lanes, *([effects] if handlers.callers else [])])
+        groups.append([consumer, signals.lanes, *signals.calls])
     if Part.RELAY in parts:
         groups.append([relay])
+    watched = partial(_find_ignoring, [signals.consume, *signals.calls])
     async with (
-        in_background(
-            watch_calls(partial(_find_ignoring, [consume, effects]), settings.hang_timeout)
-        ),
+        in_background(watch_calls(watched, settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
         in_background(retention.run()) as retaining,
     ):
@@ -173,50 +169,33 @@ def _consuming(
     relay: Relay,
     filters: Filters,
     claims: ClaimCheck | None,
-) -> tuple[ConsumeTransactions, Consumer, BacklogWorkers, EffectWorkers]:
+) -> tuple["_Signals", Consumer]:
+    """Return the parts that apply messages."""
     handlers = service.handlers
-    breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
-    parked, called = asyncio.Event(), asyncio.Event()
-    consume = ConsumeTransactions(
+    signals = _Signals(relay)
+    signals.consume = ConsumeTransactions(
         engine,
         group=service.name,
         source=service.source,
         settings=settings,
-        breaker=breaker,
+        breaker=Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health),
         filters=filters,
         handlers=handlers,
-        signals=_Signals(relay, parked, called),
+        signals=signals,
         claims=claims,
     )
-    lanes = BacklogWorkers(
-        engine,
-        consume,
-        handlers=handlers,
-        workers=settings.backlog_workers,
-        settings=settings,
-        breaker=breaker,
-        health=health,
-        parked=parked,
-    )
-    effects = EffectWorkers(
-        engine,
-        consume,
-        handlers=handlers,
-        group=service.name,
-        settings=settings,
-        breaker=breaker,
-        health=health,
-        parked=called,
-    )
+    signals.lanes = BacklogWorkers(signals.consume, health)
+    kinds = service.workers if handlers.callers else ()
+    signals.calls = [workers(signals.consume, health) for workers in kinds]
     consumer = Consumer(
         engine,
-        consume,
+        signals.consume,
         handlers=handlers,
         group=service.name,
         settings=settings,
         health=health,
     )
-    return consume, consumer, lanes, effects
+    return signals, consumer
 
 
 async def _run_until(
@@ -246,10 +225,12 @@ async def _run_until(
 class _Signals(Signals):
     """Wakes the parts of the process that have something to do after a transaction."""
 
-    def __init__(self, relay: Relay, due: asyncio.Event, calls: asyncio.Event) -> None:
+    consume: ConsumeTransactions
+    lanes: BacklogWorkers
+    calls: Sequence[BacklogWorkers]
+
+    def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._due = due
-        self._calls = calls
 
     async def wait_for_relay(self) -> None:
         await self._relay.backpressure.wait()
@@ -258,14 +239,15 @@ class _Signals(Signals):
         self._relay.wake(number)
 
     def rows_due(self) -> None:
-        self._due.set()
+        self.lanes.wake()
 
     def calls_staged(self) -> None:
-        self._calls.set()
+        for workers in self.calls:
+            workers.wake()
 
 
 def _find_ignoring(
-    callers: Sequence[ConsumeTransactions | EffectWorkers], seconds: float
+    callers: Sequence[ConsumeTransactions | BacklogWorkers], seconds: float
 ) -> tuple[str, Callable[[], str]] | None:
     """Return a message whose call goes on so long after its cancellation, and where it is."""
     for one in callers:

@@ -6,4 +6,4 @@ SHARDS = 64
 """Virtual shards of the outbox; fixed, because every row's shard is stored."""
 
 LANES = 32
-"""Lanes of the backlog, as many for deferred messages, and for effects; every row has one."""
+"""Lanes of the backlog, as many for deferred messages, and for calls; every row has one."""

@@ -12,6 +12,7 @@ from pipeline.apply.writer import Writer
 from pipeline.events.event import declared_events
 from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
 
 from .settings import Settings, WriterSettings
@@ -39,6 +40,8 @@ class Service:
     claims: Callable[[str, Settings], ClaimCheck | None] | None = None
     """Opens the claim check of the service of this name; None if the settings name no object store.
     Raises `Misconfigured`."""
+    workers: Sequence[type[BacklogWorkers]] = ()
+    """Those of optional packages, for handlers that work outside of a transaction."""
     settings: Sequence[type[BaseSettings]] = ()
     """Settings of optional packages, which every command reads with the engine's, so that all
     mistakes are reported at once."""
@@ -49,6 +52,11 @@ class Service:
             raise Misconfigured("\n".join(wrong))
 
     def _contradictions(self, settings: Settings) -> Iterator[str]:
+        if self.handlers.callers and not self.workers:
+            yield (
+                f"{min(self.handlers.callers)!r} is an effect, and no worker would make its calls:"
+                " write Service(…, workers=[EffectWorkers])"
+            )
         if self.archive is not None:
             try:
                 self.archive.check()
@@ -59,6 +67,11 @@ class Service:
                 self.claims(self.name, settings)
             except Misconfigured as error:
                 yield str(error)
+        if self.handlers.callers and not self.workers:
+            yield (
+                f"{min(self.handlers.callers)!r} is an effect, and no worker would make its calls:"
+                " write Service(…, workers=[EffectWorkers])"
+            )
         if settings.dead_letter_topic in self.handlers.topics:
             yield (
                 f"the service reads {settings.dead_letter_topic}, and would send its dead letters"

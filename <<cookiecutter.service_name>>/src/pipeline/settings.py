@@ -102,9 +102,6 @@ class Settings(ServerSettings):
     backlog_poll_max: Seconds = 2.0
     """Pause that idle polls of the backlog grow to."""
 
-    effect_calls: Count = 40
-    """Calls to the outside that the process makes at once, each of another key."""
-
     max_event_bytes: Count = 900_000
     """A larger event is refused when it is staged; stay below the topics' `max.message.bytes`."""
     relay_page: Count = 5_000

@@ -37,7 +37,7 @@ async def furnish(settings: Settings) -> None:
     engine = create_engine(settings, name="exhibit")
     nobody: Any = None
     slot = Slot(bank.name, bank.deposits, 0)
-    desk = Desk(engine, nobody, nobody, nobody, nobody, bank.handlers, slot, Filters(mebibytes=1))
+    desk = Desk(engine, nobody, nobody, nobody, bank.handlers, slot, Filters(mebibytes=1))
     others = [Deposit(n, f"account {n % 7}") for n in range(2, 12)]
     dead = [Deposit(1, HOSTILE, id=HOSTILE), *others]
     await bury(desk, *dead)

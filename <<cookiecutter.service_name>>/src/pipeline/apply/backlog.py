@@ -1,7 +1,6 @@
 """The backlog: messages that are stored, to be handled later in the order of their key.
 
-Retries, deferred messages, effects and dead letters are rows of one table, and nothing else knows
-of them.
+Retries, deferred messages, calls to the outside and dead letters are rows of one table.
 A lane is a share of the order keys. Only who holds a lane's lease handles its rows; consume
 transactions add some. A key may have rows in two lanes, of retries and of deferred messages, after
 a deployment has changed its handler's mode; then the markers keep two workers apart.
@@ -29,10 +28,10 @@ from pipeline.schema import LANES
 from .batch import items_of
 from .item import IdentityMismatch, Item, Known, StoredRecord, Undecoded, order_key
 
-_FIRST_LANES = {"immediate": 0, "deferred": LANES, "effect": 2 * LANES}
+_FIRST_LANES = {"immediate": 0, "deferred": LANES, "call": 2 * LANES}
 """Of each mode's lanes the one with the lowest number."""
 _NEXT = -1
-"""Offset of what is not stored yet and stands behind all that is: effects have no other place."""
+"""Offset of a call that is not stored yet: it comes after all that are."""
 
 
 class Row(NamedTuple):
@@ -78,7 +77,7 @@ INSERT INTO pipeline.backlog
         record_key, value, headers, source, id, type, hash, hash_version, remembered_hash,
         traceparent, reason, attempts, waited, due_at, died_at, holds, error, traceback)
 SELECT key, lane, order_key, sequence, consumer, topic, partition,
-       COALESCE("offset", nextval('pipeline.backlog_effect_seq')), timestamp, record_key, value,
+       COALESCE("offset", nextval('pipeline.backlog_call_seq')), timestamp, record_key, value,
        headers, source, id, type, hash, $1, remembered_hash, traceparent,
        reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),
        CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
@@ -168,20 +167,27 @@ def lane_of(order_key: bytes, mode: str) -> int:
     return order_key[0] % LANES + _FIRST_LANES[mode]
 
 
-def makes_calls(lane: int) -> bool:
-    """Whether the lane's worker makes calls to the outside."""
-    return lane >= _FIRST_LANES["effect"]
+def has_calls(lane: int) -> bool:
+    """Whether the lane's rows are calls, which are made outside of a transaction."""
+    return lane >= _FIRST_LANES["call"]
 
 
-def called(handlers: Handlers, events: Iterable[StagedEvent]) -> list[Row]:
-    """Return the rows of effects: each takes the event as if it were a record of a topic.
+async def add_calls(
+    connection: asyncpg.Connection, handlers: Handlers, calls: Sequence[StagedEvent]
+) -> None:
+    """Store a row for each handler of each call, as if the event were a record of a topic.
 
-    They stand in the order in which they are stored, which is that of the transactions for those
-    who hold a lock on what they tell of.
+    The calls of a key have the order in which they are stored: for transactions that lock what the
+    events tell of, the order of the transactions.
     """
+    if calls:
+        await add(connection, _rows_of_calls(handlers, calls))
+
+
+def _rows_of_calls(handlers: Handlers, calls: Iterable[StagedEvent]) -> list[Row]:
     rows: list[Row] = []
     now = datetime.now(UTC)
-    for event in events:
+    for event in calls:
         headers = event_headers(event._asdict() | {"created_at": now, "sequence": None})
         # One without a key has its own, so that it stands for itself.
         key = event.event_id.encode() if event.key is None else event.key

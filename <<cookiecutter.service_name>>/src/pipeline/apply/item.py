@@ -86,7 +86,7 @@ class Item(NamedTuple):
     trace: str | None = None
     """`traceparent` that is stored with its row: its first attempt's, or else its sender's."""
     called: Context | None = None
-    """Context of the call that was made for it before the transaction."""
+    """Trace context of the call that was made before the transaction: its handler has no span."""
 
     @property
     def consumer(self) -> str:

@@ -42,7 +42,7 @@ class BatchOutcome:
     events: int = 0
     """Events that were written to the outbox."""
     has_calls: bool = False
-    """Whether calls to the outside were written to the backlog."""
+    """Whether calls were written to the backlog."""
 
     def report(self, group: str) -> None:
         """Count and log what has been committed."""

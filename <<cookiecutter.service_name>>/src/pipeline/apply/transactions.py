@@ -58,7 +58,7 @@ class Signals:
         """React to rows of the backlog that are due at once."""
 
     def calls_staged(self) -> None:
-        """React to new calls to the outside."""
+        """React to new rows whose work is done outside of a transaction."""
 
 
 class ConsumeTransactions:
@@ -78,14 +78,14 @@ class ConsumeTransactions:
         claims: ClaimCheck | None = None,
     ) -> None:
         """`source` is that of the events; `claims` stores payloads too large to travel."""
-        self._engine = engine
-        self._group = group
+        self.engine = engine
+        self.group = group
         self._source = source
-        self._settings = settings
-        self._breaker = breaker
+        self.settings = settings
+        self.breaker = breaker
         self._filters = filters
-        self._handlers = handlers
-        self._signals = signals
+        self.handlers = handlers
+        self.signals = signals
         self.claims = claims
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
@@ -100,7 +100,7 @@ class ConsumeTransactions:
         A message that kills the process is the only suspect then.
         """
         async with self._taking_all, AsyncExitStack() as taken:
-            for _ in range(self._settings.concurrency):
+            for _ in range(self.settings.concurrency):
                 await taken.enter_async_context(self._slots)
             only = copy(self)
             only._slots = asyncio.Semaphore(1)
@@ -145,7 +145,7 @@ class ConsumeTransactions:
                     if len(parts) > 1 or len(parts[0].items) < len(part.items):
                         left[:0] = [(half, decisions) for half in parts]
                         continue
-                    decisions = decisions | blame(_suspects(part, decisions), result, self._breaker)
+                    decisions = decisions | blame(_suspects(part, decisions), result, self.breaker)
             left.insert(0, (part, decisions))
         return outcomes
 
@@ -184,11 +184,11 @@ class ConsumeTransactions:
         self, source: Source, decisions: Mapping[bytes, Decision], memory: Memory
     ) -> BatchOutcome | Failure:
         """Commit the messages in one transaction, or roll it back and return why."""
-        limit = self._settings.transaction_timeout
+        limit = self.settings.transaction_timeout
         CALL.set(None)  # code of the engine runs here, even if a handler's has begun the task
         # The time limit does not include the wait for a connection.
-        async with self._slots, self._engine.connect() as connection:
-            await self._signals.wait_for_relay()
+        async with self._slots, self.engine.connect() as connection:
+            await self.signals.wait_for_relay()
             progress = Progress(limit)
             try:
                 async with asyncio.timeout(limit + _EARLY):
@@ -228,7 +228,7 @@ class ConsumeTransactions:
         outcome = BatchOutcome()
         own = self._own.intersection(item.consumer for item in source.items)
         progress.has_own_sessions = bool(own)
-        bounds = limits.of_settings(self._settings, handler=AT_WORK if own else "")
+        bounds = limits.of_settings(self.settings, handler=AT_WORK if own else "")
         # Time limits, and the lock that keeps generations from being closed: one statement.
         await limits.begin(connection, bounds)
         driver = await driver_of(connection)
@@ -246,14 +246,14 @@ class ConsumeTransactions:
             driver,
             Rows(new_session(connection, SharedSession)),
             outbox,
-            ProcessSpans(self._group),
+            ProcessSpans(self.group),
             own=own,
             again=again,
             memory=memory,
         )
         progress.handlers_begin()
         failures = await self._call(items, attempt, outcome, progress)
-        if failure := judge(source, failures, outcome, self._breaker, progress.trace):
+        if failure := judge(source, failures, outcome, self.breaker, progress.trace):
             return failure
         await attempt.rows.flush()
         attempt.rows.session.sync_session.close()
@@ -263,11 +263,10 @@ class ConsumeTransactions:
         if not_applied := found.in_backlog | {item.key for item, _ in outcome.decided}:
             await inbox.unmark(driver, generations, list(not_applied))
         died = await source.settle(driver, outcome)
-        if topic := self._settings.dead_letter_topic:
+        if topic := self.settings.dead_letter_topic:
             outbox.add(backlog.dead_letter(row, topic) for row in died)
         # Calls and events, after the rows of the aggregates are locked: that gives their order.
-        if outbox.calls:
-            await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
+        await backlog.add_calls(driver, self.handlers, outbox.calls)
         if self.claims is not None:
             await self.claims.store(driver, outbox, progress.reserve)
         if not await outbox.write(driver) and outcome.applied and not outcome.returned:
@@ -280,8 +279,8 @@ class ConsumeTransactions:
     def _outbox(self) -> Outbox:
         return Outbox(
             self._source,
-            self._settings.max_event_bytes,
-            effects=self._handlers.effects,
+            self.settings.max_event_bytes,
+            call_types=self.handlers.call_types,
             sent_size=self.claims.sent_size if self.claims else None,
         )
 
@@ -301,15 +300,15 @@ class ConsumeTransactions:
             info.pop(GUARD, None)
 
     def _committed(self, source: Source, outcome: BatchOutcome, progress: Progress) -> None:
-        self._breaker.succeeded(outcome.succeeded)
+        self.breaker.succeeded(outcome.succeeded)
         if outcome.events:
-            self._signals.events_staged(outcome.events)
+            self.signals.events_staged(outcome.events)
         if outcome.has_calls:
-            self._signals.calls_staged()
+            self.signals.calls_staged()
         if any(decision.due_in == 0.0 for _, decision in outcome.decided):
-            self._signals.rows_due()
-        outcome.report(self._group)
-        source.record_metrics(self._group, outcome.applied, progress.seconds)
+            self.signals.rows_due()
+        outcome.report(self.group)
+        source.record_metrics(self.group, outcome.applied, progress.seconds)
 
 
 async def _roll_back(

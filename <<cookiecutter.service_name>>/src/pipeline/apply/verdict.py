@@ -3,15 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.handlers.policy import (
-    NOT_DONE,
-    Decision,
-    Park,
-    Reject,
-    after_failure,
-    undecided,
-    unknown,
-)
+from pipeline.handlers.policy import Decision, Park, Reject, undecided
 
 from .breaker import Breaker, Failed
 from .calls import Failures
@@ -48,7 +40,7 @@ def judge(
     if not failures.failed:
         return None
     decisions = {
-        item.key: decision_on(item, error, "failed")
+        item.key: _after_failure(item, error, "failed")
         if number == 0 or failures.is_certain
         else undecided(error)
         for number, (item, error) in enumerate(failures.failed)
@@ -74,14 +66,10 @@ def blame(
     if len(suspects) > 1:
         return {item.key: undecided(error) for item in suspects}
     (item,) = suspects
-    return {item.key: replace(decision_on(item, error, failure.reason), trace=failure.trace)}
+    return {item.key: replace(_after_failure(item, error, failure.reason), trace=failure.trace)}
 
 
-def decision_on(item: Item, error: BaseException, reason: str) -> Decision:
-    """Return what becomes of a message whose handling has failed with an error of its own."""
-    policy, effect = item.handler.policy, item.handler.effect
-    attempts, waited = item.attempts, item.waited
-    if effect and not effect.is_repeatable and not isinstance(error, NOT_DONE):
-        can_ask = effect.ask is not None
-        return unknown(policy, error, attempts=attempts, waited=waited, can_ask=can_ask)
-    return after_failure(policy, error, attempts=attempts, waited=waited, reason=reason)
+def _after_failure(item: Item, error: BaseException, reason: str) -> Decision:
+    return item.handler.policy.after_failure(
+        error, attempts=item.attempts, waited=item.waited, reason=reason
+    )

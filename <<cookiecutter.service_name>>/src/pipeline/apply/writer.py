@@ -163,7 +163,7 @@ class Writer:
         outbox = Outbox(
             self._source,
             self._max_event_bytes,
-            effects=self._handlers.effects,
+            call_types=self._handlers.call_types,
             sent_size=self._claims.sent_size if self._claims else None,
         )
         async with self._engine.connect() as connection:
@@ -173,8 +173,7 @@ class Writer:
                     # The transaction begins with its first statement.
                     await connection.execute(sa.text(BEGIN))
                     result = await self._work(connection, driver, outbox, work, id)
-                    if outbox.calls:
-                        await backlog.add(driver, backlog.called(self._handlers, outbox.calls))
+                    await backlog.add_calls(driver, self._handlers, outbox.calls)
                     if self._claims is not None:
                         await self._claims.store(driver, outbox)
                     await outbox.write(driver)

@@ -97,6 +97,37 @@ class Policy:
         if self.after_death not in ("go on", "hold"):
             raise ValueError(f"after_death is 'go on' or 'hold', not {self.after_death!r}")
 
+    def after_failure(
+        self, error: BaseException, *, attempts: int, waited: float, reason: str
+    ) -> "Decision":
+        """Return what becomes of a message that has failed once more.
+
+        `attempts` and `waited` are its own from before.
+        """
+        error = as_decision(error)
+        if isinstance(error, Reject):
+            return dead(self, "rejected", error, attempts=attempts + 1)
+        is_parked = isinstance(error, Park)
+        attempts += not is_parked
+        delay = _delay(self, attempts)
+        if isinstance(error, _Later) and error.after is not None:
+            delay = error.after
+        if attempts >= self.attempts and not is_parked:
+            return dead(self, "attempts used up", error, attempts=attempts)
+        if waited + delay > self.max_age:
+            return dead(self, "waited too long", error, attempts=attempts)
+        delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
+        if is_parked:
+            delay = max(delay, SHORTEST)
+        return Decision(
+            PARKED if is_parked else reason,
+            attempts=attempts,
+            waited=waited + delay,
+            due_in=delay,
+            error=described(error),
+            traceback=None if is_parked else _traceback(error),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -144,7 +175,7 @@ REDRIVEN = "redriven"
 GAP = "sequence gap"
 """Reason of a message that came before others of its subject that come before it."""
 UNKNOWN = "outcome unknown"
-"""Reason of an effect that may have taken place, and must not take place twice."""
+"""Reason of a call that may have taken place, and must not take place twice."""
 FOLLOWER = Decision("follows another")
 """An earlier message of its key waits or has failed."""
 DEFERRED = Decision("deferred")
@@ -194,53 +225,8 @@ def assumed(
     )
 
 
-def unknown(
-    policy: Policy, error: BaseException, *, attempts: int, waited: float, can_ask: bool
-) -> Decision:
-    """Return what becomes of an effect of which nobody knows whether it took place.
-
-    By the schedule somebody is asked who may know; otherwise a person has to find out.
-    """
-    decision = after_failure(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
-    if can_ask and not decision.is_dead:
-        return decision
-    return dead(policy, UNKNOWN, error, attempts=decision.attempts)
-
-
 def _delay(policy: Policy, attempts: int) -> float:
     return policy.schedule[min(max(attempts, 1), len(policy.schedule)) - 1]
-
-
-def after_failure(
-    policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str
-) -> Decision:
-    """Return what becomes of a message that has failed once more.
-
-    `attempts` and `waited` are its own from before.
-    """
-    error = as_decision(error)
-    if isinstance(error, Reject):
-        return dead(policy, "rejected", error, attempts=attempts + 1)
-    is_parked = isinstance(error, Park)
-    attempts += not is_parked
-    delay = _delay(policy, attempts)
-    if isinstance(error, _Later) and error.after is not None:
-        delay = error.after
-    if attempts >= policy.attempts and not is_parked:
-        return dead(policy, "attempts used up", error, attempts=attempts)
-    if waited + delay > policy.max_age:
-        return dead(policy, "waited too long", error, attempts=attempts)
-    delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
-    if is_parked:
-        delay = max(delay, SHORTEST)
-    return Decision(
-        PARKED if is_parked else reason,
-        attempts=attempts,
-        waited=waited + delay,
-        due_in=delay,
-        error=described(error),
-        traceback=None if is_parked else _traceback(error),
-    )
 
 
 def described(error: BaseException) -> str:

@@ -9,17 +9,14 @@ from pipeline.events.identity import Plain
 
 from . import signatures
 from .aggregate import Loads
-from .effects import Call, Effect
 from .ordering import Gaps, Sequenced
 from .policy import Policy
-from .staging import EFFECTS
+from .staging import CALLS
 from .transaction import EventBatch, Transaction
 
 E = TypeVar("E", bound=Event)
 Function = Callable[[E, Transaction], Awaitable[object]]
 BatchFunction = Callable[[EventBatch[E]], Awaitable[None]]
-EffectFunction = Callable[[E, Call], Awaitable[object]]
-F = TypeVar("F", bound=Callable[..., Awaitable[object]])
 
 
 @dataclass(frozen=True)
@@ -31,13 +28,12 @@ class Handler:
     consumer: str
     loads: Loads[Any] | None
     function: Callable[..., Awaitable[object]]
-    takes_batches: bool
     policy: Policy
-    mode: Literal["immediate", "deferred", "effect"]
+    mode: Literal["immediate", "deferred", "call"]
+    """What is a "call" is done outside of a transaction, by workers of an optional package."""
     timeout: float
-    takes_old: bool
-    effect: Effect | None = None
-    """What there is more to say where `mode` is "effect"."""
+    takes_batches: bool = False
+    takes_old: bool = False
     gaps: Gaps | None = None
     """Where it goes by the sequence of its events."""
 
@@ -90,18 +86,14 @@ class Handlers:
         check_topic(topic)
         if gaps is not None and not (loads and issubclass(loads.entity, Sequenced)):
             raise TypeError("gaps= needs loads= of a class that has the mixin Sequenced")
-        register: Callable[[Function[E]], Function[E]] = self._registering(
-            event,
-            topic,
-            consumer,
-            loads,
-            policy,
-            mode,
-            timeout,
-            takes_old,
-            takes_batches=False,
-            gaps=gaps,
-        )
+        check_options(event, consumer=consumer, loads=loads, timeout=timeout)
+
+        def register(function: Function[E]) -> Function[E]:
+            signatures.check(function, event=event, tx=Transaction)
+            common = event, topic, consumer, loads, function, policy, mode, timeout
+            self.add(Handler(*common, takes_old=takes_old, gaps=gaps))
+            return function
+
         return register
 
     def on_batch(
@@ -123,131 +115,40 @@ class Handlers:
         events they are tried again in halves, until it is known which one is at fault.
         """
         check_topic(topic)
-        register: Callable[[BatchFunction[E]], BatchFunction[E]] = self._registering(
-            event, topic, consumer, loads, policy, mode, timeout, takes_old, takes_batches=True
-        )
-        return register
+        check_options(event, consumer=consumer, loads=loads, timeout=timeout)
 
-    def effect(
-        self,
-        event: type[E],
-        *,
-        consumer: str,
-        policy: Policy = Policy(),  # noqa: B008  # it is frozen
-        timeout: float = 10.0,
-        per_second: float | None = None,
-        repeatable: bool = True,
-        ask: Callable[[E, Call], Awaitable[bool]] | None = None,
-        then: Callable[[E, Transaction, Any], Awaitable[object]] | None = None,
-        loads: Loads[Any] | None = None,
-    ) -> Callable[[EffectFunction[E]], EffectFunction[E]]:
-        """Register a coroutine function that calls the outside for events given to `tx.call`.
-
-        It is called with the event and a `Call`, in no transaction, until it returns: a process
-        that dies leaves it to another one, so that the outside may see a call twice. Hand it
-        `call.id` as the idempotency key. `policy`, `consumer` and what is returned are as in `on`;
-        `timeout` is for one call, in seconds. Each process makes up to `per_second` calls in a
-        second.
-
-        For an outside that knows no idempotency key there is `repeatable=False`: it is noted before
-        the call that it begins. Where the function raises `Retry`, `Park` or `Reject`, it did not
-        take place; after any other error, a time-out or the death of the process nobody knows.
-        Then it is not made again: `ask` is called in its stead, and returns whether it took place;
-        without `ask` it is a dead letter ("outcome unknown") until a person has found out.
-
-        `then` is called afterwards as an ordinary handler, with the event, its transaction and what
-        was returned (None if that is known from `ask` only); `loads` is for it. When it fails, all
-        of it is done again.
-
-        Raises `TypeError` if the consumer already takes these events, or `ask`, `loads` or the
-        function does not fit, and `ValueError` for a time-out, a rate or a name that is none.
-        """
-        if then is not None:
-            signatures.check(then, event=event, tx=Transaction, result=Any)
-        if ask is not None:
-            signatures.check(ask, event=event, call=Call)
-        register: Callable[[EffectFunction[E]], EffectFunction[E]] = self._registering(
-            event,
-            EFFECTS,
-            consumer,
-            loads,
-            policy,
-            "effect",
-            timeout,
-            takes_old=True,
-            takes_batches=False,
-            effect=Effect(then, per_second, repeatable, ask),
-        )
-        return register
-
-    def _registering(
-        self,
-        event: type[Event],
-        topic: str,
-        consumer: str,
-        loads: Loads[Any] | None,
-        policy: Policy,
-        mode: Literal["immediate", "deferred", "effect"],
-        timeout: float,
-        takes_old: bool,
-        *,
-        takes_batches: bool,
-        effect: Effect | None = None,
-        gaps: Gaps | None = None,
-    ) -> Callable[[F], F]:
-        check_event(event)
-        check_name("a consumer", consumer)
-        if event.__pydantic_complete__:  # else it names what comes later
-            reader(event)
-        if loads is not None:
-            loads.check(event)
-        if not timeout > 0:
-            raise ValueError(f"timeout is in seconds, not {timeout}")
-
-        def register(function: F) -> F:
-            if takes_batches:
-                signatures.check(function, batch=EventBatch[event])  # type: ignore[valid-type]
-            else:
-                takes = {"tx": Transaction} if effect is None else {"call": Call}
-                signatures.check(function, event=event, **takes)
-            registered = self._by_topic.setdefault(topic, {})
-            others = registered.get(event.event_type, ())
-            for other in others:
-                if other.event is not event:
-                    raise TypeError(
-                        f"{other.event.__name__} and {event.__name__} both have the type"
-                        f" {event.event_type!r}: take one of them in all handlers of the topic"
-                    )
-                if other.consumer == consumer:
-                    raise TypeError(
-                        f"consumer {consumer!r} already takes {event.event_type!r} of topic"
-                        f" {topic!r}: give the second handler a name of its own"
-                    )
-            handler = Handler(
-                event,
-                topic,
-                consumer,
-                loads,
-                function,
-                takes_batches,
-                policy,
-                mode,
-                timeout,
-                takes_old,
-                effect,
-                gaps,
-            )
-            self._check(handler)
-            registered[event.event_type] = (*others, handler)
+        def register(function: BatchFunction[E]) -> BatchFunction[E]:
+            signatures.check(function, batch=EventBatch[event])  # type: ignore[valid-type]
+            common = event, topic, consumer, loads, function, policy, mode, timeout
+            self.add(Handler(*common, takes_batches=True, takes_old=takes_old))
             return function
 
         return register
+
+    def add(self, handler: Handler) -> None:
+        """Add a handler. Raises `TypeError` if it can't be beside those that are registered."""
+        event, consumer = handler.event, handler.consumer
+        registered = self._by_topic.setdefault(handler.topic, {})
+        others = registered.get(event.event_type, ())
+        for other in others:
+            if other.event is not event:
+                raise TypeError(
+                    f"{other.event.__name__} and {event.__name__} both have the type"
+                    f" {event.event_type!r}: take one of them in all handlers of the topic"
+                )
+            if other.consumer == consumer:
+                raise TypeError(
+                    f"consumer {consumer!r} already takes {event.event_type!r} of topic"
+                    f" {handler.topic!r}: give the second handler a name of its own"
+                )
+        self._check(handler)
+        registered[event.event_type] = (*others, handler)
 
     def _check(self, new: Handler) -> None:
         """Raise `TypeError` for a handler that can't be beside those that are registered."""
         for other in self:
             is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
-            if other.consumer == new.consumer and (other.effect is None) != (new.effect is None):
+            if other.consumer == new.consumer and (other.mode == "call") != (new.mode == "call"):
                 raise TypeError(
                     f"{new.consumer!r} is an effect and a consumer of a topic: two names are needed"
                 )
@@ -289,7 +190,7 @@ class Handlers:
             raise ValueError(f"two topics would have the same name: {sorted(names.values())}")
         renamed = Handlers()
         for topic, types in self._by_topic.items():
-            name = names.get(topic, topic)  # effects have no topic of Kafka's
+            name = names.get(topic, topic)  # calls have no topic of Kafka's
             renamed._by_topic[name] = {
                 type: tuple(replace(one, topic=name) for one in handlers)
                 for type, handlers in types.items()
@@ -310,12 +211,12 @@ class Handlers:
     @property
     def topics(self) -> frozenset[str]:
         """Topics that some handler takes events of."""
-        return frozenset(self._by_topic) - {EFFECTS}
+        return frozenset(self._by_topic) - {CALLS}
 
     @property
-    def effects(self) -> Mapping[str, type[Event]]:
-        """The events that some effect takes, by their types."""
-        return {type: one[0].event for type, one in self._by_topic.get(EFFECTS, {}).items()}
+    def call_types(self) -> Mapping[str, type[Event]]:
+        """The events that may be staged by `call`, by their types."""
+        return {type: one[0].event for type, one in self._by_topic.get(CALLS, {}).items()}
 
     @property
     def replaced(self) -> list[str]:
@@ -334,8 +235,8 @@ class Handlers:
 
     @property
     def callers(self) -> frozenset[str]:
-        """Names of those consumers that are effects."""
-        return frozenset(one.consumer for one in self._on(EFFECTS))
+        """Names of the consumers of calls."""
+        return frozenset(one.consumer for one in self._on(CALLS))
 
     def _on(self, topic: str) -> Iterator[Handler]:
         for handlers in self._by_topic.get(topic, {}).values():
@@ -356,3 +257,17 @@ class Handlers:
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""
         return Tombstone.event_type in self._by_topic.get(topic, {})
+
+
+def check_options(
+    event: type[Event], *, consumer: str, loads: Loads[Any] | None, timeout: float
+) -> None:
+    """Raise `TypeError` or `ValueError` if these can't be a handler's."""
+    check_event(event)
+    check_name("a consumer", consumer)
+    if event.__pydantic_complete__:  # else it names what comes later
+        reader(event)
+    if loads is not None:
+        loads.check(event)
+    if not timeout > 0:
+        raise ValueError(f"timeout is in seconds, not {timeout}")

@@ -18,8 +18,8 @@ from pipeline.events.event import Event
 from pipeline.observe import statements, traces
 from pipeline.schema import SCHEMA
 
-EFFECTS = "(effects)"
-"""Stands for a topic where an event is to be given to effects; no topic has such a name."""
+CALLS = "(calls)"
+"""Stands for the topic of events that are staged by `call`; no topic has such a name."""
 
 _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
@@ -137,20 +137,20 @@ class Outbox:
         source: str,
         max_event_bytes: int,
         *,
-        effects: Mapping[str, type[Event]] = {},
+        call_types: Mapping[str, type[Event]] = {},
         sent_size: Callable[[StagedEvent, int], int] | None = None,
     ) -> None:
-        """`effects` are the events that some effect takes, by their types.
+        """`call_types` are the events that may be staged by `call`, by their types.
 
         `sent_size` returns the bytes of an event as it is sent, if so many are allowed.
         """
         self._source = source
         self.max_event_bytes = max_event_bytes
-        self._effects = effects
+        self._call_types = call_types
         self._sent_size = sent_size or (lambda event, allowed: event.size)
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
-        """What effects are called with, after the commit."""
+        """Events for handlers outside of the transaction, after its commit."""
         self._scheduled: dict[str, tuple[Due, StagedEvent] | None] = {}
         """By name; None for what is cancelled. What is asked last is what holds."""
         self._injected: tuple[Context, traces.TraceHeaders] | None = None
@@ -197,19 +197,19 @@ class Outbox:
     def call(
         self, event: Event, *, id: str, key: str | None, context: Context | None = None
     ) -> None:
-        """Keep what effects are to be called with; in the current trace unless told.
+        """Keep the event for the handlers of its calls; in the current trace unless given another.
 
-        Raises `TypeError` if no effect takes it, and `Unpublishable` as `stage` does.
+        Raises `TypeError` if there is none, and `Unpublishable` as `stage` does.
         """
         kind = type(event)
-        taken = self._effects.get(kind.event_type)
+        taken = self._call_types.get(kind.event_type)
         if taken is not kind:
             name = kind.__name__
             other = f", but {taken.__name__}, which has its type" if taken else ""
             raise TypeError(
-                f"no effect takes {name}{other}: register one by @handlers.effect({name}, …)"
+                f"no effect takes {name}{other}: register one by @effects.on({name}, …)"
             )
-        staged = self._written(event, EFFECTS, id, key, None, context)
+        staged = self._written(event, CALLS, id, key, None, context)
         self._check_size(kind, staged.size)
         self.calls.append(staged)
 

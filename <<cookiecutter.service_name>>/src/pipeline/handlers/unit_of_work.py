@@ -121,11 +121,11 @@ class UnitOfWork(ABC):
             of.version = sequence
 
     def call(self, event: Event, *, of: Aggregate | None = None, key: str | None = None) -> None:
-        """Have the effects of this event's type called, exactly if this transaction commits.
+        """Stage an event for its effects: they are called exactly if this transaction commits.
 
-        They are called after the commit, see `Handlers.effect`: those of one key one after the
-        other, in the order of the transactions that hold what they tell of. `of` is that row, as in
-        `publish`, and its primary key the key; without `of` and `key` there is no order.
+        They are called after the commit (see the optional package `effects`), those of one key one
+        after the other, in the order of the transactions that lock what the events tell of. `of` is
+        that row, as in `publish`, and its primary key the key; without both there is no order.
 
         Raises `TypeError` if no effect takes the event, and `Unpublishable` if it can't be stored.
         """

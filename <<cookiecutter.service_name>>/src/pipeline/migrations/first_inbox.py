@@ -174,7 +174,7 @@ COMMENT ON COLUMN pipeline.backlog.waited IS 'total of the delays by its retry p
 COMMENT ON COLUMN pipeline.backlog.due_at IS 'null: waits behind another message, or is dead';
 COMMENT ON COLUMN pipeline.backlog.holds IS
 'dead, and later messages of its key wait until a person decides';
-CREATE SEQUENCE pipeline.backlog_effect_seq;
+CREATE SEQUENCE pipeline.backlog_call_seq;
 CREATE TYPE pipeline.new_backlog_row AS (
     key bytea, lane smallint, order_key bytea, sequence bigint, consumer text,
     topic text, partition integer, "offset" bigint, timestamp bigint,

@@ -6,13 +6,13 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.apply.backlog import Row, makes_calls
+from pipeline.apply.backlog import Row, has_calls
 from pipeline.apply.batch import items_of, validated
 from pipeline.apply.inbox import Generations, SourceLost
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
-from pipeline.handlers.policy import DIED, GAP, REDRIVEN, UNKNOWN, Policy, after_failure, dead
+from pipeline.handlers.policy import DIED, GAP, REDRIVEN, UNKNOWN, Policy, dead
 from pipeline.handlers.registry import Handlers
 from pipeline.servers.database import lease_ended
 from pipeline.servers.tasks import TimeSlice
@@ -295,8 +295,8 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     if not consumer:
         return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
     # In the middle of a deployment another process may have one.
-    decision = after_failure(
-        Policy(), error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
+    decision = Policy().after_failure(
+        error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
     )
     if row["reason"] == UNKNOWN:  # and so it stays
         decision = replace(decision, reason=UNKNOWN)
@@ -361,7 +361,7 @@ async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
     worker has not died, so it is not counted among those that did. One that makes calls keeps the
     lane: it knows how they end, and has read only what is alive.
     """
-    await connection.execute(_SHARE if makes_calls(lane) else _FENCE, lane)
+    await connection.execute(_SHARE if has_calls(lane) else _FENCE, lane)
 
 
 async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:

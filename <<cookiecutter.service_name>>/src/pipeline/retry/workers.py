@@ -8,14 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import asyncpg
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.batch import validated
-from pipeline.apply.breaker import Breaker, BreakerOpen
+from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
@@ -33,14 +32,12 @@ from pipeline.handlers.policy import (
     dead,
     suspected,
 )
-from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts, retry_while_unavailable
 from pipeline.servers.tasks import sleep_or_event
-from pipeline.settings import Settings
 
 from .lane_source import LaneSource
 from .lanes import Lane, LaneLost, Taken
@@ -66,41 +63,41 @@ class BacklogWorkers:
     _counts = True
     """Whether it tells how much there is, of everything."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        consume: ConsumeTransactions,
-        *,
-        handlers: Handlers,
-        workers: int,
-        settings: Settings,
-        breaker: Breaker,
-        health: Health,
-        parked: asyncio.Event,
-    ) -> None:
-        """`parked` is set when this process has stored something that is due here."""
-        self._engine = engine
+    def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
         self._consume = consume
-        self._handlers = handlers
-        self._workers = workers
-        self._settings = settings
-        self._pace = Pace(settings)
-        self._breaker = breaker
+        self._engine = consume.engine
+        self._handlers = consume.handlers
+        self._settings = consume.settings
+        self._pace = Pace(consume.settings)
+        self._breaker = consume.breaker
         self._health = health
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
-        self._woken = parked
+        self._woken = asyncio.Event()
         self._looking = asyncio.Lock()
         self._stopping = asyncio.Event()
+
+    @property
+    def _number(self) -> int:
+        """Number of workers, each of which serves a lane at a time."""
+        return self._settings.backlog_workers
+
+    def wake(self) -> None:
+        """Look at once for rows that are due: this process has stored some."""
+        self._woken.set()
 
     def stop(self) -> None:
         """Ask `run` to end after the transactions that run."""
         self._stopping.set()
-        self._woken.set()
+        self.wake()
+
+    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
+        """Return work outside of a transaction that goes on so long after its cancellation."""
+        return None
 
     async def run(self) -> None:
         """Work until `stop`."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._workers):
+            for _ in range(self._number):
                 group.create_task(self._work())
             if self._counts:
                 group.create_task(self._count())
@@ -285,9 +282,9 @@ class BacklogWorkers:
 
     @property
     def _consumers(self) -> set[str]:
-        """Whose rows are looked for; those that are nobody's as well."""
-        calling = self._handlers.callers
-        return {"", *self._handlers.consumers} - calling - self._breaker.resting
+        """Consumers whose rows are looked for; the empty one is that of undecoded records."""
+        handlers = self._handlers
+        return {"", *handlers.consumers} - handlers.callers - self._breaker.resting
 
     async def _claim(self) -> Lane | None:
         lease = self._settings.backlog_lease

@@ -17,7 +17,7 @@ from pipeline.settings import Settings
 from .guard import CALL, GUARD
 
 _BESIDE_TRANSACTIONS = 5
-"""Connections for the relay, retention, positions, filters, and the lanes of effects."""
+"""Connections for the relay, retention, positions, filters, and the lanes of calls."""
 
 _LONGER = 10
 """A lease of another process may be this many times as long as one's own: settings may differ."""

@@ -68,7 +68,7 @@ def published(kafka: str, topics: Rename) -> Published:
             return tail.of(key)
 
     return read
-# <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.worked_example == "yes" and cookiecutter.outside_calls == "yes" %>
 
 
 @pytest.fixture(autouse=True)

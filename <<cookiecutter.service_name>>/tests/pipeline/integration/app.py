@@ -14,7 +14,7 @@ import asyncpg
 from pydantic import field_validator
 
 from operate.commands import command_line
-from pipeline import Call, Event, Policy, Transaction
+from pipeline import Event, Policy, Transaction
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.item import Item
 from pipeline.handlers.staging import Outbox, StagedEvent
@@ -23,12 +23,14 @@ from pipeline.servers import record_batches
 from pipeline.settings import Settings
 
 from .bank import ATTEMPTS, CLAIM, Bank
+from .calling import CallWorkers, take_calls
 
 bank = Bank(
     deposits=os.environ["BANK_DEPOSITS"],
     balances=os.environ["BANK_BALANCES"],
     name=os.environ["BANK_NAME"],
     options={"policy": Policy(attempts=ATTEMPTS, schedule=(0.05,))},
+    workers=[CallWorkers],
 )
 
 
@@ -97,34 +99,11 @@ class Told(Event, type="told"):
     """Somebody outside is to be told of it."""
 
 
-OUTSIDE = os.environ.get("BANK_OUTSIDE", os.devnull)
-"""The file that the outside remembers its calls in."""
+async def tell(event: Told, tx: Transaction) -> None:
+    """Do nothing: it is the marker that counts."""
 
 
-def remember(whom: str, call: Call) -> None:
-    """Note a call, as somebody does who lives on when this process dies."""
-    die_if(f"{whom} before")
-    with open(OUTSIDE, "a") as outside:
-        outside.write(f"{whom} {call.id}\n")
-    die_if(f"{whom} after")
-
-
-def die_if(moment: str) -> None:
-    """Die by kill -9 if this is the moment for it."""
-    if moment == os.environ.get("BANK_DIES"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@bank.handlers.effect(Told, consumer="tell", policy=Policy(schedule=(0.05,)))
-async def tell(event: Told, call: Call) -> None:
-    """Tell somebody who does not mind to be told twice."""
-    remember("tell", call)
-
-
-@bank.handlers.effect(Told, consumer="pay", policy=Policy(schedule=(0.05,)), repeatable=False)
-async def pay(event: Told, call: Call) -> None:
-    """Tell somebody who does."""
-    remember("pay", call)
+take_calls(bank.handlers, Told, "tell", tell)
 
 
 class Promised(Event, type="promised"):

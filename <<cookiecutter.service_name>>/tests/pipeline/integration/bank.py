@@ -1,11 +1,12 @@
 """The bank of the contract suite, and what a test of the engine lets it do."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import Event, Handlers, Service, Transaction
+from pipeline.retry.workers import BacklogWorkers
 
 from tests.contract.bank import Account, Base, Deposited
 
@@ -44,6 +45,9 @@ class Bank:
     waits: dict[int, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     """What the handler waits for with an amount, before it does anything."""
 
+    workers: Sequence[type[BacklogWorkers]] = ()
+    """Those of calls, where there are any."""
+
     def __post_init__(self) -> None:
         class BalanceChanged(Event, type="balance.changed", topic=self.balances):
             account: str
@@ -79,4 +83,6 @@ class Bank:
     @property
     def service(self) -> Service:
         """The bank as a service."""
-        return Service(self.name, handlers=self.handlers, metadata=Base.metadata)
+        return Service(
+            self.name, handlers=self.handlers, metadata=Base.metadata, workers=self.workers
+        )

@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import asyncpg
@@ -20,7 +19,6 @@ from pipeline.apply.filters import Filters
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.observe.health import Health
-from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
@@ -153,9 +151,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         health = Health(stall_after=PATIENCE)
         breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
         filters = Filters(mebibytes=chosen.inbox_filter_mebibytes)
-        parked, called = asyncio.Event(), asyncio.Event()
         signals = Signals()
-        signals.rows_due, signals.calls_staged = parked.set, called.set  # type: ignore[method-assign]
         consume = ConsumeTransactions(
             engines[-1],
             group=group,
@@ -166,28 +162,10 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             handlers=handlers,
             signals=signals,
         )
-        common: dict[str, Any] = {
-            "handlers": handlers,
-            "settings": chosen,
-            "breaker": breaker,
-            "health": health,
-        }
-        lanes = BacklogWorkers(
-            engines[-1],
-            consume,
-            workers=chosen.backlog_workers,
-            parked=parked,
-            **common,
-        )
-        caller = EffectWorkers(
-            engines[-1],
-            consume,
-            group=group,
-            parked=called,
-            **common,
-        )
+        lanes = BacklogWorkers(consume, health)
+        signals.rows_due = lanes.wake  # type: ignore[method-assign]
         slot = Slot(group, topic, partition)
-        return Desk(engines[-1], consume, lanes, caller, health, handlers, slot, filters)
+        return Desk(engines[-1], consume, lanes, health, handlers, slot, filters)
 
     yield make
     for engine in engines:

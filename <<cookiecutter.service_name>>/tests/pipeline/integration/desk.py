@@ -20,7 +20,6 @@ from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.consume.partition_source import PartitionSource
 from pipeline.observe.health import Health
-from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
@@ -53,7 +52,6 @@ class Desk:
     engine: AsyncEngine
     consume: ConsumeTransactions
     lanes: BacklogWorkers
-    caller: EffectWorkers
     health: Health
     handlers: Handlers
     slot: Slot
@@ -91,11 +89,6 @@ class Desk:
     async def work_off(self) -> None:
         """Handle what is due in the backlog, as its workers do, until nothing is."""
         while await self.lanes.work_off():
-            pass
-
-    async def call(self) -> None:
-        """Make the calls to the outside that are due, until none is."""
-        while await self.caller.work_off():
             pass
 
     async def make_due(self) -> None:

@@ -98,7 +98,7 @@ async def splitting(
         " WHERE relnamespace IN ('pipeline'::regnamespace, 'public'::regnamespace)"
         " AND relkind IN ('r', 'p')"
     )
-    for table in (*(row["name"] for row in tables), "pipeline.backlog_effect_seq"):
+    for table in (*(row["name"] for row in tables), "pipeline.backlog_call_seq"):
         await db.execute(f"ALTER TABLE {table} OWNER TO {names['owner']}")
     made = Roles(names, direct_url)
     for _ in range(2):

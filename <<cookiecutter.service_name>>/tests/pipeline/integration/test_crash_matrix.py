@@ -201,18 +201,6 @@ async def test_a_request_arrives_if_the_process_dies_after_it_was_sent(
         assert await world.db.fetchval("SELECT count(*) FROM pipeline.outbox_relay") == arrived
 
 
-@in_one_loop
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("whom", ["tell", "pay"])
-async def test_killed_in_a_call(servers: Servers, whom: str, moment: str) -> None:
-    async with servers.world() as world:
-        async with world.running(dies=f"{whom} {moment}") as process:
-            await world.send_a_promise()
-            assert await process.ended() == -signal.SIGKILL
-        await world.recover()
-        await world.audit()
-
-
 Fates = Mapping[Point, asyncio.Task[None]]
 
 

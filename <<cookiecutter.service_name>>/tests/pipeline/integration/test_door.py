@@ -26,10 +26,11 @@ from sqlalchemy.orm import (
     relationship,
 )
 
-from pipeline import Aggregate, Call, Event, EventBatch, Handlers, Reject, Transaction
+from pipeline import Aggregate, Event, EventBatch, Handlers, Reject, Transaction
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import watch_coroutines
 
+from .calling import take_calls
 from .desk import Desk, NewDesk
 from .test_inbox import Connect
 from tests.contract.bank import Base, Deposit, Deposited
@@ -228,9 +229,7 @@ async def releasing(tx: Transaction, key: str) -> None:
 async def test_what_a_savepoint_staged_goes_with_it(
     habits: Habits, db: asyncpg.Connection, habit: Habit
 ) -> None:
-    @habits.handlers.effect(Wired, consumer="wire")
-    async def wire(event: Wired, call: Call) -> None:
-        raise AssertionError("never")
+    take_calls(habits.handlers, Wired, "wire")
 
     async def schedule(tx: Transaction, key: str) -> None:
         tx.publish(Changed(cents=-1), key="kept", after=timedelta(days=1), name="kept")

@@ -1,20 +1,18 @@
 """What a handler may raise or return, however odd: it is that message's, and nobody else's."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import asyncpg
 import pytest
 
-from pipeline import Event, EventBatch, Handlers, Policy, Reject, Retry, Transaction
+from pipeline import EventBatch, Handlers, Policy, Reject, Retry, Transaction
 from pipeline.errors import is_infrastructure
 from pipeline.servers.database import driver_of
 
 from .bank import Bank
 from .desk import Desk, NewDesk
-from .test_effects import desk_of
 from tests.contract.bank import Deposit, Deposited, histories
 
 EXITS = [KeyboardInterrupt, GeneratorExit, SystemExit]
@@ -42,44 +40,6 @@ async def test_what_would_end_the_process_is_the_failure_of_the_message_that_rai
     assert {row["error"].partition(":")[0] for row in await desk.backlog()} == {kind.__name__}
 
 
-@pytest.mark.parametrize("kind", EXITS)
-async def test_what_would_end_the_process_is_the_failure_of_the_effect_that_raised_it(
-    new_desk: NewDesk, kind: type[BaseException]
-) -> None:
-    async def then(event: Event, tx: Transaction, result: str) -> None:
-        if result == "told carl":
-            raise kind
-
-    outside, desk = await desk_of(new_desk, then=then, policy=Policy(attempts=1))
-    outside.errors = {2: kind()}
-    await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, "carl"))
-    await desk.call()
-    rows = await desk.backlog()
-    assert [(row["reason"], row["error"]) for row in rows] == [
-        ("attempts used up", f"{kind.__name__}: ")
-    ] * 2
-
-
-@pytest.mark.parametrize("kind", EXITS)
-async def test_who_is_asked_may_raise_what_would_end_the_process(
-    new_desk: NewDesk, kind: type[BaseException]
-) -> None:
-    async def ask(event: Event, call: Any) -> bool:
-        raise kind
-
-    outside, desk = await desk_of(
-        new_desk, repeatable=False, ask=ask, policy=Policy(attempts=2, schedule=(0,))
-    )
-    outside.errors = {1: OSError("lost")}
-    await desk.apply(Deposit(1))
-    await desk.call()
-    await desk.make_due()
-    await desk.call()
-    (row,) = await desk.backlog()
-    assert (row["reason"], row["attempts"]) == ("outcome unknown", 2)
-    assert outside.calls == [1]
-
-
 async def test_decisions_out_of_groups_of_tasks_are_decisions_and_open_no_breaker(
     new_desk: NewDesk,
 ) -> None:
@@ -102,69 +62,10 @@ async def test_decisions_out_of_groups_of_tasks_are_decisions_and_open_no_breake
     assert rows[7]["error"] == "Reject: not 7"
 
 
-async def test_a_decision_in_a_group_says_that_a_call_did_not_take_place(
-    new_desk: NewDesk,
-) -> None:
-    outside, desk = await desk_of(new_desk, repeatable=False, policy=Policy())
-    outside.errors = {1: ExceptionGroup("tasks", [Retry("it is closed", after=60)])}
-    await desk.apply(Deposit(1))
-    await desk.call()
-    (row,) = await desk.backlog()
-    assert (row["reason"], row["died_at"]) == ("failed", None)
-    assert row["error"] == "Retry: it is closed"
-
-
-async def test_a_decision_in_a_group_does_not_undo_a_call_that_was_made(new_desk: NewDesk) -> None:
-    async def then(event: Event, tx: Transaction, result: str) -> None:
-        raise ExceptionGroup("tasks", [Reject("too late")])
-
-    outside, desk = await desk_of(new_desk, repeatable=False, then=then)
-    await desk.apply(Deposit(1))
-    await desk.call()
-    (row,) = await desk.backlog()
-    assert row["reason"] == "outcome unknown"
-    assert "it took place, but then" in row["error"]
-    assert "Reject: too late" in row["error"]
-    assert outside.calls == [1]
-
-
 class Response:
     """What a client returns, and no JSON."""
 
     status = 200
-
-
-async def test_a_call_whose_result_is_no_json_was_made_and_is_not_made_again(
-    new_desk: NewDesk, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
-) -> None:
-    results: list[object] = []
-    calls: list[int] = []
-    handlers = Handlers()
-
-    async def then(event: Deposited, tx: Transaction, result: object) -> None:
-        results.append(result)
-
-    @handlers.effect(Deposited, consumer="tell", then=then)
-    async def tell(event: Deposited, call: object) -> Response:
-        calls.append(event.amount)
-        return Response()
-
-    @handlers.on(Deposited, topic="deposits", consumer="deposit")
-    async def deposit(event: Deposited, tx: Transaction) -> None:
-        tx.call(event)
-
-    desk = await new_desk(handlers, topic="deposits")
-    await desk.apply(Deposit(1))
-    with caplog.at_level(logging.WARNING):
-        await desk.call()
-    assert calls == [1]
-    assert await desk.backlog() == []
-    assert [type(one) for one in results] == [Response], "what comes after the call has it all"
-    query = "SELECT result FROM pipeline.inbox WHERE consumer = 'tell'"
-    assert await db.fetch(query) == [(None,)]
-    (warning,) = [one.getMessage() for one in caplog.records if "tell" in one.getMessage()]
-    assert "was made, and nothing of it is kept" in warning
-    assert "return text, a number, a list, a dict or a model" in warning
 
 
 async def test_a_result_that_is_no_json_is_a_failure_that_says_what_to_return(

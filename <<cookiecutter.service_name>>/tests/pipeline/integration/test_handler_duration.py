@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction
+from pipeline import EventBatch, Handlers, Reject, Transaction
 from pipeline.observe import metrics
 
 from .bank import Bank
@@ -14,12 +14,6 @@ from tests.contract.bank import Account, Deposit, Deposited
 TOPIC = "deposits"
 SLOW = 0.05
 """Seconds that a slow call takes at least."""
-
-
-class Received(Event, type="received"):
-    """What a customer is to be told of."""
-
-    amount: int
 
 
 @pytest.fixture
@@ -88,25 +82,3 @@ async def test_two_consumers_are_told_apart_and_a_batch_is_one_call(
     (longest,) = told
     assert set(longest) == {("sum", "deposited"), ("open", "deposited")}
     assert longest["sum", "deposited"] >= SLOW
-
-
-async def test_a_call_to_the_outside_is_told_once_and_not_again_when_it_is_settled(
-    new_desk: NewDesk, told: list[dict[tuple[str, str], float]]
-) -> None:
-    handlers = Handlers()
-
-    @handlers.on(Deposited, topic=TOPIC, consumer="deposit")
-    async def deposit(event: Deposited, tx: Transaction) -> None:
-        tx.call(Received(amount=event.amount))
-
-    @handlers.effect(Received, consumer="tell")
-    async def tell(event: Received, call: Call) -> None:
-        await slowly()
-
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1))
-    told.clear()
-    await desk.call()
-    (longest,) = told
-    assert set(longest) == {("tell", "received")}
-    assert longest["tell", "received"] >= SLOW

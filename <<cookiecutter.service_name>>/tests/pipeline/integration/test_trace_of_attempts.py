@@ -1,4 +1,4 @@
-"""The trace of what does not go through at once: retries, redrives, effects, scheduled events."""
+"""The trace of what does not go through at once: retries, redrives, scheduled events."""
 
 import json
 import logging
@@ -7,17 +7,16 @@ from datetime import timedelta
 
 import asyncpg
 import pytest
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction
+from pipeline import Event, EventBatch, Handlers, Reject, Transaction
 from pipeline.observe import logs, metrics, traces
 
 from .bank import Bank
 from .desk import Desk, NewDesk
-from .test_backlog import QUICK
 from .test_dead import redrive
 from .test_scheduled import move_all
 from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trace_id
@@ -30,14 +29,8 @@ IN_NONE: tuple[tuple[str, bytes], ...] = ()
 Finished = Callable[[], list[ReadableSpan]]
 
 
-class Received(Event, type="received"):
-    """What a customer is to be told of."""
-
-    amount: int
-
-
 class Answer(Event, type="answer", topic="answers"):
-    """What the outside has answered, or what is to be said later."""
+    """What is to be said later."""
 
     text: str
 
@@ -222,85 +215,6 @@ async def test_a_trace_that_is_not_recorded_is_handed_on_by_every_attempt(
     assert finished() == []
     handed_on = await db.fetchval("SELECT traceparent FROM pipeline.outbox")
     assert handed_on == f"00-{TRACE}-{SENDER}-00"
-
-
-def outside(then: bool = False) -> tuple[Handlers, list[Exception]]:
-    """Return handlers that call the outside, and the errors that it answers with, in turn."""
-    handlers = Handlers()
-    errors: list[Exception] = []
-
-    @handlers.on(Deposited, topic=TOPIC, consumer="deposit", policy=QUICK)
-    async def deposit(event: Deposited, tx: Transaction) -> None:
-        tx.call(Received(amount=event.amount))
-
-    async def answer(event: Received, tx: Transaction, result: str) -> None:
-        tx.publish(Answer(text=result))
-
-    @handlers.effect(Received, consumer="tell", policy=QUICK, then=answer if then else None)
-    async def tell(event: Received, call: Call) -> str:
-        if errors:
-            raise errors.pop()
-        return "told"
-
-    return handlers, errors
-
-
-async def test_a_call_to_the_outside_is_one_span_in_the_trace_of_what_staged_it(
-    new_desk: NewDesk, finished: Finished
-) -> None:
-    handlers, _ = outside()
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
-    await desk.call()
-    (staged,), calls = of(finished(), "deposit"), of(finished(), "tell")
-    assert len(calls) == 1
-    assert (trace_id(calls[0]), parent_id(calls[0])) == (TRACE, span_id(staged))
-
-
-async def test_a_call_can_hand_the_trace_on_to_the_outside(
-    new_desk: NewDesk, finished: Finished
-) -> None:
-    handlers, _ = outside()
-    headers: dict[str, str] = {}
-
-    @handlers.effect(Received, consumer="post")
-    async def post(event: Received, call: Call) -> None:
-        propagate.inject(headers)
-
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
-    await desk.call()
-    (call,) = of(finished(), "post")
-    assert headers["traceparent"] == f"00-{TRACE}-{span_id(call)}-01"
-
-
-async def test_what_is_published_after_a_call_belongs_to_the_call(
-    new_desk: NewDesk, finished: Finished, db: asyncpg.Connection
-) -> None:
-    handlers, _ = outside(then=True)
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
-    await desk.call()
-    (call,) = of(finished(), "tell")
-    published = await db.fetchval("SELECT traceparent FROM pipeline.outbox")
-    assert published == f"00-{TRACE}-{span_id(call)}-01"
-
-
-async def test_a_call_that_is_made_again_is_one_span_more_that_links_to_the_first(
-    new_desk: NewDesk, finished: Finished
-) -> None:
-    handlers, errors = outside()
-    errors += [LookupError("away"), LookupError("away")]
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
-    for _ in range(3):
-        await desk.make_due()
-        await desk.call()
-    assert await desk.backlog() == []
-    (staged,), calls = of(finished(), "deposit"), of(finished(), "tell")
-    assert len(calls) == 3
-    check_attempts(calls, parent=span_id(staged))
-    assert [one.status.status_code for one in calls[:2]] == [trace.StatusCode.ERROR] * 2
 
 
 async def test_a_scheduled_event_is_published_in_the_trace_of_what_staged_it(

@@ -16,7 +16,6 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import (
     Aggregate,
-    Call,
     Conflict,
     Event,
     Handlers,
@@ -31,6 +30,7 @@ from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
 from pipeline.settings import Settings
 
+from .calling import take_calls
 from .desk import NewDesk
 from tests.contract.bank import Base, Deposit, Deposited
 from tests.servers.pooler import POOLED
@@ -309,10 +309,7 @@ async def test_a_writer_calls_schedules_and_cancels(
 ) -> None:
     handlers = Handlers()
 
-    @handlers.effect(Paid, consumer="pay")
-    async def effect(event: Paid, call: Call) -> None:
-        raise AssertionError("never")
-
+    take_calls(handlers, Paid, "pay")
     writer = Writer(engine, source="/api", max_event_bytes=100_000, handlers=handlers)
 
     async def work(writing: Writing) -> None:

@@ -10,7 +10,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import (
     Aggregate,
-    Call,
     Event,
     EventBatch,
     Gaps,
@@ -24,6 +23,8 @@ from pipeline import (
     Transaction,
 )
 from pipeline.handlers.aggregate import create, key_of, primary_key
+from pipeline.handlers.registry import Handler
+from pipeline.handlers.staging import CALLS
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 
@@ -235,34 +236,6 @@ def test_a_field_whose_type_could_never_match_the_key_is_refused() -> None:
         Handlers().on(BookedByName, topic="a", consumer="b", loads=Seat.by("flight", "seat"))
 
 
-async def call_somebody(event: Booked, call: Call) -> None:
-    """Call the outside."""
-
-
-def test_effects_are_consumers_of_no_topic() -> None:
-    handlers = Handlers()
-    handlers.on(Booked, topic="a", consumer="b")(note)
-    handlers.effect(Booked, consumer="c")(call_somebody)
-    assert handlers.topics == {"a"}
-    assert handlers.consumers == {"b", "c"}
-    assert handlers.callers == {"c"}
-    assert handlers.effects == {"booked": Booked}
-
-
-def test_an_effect_that_makes_no_sense_is_refused() -> None:
-    async def ask(event: Booked, call: Call) -> bool:
-        return True
-
-    handlers = Handlers()
-    with pytest.raises(TypeError, match="give repeatable=False, too"):
-        handlers.effect(Booked, consumer="c", ask=ask)
-    with pytest.raises(ValueError, match="per_second is a number of calls, not 0"):
-        handlers.effect(Booked, consumer="c", per_second=0)
-    handlers.effect(Booked, consumer="c")(call_somebody)
-    with pytest.raises(TypeError, match="consumer 'c' already takes 'booked'"):
-        handlers.effect(Booked, consumer="c")(call_somebody)
-
-
 def test_gaps_that_make_no_sense_are_refused() -> None:
     handlers = Handlers()
     with pytest.raises(TypeError, match="a class that has the mixin Sequenced"):
@@ -285,13 +258,6 @@ def test_the_handlers_of_a_consumer_and_a_topic_go_by_the_sequence_or_none_does(
         handlers.on(Freed, topic="d", consumer="c", loads=by_flight, gaps=Gaps())(note)
 
 
-def test_a_name_is_that_of_an_effect_or_of_a_consumer_of_topics() -> None:
-    handlers = Handlers()
-    handlers.on(Booked, topic="a", consumer="b")(note)
-    with pytest.raises(TypeError, match="'b' is an effect and a consumer of a topic"):
-        handlers.effect(Booked, consumer="b")(call_somebody)
-
-
 NO_NAMES = ["", " ", "a\x00b", "a\n", "\ud800", " a"]
 
 
@@ -300,11 +266,9 @@ def test_a_consumer_whose_name_could_not_be_stored_or_read_is_refused(consumer: 
     handlers = Handlers()
     with pytest.raises(ValueError, match="a consumer is a name of characters that can be seen"):
         handlers.on(Booked, topic="a", consumer=consumer)
-    with pytest.raises(ValueError, match="a consumer is a name of characters that can be seen"):
-        handlers.effect(Booked, consumer=consumer)
 
 
-@pytest.mark.parametrize("topic", ["", ".", "a b", "a\x00", "(effects)", "x" * 250])
+@pytest.mark.parametrize("topic", ["", ".", "a b", "a\x00", "(calls)", "x" * 250])
 def test_a_topic_that_kafka_can_not_have_is_refused(topic: str) -> None:
     handlers = Handlers()
     with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
@@ -336,7 +300,7 @@ async def by_name(event: Booked, tx: Transaction, *, more: int) -> None: ...
 async def swapped(tx: Transaction, event: Booked) -> None: ...
 async def of_another(event: Freed, tx: Transaction) -> None: ...
 async def of_others(event: "Freed | BookedToo", tx: Transaction) -> None: ...
-async def with_a_call(event: Booked, call: Call) -> None: ...
+async def of_something_else(event: Booked, tx: int) -> None: ...
 async def of_batches(batch: EventBatch[Booked]) -> None: ...
 async def of_other_batches(batch: EventBatch[Freed]) -> None: ...
 async def without_annotations(event, tx): ...  # type: ignore[no-untyped-def]
@@ -350,7 +314,7 @@ async def of_a_kind(event: E, tx: Transaction) -> None: ...
 
 @pytest.mark.parametrize(
     "function",
-    [nothing, event_only, too_much, by_name, swapped, of_another, of_others, with_a_call],
+    [nothing, event_only, too_much, by_name, swapped, of_another, of_others, of_something_else],
     ids=lambda function: function.__name__,
 )
 def test_a_function_that_can_not_take_the_event_is_refused_with_what_to_write(
@@ -391,17 +355,11 @@ def test_a_decorator_below_may_call_the_function_with_more() -> None:
     Handlers().on(Booked, topic="a", consumer="b")(injecting(too_much))
 
 
-def test_functions_of_batches_and_effects_are_looked_at_as_well() -> None:
+def test_functions_of_batches_are_looked_at_as_well() -> None:
     handlers = Handlers()
     handlers.on_batch(Booked, topic="a", consumer="b")(of_batches)
     with pytest.raises(TypeError, match=r"of_other_batches\(batch: EventBatch\[Booked\]\)"):
         handlers.on_batch(Booked, topic="b", consumer="b")(of_other_batches)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"swapped\(event: Booked, call: Call\)"):
-        handlers.effect(Booked, consumer="c")(swapped)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"event_only\(event: Booked, call: Call\)"):
-        handlers.effect(Booked, consumer="c", repeatable=False, ask=event_only)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"note\(event: Booked, tx: Transaction, result: Any\)"):
-        handlers.effect(Booked, consumer="c", then=note)  # type: ignore[arg-type]
 
 
 def test_a_generic_event_is_taken_by_its_parameters() -> None:
@@ -463,22 +421,21 @@ async def named_alike(event: Booked, tx: Transaction) -> None: ...  # noqa: F811
 
 
 HANDLERS.on(Booked, topic="a", consumer="by call")(wrapping(note))
+SETTINGS = Settings(database_url="postgresql+asyncpg://u:p@h:1/d", kafka_bootstrap_servers="k:1")
 
 
 def test_a_service_with_a_decorator_that_would_never_be_used_does_not_start() -> None:
     assert HANDLERS.replaced == ["decorated_above", "decorated_above_too"]
     service = Service("tests", handlers=HANDLERS, metadata=Base.metadata)
     with pytest.raises(Misconfigured, match=r"a decorator above that of decorated_above would"):
-        service.check(
-            Settings(
-                database_url="postgresql+asyncpg://u:p@h:1/d",
-                kafka_bootstrap_servers="k:1",
-            )
-        )
+        service.check(SETTINGS)
 
 
-def test_what_comes_after_a_call_is_a_coroutine_function() -> None:
-    def then(event: Booked, tx: Transaction, result: object) -> None: ...
-
-    with pytest.raises(TypeError, match="write `async def`"):
-        Handlers().effect(Booked, consumer="b", then=then)  # type: ignore[arg-type]
+def test_a_service_whose_calls_would_never_be_made_does_not_start() -> None:
+    handlers = Handlers()
+    handlers.add(Handler(Booked, CALLS, "tell", None, note, Policy(), "call", timeout=5.0))
+    assert not handlers.topics
+    assert handlers.callers == {"tell"}
+    service = Service("tests", handlers=handlers, metadata=Base.metadata)
+    with pytest.raises(Misconfigured, match="'tell' is an effect, and no worker would make its"):
+        service.check(SETTINGS)

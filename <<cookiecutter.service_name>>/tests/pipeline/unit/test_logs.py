@@ -233,7 +233,14 @@ def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_t
     stderr: io.StringIO,
 ) -> None:
     logs.configure(level="DEBUG", json=True, loggers=["parcels", "sqlalchemy.engine"])
-    ours = ["pipeline.relay.relay", "archive.days", "claims", "page.gate", "parcels.handlers"]
+    ours = [
+        "pipeline.relay.relay",
+        "archive.days",
+        "claims",
+        "effects",
+        "page.gate",
+        "parcels.handlers",
+    ]
     for name in (*ours, "sqlalchemy.engine.Engine", "sqlalchemy.pool", "parcelsize"):
         logging.getLogger(name).debug("this")
     heard = [line["logger"] for line in lines(stderr)]

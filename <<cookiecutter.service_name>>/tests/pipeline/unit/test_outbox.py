@@ -255,7 +255,7 @@ def test_an_effect_is_given_events_of_its_own_class_only() -> None:
     class ToldMore(Told, type="told"):
         more: int = 1
 
-    outbox = Outbox("/bank", LIMIT, effects={"told": Told})
+    outbox = Outbox("/bank", LIMIT, call_types={"told": Told})
     outbox.call(Told(), id="1", key=None)
     with pytest.raises(TypeError, match="no effect takes ToldMore, but Told, which has its type"):
         outbox.call(ToldMore(), id="2", key=None)

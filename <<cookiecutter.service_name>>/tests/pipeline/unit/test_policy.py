@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from pipeline import Park, Policy, Reject, Retry
-from pipeline.handlers.policy import PARKED, Decision, after_failure, as_decision
+from pipeline.handlers.policy import PARKED, Decision, as_decision
 
 
 def group(*errors: Exception) -> ExceptionGroup[Exception]:
@@ -44,7 +44,7 @@ def test_an_error_that_is_no_group_is_itself(error: BaseException) -> None:
 
 def fate_of(error: BaseException) -> Decision:
     """Return what becomes of a message after its first failure."""
-    return after_failure(Policy(), error, attempts=0, waited=0.0, reason="failed")
+    return Policy().after_failure(error, attempts=0, waited=0.0, reason="failed")
 
 
 async def test_a_decision_out_of_a_group_of_tasks_is_a_decision() -> None:

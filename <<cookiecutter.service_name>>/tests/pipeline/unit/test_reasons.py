@@ -19,7 +19,7 @@ GIVEN = {
     "Decision": 0,
     "Undecoded": 1,
     "CulpritUnknown": 0,
-    "decision_on": 2,
+    "_after_failure": 2,
     "dead": 1,
 }
 PASSED_ON = {

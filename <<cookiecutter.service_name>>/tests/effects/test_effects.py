@@ -3,36 +3,28 @@
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from time import sleep
 from typing import Any
 
 import asyncpg
 import pytest
 
+from effects import Call, Effects
 from operate import dead
 from operate.dead import Which
-from pipeline import Call, Event, Handlers, Park, Policy, Reject, Retry, Transaction
+from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog
 from pipeline.apply.item import Item, _digest
 from pipeline.handlers.policy import UNKNOWN
-from pipeline.handlers.staging import EFFECTS
+from pipeline.handlers.staging import CALLS
 from pipeline.retry.lanes import Lane
 from pipeline.servers.database import autocommitting
 
-from .desk import Desk, NewDesk
-from .test_backlog import HOLDING, QUICK, told
+from .desk import TOPIC, Desk, NewDesk, Outside, Received, desk_of
 from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.pipeline.integration.test_backlog import HOLDING, told
 from tests.servers.waiting import eventually
-
-TOPIC = "deposits"
-
-
-class Received(Event, type="received"):
-    """What a customer is to be told of."""
-
-    account: str
-    amount: int
 
 
 class Answer(Event, type="answer", topic="answers"):
@@ -41,63 +33,10 @@ class Answer(Event, type="answer", topic="answers"):
     text: str
 
 
-@dataclass
-class Outside:
-    """A bank that tells its customers, and the world that it tells."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of the effect."""
-    refused: set[int] = field(default_factory=set)
-    """Amounts on which the handler fails after it has staged the call."""
-    errors: dict[int, BaseException] = field(default_factory=dict)
-    """What the call raises for an amount."""
-    waits: dict[int, Callable[[], Awaitable[object]]] = field(default_factory=dict)
-    """What the call waits for with an amount."""
-    calls: list[int] = field(default_factory=list)
-    """Amounts that the outside was called with, in this order."""
-    ids: list[tuple[str, int]] = field(default_factory=list)
-    """Idempotency keys and attempts, of each call."""
-    under_way: int = 0
-    handlers: Handlers = field(default_factory=Handlers)
-
-    def __post_init__(self) -> None:
-        @self.handlers.on(
-            Deposited, topic=TOPIC, consumer="deposit", loads=Account.by("account"), policy=QUICK
-        )
-        async def deposit(event: Deposited, tx: Transaction) -> None:
-            account = await tx.load_or_create(Account, event.account)
-            account.history += f"{event.amount},"
-            tx.call(Received(account=event.account, amount=event.amount), of=account)
-            if event.amount in self.refused:
-                raise Reject("not this one")
-
-        options: dict[str, Any] = {"policy": QUICK} | self.options
-
-        @self.handlers.effect(Received, consumer="tell", **options)
-        async def tell(event: Received, call: Call) -> str:
-            self.calls.append(event.amount)
-            self.ids.append((call.id, call.attempt))
-            self.under_way += 1
-            try:
-                if event.amount in self.waits:
-                    await self.waits[event.amount]()
-                if event.amount in self.errors:
-                    raise self.errors[event.amount]
-                return f"told {event.account}"
-            finally:
-                self.under_way -= 1
-
-
-async def desk_of(new_desk: NewDesk, **options: Any) -> tuple[Outside, Desk]:
-    """Return the bank whose effect has these options, and its desk."""
-    outside = Outside(options)
-    return outside, await new_desk(outside.handlers, topic=TOPIC)
-
-
 async def test_the_call_is_made_after_the_commit_and_its_result_is_kept(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    outside, desk = await desk_of(new_desk)
+    outside, desk = await desk_of(new_calling_desk)
     await desk.apply(Deposit(1), Deposit(2, "bob"))
     assert outside.calls == []
     assert await histories(db) == {"ada": [1], "bob": [2]}
@@ -111,17 +50,17 @@ async def test_the_call_is_made_after_the_commit_and_its_result_is_kept(
 
 
 async def test_a_transaction_that_is_rolled_back_calls_nobody(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    outside, desk = await desk_of(new_desk)
+    outside, desk = await desk_of(new_calling_desk)
     outside.refused = {1}
     await desk.apply(Deposit(1), Deposit(2))
     await desk.call()
     assert outside.calls == [2]
 
 
-async def test_a_redelivered_message_calls_nobody_again(new_desk: NewDesk) -> None:
-    outside, desk = await desk_of(new_desk)
+async def test_a_redelivered_message_calls_nobody_again(new_calling_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_calling_desk)
     for _ in range(2):
         await desk.apply(Deposit(1))
         await desk.call()
@@ -129,9 +68,9 @@ async def test_a_redelivered_message_calls_nobody_again(new_desk: NewDesk) -> No
 
 
 async def test_calls_of_a_key_are_made_one_by_one_in_order_and_those_of_others_meanwhile(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
-    outside, desk = await desk_of(new_desk)
+    outside, desk = await desk_of(new_calling_desk)
     release = asyncio.Event()
     outside.waits = {1: release.wait}
     await desk.apply(Deposit(1), Deposit(2), Deposit(3), Deposit(10, "bob"))
@@ -157,16 +96,16 @@ def of_one_lane(count: int, *consumers: str) -> list[str]:
     """Return accounts whose calls are all in the same lane, whoever's they are."""
 
     def lane(consumer: str, account: str) -> int:
-        key = _digest(consumer, EFFECTS, b"+" + account.encode())
-        return backlog.lane_of(key, "effect")
+        key = _digest(consumer, CALLS, b"+" + account.encode())
+        return backlog.lane_of(key, "call")
 
     found = (f"of {number}" for number in itertools.count())
     alike = (one for one in found if {lane(name, one) for name in consumers} == {64})
     return list(itertools.islice(alike, count))
 
 
-async def test_many_calls_of_a_lane_are_under_way_at_once(new_desk: NewDesk) -> None:
-    outside, desk = await desk_of(new_desk)
+async def test_many_calls_of_a_lane_are_under_way_at_once(new_calling_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_calling_desk)
     together = asyncio.Barrier(5)
     outside.waits = dict.fromkeys(range(5), together.wait)
     accounts = of_one_lane(5, "tell")
@@ -177,9 +116,9 @@ async def test_many_calls_of_a_lane_are_under_way_at_once(new_desk: NewDesk) -> 
 
 
 async def test_what_has_come_out_of_a_call_is_kept_though_another_ends_with_an_error_of_ours(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+    new_calling_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outside, desk = await desk_of(new_desk)
+    outside, desk = await desk_of(new_calling_desk)
     failing, well = of_one_lane(2, "tell")
     call, has_ended = desk.caller._call, asyncio.Event()
 
@@ -200,10 +139,10 @@ async def test_what_has_come_out_of_a_call_is_kept_though_another_ends_with_an_e
 
 
 async def test_what_comes_while_others_of_the_lane_hang_is_called_all_the_same(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
     """Promise 4."""
-    outside, desk = await desk_of(new_desk)
+    outside, desk = await desk_of(new_calling_desk)
     release = asyncio.Event()
     outside.waits = dict.fromkeys(range(10), release.wait)
     hanging, *others = of_one_lane(10, "tell")
@@ -219,17 +158,17 @@ async def test_what_comes_while_others_of_the_lane_hang_is_called_all_the_same(
 
 
 async def test_an_effect_that_has_to_be_slow_does_not_hold_up_others_of_its_lane(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
     """Promise 4."""
-    outside, desk = await desk_of(new_desk, per_second=0.001)
+    outside, desk = await desk_of(new_calling_desk, per_second=0.001)
     others: list[int] = []
 
-    @outside.handlers.effect(Received, consumer="note")
+    @outside.effects.on(Received, consumer="note")
     async def note(event: Received, call: Call) -> None:
         others.append(event.amount)
 
-    desk = await new_desk(outside.handlers, topic=TOPIC)
+    desk = await new_calling_desk(outside.handlers, topic=TOPIC)
     accounts = of_one_lane(20, "tell", "note")
     await desk.apply(*(Deposit(number, account) for number, account in enumerate(accounts)))
     await desk.call()
@@ -237,23 +176,26 @@ async def test_an_effect_that_has_to_be_slow_does_not_hold_up_others_of_its_lane
     assert len(outside.calls) == 1
 
 
-async def test_effects_whose_calls_take_long_leave_a_place_for_others(new_desk: NewDesk) -> None:
+async def test_effects_whose_calls_take_long_leave_a_place_for_others(
+    new_calling_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Promise 4."""
-    outside, _ = await desk_of(new_desk)
+    outside, _ = await desk_of(new_calling_desk)
     slow: list[int] = []
     quick: list[int] = []
     answered = asyncio.Event()
 
-    @outside.handlers.effect(Received, consumer="ring")
+    @outside.effects.on(Received, consumer="ring")
     async def ring(event: Received, call: Call) -> None:
         slow.append(event.amount)
         await answered.wait()
 
-    @outside.handlers.effect(Received, consumer="note")
+    @outside.effects.on(Received, consumer="note")
     async def note(event: Received, call: Call) -> None:
         quick.append(event.amount)
 
-    desk = await new_desk(outside.handlers, topic=TOPIC, effect_calls=6)
+    monkeypatch.setenv("PIPELINE_EFFECT_CALLS", "6")
+    desk = await new_calling_desk(outside.handlers, topic=TOPIC)
     outside.waits = dict.fromkeys(range(20), answered.wait)
     await desk.apply(*(Deposit(number, f"of {number}") for number in range(20)))
     calling = asyncio.create_task(desk.caller.run())
@@ -266,9 +208,9 @@ async def test_effects_whose_calls_take_long_leave_a_place_for_others(new_desk: 
 
 
 async def test_a_call_that_fails_is_made_again_with_the_same_key_and_those_behind_it_wait(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
-    outside, desk = await desk_of(new_desk, policy=Policy())
+    outside, desk = await desk_of(new_calling_desk, policy=Policy())
     outside.errors = {1: OSError("no route")}
     await desk.apply(Deposit(1), Deposit(2))
     await desk.call()
@@ -287,8 +229,10 @@ async def test_a_call_that_fails_is_made_again_with_the_same_key_and_those_behin
     assert [attempt for _, attempt in outside.ids] == [1, 2, 1]
 
 
-async def test_a_call_whose_attempts_are_used_up_is_a_dead_letter(new_desk: NewDesk) -> None:
-    outside, desk = await desk_of(new_desk, policy=Policy(attempts=2, schedule=(0,)))
+async def test_a_call_whose_attempts_are_used_up_is_a_dead_letter(
+    new_calling_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_calling_desk, policy=Policy(attempts=2, schedule=(0,)))
     outside.errors = {1: ValueError("no")}
     await desk.apply(Deposit(1), Deposit(2))
     await _until_called(desk, outside, 3)
@@ -307,8 +251,8 @@ async def _until_called(desk: Desk, outside: Outside, times: int) -> None:
     await desk.call()
 
 
-async def test_what_an_effect_rejects_or_puts_off_is_that(new_desk: NewDesk) -> None:
-    outside, desk = await desk_of(new_desk, policy=HOLDING)
+async def test_what_an_effect_rejects_or_puts_off_is_that(new_calling_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_calling_desk, policy=HOLDING)
     outside.errors = {1: Reject("never"), 10: Park(after=3_600)}
     await desk.apply(Deposit(1), Deposit(2), Deposit(10, "bob"))
     await desk.call()
@@ -318,8 +262,10 @@ async def test_what_an_effect_rejects_or_puts_off_is_that(new_desk: NewDesk) -> 
     assert "parked by its handler" in {row["reason"] for row in await desk.backlog()}
 
 
-async def test_a_call_that_takes_too_long_is_ended_and_made_again(new_desk: NewDesk) -> None:
-    outside, desk = await desk_of(new_desk, timeout=0.2, policy=Policy())
+async def test_a_call_that_takes_too_long_is_ended_and_made_again(
+    new_calling_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_calling_desk, timeout=0.2, policy=Policy())
     outside.waits = {1: asyncio.Event().wait}
     await desk.apply(Deposit(1), Deposit(2, "bob"))
     await desk.call()
@@ -329,10 +275,30 @@ async def test_a_call_that_takes_too_long_is_ended_and_made_again(new_desk: NewD
     assert sorted(outside.calls) == [1, 2]
 
 
+async def test_a_call_that_ignores_its_cancellation_is_found(new_calling_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_calling_desk, timeout=0.1)
+    release = asyncio.Event()
+
+    async def ignore() -> None:
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await release.wait()
+
+    outside.waits = {1: ignore}
+    await desk.apply(Deposit(1))
+    calling = asyncio.create_task(desk.call())
+    await eventually(lambda: desk.caller.ignoring_cancellation(0.1) is not None)
+    found = desk.caller.ignoring_cancellation(0.1)
+    assert found
+    assert found[0].consumer == "tell"
+    release.set()
+    await calling
+
+
 async def test_a_call_may_take_longer_than_the_lease_of_its_lane(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    outside, desk = await desk_of(new_desk)
+    outside, desk = await desk_of(new_calling_desk)
     outside.waits = {1: lambda: _renewed(db)}
     await desk.apply(Deposit(1))
     # The lease is to be renewed several times within it.
@@ -358,11 +324,11 @@ async def _renewed(db: asyncpg.Connection) -> None:
 
 
 async def test_who_has_lost_the_lane_stores_nothing_and_the_call_is_made_again_with_its_key(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """The outside answers twice; what it has to go by is the key."""
-    outside, desk = await desk_of(new_desk)
-    other = await new_desk(outside.handlers, topic=TOPIC)
+    outside, desk = await desk_of(new_calling_desk)
+    other = await new_calling_desk(outside.handlers, topic=TOPIC)
     release = asyncio.Event()
     outside.waits = {1: release.wait}
     await desk.apply(Deposit(1))
@@ -381,9 +347,9 @@ async def test_who_has_lost_the_lane_stores_nothing_and_the_call_is_made_again_w
 
 
 async def test_an_error_of_another_database_is_not_taken_for_an_outage_of_ours(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
-    outside, desk = await desk_of(new_desk, policy=Policy())
+    outside, desk = await desk_of(new_calling_desk, policy=Policy())
     outside.errors = {1: asyncpg.ConnectionDoesNotExistError("of the other one")}
     await desk.apply(Deposit(1))
     await desk.call()
@@ -392,10 +358,10 @@ async def test_an_error_of_another_database_is_not_taken_for_an_outage_of_ours(
     assert outside.calls == [1]
 
 
-async def broken_down(new_desk: NewDesk, **options: Any) -> tuple[Outside, Desk]:
+async def broken_down(new_calling_desk: NewDesk, **options: Any) -> tuple[Outside, Desk]:
     """Return an outside that does nothing, and a desk that has tried it with 100 calls."""
     outside = Outside({"policy": Policy(), **options})
-    desk = await new_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
+    desk = await new_calling_desk(outside.handlers, topic=TOPIC, retry_pause=3_600)
     outside.errors = {number: OSError("down") for number in range(100)}
     await desk.apply(*(Deposit(number, f"of {number}") for number in range(100)))
     await desk.call()
@@ -403,9 +369,11 @@ async def broken_down(new_desk: NewDesk, **options: Any) -> tuple[Outside, Desk]
     return outside, desk
 
 
-async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: NewDesk) -> None:
+async def test_an_outage_of_the_outside_spends_no_attempts_of_many(
+    new_calling_desk: NewDesk,
+) -> None:
     """Promise 5, for the outside: the breaker opens, and closes when it answers again."""
-    outside, desk = await broken_down(new_desk)
+    outside, desk = await broken_down(new_calling_desk)
     rows = await desk.backlog()
     assert len(rows) == 100
     assert sum(row["attempts"] for row in rows) < 20, "so many keys open it"
@@ -425,9 +393,9 @@ async def test_an_outage_of_the_outside_spends_no_attempts_of_many(new_desk: New
 
 
 async def test_an_outage_of_the_outside_ends_for_calls_that_must_not_be_repeated_too(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
-    outside, desk = await broken_down(new_desk, repeatable=False)
+    outside, desk = await broken_down(new_calling_desk, repeatable=False)
     outside.errors = {}
     desk.let_probe("tell")
 
@@ -444,12 +412,12 @@ async def test_an_outage_of_the_outside_ends_for_calls_that_must_not_be_repeated
 
 
 async def test_to_ask_in_vain_spends_no_attempt_while_the_breaker_is_open(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     async def ask(event: Received, call: Call) -> bool:
         raise OSError("down")
 
-    _, desk = await broken_down(new_desk, repeatable=False, ask=ask)
+    _, desk = await broken_down(new_calling_desk, repeatable=False, ask=ask)
     # Those that may have happened are left: each probe asks for one of them.
     await db.execute("DELETE FROM pipeline.backlog WHERE reason <> $1", UNKNOWN)
     for _ in range(20):
@@ -461,12 +429,12 @@ async def test_to_ask_in_vain_spends_no_attempt_while_the_breaker_is_open(
 
 
 async def test_who_has_called_in_vain_again_waits_as_long_as_after_the_first_time(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     async def ask(event: Received, call: Call) -> bool:
         return False
 
-    outside, desk = await broken_down(new_desk, repeatable=False, ask=ask)
+    outside, desk = await broken_down(new_calling_desk, repeatable=False, ask=ask)
     await db.execute(
         "DELETE FROM pipeline.backlog"
         " WHERE key <> (SELECT key FROM pipeline.backlog WHERE reason = $1 LIMIT 1)",
@@ -482,7 +450,7 @@ async def test_who_has_called_in_vain_again_waits_as_long_as_after_the_first_tim
 
 
 async def test_what_comes_after_a_call_is_done_in_a_transaction(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     failures = [ValueError("not yet")]
 
@@ -493,7 +461,7 @@ async def test_what_comes_after_a_call_is_done_in_a_transaction(
         account.balance += event.amount
         tx.publish(Answer(text=result), of=account)
 
-    outside, desk = await desk_of(new_desk, then=then, loads=Account.by("account"))
+    outside, desk = await desk_of(new_calling_desk, then=then, loads=Account.by("account"))
     await desk.apply(Deposit(1))
     await _until_called(desk, outside, 2)
     assert [attempt for _, attempt in outside.ids] == [1, 2]
@@ -502,8 +470,8 @@ async def test_what_comes_after_a_call_is_done_in_a_transaction(
     assert await db.fetchval("SELECT payload FROM pipeline.outbox") == payload
 
 
-async def test_no_more_calls_begin_in_a_second_than_allowed(new_desk: NewDesk) -> None:
-    outside, desk = await desk_of(new_desk, per_second=10)
+async def test_no_more_calls_begin_in_a_second_than_allowed(new_calling_desk: NewDesk) -> None:
+    outside, desk = await desk_of(new_calling_desk, per_second=10)
     loop = asyncio.get_running_loop()
     await desk.apply(*(Deposit(number, f"of {number}") for number in range(6)))
     begun = loop.time()
@@ -536,9 +504,9 @@ async def begin_and_die(desk: Desk, outside: Outside, db: asyncpg.Connection) ->
 
 
 async def test_a_call_that_may_be_repeated_is_after_a_death(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    outside, desk = await desk_of(new_desk)
+    outside, desk = await desk_of(new_calling_desk)
     await desk.apply(Deposit(1), Deposit(2))
     await begin_and_die(desk, outside, db)
     await desk.call()
@@ -547,9 +515,9 @@ async def test_a_call_that_may_be_repeated_is_after_a_death(
 
 
 async def test_a_call_that_must_not_be_repeated_is_a_dead_letter_after_a_death(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    outside, desk = await desk_of(new_desk, repeatable=False)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False)
     await desk.apply(Deposit(1), Deposit(2))
     await begin_and_die(desk, outside, db)
     await desk.call()
@@ -561,12 +529,12 @@ async def test_a_call_that_must_not_be_repeated_is_a_dead_letter_after_a_death(
 
 
 async def test_nobody_is_asked_while_the_call_may_still_be_under_way(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     async def ask(event: Received, call: Call) -> bool:
         return False
 
-    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, timeout=300)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False, ask=ask, timeout=300)
     release = asyncio.Event()
     outside.waits = {1: release.wait}
     await desk.apply(Deposit(1))
@@ -580,12 +548,12 @@ async def test_nobody_is_asked_while_the_call_may_still_be_under_way(
 
 
 async def test_a_call_that_was_asked_for_is_noted_like_the_first(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     async def ask(event: Received, call: Call) -> bool:
         return False
 
-    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, timeout=300)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False, ask=ask, timeout=300)
     await desk.apply(Deposit(1))
     await begin_and_die(desk, outside, db)
     # In the lane of a worker that has died each is noted anyway.
@@ -623,13 +591,13 @@ SHORT = {"backlog_lease": 3.0, "transaction_timeout": 2.5}
 
 
 async def test_who_was_stopped_between_the_note_and_the_call_does_not_make_it(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     async def ask(event: Received, call: Call) -> bool:
         return False
 
     outside = Outside({"repeatable": False, "ask": ask})
-    desk = await new_desk(outside.handlers, topic=TOPIC, **SHORT)
+    desk = await new_calling_desk(outside.handlers, topic=TOPIC, **SHORT)
     await desk.apply(Deposit(1))
     lost = "UPDATE pipeline.backlog_lane SET token = token + 1"
     await stopped_after_the_note(desk, lambda: db.execute(lost))
@@ -644,10 +612,10 @@ async def test_who_was_stopped_between_the_note_and_the_call_does_not_make_it(
 
 
 async def test_who_was_stopped_and_still_has_the_lane_begins_the_call_anew(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
     outside = Outside({"repeatable": False})
-    desk = await new_desk(outside.handlers, topic=TOPIC, **SHORT)
+    desk = await new_calling_desk(outside.handlers, topic=TOPIC, **SHORT)
     await desk.apply(Deposit(1))
     await stopped_after_the_note(desk, lambda: asyncio.sleep(0))
     assert [attempt for _, attempt in outside.ids] == [1], "it spends no attempt"
@@ -656,12 +624,12 @@ async def test_who_was_stopped_and_still_has_the_lane_begins_the_call_anew(
 
 @pytest.mark.parametrize("starts", [0, 1])
 async def test_an_unknown_outcome_stays_one_when_nobody_can_read_it_any_more(
-    new_desk: NewDesk, db: asyncpg.Connection, starts: int
+    new_calling_desk: NewDesk, db: asyncpg.Connection, starts: int
 ) -> None:
     async def ask(event: Received, call: Call) -> bool:
         raise AssertionError("there is no event to ask about")
 
-    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, policy=Policy())
+    outside, desk = await desk_of(new_calling_desk, repeatable=False, ask=ask, policy=Policy())
     await desk.apply(Deposit(1))
     await begin_and_die(desk, outside, db)
     await db.execute("UPDATE pipeline.backlog SET value = '{}'")
@@ -675,7 +643,7 @@ async def test_an_unknown_outcome_stays_one_when_nobody_can_read_it_any_more(
 
 @pytest.mark.parametrize("happened", [True, False])
 async def test_somebody_who_can_ask_is_asked_instead(
-    new_desk: NewDesk, db: asyncpg.Connection, happened: bool
+    new_calling_desk: NewDesk, db: asyncpg.Connection, happened: bool
 ) -> None:
     asked: list[str] = []
 
@@ -685,7 +653,7 @@ async def test_somebody_who_can_ask_is_asked_instead(
             raise OSError("nobody answers")
         return happened
 
-    outside, desk = await desk_of(new_desk, repeatable=False, ask=ask, policy=Policy())
+    outside, desk = await desk_of(new_calling_desk, repeatable=False, ask=ask, policy=Policy())
     await desk.apply(Deposit(1))
     await begin_and_die(desk, outside, db)
     await desk.call()
@@ -700,9 +668,9 @@ async def test_somebody_who_can_ask_is_asked_instead(
 
 
 async def test_only_what_surely_did_not_take_place_is_called_again_by_itself(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
-    outside, desk = await desk_of(new_desk, repeatable=False)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False)
     outside.errors = {1: Retry("refused before anything", after=60), 2: OSError("lost")}
     await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, "eve"))
     await desk.call()
@@ -716,12 +684,12 @@ async def test_only_what_surely_did_not_take_place_is_called_again_by_itself(
 
 
 async def test_what_did_take_place_is_not_called_again_for_what_comes_after_it(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
     async def then(event: Received, tx: Transaction, result: str) -> None:
         raise Retry("of what?")
 
-    outside, desk = await desk_of(new_desk, repeatable=False, then=then)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False, then=then)
     await desk.apply(Deposit(1))
     await desk.call()
     (row,) = await desk.backlog()
@@ -731,7 +699,7 @@ async def test_what_did_take_place_is_not_called_again_for_what_comes_after_it(
 
 
 async def test_calls_without_a_key_do_not_wait_for_each_other(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     handlers, calls = Handlers(), []
 
@@ -742,13 +710,13 @@ async def test_calls_without_a_key_do_not_wait_for_each_other(
         tx.call(Received(account="", amount=100), key="one")
         tx.call(Received(account="", amount=101), key="one")
 
-    @handlers.effect(Received, consumer="tell", policy=Policy())
+    @Effects(handlers).on(Received, consumer="tell", policy=Policy())
     async def tell(event: Received, call: Call) -> None:
         calls.append(event.amount)
         if event.amount in (1, 100):
             raise ValueError("no")
 
-    desk = await new_desk(handlers, topic=TOPIC)
+    desk = await new_calling_desk(handlers, topic=TOPIC)
     await desk.apply(Deposit(3))
     await desk.call()
     assert sorted(calls) == [0, 1, 2, 100]
@@ -756,21 +724,21 @@ async def test_calls_without_a_key_do_not_wait_for_each_other(
 
 
 async def test_a_process_that_knows_no_handler_leaves_an_unknown_outcome_unknown(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """As in the middle of a deployment."""
-    outside, desk = await desk_of(new_desk, repeatable=False)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False)
     older = Handlers()
 
     class Forgotten(Event, type="forgotten"):
         pass
 
-    @older.effect(Forgotten, consumer="tell")
+    @Effects(older).on(Forgotten, consumer="tell")
     async def tell(event: Forgotten, call: Call) -> None: ...
 
     await desk.apply(Deposit(1))
     await begin_and_die(desk, outside, db)
-    await (await new_desk(older, topic=TOPIC)).call()
+    await (await new_calling_desk(older, topic=TOPIC)).call()
     (row,) = await desk.backlog()
     assert row["reason"] == UNKNOWN
     await desk.make_due()
@@ -779,9 +747,9 @@ async def test_a_process_that_knows_no_handler_leaves_an_unknown_outcome_unknown
 
 
 async def test_what_may_have_taken_place_is_redriven_only_if_it_is_asked_for(
-    new_desk: NewDesk,
+    new_calling_desk: NewDesk,
 ) -> None:
-    outside, desk = await desk_of(new_desk, repeatable=False)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False)
     outside.errors = {1: OSError("lost"), 2: Reject("no")}
     await desk.apply(Deposit(1), Deposit(2, "bob"))
     await desk.call()
@@ -804,8 +772,10 @@ async def redriven(desk: Desk, which: Which) -> int:
     return sum(map(len, chunks))
 
 
-async def test_a_persons_command_leaves_calls_alone_that_are_under_way(new_desk: NewDesk) -> None:
-    outside, desk = await desk_of(new_desk, repeatable=False)
+async def test_a_persons_command_leaves_calls_alone_that_are_under_way(
+    new_calling_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_calling_desk, repeatable=False)
     release = asyncio.Event()
     outside.waits = {1: release.wait}
     outside.errors = {2: Reject("no")}
@@ -825,14 +795,14 @@ async def test_a_persons_command_leaves_calls_alone_that_are_under_way(new_desk:
     assert await desk.backlog() == []
 
 
-async def test_what_nobody_takes_is_refused_where_it_is_staged(new_desk: NewDesk) -> None:
+async def test_what_nobody_takes_is_refused_where_it_is_staged(new_calling_desk: NewDesk) -> None:
     handlers = Handlers()
 
     @handlers.on(Deposited, topic=TOPIC, consumer="deposit", policy=Policy())
     async def deposit(event: Deposited, tx: Transaction) -> None:
         tx.call(Received(account="", amount=1))
 
-    desk = await new_desk(handlers, topic=TOPIC)
+    desk = await new_calling_desk(handlers, topic=TOPIC)
     await desk.apply(Deposit(1))
     (row,) = await desk.backlog()
-    assert "no effect takes Received: register one by @handlers.effect(Received, …)" in row["error"]
+    assert "no effect takes Received: register one by @effects.on(Received, …)" in row["error"]

@@ -1,0 +1,178 @@
+"""One call to the outside: made with its time limit and its span, then settled in a transaction.
+
+The handler that settles a call returns or raises what the call did, so that its row is done, tried
+again, postponed or dead like that of any other handler.
+"""
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import pydantic_core
+from opentelemetry.context import Context
+
+from pipeline.apply.calls import result_as_json
+from pipeline.apply.item import Item
+from pipeline.errors import describe_error, is_of_the_database
+from pipeline.handlers.policy import DIED, NOT_DONE, UNKNOWN, as_decision
+from pipeline.handlers.registry import Handler
+from pipeline.handlers.transaction import Transaction
+from pipeline.observe import metrics
+from pipeline.observe.traces import ProcessSpans
+from pipeline.servers.guard import InContext
+
+from .registration import Call, Effect
+
+log = logging.getLogger(__name__)
+
+
+class OutcomeUnknown(Exception):
+    """A call has begun, and whether it took place is not known."""
+
+
+class CallFailed(Exception):
+    """A call has failed with an error that looks like one of the service's own database."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What has come out of a call."""
+
+    item: Item
+    result: object = None
+    kept: object = None
+    """What is kept of the result, as JSON."""
+    error: BaseException | None = None
+    context: Context | None = None
+    """Trace context of the call's span."""
+    is_noted: bool = False
+    """Whether it was stored beforehand that the call begins."""
+    is_made: bool = False
+    """Whether the call was made; otherwise at most `ask` was called."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether to settle it runs no code of the service, and can't fail."""
+        has_failed = self.error is not None or self.item.fault is not None
+        return not has_failed and Effect.of(self.item).then is None
+
+    def settling(self) -> Item:
+        """Return the message with a handler that does what the call has led to."""
+        effect = Effect.of(self.item)
+
+        async def settle(event: Any, tx: Transaction) -> object:
+            if self.error is not None:
+                raise self.error
+            if effect.then is not None:
+                try:
+                    await effect.then(event, tx, self.result)
+                except Exception as error:
+                    if effect.is_repeatable or not isinstance(as_decision(error), NOT_DONE):
+                        raise
+                    # Such an error says that the call did not take place. This one did.
+                    text = f"it took place, but then: {describe_error(error)}"
+                    raise OutcomeUnknown(text) from error
+            return self.kept
+
+        return self.item._replace(handler=replace(effect, function=settle), called=self.context)
+
+
+class Caller:
+    """Makes calls, and knows those that are under way."""
+
+    def __init__(self, group: str) -> None:
+        self._spans = ProcessSpans(group)
+        self._calling: dict[asyncio.Task[Any], tuple[Item, float]] = {}
+        """Messages whose function is called, and the loop's time at which it has to end."""
+
+    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any]] | None:
+        """Return a message whose call goes on so long after it was cancelled, and its task."""
+        now = asyncio.get_running_loop().time()
+        for task, (item, until) in self._calling.items():
+            if now - until > seconds:
+                return item, task
+        return None
+
+    async def call(self, item: Item) -> CallResult:
+        """Call the function, or first `ask` whether an earlier call took place."""
+        handler = item.handler
+        if item.fault is not None:
+            return CallResult(item)
+        task = asyncio.current_task()
+        assert task is not None
+        now = asyncio.get_running_loop().time
+        self._calling[task] = item, now() + handler.timeout
+        limit = asyncio.timeout(handler.timeout)
+        current = self._spans.of(item.message, handler.consumer, item.trace)
+        called = CallResult(item, context=current.context)
+        begun = perf_counter()
+        try:
+            with current:
+                async with limit:
+                    call = Call(item.message, item.attempts + 1)
+                    if may_have_happened(item):
+                        if await _has_happened(item, call):
+                            return called
+                        if now() >= (limit.when() or math.inf):  # stopped, and not cancelled yet
+                            raise TimeoutError
+                    called = replace(called, is_made=True)
+                    result = await InContext(handler.function(item.event, call))
+            return replace(called, result=result, kept=_kept(result, item))
+        except asyncio.CancelledError as error:
+            if task.cancelling():
+                raise
+            return replace(called, error=error)
+        except BaseException as error:  # sys.exit() too, and the panic of a library
+            return replace(called, error=_as_handlers_own(error, handler, limit))
+        finally:
+            key = handler.consumer, handler.event.event_type
+            metrics.handled({key: perf_counter() - begun})
+            del self._calling[task]
+
+
+def may_have_happened(item: Item) -> bool:
+    """Whether an earlier call may have taken place, so that it must not simply be repeated."""
+    return item.reason in (UNKNOWN, DIED) and not Effect.of(item).is_repeatable
+
+
+async def _has_happened(item: Item, call: Call) -> bool:
+    """Ask whether an earlier call took place."""
+    ask = Effect.of(item).ask
+    assert ask is not None
+    try:
+        return await ask(item.event, call)
+    except Exception as error:
+        if not isinstance(as_decision(error), NOT_DONE):
+            raise
+        # Raised by the function, it says that the call did not take place. `ask` can't say so.
+        raise OutcomeUnknown(f"it can't be asked: {describe_error(error)}") from error
+
+
+def _kept(result: object, item: Item) -> object:
+    """Return the JSON that is kept of what a call has returned: whatever it is, it was made."""
+    try:
+        kept = result_as_json(result)
+    except TypeError as error:
+        consumer, id = item.consumer, item.message.id
+        log.warning("%s: call %r was made, and nothing of it is kept: %s", consumer, id, error)
+        return None
+    return kept and pydantic_core.from_json(kept)
+
+
+def _as_handlers_own(
+    error: BaseException, handler: Handler, limit: asyncio.Timeout
+) -> BaseException:
+    """Return the error of a call as one that the transaction attributes to its handler."""
+    own: BaseException
+    decision = as_decision(error)
+    if limit.expired():
+        own = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
+    elif is_of_the_database(decision):
+        own = CallFailed(describe_error(error))
+    else:
+        return decision
+    own.__cause__ = error
+    return own
