@@ -27,8 +27,9 @@ from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from . import backlog, inbox
+from .attempt import Attempt, Memory
 from .breaker import Breaker, BreakerOpen
-from .calls import Attempt, Failures, Memory, call_handlers
+from .calls import Failures, call_handlers
 from .claim_check import ClaimCheck
 from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession, Progress
 from .filters import Filters

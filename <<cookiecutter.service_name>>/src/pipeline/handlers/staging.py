@@ -6,17 +6,17 @@ Those that are due later are written into a table of their own, from which `sche
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import asyncpg
 from opentelemetry.context import Context, get_current
-from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-from pipeline.errors import summarize_error
 from pipeline.events.event import Event
 from pipeline.observe import statements, traces
 from pipeline.schema import SCHEMA
+
+from .readback import Unpublishable, check_readback
 
 CALLS = "(calls)"
 """Stands for the topic of events that are staged by `call`; no topic has such a name."""
@@ -27,16 +27,8 @@ _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
 
-_ADVICE = (
-    "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
-    " nothing of another type or a subclass; an alias needs serialize_by_alias=True"
-)
 
 _BEGUN = blake2b(digest_size=16)
-
-
-class Unpublishable(ValueError):
-    """An event that could never be sent. Nothing was staged; the handler sees this error."""
 
 
 class StagedEvent(NamedTuple):
@@ -234,7 +226,7 @@ class Outbox:
         except (UnicodeEncodeError, PydanticSerializationError) as error:
             text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
             raise Unpublishable(text) from error
-        _read_back(event, payload)
+        check_readback(event, payload)
         traceparent, tracestate, baggage = self._headers_of(
             get_current() if context is None else context
         )
@@ -321,48 +313,6 @@ def _topic_of(kind: type[Event]) -> str:
             f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
         )
     return topic
-
-
-def _read_back(event: Event, payload: bytes) -> None:
-    """Raise `Unpublishable` if the event's class does not read what it has written as it was."""
-    kind = type(event)
-    try:
-        read = kind.__pydantic_validator__.validate_json(payload)
-    except Exception as error:
-        why = f"{kind.__name__} can't be read from its own JSON ({summarize_error(error)})"
-        raise Unpublishable(f"{why}: {_ADVICE}") from error
-    if read.__dict__ != event.__dict__ or event.__pydantic_extra__:
-        before, after = _members(event), _members(read)
-        for name in before:
-            if not _is_same(before[name], after.get(name)):
-                why = f"{kind.__name__}.{name} is another value when it is read from its own JSON"
-                raise Unpublishable(f"{why}: {_ADVICE}")
-
-
-def _members(one: object) -> dict[str, Any]:
-    if isinstance(one, BaseModel):
-        return {name: getattr(one, name) for name in type(one).model_fields} | (
-            one.__pydantic_extra__ or {}
-        )
-    return getattr(one, "__dict__", {})
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether values are the same, also where Python has no two equal ones."""
-    if one == other or type(one) is not type(other):
-        return bool(one == other)
-    if isinstance(one, datetime):  # of two zones, in the hour that a clock is set back by
-        return bool(one.isoformat() == other.isoformat())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    before, after = (
-        _members(value) if not isinstance(value, dict) else value for value in (one, other)
-    )
-    return (
-        bool(before)
-        and before.keys() == after.keys()
-        and all(_is_same(before[name], after[name]) for name in before)
-    )
 
 
 async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:

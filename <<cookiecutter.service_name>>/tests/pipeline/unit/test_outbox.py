@@ -34,7 +34,8 @@ from pydantic_core import core_schema
 import pipeline
 from pipeline import Event
 from pipeline.events.cloudevents import event_headers
-from pipeline.handlers.staging import Due, Outbox, StagedEvent, Unpublishable, event_id
+from pipeline.handlers.readback import Unpublishable
+from pipeline.handlers.staging import Due, Outbox, StagedEvent, event_id
 from pipeline.observe import traces
 
 LIMIT = 10_000
