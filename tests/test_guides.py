@@ -25,7 +25,7 @@ TEMPLATES = (ROOT / "README.md").read_text("utf-8")
 FAILING = (
     (RAW / "README.md").read_text("utf-8").partition("\n## When something can't be handled\n")[2]
 )
-EVENTS = OPERATING.partition("## Events that Kafka refuses")[2].partition("\n## ")[0]
+EVENTS = OPERATING.partition("## Events that Kafka rejects")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
 BEFORE = """```python
 from datetime import datetime

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import asyncpg
@@ -194,15 +195,15 @@ class Publisher:
                 counts[topic] = _partitions(producer, topic)
             except KafkaError as error:
                 errors[topic] = error
-        chains: dict[tuple[str, int], Chain] = {}
+        placed: defaultdict[tuple[str, int], list[asyncpg.Record]] = defaultdict(list)
         for event in events:
             topic = event["topic"]
             if topic not in errors:
-                place = topic, partition_of(event["key"], event["id"], counts[topic])
-                chains.setdefault(place, Chain(*place, [])).events.append(event)
+                partition = partition_of(event["key"], event["id"], counts[topic])
+                placed[topic, partition].append(event)
             elif rejection := rejection_of(errors[topic], event):
                 sending.rejections[event["id"]] = rejection
-        return list(chains.values())
+        return [Chain(*place, found) for place, found in placed.items()]
 
     async def _send_chain(
         self,
