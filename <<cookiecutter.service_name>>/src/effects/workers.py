@@ -25,7 +25,8 @@ from pipeline.observe.health import Health
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
 from pipeline.retry.lanes import Lane, Taken
-from pipeline.retry.workers import BacklogWorkers, died, unchanged
+from pipeline.retry.suspects import pessimistic, unchanged
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.schema import LANES
 from pipeline.servers.tasks import end, in_background
 
@@ -228,7 +229,7 @@ class EffectWorkers(BacklogWorkers):
         effect, policy = Effect.of(item), item.handler.policy
         attempts, waited = item.attempts, item.waited
         if effect.is_repeatable:
-            return died(item) if is_risky else None
+            return pessimistic(item) if is_risky else None
         is_stored = may_have_happened(item)
         if is_stored and (effect.ask is None or item.fault or attempts >= policy.attempts):
             why = item.fault or OutcomeUnknown(item.last_error)

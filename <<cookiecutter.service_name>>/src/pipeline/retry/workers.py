@@ -21,17 +21,6 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.pace import Pace
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
-from pipeline.handlers.policy import (
-    DIED,
-    GAP,
-    SHORTEST,
-    UNDECIDED,
-    Decision,
-    ProcessDied,
-    assumed,
-    dead,
-    suspected,
-)
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
@@ -41,6 +30,7 @@ from pipeline.servers.tasks import sleep_or_event
 
 from .lane_source import LaneSource
 from .lanes import Lane, LaneLost, Taken
+from .suspects import pessimistic, unchanged
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +228,7 @@ class BacklogWorkers:
             log.warning("%s is tried alone: %s", what, item.last_error)
         async with self._consume.alone() as consume:
             # The worst is assumed before: who does not come back has spent an attempt.
-            decision = died(item)
+            decision = pessimistic(item)
             before = replace(work, assumed={item.key: unchanged(item)})
             await self._apply(consume, replace(work, assumed={item.key: decision}))
             if decision.is_dead:
@@ -328,28 +318,3 @@ class BacklogWorkers:
             unless=self._stopping.is_set,
             report=lambda reason: self._health.not_ready(self._name, reason),
         )
-
-
-def died(item: Item) -> Decision:
-    """Return what becomes of a row if the process dies over it.
-
-    The attempt is spent then, but the row goes on waiting, even after its last one: were it dead
-    while it is tried, a later message of its key could overtake it. The next to take it sees that.
-    """
-    policy = item.handler.policy
-    if item.is_suspect and item.attempts >= policy.attempts:
-        error = ProcessDied(f"a process began with it (attempt {item.attempts}) and died")
-        return dead(policy, "attempts used up", error, attempts=item.attempts)
-    error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
-    if item.reason == GAP:  # it may have to wait still, and then nobody is called
-        decision = suspected(policy, error)
-        return replace(decision, attempts=item.attempts, waited=item.waited, is_assumed=True)
-    return assumed(policy, error, attempts=item.attempts, waited=item.waited)
-
-
-def unchanged(item: Item) -> Decision:
-    """Return what a row was before its attempt was spent beforehand."""
-    reason = DIED if item.is_suspect else UNDECIDED
-    return Decision(
-        reason, item.attempts, item.waited, SHORTEST, error=item.last_error, is_assumed=True
-    )

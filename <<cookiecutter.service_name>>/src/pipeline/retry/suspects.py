@@ -1,0 +1,41 @@
+"""Rows over which a process may have died: what is stored of them before they are tried alone."""
+
+from dataclasses import replace
+
+from pipeline.apply.item import Item
+from pipeline.handlers.policy import (
+    DIED,
+    GAP,
+    SHORTEST,
+    UNDECIDED,
+    Decision,
+    ProcessDied,
+    assumed,
+    dead,
+    suspected,
+)
+
+
+def pessimistic(item: Item) -> Decision:
+    """Return the decision that holds if the process dies while it handles the row.
+
+    The attempt is spent then, but the row goes on waiting, even after its last one: were it dead
+    while it is tried, a later message of its key could overtake it. The next to take it sees that.
+    """
+    policy = item.handler.policy
+    if item.is_suspect and item.attempts >= policy.attempts:
+        error = ProcessDied(f"a process began with it (attempt {item.attempts}) and died")
+        return dead(policy, "attempts used up", error, attempts=item.attempts)
+    error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
+    if item.reason == GAP:  # it may have to wait still, and then nobody is called
+        decision = suspected(policy, error)
+        return replace(decision, attempts=item.attempts, waited=item.waited, is_assumed=True)
+    return assumed(policy, error, attempts=item.attempts, waited=item.waited)
+
+
+def unchanged(item: Item) -> Decision:
+    """Return the decision that undoes `pessimistic`: the attempt was not made."""
+    reason = DIED if item.is_suspect else UNDECIDED
+    return Decision(
+        reason, item.attempts, item.waited, SHORTEST, error=item.last_error, is_assumed=True
+    )
