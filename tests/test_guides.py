@@ -123,7 +123,7 @@ def test_the_examples_for_authors_of_handlers_work(
 
 
 @pytest.mark.parametrize(
-    "answers", variants(), ids=lambda given: "-".join(map("=".join, given.items()))
+    "answers", list(variants()), ids=lambda given: "-".join(map("=".join, given.items()))
 )
 def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     template: Template, output: Path, answers: dict[str, str]
