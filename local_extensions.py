@@ -28,7 +28,7 @@ LIBRARIES = frozenset(re.findall(r"^([a-z0-9-]+)==", PINS.read_text("utf-8"), re
 
 OTHERWISE_IMPORTED = frozenset(
     {"dotenv", "google", "importlinter", "markdown_it", "mypyc", "opentelemetry", "pkg_resources"}
-    | {"py", "pythonjsonlogger", "xdist"}
+    | {"py", "xdist"}
 )
 """Import names of theirs that do not follow from the distributions' names."""
 

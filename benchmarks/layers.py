@@ -25,7 +25,7 @@ from pipeline.events import message
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.unit_of_work import UnitOfWork
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, traces
 from pipeline.observe.health import Health
 from pipeline.relay import window
 from pipeline.relay.publisher import Publisher
@@ -33,8 +33,8 @@ from pipeline.relay.window import Progress
 from pipeline.runtime import _collect_seldom
 from pipeline.schema import SHARDS
 from pipeline.servers import clients
-from pipeline.servers.clients import KafkaConsumer
 from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.settings import Settings
 
@@ -48,7 +48,7 @@ async def layers() -> dict[str, float]:
     """Do the work, and return what was spent."""
     settings = Settings()
     _collect_seldom(settings.gc_threshold)
-    sending = exporters.configure(
+    shut_exporters_down = exporters.configure(
         service_name=GROUP,
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
@@ -58,7 +58,7 @@ async def layers() -> dict[str, float]:
     watch(clock)
     consumer = KafkaConsumer(
         topic,
-        **clients.way(settings),
+        **clients.connection_options(settings),
         auto_offset_reset="earliest",
         isolation_level="read_committed",
         max_partition_fetch_bytes=_FETCH_BYTES,
@@ -79,7 +79,7 @@ async def layers() -> dict[str, float]:
             signals=Signals(),
         )
         attempts = retry_while_unavailable(
-            "the batch", "PostgreSQL", unless=lambda: False, away=print
+            "the batch", "PostgreSQL", unless=lambda: False, report=print
         )
         async with autocommitting(engine) as driver:
             snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
@@ -100,7 +100,7 @@ async def layers() -> dict[str, float]:
     finally:
         await publisher.discard()
         await engine.dispose()
-        sending.shutdown()
+        shut_exporters_down()
     return {"fetch": round(fetch, 2), **clock.medians()}
 
 
@@ -124,10 +124,11 @@ def watch(clock: Clock) -> None:
     clock.note(ConsumeTransactions, "apply", "the rest")
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")
-    clock.note(telemetry.ProcessSpans, "of", "telemetry")
-    told = ("received", "processed", "handled", "batch_applied", "published")
-    for name in ("creation_context", "sending", *told):
-        clock.note(telemetry, name, "telemetry")
+    clock.note(traces.ProcessSpans, "of", "telemetry")
+    for name in ("creation_context", "sending"):
+        clock.note(traces, name, "telemetry")
+    for name in ("received", "processed", "handled", "batch_applied", "published"):
+        clock.note(metrics, name, "telemetry")
 
 
 if __name__ == "__main__":

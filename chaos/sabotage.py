@@ -303,7 +303,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "the same events in two partitions",
         [
             Edit(
-                "apply/inbox.py",
+                "retention/rotation.py",
                 'true), pg_advisory_xact_lock($1)"',
                 'true), $1::bigint"',
             )
@@ -314,7 +314,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "a consumer that does not know it was replaced",
         [
             Edit(
-                "apply/inbox.py",
+                "apply/positions.py",
                 "AND next_offset = $4\n    RETURNING 1",
                 "AND $4::bigint IS NOT NULL\n    RETURNING 1",
             ),
@@ -352,8 +352,8 @@ SABOTAGES: Sequence[Sabotage] = (
                 "relay/relay.py",
                 "            await self._publish(driver, events, then)\n",
                 """\
-            self._progress.update(then)
-            await self._write(driver, self._progress)
+            cursor.advance(then, then)
+            await cursor.write_moved(driver)
             await self._publish(driver, events, then)
 """,
             )
@@ -385,20 +385,20 @@ SABOTAGES: Sequence[Sabotage] = (
             *NO_IDEMPOTENCE,
             Edit(
                 "relay/publisher.py",
-                "            while chain.runs:\n",
+                "            while chain.sent < len(chain.events):\n",
                 """\
-            waiting = [[event] for event in events]
+            waiting = chain.events
             while waiting:
                 failed = []
-                for some in waiting:
-                    batch, _ = _filled(producer, some)
+                for event in waiting:
+                    batch, _ = Chain(topic, chain.partition, [event]).fill(producer)
                     try:
                         await (await producer.send_batch(batch, topic, partition=chain.partition))
                     except KafkaError:
-                        failed.append(some)
+                        failed.append(event)
                 waiting = failed
-            chain.runs = []
-            while chain.runs:
+            chain.sent = len(chain.events)
+            while chain.sent < len(chain.events):
 """,
             ),
         ],
@@ -407,8 +407,8 @@ SABOTAGES: Sequence[Sabotage] = (
         "the lease has no token and no deadline",
         "relays that wake up late",
         [
-            Edit("relay/relay.py", " AND cursor.token = mine.token", ""),
-            Edit("relay/relay.py", "return monotonic() < self._lease_ends", "return True"),
+            Edit("relay/cursor.py", " AND cursor.token = mine.token", ""),
+            Edit("relay/cursor.py", "return monotonic() < self._lease_ends", "return True"),
         ],
     ),
     Sabotage(
@@ -469,7 +469,7 @@ reason, attempts, waited,
         "workers that wake up late",
         [
             Edit(
-                "apply/backlog.py",
+                "retry/lanes.py",
                 "WHERE lane = $1 AND token = $2\n    RETURNING 1",
                 "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
             ),
@@ -483,14 +483,14 @@ reason, attempts, waited,
     Sabotage(
         "younger generations are forgotten with an old one",
         "generations that are forgotten",
-        [Edit("apply/inbox.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("retention/rotation.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "a generation is dropped before it is forgotten",
         "generations that are forgotten",
         [
             Edit(
-                "retention/maintenance.py",
+                "retention/generations.py",
                 'if number < generation["oldest"]:',
                 'if number < generation["current"]:',
             )
@@ -510,7 +510,7 @@ reason, attempts, waited,
     Sabotage(
         "a day is dropped whatever was published",
         "days that end",
-        [Edit("retention/maintenance.py", "    if not unfinished:\n", "    if True:\n")],
+        [Edit("retention/days.py", "    if not unfinished:\n", "    if True:\n")],
     ),
     Sabotage(
         "a relay looks at no day that is over",

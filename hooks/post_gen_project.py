@@ -10,7 +10,7 @@ from pathlib import Path
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 CHECKSUMS = Path(".engine.sha256")
-PACKAGES = ("archive", "claims", "effects", "operate", "page", "pipeline")
+PACKAGES = ("archive", "claims", "effects", "object_store", "operate", "page", "pipeline")
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
 
 

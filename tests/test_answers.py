@@ -114,7 +114,7 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
-    *("pipeline", "operate", "archive", "claims", "effects", "page"),
+    *("pipeline", "operate", "archive", "claims", "effects", "object_store", "page"),
     *(
         "tests",
         "migrations",

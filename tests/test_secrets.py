@@ -556,7 +556,7 @@ async def look_at_records(run: Run) -> None:
 
 STORED = """
 SELECT concat_ws(' ', reason, error, traceback) FROM pipeline.backlog
-UNION ALL SELECT concat_ws(' ', reason, error) FROM pipeline.outbox_unsent
+UNION ALL SELECT concat_ws(' ', reason, error) FROM pipeline.outbox_rejected
 """
 DEAD = len(FAILURES) + 4
 
@@ -675,14 +675,14 @@ def test_the_outside_has_got_its_secret(run: Run, place: str) -> None:
         ("spans", "exception.stacktrace"),
         ("headers of dead letters", "dead-letter-error"),
         ("/metrics", "pipeline_messages"),
-        ("commands", "StoreFailed: s3://parcels/archive"),
+        ("commands", "the object store at s3://parcels/archive"),
         ("commands", '"how": "text"'),
         ("page /dead", "attempts used up"),
         ("page after a login, 403", "That is not the token"),
         ("wrong starts", "password authentication failed"),
         ("wrong starts", "Connection refused"),
         ("wrong starts", "write it as postgresql+asyncpg://user:password@host"),
-        ("wrong starts", "no broker lets us in"),
+        ("wrong starts", "no broker accepts the client"),
         ("wrong starts", "PIPELINE_BATCH_SIZE: Input should be a valid integer"),
         ("wrong starts", "LookupError: "),
     ],

@@ -1,7 +1,7 @@
 """An archive of the outbox in an object store: days go there before their tables are dropped.
 
-`days` writes a day, `reading` finds events and verifies what is there, `store` is the object store,
-`files` what lies in it. The engine knows none of it: the service hands it an `Archive`.
+`days` writes a day, `reading` finds events and verifies what is there, `files` is the format. The
+engine knows none of it: the service passes it an `Archive`.
 """
 
 from .days import Archive, ArchiveSettings

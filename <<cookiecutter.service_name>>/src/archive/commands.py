@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from object_store import Missing, Store
 from operate.operations import Refused
 from operate.terminal import Json, run_to_end, tell_program
 from pipeline.redaction import redact
@@ -14,7 +15,6 @@ from . import reading
 from .days import Archive
 from .files import MANIFEST, Damaged
 from .reading import Verdict
-from .store import Missing, Store
 
 Days = Annotated[
     list[datetime] | None,

@@ -3,20 +3,20 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 from datetime import UTC, date, datetime
-from time import monotonic
 from typing import NamedTuple, TypeVar
 
 import asyncpg
-from pydantic import ValidationError, field_validator
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from object_store import Missing, Store, StoreUrl
+from pipeline.errors import StoreUnavailable
 from pipeline.handlers.staging import COLUMNS
-from pipeline.retention.archive import Tell
+from pipeline.retention.archive import Report
 from pipeline.service import Misconfigured
 from pipeline.settings import mistakes
 
 from .files import MANIFEST, Damaged, Manifest, Part, PartWriter
-from .store import Missing, Store, StoreFailed, parsed
 
 T = TypeVar("T")
 
@@ -26,11 +26,13 @@ PAGE_ROWS = 2_000
 PAGE_BYTES = 4 * 2**20
 """What is read at a time: no more rows, and little more bytes, but one row at least."""
 BEAT_SECONDS = 2.0
-"""How often it is told that an answer is waited for."""
-PATIENCE_SECONDS = 600.0
-"""A store that has not answered by then is given up until the next round: a mount may hang."""
-LOOK_SECONDS = 30.0
-"""As long for the folder, whether it is there."""
+"""How often progress is reported while an answer is waited for."""
+STORE_SECONDS = 600.0
+"""Time limit of an operation on the store, of many requests if an object is large."""
+REQUEST_SECONDS = 60.0
+"""Time limit of a request, and of its retries."""
+OPEN_SECONDS = 30.0
+"""Time limit for looking whether the folder is there: a mount may hang."""
 
 # The sizes are known without reading the values.
 _PAGE = """
@@ -60,18 +62,12 @@ class ArchiveSettings(BaseSettings):
         frozen=True,
         hide_input_in_errors=True,
         use_attribute_docstrings=True,
+        env_ignore_empty=True,
     )
 
-    url: str | None = None
+    url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`;
     unset: nothing is archived. Credentials come from the variables that each store's tools know."""
-
-    @field_validator("url")
-    @classmethod
-    def _of_a_store(cls, url: str | None) -> str | None:
-        if url:
-            parsed(url)
-        return url or None
 
 
 class NotTheSame(Exception):
@@ -91,30 +87,43 @@ class Archive:
     @property
     def is_on(self) -> bool:
         """Whether an archive was asked for."""
-        return bool(_url())
+        return _url() is not None
 
     def open(self) -> Store | None:
         """Return the store; None where no archive was asked for. Raises `Misconfigured`."""
         url = _url()
-        return Store(url) if url else None
+        if url is None:
+            return None
+        return Store(
+            url,
+            setting="PIPELINE_ARCHIVE_URL",
+            timeout=STORE_SECONDS,
+            request_timeout=REQUEST_SECONDS,
+            retries=5,
+        )
 
     def folder(self, day: date | None = None) -> str:
         """Return the prefix of a day, or of all."""
         return f"{self.service}/outbox/" + (f"{day}/" if day else "")
 
-    async def keep(self, connection: asyncpg.Connection, table: str, day: date, tell: Tell) -> None:
-        """Write a day, or go on with one. Returns when all of it was read back from the store.
+    async def keep(
+        self, connection: asyncpg.Connection, table: str, day: date, report: Report
+    ) -> None:
+        """Write a day, or continue one that was begun, and read all of it back from the store.
 
-        Raises `NotTheSame` and `StoreFailed`; what is finished is not written again. Somewhere must
-        be an archive to write it to.
+        A finished part is not written again. Raises `NotTheSame` and `StoreUnavailable`; an archive
+        must be configured.
         """
         # In a thread: to look for a folder on a mount that hangs would stop everything.
         try:
-            store = await asyncio.wait_for(asyncio.to_thread(self.open), LOOK_SECONDS)
+            store = await asyncio.wait_for(asyncio.to_thread(self.open), OPEN_SECONDS)
         except TimeoutError:
-            raise StoreFailed(_gives_no_answer(_url(), LOOK_SECONDS)) from None
+            raise StoreUnavailable(
+                f"the object store at {_url()}: opening takes longer than {OPEN_SECONDS:g} s: check"
+                " whether the mount hangs"
+            ) from None
         assert store is not None
-        await _Day(store, self, connection, table, day, tell).keep()
+        await _Day(store, self, connection, table, day, report).keep()
 
 
 def _url() -> str | None:
@@ -141,7 +150,7 @@ class _Day:
         connection: asyncpg.Connection,
         table: str,
         day: date,
-        tell: Tell,
+        report: Report,
     ) -> None:
         self._store = store
         self._service = archive.service
@@ -149,7 +158,7 @@ class _Day:
         self._connection = connection
         self._table = table
         self._day = day
-        self._tell = tell
+        self._report = report
         self._rows = 0
 
     async def keep(self) -> None:
@@ -169,13 +178,13 @@ class _Day:
             parts=tuple(parts),
         )
         text = manifest.model_dump_json(indent=2).encode()
-        await self._patiently(self._store.put(self._folder + MANIFEST, text))
+        await self._put(MANIFEST, text)
 
     async def _manifest(self) -> Manifest | None:
         name = self._folder + MANIFEST
         try:
-            text = await self._patiently(self._store.get(name))
-            await self._patiently(self._store.settle(name))
+            text = await self._reporting(self._store.get(name))
+            await self._reporting(self._store.sync(name))
             return Manifest.model_validate_json(text)
         except Missing:
             return None
@@ -200,7 +209,7 @@ class _Day:
 
     async def _begun(self, ids: _Ids) -> list[Part]:
         """Return the parts that were finished before, as far as they are those of this table."""
-        names = await self._patiently(self._names())
+        names = await self._reporting(self._names())
         parts: list[Part] = []
         for name in names:  # several of a number where several were at it
             if name.startswith(f"part-{len(parts):05}-"):
@@ -209,14 +218,14 @@ class _Day:
         return parts
 
     async def _names(self) -> Sequence[str]:
-        found = [name.removeprefix(self._folder) async for name in self._store.names(self._folder)]
-        return sorted(found)
+        pages = self._store.pages(self._folder)
+        return sorted([name.removeprefix(self._folder) async for page in pages for name in page])
 
     async def _found(self, name: str, after: int) -> Part | None:
         """Return a part if its content is what its name says, and what the table has there."""
         try:
-            content = await self._patiently(self._store.get(self._folder + name))
-            await self._patiently(self._store.settle(self._folder + name))
+            content = await self._reporting(self._store.get(self._folder + name))
+            await self._reporting(self._store.sync(self._folder + name))
             part = await asyncio.to_thread(Part.of, int(name.split("-")[1]), content)
         except (Missing, Damaged):
             return None
@@ -252,17 +261,28 @@ class _Day:
                 f"the table pipeline.{self._table} has changed, or has two events of one id,"
                 f" between {after + 1} and {last}"
             )
-        await self._patiently(self._store.put(self._folder + part.name, content))
+        await self._put(part.name, content)
         return part
 
-    async def _patiently(self, work: Awaitable[T]) -> T:
-        """Wait for the store, and tell meanwhile that it is waited for. Raises `StoreFailed`."""
+    async def _put(self, name: str, content: bytes) -> None:
+        """Store an object of the day, and read it back. Raises `StoreUnavailable`."""
+        name = self._folder + name
+        await self._reporting(self._store.put({name: content}))
+        try:
+            found = await self._reporting(self._store.get(name))
+        except Missing:
+            found = None
+        if found != content:
+            raise StoreUnavailable(
+                f"the object store at {self._store.url}: {name} was written, and is not there as it"
+                " was"
+            )
+
+    async def _reporting(self, work: Awaitable[T]) -> T:
+        """Return the result of an operation on the store, and report progress meanwhile."""
         waited_for = asyncio.ensure_future(work)
-        until = monotonic() + PATIENCE_SECONDS
         try:
             while not (await asyncio.wait({waited_for}, timeout=BEAT_SECONDS))[0]:
-                if monotonic() >= until:
-                    raise StoreFailed(_gives_no_answer(self._store.url, PATIENCE_SECONDS))
                 await self._beat()
         except BaseException:
             waited_for.cancel()
@@ -270,15 +290,9 @@ class _Day:
         return waited_for.result()
 
     async def _beat(self) -> None:
-        await self._tell(f"{self._rows:,} events")
+        await self._report(f"{self._rows:,} events")
 
 
 def _end(parts: Sequence[Part], ids: _Ids) -> int:
     """Return the id behind which the next part begins."""
     return parts[-1].last_id if parts else (ids.first or 0) - 1
-
-
-def _gives_no_answer(url: str | None, seconds: float) -> str:
-    return (
-        f"{url} has not answered for {seconds:.0f} s: see whether the mount, or the server, hangs"
-    )

@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from object_store import Missing, Store
+
 from .days import Archive
 from .files import MANIFEST, Damaged, Manifest, Part, events
-from .store import Missing, Store
 
 
 @dataclass
@@ -46,10 +47,11 @@ class Listed:
 async def days(archive: Archive, store: Store) -> list[date]:
     """Return the days of which the archive holds anything, the oldest first."""
     folder, found = archive.folder(), set[date]()
-    async for name in store.names(folder):
-        day, slash, _ = name.removeprefix(folder).partition("/")
-        with suppress(ValueError):  # somebody else's
-            found |= {date.fromisoformat(day)} if slash else set()
+    async for page in store.pages(folder):
+        for name in page:
+            day, slash, _ = name.removeprefix(folder).partition("/")
+            with suppress(ValueError):  # it is no day's
+                found |= {date.fromisoformat(day)} if slash else set()
     return sorted(found)
 
 
@@ -89,11 +91,13 @@ async def listed(archive: Archive, store: Store, day: date) -> Listed:
 async def content(archive: Archive, store: Store, day: date, part: Part) -> bytes:
     """Return a part. Raises `Damaged` where it is not what the manifest says."""
     name = archive.folder(day) + part.name
-    try:
-        size = await store.size(name)
+
+    def check(size: int) -> None:
         if size != part.size:
             raise Damaged(f"{name} has {size:,} bytes instead of {part.size:,}")
-        found = await store.get(name)
+
+    try:
+        found = await store.get(name, check)
     except Missing:
         raise Damaged(f"{name} is missing") from None
     if await asyncio.to_thread(lambda: sha256(found).hexdigest()) != part.sha256:

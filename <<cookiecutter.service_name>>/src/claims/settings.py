@@ -5,7 +5,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pipeline.settings import Count, Seconds, written
+from object_store import StoreUrl
+from pipeline.settings import Count, Seconds
 
 
 class ClaimSettings(BaseSettings):
@@ -17,18 +18,10 @@ class ClaimSettings(BaseSettings):
         frozen=True,
         hide_input_in_errors=True,
         use_attribute_docstrings=True,
+        env_ignore_empty=True,
     )
 
-    url: (
-        Annotated[
-            str,
-            written(
-                r"(file:///|(s3|gs|az)://[^/?#@]+)[^?#%@]*",
-                "file:///folder, s3://bucket/prefix, gs://… or az://…",
-            ),
-        ]
-        | None
-    ) = None
+    url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that
     take each other's events; each keeps its own below its name. Unset: payloads travel with their
     events, whatever their size."""
@@ -41,7 +34,8 @@ class ClaimSettings(BaseSettings):
     """Payloads that the process stores at once, and as many that it fetches."""
     timeout: Seconds = 3.0
     """The store has this long for each payload that is fetched, and for all that a transaction
-    stores; half of `PIPELINE_TRANSACTION_TIMEOUT` at most."""
+    stores: its handlers have `PIPELINE_TRANSACTION_TIMEOUT` less this time. Half of that at
+    most."""
     grace: Annotated[Seconds, Field(ge=3_600)] = 2_592_000.0
     """What is in the store for so long without an event that was committed is deleted: 30 days. It
     costs only space, and after a restore or a failover events may have been sent that the database

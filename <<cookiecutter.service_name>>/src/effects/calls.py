@@ -20,8 +20,8 @@ from pipeline.errors import describe_error, is_of_the_database
 from pipeline.handlers.policy import DIED, NOT_DONE, UNKNOWN, as_decision
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.transaction import Transaction
-from pipeline.observe import telemetry
-from pipeline.observe.telemetry import ProcessSpans
+from pipeline.observe import metrics
+from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.guard import InContext
 
 from .registration import Call, Effect
@@ -129,7 +129,7 @@ class Caller:
             return replace(called, error=_as_handlers_own(error, handler, limit))
         finally:
             key = handler.consumer, handler.event.event_type
-            telemetry.handled({key: perf_counter() - begun})
+            metrics.handled({key: perf_counter() - begun})
             del self._calling[task]
 
 

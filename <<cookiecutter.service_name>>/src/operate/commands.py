@@ -20,7 +20,7 @@ from pipeline.servers import clients, cluster, revisions
 from pipeline.service import Service
 from pipeline.settings import Settings
 
-from . import dead_commands, replay, retention_commands, roles, scheduled_commands, status_commands
+from . import dead_commands, replay, retention_commands, scheduled_commands, status_commands
 from .operations import Move, Refused, Remembered, To, moves, remembered
 from .tables import one_line
 from .terminal import (
@@ -83,17 +83,17 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
 
     @app.command("run", epilog="For example: service run")
     def run_all() -> None:
-        """Consume, relay and keep house, in one process."""
+        """Consume, relay and run retention, in one process."""
         serve(Part.CONSUME | Part.RELAY)
 
     @app.command(epilog="For example: service consume  # beside service relay")
     def consume() -> None:
-        """Consume and keep house, without a relay."""
+        """Consume and run retention, without a relay."""
         serve(Part.CONSUME)
 
     @relays.callback(epilog="For example: service relay  # beside service consume")
     def relay(context: typer.Context) -> None:
-        """Publish the outbox and keep house, without consuming."""
+        """Publish the outbox and run retention, without consuming."""
         if context.invoked_subcommand is None:
             serve(Part.RELAY)
 
@@ -139,26 +139,6 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
             with of_postgresql(settings):
                 command.upgrade(Config(revisions.ALEMBIC), "heads")
         run_to_end(_make_ahead(service, settings, as_json=as_json))
-
-    @app.command(
-        "grant",
-        epilog="For example: service grant --to-service parcels_service --to-relay parcels_relay",
-    )
-    def grant(
-        to_service: Annotated[str | None, typer.Option(help="role that consumes")] = None,
-        to_relay: Annotated[str | None, typer.Option(help="role that publishes")] = None,
-        to_operator: Annotated[str | None, typer.Option(help="role of a person")] = None,
-        to_retention: Annotated[
-            str | None, typer.Option(help="role that makes and drops partitions, and owns them")
-        ] = None,
-        as_json: Json = False,
-    ) -> None:
-        """Let roles of the database do their work and no more; after every `service migrate`."""
-        given = (to_service, to_relay, to_operator, to_retention)
-        names = {one: name for one, name in zip(roles.ROLES, given, strict=True) if name}
-        if not names:
-            raise typer.BadParameter("name a role, as by --to-service")
-        run_to_end(_grant(service, read_settings(service), names, as_json=as_json))
 
     @topics.command("create", epilog="For example: service topics create --partitions 16")
     def create(
@@ -306,21 +286,6 @@ async def _make_ahead(service: Service, settings: Settings, *, as_json: bool) ->
     typer.echo("The tables are at the newest schema, and partitions are made for the days ahead.")
 
 
-async def _grant(
-    service: Service, settings: Settings, names: dict[str, str], *, as_json: bool
-) -> None:
-    async with connected(service, settings) as connection:
-        try:
-            await roles.grant(connection, names, service.metadata)
-        except asyncpg.UndefinedObjectError as error:
-            raise Refused(f"{error}: an administrator has to create it before") from None
-    if as_json:
-        tell_program(names)
-        return
-    for one, name in names.items():
-        typer.echo(f"{name} may {roles.ROLES[one]}.")
-
-
 async def _reset(
     service: Service, settings: Settings, *, keep_progress: bool, asks: bool, as_json: bool
 ) -> None:
@@ -419,7 +384,7 @@ async def _create_topics(
     as_json: bool,
 ) -> None:
     with of_kafka(settings):
-        async with clients.managing(settings) as admin:
+        async with clients.admin_client(settings) as admin:
             if replicas is None:
                 replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
             new = [NewTopic(name, partitions, replicas) for name in names]

@@ -13,7 +13,8 @@ from pipeline.settings import Settings
 
 from . import dead_events
 from .dead import State, ago
-from .dead_events import EventDetail, EventGroup, UnsentEvent, Which
+from .dead_events import EventDetail, EventGroup, RejectedEvent, Which
+from .operations import Refused
 from .prompts import (
     All,
     Because,
@@ -47,7 +48,7 @@ from .tables import tell_table
 from .terminal import Json, connected, read_settings, run_to_end, tell_program
 
 _LAST = 2**63 - 1
-_NAMES = ("id", "since", "attempts", "reason", "type", "event", "topic", "key")
+_NAMES = ("id", "since", "reason", "type", "event", "topic", "key")
 """Of what is listed of each."""
 
 _Id = Annotated[int, typer.Argument(min=1, max=_LAST, help="number in the outbox, as in `list`")]
@@ -96,7 +97,7 @@ class _Asked:
 
 def group(service: Service) -> typer.Typer:
     """Return the commands for a service."""
-    app = typer.Typer(help="Events that Kafka refuses for good.", no_args_is_help=True)
+    app = typer.Typer(help="Events that Kafka rejects.", no_args_is_help=True)
 
     @app.command("list", epilog="For example: service dead events list --waiting --summary")
     def list_events(
@@ -140,7 +141,7 @@ def group(service: Service) -> typer.Typer:
         yes: Yes = False,
         as_json: Json = False,
     ) -> None:
-        """Let the relay try them again, in order and with a new budget; say what became of them.
+        """Let the relay publish them again, in order; say what became of them.
 
         The exit code is 3 if some are dead again.
         """
@@ -162,18 +163,20 @@ def group(service: Service) -> typer.Typer:
         older_than: Older = None,
         newer_than: Newer = None,
         operator: Operator = None,
+        waiting: Waiting = False,
         dry_run: DryRun = False,
         everything: All = False,
         yes: Yes = False,
         as_json: Json = False,
     ) -> None:
-        """Give them up: nobody gets to see them; their rows stay."""
+        """Give them up: they are never published; their rows stay."""
         asked = _Asked(ids, reason, event_id, type, topic, key, older_than, newer_than)
         by = signed(because, operator)
         how = how_to_go_about(
             vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
         )
-        run_to_end(_discard(service, read_settings(service), asked, by, because, how))
+        state = state_of(waiting=waiting, discarded=False)
+        run_to_end(_discard(service, read_settings(service), state, asked, by, because, how))
 
     return app
 
@@ -190,7 +193,7 @@ async def _list(
             else:
                 rows.append(_row(event))
         if not as_json:
-            tell_table(_NAMES, rows, right=("id", "attempts"))
+            tell_table(_NAMES, rows, right=("id",))
             groups = await dead_events.count(connection, state, which)
             tell_total(len(rows), total(groups), state)
 
@@ -222,7 +225,7 @@ async def _redrive(
 ) -> None:
     became = None
     async with connected(service, settings) as connection:
-        which, groups = await _of_the_dead(connection, asked)
+        which, groups = await _chosen(connection, "dead", asked)
         progress = Progress("redriven", total(groups))
         if is_agreed("redrive", groups, _tell_groups, how):
             redriven: list[int] = []
@@ -241,10 +244,16 @@ async def _redrive(
 
 
 async def _discard(
-    service: Service, settings: Settings, asked: _Asked, operator: str, because: str, how: How
+    service: Service,
+    settings: Settings,
+    state: State,
+    asked: _Asked,
+    operator: str,
+    because: str,
+    how: How,
 ) -> None:
     async with connected(service, settings) as connection:
-        which, groups = await _of_the_dead(connection, asked)
+        which, groups = await _chosen(connection, state, asked)
         progress = Progress("discarded", total(groups))
         if is_agreed("discard", groups, _tell_groups, how):
             with progress.told():
@@ -254,21 +263,25 @@ async def _discard(
                     operator=operator,
                     why=because,
                     patience=dead_events.patience_of(settings),
+                    state=state,
                 ):
                     progress.add(len(ids))
     if how.as_json:
         progress.tell_program()
 
 
-async def _of_the_dead(
-    connection: asyncpg.Connection, asked: _Asked
+async def _chosen(
+    connection: asyncpg.Connection, state: State, asked: _Asked
 ) -> tuple[Which, list[EventGroup]]:
-    """Return what is asked for. Raises `Refused` for one that is named and is not dead."""
+    """Return the events of that state. Raises `Refused` for a named one that has another."""
     for id in asked.ids or ():
         event = (await dead_events.detail(connection, id)).event
-        refuse_unless_dead(event.state, f"{id} is no dead event", f"service dead events show {id}")
+        if event.state != state:
+            command = f"service dead events show {id}"
+            refuse_unless_dead(event.state, f"{id} is no dead event", command)
+            raise Refused(f"{id} does not wait, it is {event.state}: leave out --waiting")
     which = await asked.which(connection)
-    return which, await dead_events.count(connection, "dead", which)
+    return which, await dead_events.count(connection, state, which)
 
 
 def _tell_groups(groups: Sequence[EventGroup]) -> None:
@@ -280,12 +293,11 @@ def _tell_groups(groups: Sequence[EventGroup]) -> None:
     tell_table(names, rows, right=("count",))
 
 
-def _row(event: UnsentEvent) -> list[str]:
+def _row(event: RejectedEvent) -> list[str]:
     """Return the event in a line."""
     return [
         str(event.id),
         at(event.discarded_at or event.died_at or event.parked_at),
-        str(event.attempts),
         event.reason,
         event.type,
         event.event_id,
@@ -300,7 +312,7 @@ def _tell(detail: EventDetail) -> None:
         {
             "id": str(event.id),
             "state": _state(detail),
-            "reason": event.reason + (f", at attempt {event.attempts}" if event.attempts else ""),
+            "reason": event.reason,
             "to do": detail.advice,
             "error": event.error,
             "event": f"{event.type} {event.event_id} of {event.source}",

@@ -1,7 +1,7 @@
-"""What a person asks of dead events, which Kafka refuses for good: as of dead letters, in `dead`.
+"""Commands on events that Kafka rejects: the dead ones, as dead letters in `dead`, and others.
 
-They are rows of the outbound backlog. What is changed is changed in chunks, each a transaction that
-holds the cursor of one shard, so that the relay that owns it sets nothing aside meanwhile.
+What is changed is changed in chunks, each a transaction that holds the cursor of one shard, so that
+the relay that owns it stores no rejected event meanwhile.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -31,15 +31,18 @@ from .dead import (
 from .operations import Refused
 
 REASONS: Mapping[str, str] = {
-    "topic missing": "create the topic, or run `service topics create`, then redrive",
-    "topic not allowed": "allow the service's user to Describe and Write the topic, then redrive",
+    "topic missing": "create the topic, or run `service topics create`: then it is published;"
+    " or discard it",
+    "topic not allowed": "allow the service's user to Describe and Write the topic: then it is"
+    " published; or discard it",
+    "topic rejects many": "nothing: it is tried again; see the dead events of its topic",
     "topic not writable": "discard it: it is one of the brokers' own topics",
     "too large": "raise the topic's max.message.bytes above its size, then redrive; or discard it",
     "not valid": "see what the topic demands (a compacted one: a key), then redrive; or discard it",
-    "follows another": "nothing: it goes after what its key or topic waits for",
+    "follows another": "nothing: it goes after those that wait for its topic",
     "redriven": "nothing: it is tried again as soon as a relay sees it",
 }
-"""Every reason for which an event is in the outbound backlog, and what a person is to do."""
+"""Every reason for which an event is rejected, or waits, and what a person is to do."""
 
 _REASON = "COALESCE(reason, 'follows another')"
 
@@ -50,7 +53,7 @@ def _asking(state: State, question: str, rest: str) -> str:
     condition, since = _STATES[state]
     return f"""
 {question}
-  FROM pipeline.outbox_unsent
+  FROM pipeline.outbox_rejected
  WHERE {condition}
    AND ($1::bigint[] IS NULL OR id = ANY ($1))
    AND ($2::text[] IS NULL OR {_REASON} = ANY ($2))
@@ -74,7 +77,7 @@ _COUNTS = {
     for state in _STATES
 }
 
-_COLUMNS = f"""id, {_REASON} AS reason, attempts, event_id, source, type, topic, key,
+_COLUMNS = f"""id, {_REASON} AS reason, event_id, source, type, topic, key,
        COALESCE(datalength, octet_length(payload)) AS size,
        created_at, parked_at, died_at, discarded_at, error"""
 
@@ -88,47 +91,42 @@ _EVENTS = {
     for state in _STATES
 }
 
-_SHARDS = _asking("dead", "SELECT DISTINCT shard", "ORDER BY shard")
+_SHARDS = {state: _asking(state, "SELECT DISTINCT shard", "ORDER BY shard") for state in _STATES}
 
-_CHUNK = _asking("dead", "SELECT id", "AND shard = $9 AND id > $10 ORDER BY id LIMIT $11")
+_CHUNK = {
+    state: _asking(state, "SELECT id", "AND shard = $9 AND id > $10 ORDER BY id LIMIT $11")
+    for state in _STATES
+}
 
 _EVENT = f"""
 SELECT {_COLUMNS}, payload, dataref, subject, sequence, content_type, traceparent, discarded_by,
        discarded_why
-  FROM pipeline.outbox_unsent
+  FROM pipeline.outbox_rejected
  WHERE id = $1
 """
 
 _NUMBER = """
-SELECT count(*) FROM pipeline.outbox_unsent WHERE died_at IS NOT NULL AND discarded_at IS NULL
+SELECT count(*) FROM pipeline.outbox_rejected WHERE died_at IS NOT NULL AND discarded_at IS NULL
 """
 
 _HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
 
-# Each joins those of its key that wait, or its topic if that waits as a whole; all of one key go
-# the same way.
 _REDRIVE = """
-UPDATE pipeline.outbox_unsent AS unsent
-   SET died_at = NULL, parked_at = clock_timestamp(), attempts = 0, reason = 'redriven',
-       error = NULL,
-       queue = COALESCE(
-           (SELECT waiting.queue FROM pipeline.outbox_unsent AS waiting
-             WHERE waiting.topic = unsent.topic AND waiting.died_at IS NULL
-               AND waiting.queue = ANY (ARRAY[sha256(unsent.key), ''])
-             ORDER BY waiting.queue DESC
-             LIMIT 1), sha256(key), queue)
+UPDATE pipeline.outbox_rejected
+   SET died_at = NULL, parked_at = clock_timestamp(), reason = 'redriven', error = NULL
  WHERE id = ANY ($1)
 """
 
 _DISCARD = """
-UPDATE pipeline.outbox_unsent
-   SET discarded_at = clock_timestamp(), discarded_by = $2, discarded_why = $3
+UPDATE pipeline.outbox_rejected
+   SET died_at = COALESCE(died_at, clock_timestamp()), discarded_at = clock_timestamp(),
+       discarded_by = $2, discarded_why = $3
  WHERE id = ANY ($1)
 """
 
 _BECAME = """
 SELECT id, reason, error, died_at IS NOT NULL AS is_dead
-  FROM pipeline.outbox_unsent WHERE id = ANY ($1)
+  FROM pipeline.outbox_rejected WHERE id = ANY ($1)
 """
 
 
@@ -161,15 +159,13 @@ class Which:
 
 
 @dataclass(frozen=True, slots=True)
-class UnsentEvent:
+class RejectedEvent:
     """An event that was committed and that Kafka has not taken, in short."""
 
     id: int
     """Its number in the outbox, which names it: an event's id is its source's business."""
     state: State
     reason: str
-    attempts: int
-    """How often it was refused itself; 0 where its topic was."""
     event_id: str
     source: str
     type: str
@@ -189,7 +185,7 @@ class UnsentEvent:
 class EventDetail:
     """All that is stored of one."""
 
-    event: UnsentEvent
+    event: RejectedEvent
     advice: str
     """What a person is to do."""
     payload: Shown
@@ -239,26 +235,20 @@ async def count(connection: asyncpg.Connection, state: State, which: Which) -> l
 
 async def events(
     connection: asyncpg.Connection, state: State, which: Which, limit: int
-) -> AsyncIterator[UnsentEvent]:
+) -> AsyncIterator[RejectedEvent]:
     """Yield the newest ones, at most `limit`."""
     async for row in newest(connection, _EVENTS[state], which.arguments, "id", limit):
         yield _event(row)
-
-
-def _advice(row: asyncpg.Record) -> str:
-    found = advice(row, REASONS)
-    mend, redrive, _ = found.partition(", then redrive")
-    return f"{mend}; it goes by itself then" if redrive and not row["died_at"] else found
 
 
 async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
     """Return all that is stored of one. Raises `Refused`."""
     row = await connection.fetchrow(_EVENT, id)
     if row is None:
-        raise Refused(f"no event {id} is in the outbound backlog: see `service dead events list`")
+        raise Refused(f"no event {id} was rejected: see `service dead events list`")
     return EventDetail(
         event=_event(row),
-        advice=_advice(row),
+        advice=advice(row, REASONS),
         payload=shown(row["payload"]),
         dataref=row["dataref"],
         subject=row["subject"],
@@ -270,12 +260,11 @@ async def detail(connection: asyncpg.Connection, id: int) -> EventDetail:
     )
 
 
-def _event(row: asyncpg.Record) -> UnsentEvent:
-    return UnsentEvent(
+def _event(row: asyncpg.Record) -> RejectedEvent:
+    return RejectedEvent(
         id=row["id"],
         state=state_of(row),
         reason=row["reason"],
-        attempts=row["attempts"],
         event_id=row["event_id"],
         source=row["source"],
         type=row["type"],
@@ -298,35 +287,48 @@ def patience_of(settings: Settings) -> float:
 async def redrive(
     connection: asyncpg.Connection, which: Which, *, patience: float
 ) -> AsyncIterator[Sequence[int]]:
-    """Let relays try dead events again, in order and with a new budget; yields what was committed.
+    """Let relays publish dead events again, in order; yields what was committed.
 
     The relay that owns them notices within a third of its lease. `patience` is how many seconds to
     wait for its transaction, and how many it waits for this process if it is stopped.
     """
-    async for ids in _in_chunks(connection, which, patience, _REDRIVE):
+    async for ids in _in_chunks(connection, "dead", which, patience, _REDRIVE):
         yield ids
 
 
 async def discard(
-    connection: asyncpg.Connection, which: Which, *, operator: str, why: str, patience: float
+    connection: asyncpg.Connection,
+    which: Which,
+    *,
+    operator: str,
+    why: str,
+    patience: float,
+    state: State = "dead",
 ) -> AsyncIterator[Sequence[int]]:
-    """Give dead events up; their rows stay and tell who did so and why. Yields as `redrive`."""
-    async for ids in _in_chunks(connection, which, patience, _DISCARD, operator, why):
+    """Give up events that are dead, or wait; their rows stay and say why. Yields as `redrive`."""
+    async for ids in _in_chunks(connection, state, which, patience, _DISCARD, operator, why):
         yield ids
 
 
 async def _in_chunks(
-    connection: asyncpg.Connection, which: Which, patience: float, change: str, *arguments: object
+    connection: asyncpg.Connection,
+    state: State,
+    which: Which,
+    patience: float,
+    change: str,
+    *arguments: object,
 ) -> AsyncIterator[Sequence[int]]:
     """Change events shard by shard, and those of a key in their order."""
-    for (shard,) in await connection.fetch(_SHARDS, *which.arguments, timeout=SECONDS):
+    for (shard,) in await connection.fetch(_SHARDS[state], *which.arguments, timeout=SECONDS):
         ids = [0]
         while ids:
             async with connection.transaction():
                 # A stopped process must not hold the shard.
                 await connection.execute(LIMITS, f"{round(patience * 1000)}ms")
                 await connection.execute(_HOLD_SHARD, shard)
-                rows = await connection.fetch(_CHUNK, *which.arguments, shard, ids[-1], CHUNK)
+                rows = await connection.fetch(
+                    _CHUNK[state], *which.arguments, shard, ids[-1], CHUNK
+                )
                 ids = [row["id"] for row in rows]
                 await connection.execute(change, ids, *arguments)
             yield ids

@@ -18,7 +18,6 @@ from pipeline.servers.topics import Topic
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import roles
 from .status import AT_MOST, OUTBOX, RELAYS, WAITING, ahead_until
 
 Level = Literal["ok", "warning", "wrong"]
@@ -32,7 +31,7 @@ _TOLD = 4
 """So many of the largest tables are told."""
 _STANDS_STILL = timedelta(minutes=1)
 _REFUSED_FOR_LONG = timedelta(minutes=15)
-"""As the alert EventsUnsent has it."""
+"""As the alert EventsRejected has it."""
 _WAITS_FOR_LONG = timedelta(hours=1)
 """As the alert BacklogAge has it."""
 _CLOCKS_APART = 2.0
@@ -83,13 +82,8 @@ SELECT relname, n_live_tup AS living, n_dead_tup AS dead FROM pg_stat_user_table
    AND n_dead_tup > $2 AND n_dead_tup > 10 * n_live_tup
  ORDER BY relname
 """
-_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_unsent", "position", "scheduled"]
+_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position", "scheduled"]
 """Tables whose rows come and go, or change again and again; the others are dropped whole."""
-
-_USER = """
-SELECT current_user, pg_has_role(relowner, 'USAGE')
-  FROM pg_class WHERE oid = 'pipeline.position'::regclass
-"""
 
 _SIZES = """
 SELECT root.relname AS name, sum(pg_total_relation_size(one.oid))::bigint AS bytes
@@ -103,14 +97,14 @@ _DEAD = """
 SELECT (SELECT count(*) FROM (SELECT FROM pipeline.backlog
                                WHERE died_at IS NOT NULL AND discarded_at IS NULL
                                LIMIT $1) AS few) AS messages,
-       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
                                WHERE died_at IS NOT NULL AND discarded_at IS NULL
                                LIMIT $1) AS few) AS events
 """
 
 _REFUSED = """
 SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS events
-  FROM (SELECT topic, reason FROM pipeline.outbox_unsent
+  FROM (SELECT topic, reason FROM pipeline.outbox_rejected
          WHERE died_at IS NULL AND parked_at < clock_timestamp() - $1::interval
          LIMIT $2) AS few
  GROUP BY topic ORDER BY topic
@@ -267,7 +261,7 @@ async def _tables(patient: Patient) -> Findings:
         )
 
 
-async def _outbox_epoch(patient: Patient) -> Findings:
+async def _outbox_cluster(patient: Patient) -> Findings:
     if not await cluster.is_ours(patient.connection):
         yield _wrong(
             "the outbox is another database cluster's, and nothing is published",
@@ -287,25 +281,11 @@ async def _partitions_ahead(patient: Patient) -> Findings:
 
 
 async def _held_partitions(patient: Patient) -> Findings:
-    async for one in maintenance.survey(patient.connection, patient.settings):
-        if one.is_due and (why := one.needed_by or one.not_archived):
-            yield _warning(f"{one.name} is due to go: {why}", "see `service retention status`")
-
-
-async def _permissions(patient: Patient) -> Findings:
-    user, is_owner = await patient.connection.fetchrow(_USER)
-    if is_owner:
-        return
-    lacking = await roles.lacks(patient.connection)
-    if not lacking:
-        yield _wrong(
-            f"{user} may do nothing here that a part of the service needs",
-            "as the tables' owner, for the one it is: service grant"
-            f" {' or '.join(f'--to-{role}' for role in roles.ROLES)} {user}",
-        )
-    to = " ".join(f"--to-{role} {user}" for role in lacking)
-    for need in sorted(set().union(*lacking.values())):
-        yield _wrong(f"{user} lacks {need}", f"as the tables' owner: service grant {to}")
+    async for one in maintenance.list_partitions(patient.connection, patient.settings):
+        if one.is_due and one.needed_by:
+            yield _warning(
+                f"{one.name} is due to go: {one.needed_by}", "see `service retention status`"
+            )
 
 
 async def _pooler(patient: Patient) -> Findings:
@@ -425,7 +405,7 @@ async def _unsent(patient: Patient) -> Findings:
             f" these wait for over {_REFUSED_FOR_LONG.total_seconds() / 60:.0f} minutes:"
             f" {_many(row['events'])}",
             "see `service dead events list --waiting --summary`, and mend what it names: then they"
-            " go out by themselves (EventsUnsent in the runbook)",
+            " go out by themselves (EventsRejected in the runbook)",
         )
 
 
@@ -499,7 +479,7 @@ async def _topic_retention(patient: Patient) -> Findings:
             yield make(
                 f"{topic.name} keeps records {how_long}, and the inbox remembers for"
                 f" {patient.settings.inbox_age / 86_400:,.1f} days",
-                "raise PIPELINE_INBOX_AGE, or lower the topic's maintenance.ms",
+                "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
             )
 
 
@@ -608,11 +588,10 @@ CHECKS: tuple[Check, ...] = (
     _server,
     _schema,
     _tables,
-    _outbox_epoch,
+    _outbox_cluster,
     _outbox,
     _partitions_ahead,
     _held_partitions,
-    _permissions,
     _pooler,
     _jit,
     _clock,

@@ -36,7 +36,7 @@ SELECT generation, consumer, source, id, type, topic, partition, "offset", creat
 _EVENTS = """
 SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
   FROM pipeline.outbox
- WHERE xid = ANY (ARRAY[$1::xid8, (SELECT reset_xid FROM pipeline.outbox_epoch)])
+ WHERE xid = ANY (ARRAY[$1::xid8, (SELECT reset_xid FROM pipeline.outbox_cluster)])
    AND event_id = ANY ($2)
  ORDER BY id
 """
@@ -137,7 +137,7 @@ async def moves(
     if partition is not None and partition not in numbers:
         raise Refused(f"{topic} has the partitions {numbers[0]} to {numbers[-1]}")
     chosen = [TopicPartition(topic, n) for n in numbers if partition in (None, n)]
-    async with clients.asking(settings) as client:
+    async with clients.offsets_client(settings) as client:
         first = await client.beginning_offsets(chosen)
         end = await client.end_offsets(chosen)
         if isinstance(to, datetime):
@@ -168,7 +168,7 @@ async def offsets_since(
 
 
 async def _partitions(settings: Settings, topic: str) -> list[int]:
-    async with clients.managing(settings) as admin:
+    async with clients.admin_client(settings) as admin:
         (found,) = await admin.describe_topics([topic])
     if not found["partitions"]:
         raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")

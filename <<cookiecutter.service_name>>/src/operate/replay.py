@@ -126,7 +126,7 @@ async def plan(
         # People are told a whole second, and to begin with it has to be enough.
         since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
         places = {TopicPartition(topic, one.slot.partition): one for one in back}
-        async with clients.asking(settings) as client:
+        async with clients.offsets_client(settings) as client:
             ends = {place: one.end for place, one in places.items()}
             remembered = await offsets_since(client, ends, since)
         forgotten = sum(

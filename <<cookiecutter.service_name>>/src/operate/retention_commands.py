@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from pipeline.retention import maintenance
-from pipeline.retention.maintenance import PartitionStatus
+from pipeline.retention import archive, maintenance
+from pipeline.retention.partitions import PartitionStatus
 from pipeline.servers import revisions
 from pipeline.service import Service
 from pipeline.settings import Settings
@@ -31,8 +31,8 @@ def group(service: Service) -> typer.Typer:
         """List days of the outbox and generations of the inbox; changes nothing."""
         run_to_end(_status(service, read_settings(service), as_json=as_json))
 
-    @app.command(epilog="For example: service retention forgo 2026-11-20")
-    def forgo(
+    @app.command(epilog="For example: service retention skip-archive 2026-11-20")
+    def skip_archive(
         days: Annotated[
             list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
         ] = None,
@@ -41,14 +41,14 @@ def group(service: Service) -> typer.Typer:
         ] = False,
         as_json: Json = False,
     ) -> None:
-        """Let days of the outbox be dropped that could not be archived.
+        """Let days of the outbox be dropped without being archived.
 
         --all is for an archive that was given up: take it out of the settings before.
         """
         if bool(days) == everything:
             raise typer.BadParameter("name the days, or say --all")
         chosen = [day.date() for day in days or ()]
-        run_to_end(_forgo(service, read_settings(service), chosen, as_json=as_json))
+        run_to_end(_skip_archive(service, read_settings(service), chosen, as_json=as_json))
 
     return app
 
@@ -65,41 +65,43 @@ async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
     for name in done.dropped:
         typer.echo(f"dropped  {name}")
     for one in done.held:
-        typer.echo(f"held     {one.name}  {_told(one)}")
+        typer.echo(f"held     {one.name}  {_describe(one)}")
     if done.discarded:
         typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
     if not done.is_ours:
-        typer.echo(f"Process {done.owner} is at it, or has died over it less than a minute ago.")
+        typer.echo(f"Process {done.owner} runs it, or has died less than a minute ago.")
     elif not (done.dropped or done.held or done.discarded):
         typer.echo("Nothing is old enough to be dropped.")
 
 
-async def _forgo(service: Service, settings: Settings, days: list[date], *, as_json: bool) -> None:
+async def _skip_archive(
+    service: Service, settings: Settings, days: list[date], *, as_json: bool
+) -> None:
     async with connected(service, settings) as connection:
-        let_go = await maintenance.forgo(connection, days or None)
+        skipped = await archive.skip(connection, days or None)
     if as_json:
-        tell_program(*({"day": day} for day in let_go))
+        tell_program(*({"day": day} for day in skipped))
     else:
-        for day in let_go:
-            typer.echo(f"{day} goes unarchived")
-    if missing := [day for day in days if day not in let_go]:
+        for day in skipped:
+            typer.echo(f"{day} is dropped without being archived")
+    if missing := [day for day in days if day not in skipped]:
         raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
 
 
 async def _status(service: Service, settings: Settings, *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
-        found = [one async for one in maintenance.survey(connection, settings)]
+        found = [one async for one in maintenance.list_partitions(connection, settings)]
     if as_json:
         tell_program(*found)
         return
-    tell_table(("name", "kept"), ((one.name, _told(one)) for one in found))
+    tell_table(("name", "kept"), ((one.name, _describe(one)) for one in found))
 
 
-def _told(one: PartitionStatus) -> str:
+def _describe(one: PartitionStatus) -> str:
     if one.due_at is None:
         return "made ahead" if one.is_ahead else "takes new markers"
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
     if not one.is_due:
         return f"until {since}"
-    why = one.needed_by or one.not_archived or "goes in the next round"
+    why = one.needed_by or "goes in the next round"
     return f"due since {since}: {why}"

@@ -66,9 +66,9 @@ SELECT owner, array_agg(shard ORDER BY shard) AS shards,
 """
 
 _UNSENT = """
-SELECT (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+SELECT (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
                                WHERE died_at IS NULL LIMIT $1) AS few) AS waiting,
-       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
                                WHERE died_at IS NOT NULL AND discarded_at IS NULL
                                LIMIT $1) AS few) AS dead
 """
@@ -281,9 +281,9 @@ class _Ask:
             one.reader = readers.get((one.topic, one.partition))
 
     async def retention(self) -> None:
-        async for one in maintenance.survey(self.connection, self.settings):
-            if one.is_due and (why := one.needed_by or one.not_archived):
-                self.found.held[one.name] = why
+        async for one in maintenance.list_partitions(self.connection, self.settings):
+            if one.is_due and one.needed_by:
+                self.found.held[one.name] = one.needed_by
 
 
 async def ahead_until(connection: asyncpg.Connection) -> date | None:

@@ -130,5 +130,5 @@ class Reading:
     async def retention(self, request: Request, operator: Operator) -> Response:
         """Show what stands before each partition."""
         async with autocommitting(self._engine) as connection:
-            found = [one async for one in maintenance.survey(connection, self._settings)]
+            found = [one async for one in maintenance.list_partitions(connection, self._settings)]
         return self._templates.page("retention.html", operator, standings=found)

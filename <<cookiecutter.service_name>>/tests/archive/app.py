@@ -2,12 +2,13 @@
 
 import os
 import signal
+from collections.abc import Mapping
 
 from sqlalchemy import MetaData
 
 from archive import Archive, days
 from archive.commands import group
-from archive.store import Store
+from object_store import Store
 from operate.commands import command_line
 from pipeline import Handlers, Service
 
@@ -21,9 +22,9 @@ def make_mortal(after: int) -> None:
     """Let the process be killed when it has written so many objects."""
     put, left = Store.put, after
 
-    async def put_and_die(self: Store, name: str, content: bytes) -> None:
+    async def put_and_die(self: Store, objects: Mapping[str, bytes]) -> None:
         nonlocal left
-        await put(self, name, content)
+        await put(self, objects)
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -11,9 +11,9 @@ import typer
 from servers.s3proxy import S3Proxy
 from servers.state import Record, StateDirectory
 
-from archive import store as stores
+from archive import days
 from archive.commands import group
-from archive.store import Store
+from object_store import Store
 from operate import retention_commands
 from pipeline.handlers.staging import StagedEvent
 from pipeline.retention import partitions
@@ -63,8 +63,7 @@ def s3(s3proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> S3Proxy:
 @pytest.fixture
 async def door(s3: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
     """Return the door through which S3 is reached; nobody is patient with who is behind it."""
-    monkeypatch.setattr(stores, "REQUEST_SECONDS", 1)
-    monkeypatch.setattr(stores, "RETRY_SECONDS", 1)
+    monkeypatch.setattr(days, "REQUEST_SECONDS", 1)
     async with Door("127.0.0.1", s3.port).listening() as one:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{one.port}")
         yield one

@@ -12,7 +12,7 @@ import pytest
 import settings_guide
 
 from archive import Archive, ArchiveSettings
-from archive.store import Store, StoreFailed
+from pipeline.errors import StoreUnavailable
 from pipeline.service import Misconfigured
 
 from .conftest import DAY, House, make_day
@@ -95,10 +95,11 @@ async def test_a_service_does_not_start_with_a_wrong_url(
 
 
 async def test_what_the_store_says_is_a_sentence(folder: str, tmp_path: Path) -> None:
-    store = Store(f"file://{folder}")
-    await store.put("a", b"1")
-    with pytest.raises(StoreFailed) as failed:
-        await store.put("a/b", b"2")
+    store = Archive("orders").open()
+    assert store is not None
+    await store.put({"a": b"1"})
+    with pytest.raises(StoreUnavailable, match="storing failed: ") as failed:
+        await store.put({"a/b": b"2"})
     assert "\n" not in str(failed.value)
     assert await store.get("a") == b"1"
 

@@ -5,10 +5,9 @@ import signal
 from collections.abc import Mapping
 
 from claims import open_claims
-from claims.check import Claims
+from claims.check import Claims, Stored
 from claims.commands import group
 from operate.commands import command_line
-from pipeline.events.references import Kept
 from pipeline.settings import Settings
 
 from .press import Press
@@ -17,9 +16,9 @@ from .press import Press
 class Dying(Claims):
     """Stores payloads, and dies by kill -9 before anything is noted of it."""
 
-    async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
+    async def put(self, payloads: Mapping[str, bytes]) -> Mapping[str, Stored]:
         """Store them, and die."""
-        await super().keep(payloads)
+        await super().put(payloads)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 

@@ -14,7 +14,7 @@ from servers.s3proxy import S3Proxy
 from claims import open_claims
 from claims.check import Claims
 from claims.settings import ClaimSettings
-from pipeline.apply.fetching import fetch_batch
+from pipeline.apply.claim_check import resolve_batch
 from pipeline.settings import Settings
 
 from tests.archive.conftest import s3proxy  # noqa: F401 (fixture)
@@ -113,7 +113,7 @@ class Counter:
         outcomes: list[Outcome] = []
         while deposits:
             start = await self.desk.position()
-            batch = await fetch_batch(
+            batch = await resolve_batch(
                 await self.desk.read(*deposits, start=start), self.desk.consume.claims
             )
             outcomes += await self.desk.apply_batch(batch)

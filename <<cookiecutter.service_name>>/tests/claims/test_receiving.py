@@ -18,10 +18,10 @@ from operate.dead import REASONS
 from pipeline import Policy
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import BreakerOpen
-from pipeline.apply.fetching import fetch_batch
-from pipeline.errors import StoreSlow, StoreUnavailable
+from pipeline.apply.claim_check import DataUnavailable, resolve_batch
+from pipeline.errors import StoreUnavailable
 from pipeline.events.payload import payload_hash
-from pipeline.events.references import DataElsewhere, Reference
+from pipeline.events.references import Reference
 
 from .conftest import FOLDER_AND_S3, LOST, Counter, Objects, Outage, referring
 from tests.contract.bank import Deposit, histories
@@ -118,7 +118,7 @@ async def test_a_reference_without_a_value_is_no_tombstone(
 ) -> None:
     record = stored(objects, Deposit(1)).record("deposits", 0)
     record = replace(record, value=None)
-    batch = await fetch_batch(
+    batch = await resolve_batch(
         await read(counter.desk.handlers, "deposits", await counter.desk.position(), [record]),
         counter.claims,
     )
@@ -207,7 +207,7 @@ async def test_the_hash_of_a_large_payload_does_not_keep_the_loop(
         threads.append(threading.get_ident())
         return payload_hash(*parts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("pipeline.apply.fetching.payload_hash", look)
+    monkeypatch.setattr("claims.fetching.payload_hash", look)
     await counter.apply(stored(objects, Deposit(1)), stored(objects, Deposit(2), size=300_000))
     small, large = threads
     assert small == threading.get_ident() != large
@@ -290,16 +290,16 @@ async def test_what_could_be_fetched_does_not_wait_for_the_rest(
 
     async def all_but_the_third(self: Claims, reference: Reference) -> bytes:
         if reference.uri.endswith("/3"):
-            raise StoreSlow("it is on its way")
+            raise StoreUnavailable("it is on its way")
         return await fetch(self, reference)
 
     monkeypatch.setattr(Claims, "fetch", all_but_the_third)
     claims = counter.desk.consume.claims
-    batch = await fetch_batch(await counter.desk.read(first, second, third, start=0), claims)
+    batch = await resolve_batch(await counter.desk.read(first, second, third, start=0), claims)
     assert [item.event for item in batch.items].count(None) == 0
     assert (len(batch.items), batch.end) == (2, 2)
-    with pytest.raises(StoreSlow):
-        await fetch_batch(await counter.desk.read(third, start=2), claims)
+    with pytest.raises(StoreUnavailable):
+        await resolve_batch(await counter.desk.read(third, start=2), claims)
 
 
 async def test_data_that_may_have_killed_the_process_is_fetched_when_the_attempt_is_spent(
@@ -318,7 +318,7 @@ async def test_data_that_may_have_killed_the_process_is_fetched_when_the_attempt
     async def look(self: Claims, reference: Reference) -> bytes:
         spent.append(await db.fetchval("SELECT attempts FROM pipeline.backlog"))
         if len(spent) == 1:
-            raise StoreSlow("it is on its way")
+            raise StoreUnavailable("it is on its way")
         return await fetch(self, reference)
 
     monkeypatch.setattr(Claims, "fetch", look)
@@ -432,5 +432,5 @@ async def test_a_store_that_is_not_there_buries_nothing_while_small_events_go_on
 async def test_references_of_other_stores_are_compared_by_all_of_the_url(
     opened: Callable[..., Claims],
 ) -> None:
-    with pytest.raises(DataElsewhere):
+    with pytest.raises(DataUnavailable, match="reads only below"):
         await opened().fetch(Reference("file:///tmp/a"))

@@ -139,18 +139,19 @@ async def _published(db: asyncpg.Connection, key: str) -> bool:
     )
 
 
+@pytest.mark.parametrize("loss", ["unmounted"], indirect=True)
 async def test_a_reader_waits_for_the_store_in_the_partition_that_needs_it(
     press: Press,
     running: Running,
     producer: AIOKafkaProducer,
     objects: Objects,
-    outage: Outage,
+    loss: Outage,
     db: asyncpg.Connection,
 ) -> None:
     async with running(press.printer):
         await press.order(producer, "large", 2_000)
         await eventually(lambda: _published(db, "large"))
-    async with outage():
+    async with loss():
         async with running(press.reader) as reader:
             await eventually(lambda: objects.url in "".join(reader.reasons.values()))
             headers = [

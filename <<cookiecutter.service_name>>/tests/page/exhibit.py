@@ -49,9 +49,9 @@ async def furnish(settings: Settings) -> None:
         " VALUES ('reminder of ada', '2030-01-02 03:04+00', 'reminders', 'a', '/s', 'r', 'y')"
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, died_at, reason)"
-        " VALUES (1, now(), 'balances', 'b', '/s', 'balance.changed', 'y', '', 1, now(),"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at, reason)"
+        " VALUES (1, now(), 'balances', 'b', '/s', 'balance.changed', 'y', now(),"
         " 'too large')"
     )
     await db.close()

@@ -11,7 +11,8 @@ from aiokafka import ConsumerRecord
 from pipeline import Handlers
 from pipeline.apply.batch import read
 from pipeline.apply.positions import Anchor
-from pipeline.events.message import Message, Reason, decode
+from pipeline.events.cloudevents import decode
+from pipeline.events.message import Message, Reason
 from pipeline.handlers.policy import described
 
 REASONS = {*Reason, "invalid payload"}

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import asyncpg
 
-from pipeline.events.message import Record, event_headers, headers_as_json, printable
+from pipeline.events.cloudevents import event_headers
+from pipeline.events.message import Record, headers_as_json, printable
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
@@ -187,18 +188,7 @@ def _rows_of_calls(handlers: Handlers, calls: Iterable[StagedEvent]) -> list[Row
     rows: list[Row] = []
     now = datetime.now(UTC)
     for event in calls:
-        headers = event_headers(
-            id=event.event_id,
-            source=event.source,
-            type=event.type,
-            time=now,
-            subject=event.subject,
-            sequence=None,
-            content_type=event.content_type,
-            traceparent=event.traceparent,
-            tracestate=event.tracestate,
-            baggage=event.baggage,
-        )
+        headers = event_headers(event._asdict() | {"created_at": now, "sequence": None})
         # One without a key has its own, so that it stands for itself.
         key = event.event_id.encode() if event.key is None else event.key
         milliseconds = int(now.timestamp() * 1000)

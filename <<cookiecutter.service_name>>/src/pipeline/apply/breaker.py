@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Breaker:
         if not state.is_open:
             state.is_open = True
             log.error("breaker: %s", text, exc_info=error)
-            telemetry.set_breaker(consumer, is_open=True)
+            metrics.set_breaker(consumer, is_open=True)
         self._health.not_ready(f"breaker of {consumer}", text)
         raise BreakerOpen(text) from error
 
@@ -120,5 +120,5 @@ class Breaker:
         state = self._failing.pop(consumer, None)
         if state is not None and state.is_open:
             log.info("breaker: %s %s", consumer, why)
-            telemetry.set_breaker(consumer, is_open=False)
+            metrics.set_breaker(consumer, is_open=False)
             self._health.forget(f"breaker of {consumer}")

@@ -1,13 +1,11 @@
 """Why a transaction was rolled back, where its messages may be at fault."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
-from pipeline.errors import StoreSlow, is_infrastructure
+from pipeline.errors import StoreUnavailable, is_infrastructure
 from pipeline.handlers.policy import Decision
-from pipeline.handlers.staging import Outbox
 
 from .source import Source, is_single
 
@@ -41,8 +39,6 @@ class CulpritUnknown:
     """`traceparent` of the latest call of a handler."""
     is_cut_off: bool = False
     """Whether a statement may still be under way on the connection."""
-    storing: Mapping[str, bytes] = field(default_factory=dict)
-    """Payloads, by event id, that the object store had not stored when the time was up."""
 
 
 Failure = NeedsOwnSession | MessagesFailed | CulpritUnknown
@@ -54,10 +50,10 @@ class Progress:
     def __init__(self, limit: float) -> None:
         """`limit` is the time limit in seconds, which begins now."""
         self._limit = limit
+        self._reserved = 0.0
         self._started = perf_counter()
         self.handlers_since = math.inf
         """When the engine's own statements were done, and those of handlers began."""
-        self.outbox: Outbox | None = None
         self.has_own_sessions = False
         """Whether handlers may have left something on the connection."""
         self.trace: str | None = None
@@ -75,25 +71,36 @@ class Progress:
     @property
     def is_late(self) -> bool:
         """Whether the time limit has passed."""
-        return self.seconds >= self._limit
+        return self.seconds >= self._limit - self._reserved
+
+    def reserve(self, seconds: float) -> None:
+        """Raise `TimeoutError` if less than these seconds are left, as if the limit had passed."""
+        self._reserved = seconds
+        if self.is_late:
+            raise TimeoutError
+        self._reserved = 0.0
 
     def classify(self, source: Source, error: Exception, *, may_be_guilty: bool) -> Failure | None:
         """Return the failure that an error means; None if no message is at fault.
 
         An error of the infrastructure is an outage, unless the transaction has exceeded its time
         limit: then it was cut off, and its messages may be too many or too slow. A database that
-        takes most of the limit for the engine's own statements on one message is slow.
+        takes most of the limit for the engine's own statements on one message is slow. An object
+        store that fails may be given too much at once, until it fails on one message.
         """
+        if isinstance(error, StoreUnavailable):
+            return (
+                None if is_single(source) else CulpritUnknown("takes too long", error, self.trace)
+            )
         is_slow = len(source.items) == 1 and (self.handlers_since - self._started > self._limit / 2)
-        is_too_much = isinstance(error, StoreSlow) and not is_single(source)
         is_outage = is_infrastructure(error) and (not self.is_late or is_slow)
-        if (is_outage and not is_too_much) or not may_be_guilty:
+        if is_outage or not may_be_guilty:
             return None
-        if is_too_much:
-            return CulpritUnknown("takes too long", error, self.trace)
         if not self.is_late:
             return CulpritUnknown("transaction failed", error, self.trace)
-        late = TimeoutError(f"the transaction takes longer than {self._limit} s")
+        text = f"the transaction takes longer than {self._limit - self._reserved:g} s"
+        if self._reserved:
+            text += f" and leaves the object store less than {self._reserved:g} s"
+        late = TimeoutError(text)
         late.__cause__ = error
-        storing = self.outbox.storing if self.outbox else {}
-        return CulpritUnknown("takes too long", late, self.trace, storing=storing)
+        return CulpritUnknown("takes too long", late, self.trace)

@@ -64,11 +64,11 @@ SELECT consumer FROM pipeline.inbox_consumer WHERE consumer = ANY ($1) AND gener
 
 # In all of them what no filter rules out, and everything in those without a filter.
 _FIND_IN_CLOSED_GENERATIONS = """
-SELECT key, hash, hash_version, result::text AS result
+SELECT key, hash, hash_version
   FROM pipeline.inbox
  WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
  UNION ALL
-SELECT key, hash, hash_version, result::text
+SELECT key, hash, hash_version
   FROM pipeline.inbox
  WHERE generation >= $4 AND generation < $5 AND key = ANY ($6)
 """
@@ -85,7 +85,7 @@ RETURNING key
 """
 
 _FIND_IN_CURRENT_GENERATION = """
-SELECT key, hash, hash_version, result::text AS result
+SELECT key, hash, hash_version
   FROM pipeline.inbox
  WHERE generation = $1 AND key = ANY ($2)
 """
@@ -209,4 +209,4 @@ async def _insert(
 
 
 def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, Known]:
-    return {row["key"]: Known(row["hash"], row["hash_version"], row["result"]) for row in rows}
+    return {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows}

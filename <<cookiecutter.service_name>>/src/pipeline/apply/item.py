@@ -34,8 +34,6 @@ class Known(NamedTuple):
 
     hash: bytes
     hash_version: int
-    result: str | None = None
-    """What its handler returned, as JSON."""
 
     def check(self, message: Message) -> None:
         """Raise `IdentityMismatch` if the message has another payload."""

@@ -8,10 +8,10 @@ import asyncpg
 
 from pipeline.events.message import Message
 from pipeline.events.payload import HASH_VERSION
-from pipeline.events.references import Unresolved
 from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
 from . import inbox
+from .claim_check import DataUnavailable
 from .filters import Filters
 from .inbox import Generations
 from .item import IdentityMismatch, Item, Known
@@ -121,7 +121,7 @@ def to_handle(
         if decision is None and item.fault is not None:
             decision = dead(
                 item.handler.policy,
-                item.fault.reason if isinstance(item.fault, Unresolved) else "invalid payload",
+                item.fault.reason if isinstance(item.fault, DataUnavailable) else "invalid payload",
                 item.fault,
                 attempts=item.attempts,
             )

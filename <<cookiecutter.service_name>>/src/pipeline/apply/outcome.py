@@ -4,9 +4,10 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pipeline.events.message import Record, names_of
+from pipeline.events.cloudevents import names_of
+from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision, dead
-from pipeline.observe import telemetry
+from pipeline.observe import metrics, traces
 
 from .backlog import Row
 from .item import IdentityMismatch, Item
@@ -74,12 +75,12 @@ class BatchOutcome:
             counts[row.record.topic, row.consumer, outcome] += 1
             _log_undecoded(row.record, row.decision)
         for (topic, consumer, outcome), number in counts.items():
-            telemetry.processed(topic, consumer, outcome, number, group)
+            metrics.processed(topic, consumer, outcome, number, group)
 
 
 def _log_undecoded(record: Record, decision: Decision) -> None:
     id, traceparent = names_of(record)
-    with telemetry.within(traceparent):
+    with traces.within(traceparent):
         log.log(
             logging.ERROR if decision.is_dead else logging.WARNING,
             "%s: %s/%s at offset %s: %s: %s",
@@ -94,12 +95,12 @@ def _log_undecoded(record: Record, decision: Decision) -> None:
 
 
 def _log_fine(item: Item, outcome: str) -> None:
-    with telemetry.within(item.trace or item.message.traceparent):
+    with traces.within(item.trace or item.message.traceparent):
         log.debug("%s: %s", _what(item), outcome, extra=_names(item) | {"reason": outcome})
 
 
 def _log_superseded(item: Item, by: str) -> None:
-    with telemetry.within(item.trace or item.message.traceparent):
+    with traces.within(item.trace or item.message.traceparent):
         log.info(
             "%s of sequence %s is superseded: %s was applied",
             _what(item),
@@ -127,7 +128,7 @@ def _log_fate(item: Item, decision: Decision) -> None:
             logging.WARNING,
             f"{decision.reason} ({attempt}), again in {decision.due_in:.0f} s",
         )
-    with telemetry.within(decision.trace or item.trace or message.traceparent):
+    with traces.within(decision.trace or item.trace or message.traceparent):
         log.log(
             level,
             "%s %s: %s",

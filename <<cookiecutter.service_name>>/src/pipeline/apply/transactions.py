@@ -14,22 +14,23 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pipeline.apply import limits
 from pipeline.errors import is_contention
-from pipeline.events.references import Claims
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import AT_WORK, SharedSession, clean, new_session
 from pipeline.handlers.staging import Outbox
-from pipeline.observe import telemetry
-from pipeline.observe.telemetry import ProcessSpans
+from pipeline.observe import metrics, traces
+from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import CALL, GUARD
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from . import backlog, inbox
+from .attempt import Attempt, Memory
 from .breaker import Breaker, BreakerOpen
-from .calls import Attempt, Failures, Memory, call_handlers
+from .calls import Failures, call_handlers
+from .claim_check import ClaimCheck
 from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession, Progress
 from .filters import Filters
 from .inbox import SourceLost
@@ -75,9 +76,9 @@ class ConsumeTransactions:
         filters: Filters,
         handlers: Handlers,
         signals: Signals,
-        claims: Claims | None = None,
+        claims: ClaimCheck | None = None,
     ) -> None:
-        """`source` is the events' own; `claims` stores payloads that are too large to travel."""
+        """`source` is that of the events; `claims` stores payloads too large to travel."""
         self.engine = engine
         self.group = group
         self._source = source
@@ -165,24 +166,19 @@ class ConsumeTransactions:
         async def transact() -> BatchOutcome | Failure:
             nonlocal contentions
             try:
-                result = await self._transact(source, decisions, memory)
+                return await self._transact(source, decisions, memory)
             except Exception as error:
                 contentions += is_contention(error)
                 if contentions > _CONTENTIONS and _may_be_guilty(source, decisions):
                     return CulpritUnknown("locked out", error)
                 raise
-            if isinstance(result, CulpritUnknown) and self.claims and is_single(source):
-                # The handler has left little time for it. If the store fails with all the time it
-                # needs, that is an outage; else the handler is too slow.
-                await self.claims.keep(result.storing)
-            return result
 
-        result = await retrying.copy()(transact)
+        result = await retrying(transact)
         if isinstance(result, CulpritUnknown) and is_single(source):
             # Once more: a row that another partition has created meanwhile is found now, and a
             # slow connection was replaced.
             contentions = 0
-            result = await retrying.copy()(transact)
+            result = await retrying(transact)
         return result
 
     async def _transact(
@@ -244,7 +240,7 @@ class ConsumeTransactions:
         decisions = {**decisions, **await too_old(driver, generations, found.new)}
         items = to_handle(found, decisions, outcome)
         # Handlers change rows and stage events.
-        outbox = progress.outbox = self._outbox()
+        outbox = self._outbox()
         again = limits.statement(connection, bounds)
         attempt = Attempt(
             connection,
@@ -272,6 +268,8 @@ class ConsumeTransactions:
             outbox.add(backlog.dead_letter(row, topic) for row in died)
         # Calls and events, after the rows of the aggregates are locked: that gives their order.
         await backlog.add_calls(driver, self.handlers, outbox.calls)
+        if self.claims is not None:
+            await self.claims.store(driver, outbox, progress.reserve)
         if not await outbox.write(driver) and outcome.applied and not outcome.returned:
             # If a handler has swallowed the error of a statement, COMMIT would succeed and change
             # nothing. This statement fails.
@@ -284,7 +282,7 @@ class ConsumeTransactions:
             self._source,
             self.settings.max_event_bytes,
             call_types=self.handlers.call_types,
-            claims=self.claims,
+            sent_size=self.claims.sent_size if self.claims else None,
         )
 
     async def _call(
@@ -296,9 +294,9 @@ class ConsumeTransactions:
         try:
             return await call_handlers(items, attempt, outcome)
         finally:
-            progress.trace = telemetry.traceparent(attempt.context)
+            progress.trace = traces.traceparent(attempt.context)
             attempt.deadline.close()
-            telemetry.handled(attempt.longest)
+            metrics.handled(attempt.longest)
             self._under_way.discard(attempt)
             info.pop(GUARD, None)
 

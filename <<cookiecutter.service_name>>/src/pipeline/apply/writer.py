@@ -13,24 +13,29 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
-from tenacity import RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
 from pipeline.errors import sqlstate_of
 from pipeline.events.event import Event
-from pipeline.events.references import Claims
 from pipeline.handlers import aggregate
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import BEGIN, WriterSession, clean, own_session
-from pipeline.handlers.staging import Outbox
+from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.handlers.unit_of_work import UnitOfWork
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import Guard, InContext
-from pipeline.servers.retrying import Attempts
 
 from . import backlog
+from .claim_check import ClaimCheck
 
 T = TypeVar("T")
 
@@ -94,18 +99,19 @@ class Writing(UnitOfWork):
         super().publish(event)
         self._versioned[id] = of
 
-    def place_of(self, id: str) -> tuple[str, int] | None:
-        """Return key and sequence of the event of a versioned row, which is written now."""
-        row = self._versioned.get(id)
+    def placed(self, event: StagedEvent) -> StagedEvent:
+        """Return the event with key and sequence if it is that of a versioned row, now written."""
+        row = self._versioned.get(event.event_id)
         if row is None:
-            return None
+            return event
         identity = sa.inspect(row).identity
         if row not in cast(WriterSession, self._rows.session.sync_session).written or not identity:
             raise TypeError(
                 f"publish(…, of={type(row).__name__}) is for a row that is added or changed here:"
                 " an event of another one would have no place in its order"
             )
-        return aggregate.record_key(type(row), identity), row.version
+        key = aggregate.record_key(type(row), identity)
+        return event._replace(key=key.encode(), subject=key, sequence=row.version)
 
 
 class Writer:
@@ -119,10 +125,10 @@ class Writer:
         max_event_bytes: int,
         attempts: int = 5,
         handlers: Handlers | None = None,
-        claims: Claims | None = None,
+        claims: ClaimCheck | None = None,
     ) -> None:
-        """See `Service.writer`, which makes one. `source` is the events' own; `handlers` have the
-        effects that `call` is for; `claims` keeps payloads that are too large to travel."""
+        """See `Service.writer`, which makes one. `source` is the events' own; `handlers` know the
+        effects that `call` is for; `claims` stores payloads too large to travel."""
         self._engine = engine
         self._source = source
         self._max_event_bytes = max_event_bytes
@@ -134,9 +140,9 @@ class Writer:
         """Do the work in a transaction; again, on a fresh session, when others were quicker.
 
         Pauses grow up to a second and differ, so that writers do not meet again. Raises `Conflict`
-        when all attempts are used up, `StoreAway` if a payload is too large to travel and can't be
-        kept elsewhere, and `HandlerFault` for work that ends the transaction, or goes on after an
-        error of a statement; what the work raises is nobody else's to try again.
+        when all attempts are used up, `StoreUnavailable` if a large payload can't be stored, and
+        `HandlerFault` for work that ends the transaction, or goes on after an error of a statement;
+        what the work raises is nobody else's to try again.
         """
         id = uuid4().hex  # the events are the same at each attempt
 
@@ -144,11 +150,11 @@ class Writer:
             assert state.outcome is not None
             raise Conflict(self._attempts) from state.outcome.exception()
 
-        retrying = Attempts(
+        retrying = AsyncRetrying(
             retry=retry_if_exception(_is_conflict),
             wait=wait_random_exponential(0.01, max=_LONGEST_PAUSE),
             stop=stop_after_attempt(self._attempts),
-            after=lambda _: telemetry.conflicted(),
+            after=lambda _: metrics.conflicts.add(1),
             retry_error_callback=give_up,
         )
         return await retrying(self._attempt, work, id)
@@ -158,7 +164,7 @@ class Writer:
             self._source,
             self._max_event_bytes,
             call_types=self._handlers.call_types,
-            claims=self._claims,
+            sent_size=self._claims.sent_size if self._claims else None,
         )
         async with self._engine.connect() as connection:
             driver = await driver_of(connection)
@@ -168,6 +174,8 @@ class Writer:
                     await connection.execute(sa.text(BEGIN))
                     result = await self._work(connection, driver, outbox, work, id)
                     await backlog.add_calls(driver, self._handlers, outbox.calls)
+                    if self._claims is not None:
+                        await self._claims.store(driver, outbox)
                     await outbox.write(driver)
             except Exception:
                 await clean(connection, driver)
@@ -193,7 +201,7 @@ class Writer:
             finally:
                 writing.end()
         # Rows are locked now, so that their events have the order of their versions.
-        outbox.place(writing.place_of)
+        outbox.replace({event.event_id: writing.placed(event) for event in outbox.events})
         return result
 
 

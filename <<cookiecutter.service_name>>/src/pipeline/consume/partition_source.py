@@ -15,7 +15,7 @@ from pipeline.apply.item import Item, Known, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot
 from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 
 
 @dataclass(frozen=True)
@@ -99,5 +99,5 @@ class PartitionSource:
         """Record the committed transaction."""
         skipped = len(self.batch.skipped)
         if skipped:
-            telemetry.processed(self.slot.topic, "", "skipped", skipped, group)
-        telemetry.batch_applied(self.slot.topic, group, len(self.batch.items) + skipped, seconds)
+            metrics.processed(self.slot.topic, "", "skipped", skipped, group)
+        metrics.batch_applied(self.slot.topic, group, len(self.batch.items) + skipped, seconds)

@@ -3,43 +3,32 @@
 Those that are due later are written into a table of their own, from which `scheduled` moves them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import asyncpg
 from opentelemetry.context import Context, get_current
-from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-from pipeline.errors import summarize_error
 from pipeline.events.event import Event
-from pipeline.events.references import Claims, Kept
-from pipeline.observe import telemetry
+from pipeline.observe import statements, traces
 from pipeline.schema import SCHEMA
+
+from .readback import Unpublishable, check_readback
 
 CALLS = "(calls)"
 """Stands for the topic of events that are staged by `call`; no topic has such a name."""
 
 _HEADERS_AT_MOST = 700
 """Bytes that names, separators and fixed values of the headers can take."""
-_REFERENCE_AT_MOST = 1_500
-"""Bytes that the headers take which say where a payload is."""
 _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
 
-_ADVICE = (
-    "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
-    " nothing of another type or a subclass; an alias needs serialize_by_alias=True"
-)
 
 _BEGUN = blake2b(digest_size=16)
-
-
-class Unpublishable(ValueError):
-    """An event that could never be sent. Nothing was staged; the handler sees this error."""
 
 
 class StagedEvent(NamedTuple):
@@ -64,13 +53,13 @@ class StagedEvent(NamedTuple):
     datalength: int | None = None
     datachecksum: str | None = None
 
-    def referring(self, kept: Kept | None) -> Self:
-        """Return it with a reference in the place of its payload, if that is kept elsewhere."""
-        if kept is None:
-            return self
-        uri, length, checksum = kept.reference
-        # Empty, and not null: a record without a value would be deleted from a compacted topic.
-        return self._replace(payload=b"", dataref=uri, datalength=length, datachecksum=checksum)
+    @property
+    def size(self) -> int:
+        """Bytes that its record takes at most, with payload, key and headers."""
+        key, payload = len(self.key or b""), len(self.payload or b"")
+        names = len(self.source.encode()) + len(self.type.encode())
+        context = len(self.tracestate or "") + len(self.baggage or "")
+        return _HEADERS_AT_MOST + payload + 2 * key + names + context
 
 
 class Due(NamedTuple):
@@ -115,10 +104,6 @@ SELECT name, COALESCE(due_at, at + after), at + place * interval '1 microsecond'
        {", ".join(f"{name} = excluded.{name}" for name in StagedEvent._fields)}
 """
 
-_CLAIM = """
-INSERT INTO pipeline.claim (name, event_id) SELECT * FROM unnest($1::text[], $2::text[])
-"""
-
 CANCEL = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
 
 
@@ -145,26 +130,23 @@ class Outbox:
         max_event_bytes: int,
         *,
         call_types: Mapping[str, type[Event]] = {},
-        claims: Claims | None = None,
+        sent_size: Callable[[StagedEvent, int], int] | None = None,
     ) -> None:
-        """`call_types` are the events that may be staged by `call`, by their types."""
+        """`call_types` are the events that may be staged by `call`, by their types.
+
+        `sent_size` returns the bytes of an event as it is sent, if so many are allowed.
+        """
         self._source = source
-        self._max_event_bytes = max_event_bytes
+        self.max_event_bytes = max_event_bytes
         self._call_types = call_types
-        self._claims = claims
-        self._large = set[str]()
-        """Ids of events whose payloads are not to travel with them."""
-        self.storing: Mapping[str, bytes] = {}
-        """Payloads, by event id, that are being kept elsewhere just now."""
+        self._sent_size = sent_size or (lambda event, allowed: event.size)
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
         """Events for handlers outside of the transaction, after its commit."""
         self._scheduled: dict[str, tuple[Due, StagedEvent] | None] = {}
         """By name; None for what is cancelled. What is asked last is what holds."""
-        self._injected: tuple[Context, telemetry.TraceHeaders] | None = None
+        self._injected: tuple[Context, traces.TraceHeaders] | None = None
         """The latest context, and what it is in headers: a handler publishes several events."""
-        self._checked: dict[type[Event], tuple[str, int]] = {}
-        """Topics and fixed sizes of the events staged so far."""
 
     def __len__(self) -> int:
         return len(self._staged)
@@ -195,8 +177,8 @@ class Outbox:
         Raises `Unpublishable` if its topic or key can't be sent or it is larger than allowed.
         """
         kind = type(event)
-        topic, size = self._checked.get(kind) or self._check(kind)
-        staged = self._written(event, topic, size, id, key, sequence, context)
+        staged = self._written(event, _topic_of(kind), id, key, sequence, context)
+        self._check_size(kind, self._sent_size(staged, self.max_event_bytes))
         if due is None:
             self._staged.append(staged)
         else:
@@ -219,20 +201,20 @@ class Outbox:
             raise TypeError(
                 f"no effect takes {name}{other}: register one by @effects.on({name}, …)"
             )
-        size = self._fixed_size(kind)
-        self.calls.append(self._written(event, CALLS, size, id, key, None, context))
+        staged = self._written(event, CALLS, id, key, None, context)
+        self._check_size(kind, staged.size)
+        self.calls.append(staged)
 
     def _written(
         self,
         event: Event,
         topic: str,
-        size: int,
         id: str,
         key: str | None,
         sequence: int | None,
         context: Context | None,
     ) -> StagedEvent:
-        """Return the event as a row; `size` is what it takes beside payload, key and context."""
+        """Return the event as a row."""
         kind = type(event)
         if key is not None and "\x00" in key:
             raise Unpublishable(f"the key of {kind.__name__} holds a NUL character: {key!r}")
@@ -244,24 +226,10 @@ class Outbox:
         except (UnicodeEncodeError, PydanticSerializationError) as error:
             text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
             raise Unpublishable(text) from error
-        _read_back(event, payload)
+        check_readback(event, payload)
         traceparent, tracestate, baggage = self._headers_of(
             get_current() if context is None else context
         )
-        size += len(payload) + 2 * len(key_bytes or b"")
-        size += len(tracestate or "") + len(baggage or "")
-        if self._claims is not None and topic != CALLS:
-            is_large = len(payload) > self._claims.limit or size > self._max_event_bytes
-            if is_large and len(payload) <= self._claims.memory:
-                self._large.add(id)
-                size += _REFERENCE_AT_MOST - len(payload)
-        if size > self._max_event_bytes:
-            raise Unpublishable(
-                f"{kind.__name__} takes {size:,} bytes and {self._max_event_bytes:,} are allowed:"
-                " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
-                " and the topic's max.message.bytes"
-                + (", or PIPELINE_CLAIM_MEMORY" if self._claims else "")
-            )
         return StagedEvent(
             topic,
             key_bytes,
@@ -277,81 +245,53 @@ class Outbox:
             baggage,
         )
 
+    def _check_size(self, kind: type[Event], size: int) -> None:
+        if size > self.max_event_bytes:
+            raise Unpublishable(
+                f"{kind.__name__} takes {size:,} bytes and {self.max_event_bytes:,} are allowed:"
+                " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
+                " and the topic's max.message.bytes"
+            )
+
     def holds(self, id: str) -> bool:
         """Whether the event of this id is staged, and not taken back."""
         return any(event.event_id == id for event in self._staged)
 
-    def place(self, place_of: Callable[[str], tuple[str, int] | None]) -> None:
-        """Give staged events, by their ids, the key and the sequence that were not known before."""
-        for number, event in enumerate(self._staged):
-            if place := place_of(event.event_id):
-                key, sequence = place
-                self._staged[number] = event._replace(
-                    key=key.encode(), subject=key, sequence=sequence
-                )
+    @property
+    def events(self) -> Iterator[StagedEvent]:
+        """The staged events, also those that are due later."""
+        yield from self._staged
+        yield from (one[1] for one in self._scheduled.values() if one is not None)
+
+    def replace(self, events: Mapping[str, StagedEvent]) -> None:
+        """Replace staged events, by their ids."""
+        self._staged = [events.get(event.event_id, event) for event in self._staged]
+        for name, one in self._scheduled.items():
+            if one is not None:
+                self._scheduled[name] = one[0], events.get(one[1].event_id, one[1])
 
     def cancel(self, name: str) -> None:
         """Let a scheduled event not be published, if it still waits when this commits."""
         self._scheduled[name] = None
 
-    def _headers_of(self, context: Context) -> telemetry.TraceHeaders:
+    def _headers_of(self, context: Context) -> traces.TraceHeaders:
         # Taken and put as one: a handler may publish from threads.
         injected = self._injected
         if injected is None or injected[0] is not context:
-            injected = self._injected = context, telemetry.creation_context(context)
+            injected = self._injected = context, traces.creation_context(context)
         return injected[1]
-
-    def _check(self, kind: type[Event]) -> tuple[str, int]:
-        """Return the topic of such events, and what each takes beside payload, key and context."""
-        topic, name = kind.event_topic, kind.__name__
-        if topic is None:
-            raise Unpublishable(
-                f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
-            )
-        size = self._fixed_size(kind)
-        self._checked[kind] = topic, size
-        return topic, size
-
-    def _fixed_size(self, kind: type[Event]) -> int:
-        return _HEADERS_AT_MOST + len(self._source.encode()) + len(kind.event_type.encode())
 
     def add(self, events: Iterable[StagedEvent]) -> None:
         """Keep events that are no handler's for the COPY."""
         self._staged += events
 
     async def write(self, connection: asyncpg.Connection) -> bool:
-        """Write all into the transaction open on the connection; False if that is nothing.
-
-        Raises `StoreAway` if something is too large to travel, and can't be kept elsewhere.
-        """
-        if self._large:
-            await self._refer(connection)
+        """Write all into the transaction open on the connection; False if that is nothing."""
         if self._staged:
             await copy(connection, self._staged)
         if self._scheduled:
             await self._schedule(connection)
         return bool(self._staged or self._scheduled)
-
-    async def _refer(self, connection: asyncpg.Connection) -> None:
-        """Have large payloads kept elsewhere."""
-        assert self._claims is not None
-        scheduled = [one[1] for one in self._scheduled.values() if one is not None]
-        large = {
-            event.event_id: event.payload
-            for event in (*self._staged, *scheduled)
-            if event.event_id in self._large and event.payload is not None
-        }
-        if not large:  # they are taken back
-            return
-        # As the last but one of all: it may take long, and what comes behind does not.
-        self.storing = large
-        kept = await self._claims.keep(large)
-        self.storing = {}
-        await connection.execute(_CLAIM, [one.name for one in kept.values()], list(kept))
-        self._staged = [event.referring(kept.get(event.event_id)) for event in self._staged]
-        for name, one in self._scheduled.items():
-            if one is not None:
-                self._scheduled[name] = one[0], one[1].referring(kept.get(one[1].event_id))
 
     async def _schedule(self, connection: asyncpg.Connection) -> None:
         cancelled = sorted(name for name, one in self._scheduled.items() if one is None)
@@ -366,46 +306,13 @@ class Outbox:
             await connection.execute(_SCHEDULE, rows)
 
 
-def _read_back(event: Event, payload: bytes) -> None:
-    """Raise `Unpublishable` if the event's class does not read what it has written as it was."""
-    kind = type(event)
-    try:
-        read = kind.__pydantic_validator__.validate_json(payload)
-    except Exception as error:
-        why = f"{kind.__name__} can't be read from its own JSON ({summarize_error(error)})"
-        raise Unpublishable(f"{why}: {_ADVICE}") from error
-    if read.__dict__ != event.__dict__ or event.__pydantic_extra__:
-        before, after = _members(event), _members(read)
-        for name in before:
-            if not _is_same(before[name], after.get(name)):
-                why = f"{kind.__name__}.{name} is another value when it is read from its own JSON"
-                raise Unpublishable(f"{why}: {_ADVICE}")
-
-
-def _members(one: object) -> dict[str, Any]:
-    if isinstance(one, BaseModel):
-        return {name: getattr(one, name) for name in type(one).model_fields} | (
-            one.__pydantic_extra__ or {}
+def _topic_of(kind: type[Event]) -> str:
+    topic, name = kind.event_topic, kind.__name__
+    if topic is None:
+        raise Unpublishable(
+            f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
         )
-    return getattr(one, "__dict__", {})
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether values are the same, also where Python has no two equal ones."""
-    if one == other or type(one) is not type(other):
-        return bool(one == other)
-    if isinstance(one, datetime):  # of two zones, in the hour that a clock is set back by
-        return bool(one.isoformat() == other.isoformat())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    before, after = (
-        _members(value) if not isinstance(value, dict) else value for value in (one, other)
-    )
-    return (
-        bool(before)
-        and before.keys() == after.keys()
-        and all(_is_same(before[name], after[name]) for name in before)
-    )
+    return topic
 
 
 async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
@@ -413,7 +320,7 @@ async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) ->
     # Without a transaction COPY would commit by itself, and events would outlive a rollback.
     if not connection.is_in_transaction():
         raise RuntimeError("outbox rows may only be written in a transaction that has begun")
-    with telemetry.Statement("COPY"):
+    with statements.Statement("COPY"):
         await connection.copy_records_to_table(
             "outbox", schema_name=SCHEMA, columns=StagedEvent._fields, records=events
         )

@@ -13,7 +13,7 @@ from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, StoredRecord
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.handlers.policy import DEFERRED, Decision
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.retry import lanes
 
 from .lanes import Lane, Taken
@@ -109,4 +109,4 @@ class LaneSource:
                 stored_for = item.record.stored_for
                 longest[item.consumer] = max(longest.get(item.consumer, 0.0), stored_for)
         for consumer, stored_for in longest.items():
-            telemetry.backlog_applied(consumer, stored_for + seconds)
+            metrics.backlog_applied(consumer, stored_for + seconds)

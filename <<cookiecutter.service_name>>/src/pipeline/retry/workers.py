@@ -15,12 +15,12 @@ import asyncpg
 
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import BreakerOpen
-from pipeline.apply.fetching import fetch
+from pipeline.apply.claim_check import resolve
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.pace import Pace
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import StoreSlow, StoreUnavailable, describe_error
+from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.handlers.policy import (
     DIED,
     GAP,
@@ -32,7 +32,7 @@ from pipeline.handlers.policy import (
     dead,
     suspected,
 )
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
 from pipeline.servers.database import autocommitting
@@ -196,7 +196,7 @@ class BacklogWorkers:
 
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> Taken:
         """Read what is due in the lane, and fetch what it refers to, up to the first row that may
-        kill the process. Raises `StoreAway`."""
+        kill the process. Raises `StoreUnavailable`."""
         handlers, consumers = self._handlers, self._consumers
         taken = await self._ask(
             "reading the backlog",
@@ -209,13 +209,13 @@ class BacklogWorkers:
         return replace(taken, items=items)
 
     async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
-        """Return items with what they refer to. Raises `StoreAway`."""
+        """Return items with what they refer to. Raises `StoreUnavailable`."""
         try:
             # While the lane is surely ours.
             async with asyncio.timeout(self._settings.backlog_lease / 2):
-                return await fetch(items, self._consume.claims, lambda _: validates)
+                return await resolve(items, self._consume.claims, lambda _: validates)
         except TimeoutError:
-            raise StoreSlow("the object store takes longer than a lane may wait") from None
+            raise StoreUnavailable("the object store takes longer than a lane may wait") from None
 
     def _harmless(self, lane: Lane, items: Sequence[Item]) -> int:
         """Return how many rows come before the first that may kill the process."""
@@ -303,9 +303,9 @@ class BacklogWorkers:
                     rows = await lanes.count(driver)
                 # Whose last row is gone has none here, and would seem to have it for ever.
                 for consumer in told - {consumer for consumer, *_ in rows}:
-                    telemetry.observe_backlog(consumer, 0, 0, 0.0)
+                    metrics.observe_backlog(consumer, 0, 0, 0.0)
                 for row in rows:
-                    telemetry.observe_backlog(*row)
+                    metrics.observe_backlog(*row)
                 told |= {consumer for consumer, *_ in rows}
             except TimeoutError:
                 log.warning("backlog: it takes too long to count, its gauges tell what was before")
@@ -326,7 +326,7 @@ class BacklogWorkers:
             f"{self._name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready(self._name, reason),
+            report=lambda reason: self._health.not_ready(self._name, reason),
         )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -15,12 +15,14 @@ from pydantic import field_validator
 
 from operate.commands import command_line
 from pipeline import Event, Policy, Transaction
-from pipeline.events.references import Claims, Kept, Reference
+from pipeline.apply.claim_check import ClaimCheck
+from pipeline.apply.item import Item
+from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.retry import workers
 from pipeline.servers import record_batches
 from pipeline.settings import Settings
 
-from .bank import ATTEMPTS, Bank
+from .bank import ATTEMPTS, CLAIM, Bank
 from .calling import CallWorkers, take_calls
 
 bank = Bank(
@@ -51,29 +53,43 @@ class Reminded(Event, type="reminded", topic=bank.balances):
 class Folder:
     """Keeps in a folder what is too large to travel."""
 
-    limit, memory = 500, 10_000
-
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
-        """Write each into a file of its own."""
-        kept: dict[str, Kept] = {}
-        for id, payload in payloads.items():
-            path = self._path / f"{id}-{uuid4().hex}"
-            path.write_bytes(payload)
-            kept[id] = Kept(path.name, Reference(path.as_uri(), len(payload)))
-        return kept
+    def sent_size(self, event: StagedEvent, allowed: int) -> int:
+        """Let events be of any size."""
+        return 0
 
-    async def fetch(self, reference: Reference) -> bytes:
-        """Read it."""
-        return (self._path / reference.uri.rpartition("/")[2]).read_bytes()
+    async def store(
+        self,
+        connection: asyncpg.Connection,
+        outbox: Outbox,
+        reserve: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """Write each large payload into a file of its own."""
+        names: list[str] = []
+        replaced: dict[str, StagedEvent] = {}
+        for event in outbox.events:
+            if event.payload and len(event.payload) > 500:
+                path = self._path / f"{event.event_id}-{uuid4().hex}"
+                path.write_bytes(event.payload)
+                names.append(path.name)
+                replaced[event.event_id] = event._replace(
+                    payload=b"", dataref=path.as_uri(), datalength=len(event.payload)
+                )
+        if names:
+            await connection.execute(CLAIM, names, list(replaced))
+            outbox.replace(replaced)
+
+    async def resolve(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Fetch nothing: no event of the bank's topics refers to its data."""
+        return items
 
     async def sweep(self, connection: asyncpg.Connection) -> None:
         """Leave everything where it is: somebody wants to look at it."""
 
 
-def opened(name: str, settings: Settings) -> Claims | None:
+def opened(name: str, settings: Settings) -> ClaimCheck | None:
     """Open the folder of the environment, if it names one."""
     folder = os.environ.get("BANK_FOLDER")
     return Folder(Path(folder)) if folder else None

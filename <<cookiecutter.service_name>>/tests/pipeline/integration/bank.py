@@ -11,6 +11,10 @@ from pipeline.retry.workers import BacklogWorkers
 from tests.contract.bank import Account, Base, Deposited
 
 ATTEMPTS = 4
+CLAIM = """
+INSERT INTO pipeline.claim (name, event_id) SELECT * FROM unnest($1::text[], $2::text[])
+"""
+"""As the claim check notes which payloads it has stored."""
 """Attempts that a process of the bank has for a deposit; its handler in a test has the usual."""
 
 

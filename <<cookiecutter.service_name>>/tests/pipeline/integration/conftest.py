@@ -64,7 +64,7 @@ def quick(settings: Callable[..., Settings]) -> Callable[..., Settings]:
     """Make settings of a relay that soon tries again what Kafka refuses."""
 
     def make(**changes: object) -> Settings:
-        return settings(**{"unsent_pause": 0.1, "relay_lease": 3, **changes})
+        return settings(**{"relay_topic_pause": 0.1, "relay_lease": 3, **changes})
 
     return make
 
@@ -187,7 +187,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
         counted[outcome] += count
 
-    monkeypatch.setattr("pipeline.observe.telemetry.processed", processed)
+    monkeypatch.setattr("pipeline.observe.metrics.processed", processed)
     return counted
 
 

@@ -34,20 +34,13 @@ class Outcome(NamedTuple):
     is_new: bool
     """False for a duplicate, and for what is not applied now: their handler was not called."""
     result: Any
-    """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
+    """What the handler returned, as JSON has it."""
 
 
-async def outcomes_of(
-    engine: AsyncEngine, items: Sequence[Item], results: Sequence[BatchOutcome]
-) -> list[Outcome]:
+def outcomes_of(items: Sequence[Item], results: Sequence[BatchOutcome]) -> list[Outcome]:
     """Say of each of the items what became of it."""
     new = {id(item) for one in results for item in one.applied}
-    async with autocommitting(engine) as driver:
-        rows = await driver.fetch(
-            "SELECT key, result::text FROM pipeline.inbox WHERE key = ANY ($1)",
-            [item.key for item in items],
-        )
-    texts = {row["key"]: row["result"] for row in rows}
+    texts = {key: text for one in results for key, text in one.returned.items()}
     values = {key: pydantic_core.from_json(text) for key, text in texts.items() if text}
     return [Outcome(item, id(item) in new, values.get(item.key)) for item in items]
 
@@ -86,12 +79,12 @@ class Desk:
         A single record may be one over which so many processes have died.
         """
         attempts = retry_while_unavailable(
-            "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
+            "the test", "PostgreSQL", unless=lambda: False, report=self.outages.append
         )
         results = await self.consume.apply(
             PartitionSource(self.slot, batch, deaths=deaths), attempts
         )
-        return await outcomes_of(self.engine, batch.items, results)
+        return outcomes_of(batch.items, results)
 
     async def work_off(self) -> None:
         """Handle what is due in the backlog, as its workers do, until nothing is."""

@@ -11,7 +11,8 @@ import pytest
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from operate import dead_events
-from operate.dead_events import UnsentEvent, Which
+from operate.dead import State
+from operate.dead_events import RejectedEvent, Which
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.observe.health import Health
@@ -103,9 +104,9 @@ async def stage_long_ago(
 
 
 async def waiting(db: asyncpg.Connection) -> list[str]:
-    """Return the ids of the events that wait in the outbound backlog."""
+    """Return the ids of the events that wait for their topic."""
     rows = await db.fetch(
-        "SELECT event_id FROM pipeline.outbox_unsent WHERE died_at IS NULL ORDER BY id"
+        "SELECT event_id FROM pipeline.outbox_rejected WHERE died_at IS NULL ORDER BY id"
     )
     return [row["event_id"] for row in rows]
 
@@ -119,7 +120,7 @@ def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitab
     return ask
 
 
-async def died(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[UnsentEvent]:
+async def died(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[RejectedEvent]:
     """Return dead events, in the order in which they were staged."""
     found = [one async for one in dead_events.events(db, "dead", which, 10_000)]
     return sorted(found, key=lambda one: one.id)
@@ -140,9 +141,13 @@ async def redrive(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[int
     return [id async for ids in chunks for id in ids]
 
 
-async def discard(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[int]:
-    """Discard dead events, as the command does."""
-    chunks = dead_events.discard(db, which, operator="zoë", why="sent by hand", patience=PATIENCE)
+async def discard(
+    db: asyncpg.Connection, which: Which = EVERYTHING, state: State = "dead"
+) -> list[int]:
+    """Discard events, as the command does."""
+    chunks = dead_events.discard(
+        db, which, operator="zoë", why="sent by hand", patience=PATIENCE, state=state
+    )
     return [id async for ids in chunks for id in ids]
 
 
@@ -270,11 +275,11 @@ async def all_is_written(db: asyncpg.Connection) -> bool:
 
 
 _BURY = """
-INSERT INTO pipeline.outbox_unsent
+INSERT INTO pipeline.outbox_rejected
        (id, created_at, topic, key, payload, event_id, source, type, content_type,
-        queue, attempts, reason, error, died_at)
+        reason, error, died_at)
 SELECT n, now(), 'moves', ('key ' || n % 7)::bytea, '{}', 'event ' || n, '/bank', 'moved',
-       'application/json', sha256(('key ' || n % 7)::bytea), 100, 'too large', 'event is larger',
+       'application/json', 'too large', 'event is larger',
        now() - make_interval(secs => n % 3)
   FROM generate_series(1, $1) AS n
 """

@@ -10,7 +10,7 @@ from pipeline import Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog, positions
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.handlers.policy import DEFERRED, dead
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting
 
 from .bank import Bank
@@ -321,7 +321,7 @@ async def test_a_transaction_tells_how_long_its_oldest_message_has_waited(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, float]] = []
-    monkeypatch.setattr(telemetry, "backlog_applied", lambda *one: told.append(one))
+    monkeypatch.setattr(metrics, "backlog_applied", lambda *one: told.append(one))
     _, desk = await bank_with(new_desk, mode="deferred")
     await desk.apply(Deposit(1), Deposit(2), Deposit(3))
     await db.execute(

@@ -23,7 +23,8 @@ from pipeline import (
     Transaction,
 )
 from pipeline.events.message import headers_of
-from pipeline.handlers.staging import Outbox, Unpublishable
+from pipeline.handlers.readback import Unpublishable
+from pipeline.handlers.staging import Outbox
 from pipeline.runtime import Part
 
 from .bank import Bank

@@ -315,7 +315,7 @@ async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk
     start = await desk.position()
     batch = await desk.read(Deposit(1), start=start)
     attempts = retry_while_unavailable(
-        "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+        "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
     )
     await desk.consume.apply(PartitionSource(desk.slot, batch, deaths=3), attempts)
     async with autocommitting(desk.engine) as driver:
@@ -416,7 +416,7 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
         taken = await lanes.take(driver, lane, desk.handlers, ["deposit"], 100)
         assert await discard(desk) == 1
         attempts = retry_while_unavailable(
-            "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+            "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
         )
         with pytest.raises(LaneLost):
             await desk.consume.apply(LaneSource(lane, 60, taken), attempts)
@@ -735,7 +735,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
         await seizes(connection, lane)
 
-    monkeypatch.setattr(backlog, "fence_lane", lose)
+    monkeypatch.setattr(lanes, "fence_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -744,7 +744,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to go on",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(backlog, "fence_lane", seizes)
+    monkeypatch.setattr(lanes, "fence_lane", seizes)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

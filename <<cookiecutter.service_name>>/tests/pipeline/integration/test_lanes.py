@@ -22,7 +22,7 @@ from pipeline.retry.lanes import Lane, LaneLost, Taken
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
-from pipeline.servers.tasks import TURN, in_background
+from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -48,7 +48,7 @@ async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
 async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[BatchOutcome]:
     """Handle what was read."""
     attempts = retry_while_unavailable(
-        "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+        "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
     )
     return await desk.consume.apply(LaneSource(lane, LEASE, taken), attempts)
 
@@ -84,7 +84,7 @@ async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_vali
     def burn(item: Item) -> Item:
         nonlocal validated
         validated += 1
-        time.sleep(TURN)
+        time.sleep(SLICE_SECONDS)
         return batch.validated(item)
 
     async def look() -> None:

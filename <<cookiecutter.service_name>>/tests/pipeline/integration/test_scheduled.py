@@ -15,7 +15,7 @@ import typer
 
 from operate import scheduled_commands
 from pipeline import Event, Handlers, Reject, Transaction
-from pipeline.handlers.staging import Unpublishable
+from pipeline.handlers.readback import Unpublishable
 from pipeline.relay import scheduled
 from pipeline.relay.scheduled import Scheduled
 from pipeline.retention.maintenance import maintain

@@ -18,7 +18,7 @@ from pipeline.apply.positions import Anchor
 from pipeline.errors import summarize_error
 from pipeline.events.message import Reason, Undecodable
 from pipeline.servers import tasks
-from pipeline.servers.tasks import TURN, in_background
+from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
 TOPIC = "orders"
 
@@ -280,7 +280,7 @@ async def test_others_have_their_turn_while_a_batch_is_read_that_takes_long_to_v
         def _burns(cls, value: int) -> int:
             nonlocal validated
             validated += 1
-            time.sleep(TURN)
+            time.sleep(SLICE_SECONDS)
             return value
 
     async def look() -> None:
@@ -299,7 +299,7 @@ async def test_others_have_their_turn_while_a_batch_is_read_that_takes_long_to_v
 async def test_a_batch_that_takes_no_time_is_read_in_one_turn(
     handlers: Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "TURN", 60.0)
+    monkeypatch.setattr(tasks, "SLICE_SECONDS", 60.0)
     turns = 0
 
     async def look() -> None:

@@ -8,9 +8,9 @@ from typing import get_args
 
 import pipeline
 from operate import dead, dead_events
+from pipeline.apply.claim_check import Unavailability
 from pipeline.events.message import Reason
-from pipeline.events.references import Unavailable
-from pipeline.relay import rejection
+from pipeline.relay import rejected
 
 ENGINE = Path(pipeline.__file__).parent
 OPERATE = ENGINE.parent / "operate"
@@ -49,7 +49,7 @@ def reasons(node: ast.expr) -> Iterator[str]:
 
 
 def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
-    given = {str(one) for one in (*Reason, *Unavailable)}
+    given = {str(one) for one in (*Reason, *get_args(Unavailability))}
     for path in (*ENGINE.rglob("*.py"), *OPERATE.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in GIVEN:
@@ -72,4 +72,4 @@ def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other()
     source = (OPERATE / "dead_events.py").read_text()
     in_sql = set(re.findall(r"reason(?: =|,) '(\w[^']*)'", source))
     assert in_sql == {"follows another", "redriven"}
-    assert {*get_args(rejection.Reason), *in_sql} == set(dead_events.REASONS)
+    assert {*get_args(rejected.RejectionReason), *in_sql} == set(dead_events.REASONS)

@@ -98,6 +98,6 @@ async def test_a_service_is_not_ready_before_it_has_compared_them(
     monkeypatch.setattr(inbox_coverage, "check", hold)
     async with running(unborn.service, Part.CONSUME) as health:
         await asked.wait()
-        assert "how long its topics keep records" in health.reasons["consumer"]
+        assert "the retention of its topics" in health.reasons["consumer"]
         go_on.set()
-        await eventually(lambda: "has not asked" not in health.reasons.get("consumer", ""))
+        await eventually(lambda: "is not checked yet" not in health.reasons.get("consumer", ""))

@@ -1,0 +1,97 @@
+"""The seams for a claim check: payloads that are too large to travel with their events.
+
+The engine itself stores nothing outside of PostgreSQL and Kafka; `claims` is an implementation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
+
+import asyncpg
+
+from pipeline.handlers.staging import Outbox, StagedEvent
+
+from .batch import Batch, validated
+from .item import Item
+
+Unavailability = Literal["data missing", "data changed", "data elsewhere", "data too large"]
+
+
+class DataUnavailable(Exception):
+    """The data of an event can't be had by trying again; the text says what to do."""
+
+    def __init__(self, reason: Unavailability, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class ClaimCheck(Protocol):
+    """Stores payloads that are too large to travel, and fetches those that events refer to."""
+
+    def sent_size(self, event: StagedEvent, allowed: int) -> int:
+        """Return the bytes of the record that is sent: few, if the payload is to be stored.
+
+        `allowed` is the largest size of a record. Raises `Unpublishable` for a payload that can
+        neither be sent nor stored.
+        """
+        ...
+
+    async def store(
+        self,
+        connection: asyncpg.Connection,
+        outbox: Outbox,
+        reserve: Callable[[float], None] = ...,
+    ) -> None:
+        """Store what is too large, and replace its events by ones that refer to it.
+
+        It is part of the transaction, just before the outbox is written. `reserve` is called before
+        anything is stored, with the seconds that this takes at most. Raises `StoreUnavailable`.
+        """
+        ...
+
+    async def resolve(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return items with the data that they refer to, or with `DataUnavailable` as their fault.
+
+        They are fewer, and the first ones, if the data of the next one can't be fetched at once.
+        Raises `StoreUnavailable` if that is the first.
+        """
+        ...
+
+    async def sweep(self, connection: asyncpg.Connection) -> None:
+        """Delete stored payloads that no event needs. Raises `StoreUnavailable`."""
+        ...
+
+
+async def resolve_batch(batch: Batch, claims: ClaimCheck | None) -> Batch:
+    """Return the batch with the data that it refers to, or the first part of the batch.
+
+    Raises `StoreUnavailable`.
+    """
+    # As when it is decoded: what is handled later is validated then.
+    items = await resolve(batch.items, claims, lambda item: item.handler.mode == "immediate")
+    if len(items) < len(batch.items):
+        batch = batch.between(batch.start, batch.items[len(items)].message.offset)
+    return replace(batch, items=items)
+
+
+async def resolve(
+    items: Sequence[Item], claims: ClaimCheck | None, validates: Callable[[Item], bool]
+) -> Sequence[Item]:
+    """Return items with the data that they refer to, validated; perhaps only the first ones.
+
+    Raises `StoreUnavailable` if the data of the first can't be fetched now.
+    """
+    if all(item.message.reference is None for item in items):
+        return items
+    if claims is None:
+        fault = DataUnavailable(
+            "data elsewhere",
+            "the event refers to data, and the service has no object store to fetch it from: set"
+            " PIPELINE_CLAIM_URL to the one that the event's producer uses",
+        )
+        return [item._replace(fault=fault) if item.message.reference else item for item in items]
+    found = await claims.resolve(items)
+    return [
+        validated(item) if before.message.reference and validates(item) else item
+        for before, item in zip(items, found, strict=False)
+    ]
