@@ -83,16 +83,16 @@ async def _verify(archive: Archive, chosen: Sequence[date], *, as_json: bool) ->
     is_whole = True
     for verdict in [] if chosen else reading.gaps(found):
         is_whole = False
-        _tell(verdict, as_json=as_json)
+        _print(verdict, as_json=as_json)
     for day in found:
         verdict = await reading.verify(archive, store, day)
         is_whole = is_whole and not verdict.wrong
-        _tell(verdict, as_json=as_json)
+        _print(verdict, as_json=as_json)
     if not is_whole:
         raise typer.Exit(1)
 
 
-def _tell(verdict: Verdict, *, as_json: bool) -> None:
+def _print(verdict: Verdict, *, as_json: bool) -> None:
     if as_json:
         tell_program(verdict)
         return

@@ -86,11 +86,11 @@ class Archive:
 
     @property
     def is_on(self) -> bool:
-        """Whether an archive was asked for."""
+        """Whether an archive is configured."""
         return _url() is not None
 
     def open(self) -> Store | None:
-        """Return the store; None where no archive was asked for. Raises `Misconfigured`."""
+        """Return the store; None if no archive is configured. Raises `Misconfigured`."""
         url = _url()
         if url is None:
             return None

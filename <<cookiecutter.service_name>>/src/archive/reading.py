@@ -31,7 +31,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Listed:
-    """A day, as its manifest tells of it."""
+    """A day, as its manifest describes it."""
 
     day: date
     rows: int = 0

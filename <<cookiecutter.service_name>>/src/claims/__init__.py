@@ -1,7 +1,7 @@
-"""Claim check: payloads that are too large to travel are kept in an object store.
+"""Claim check: payloads that are too large to travel are stored in an object store.
 
-An event then carries CloudEvents' `dataref`, the length and the SHA-256 of its data; who takes it
-fetches the data before its transaction begins. `docs/claims.md` says how, and what it costs.
+An event then carries CloudEvents' `dataref`, the length and the SHA-256 of its data; its consumers
+fetch the data before their transactions begin. See `docs/claims.md`.
 """
 
 from .check import open_claims

@@ -19,11 +19,11 @@ def group(service: Service) -> typer.Typer:
 
     @app.callback()
     def _() -> None:
-        """Be a group, of one command too."""
+        """Make this a group, although it has one command."""
 
     @app.command(epilog="For example: service claims sweep --dry-run")
     def sweep(
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell")] = False,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="only count")] = False,
         as_json: Json = False,
     ) -> None:
         """Delete payloads that no event needs, as a running service does in its rounds."""

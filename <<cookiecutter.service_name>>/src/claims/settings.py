@@ -10,8 +10,8 @@ from pipeline.settings import Count, Seconds
 
 
 class ClaimSettings(BaseSettings):
-    """Where large payloads are kept, and for how long. Credentials come from the environment too,
-    under the names that the store's own tools use."""
+    """Where large payloads are stored, and for how long. Credentials come from the environment,
+    too, under the names that the store's own tools use."""
 
     model_config = SettingsConfigDict(
         env_prefix="PIPELINE_CLAIM_",
@@ -42,7 +42,7 @@ class ClaimSettings(BaseSettings):
     does not know any more."""
     age: Seconds = 2_592_000.0
     """Payloads are deleted this long after their events were published: 30 days. Longer than topics
-    keep their records, and than a dead letter lies until somebody redrives it."""
+    keep their records, and than dead letters wait until they are redriven."""
 
     @model_validator(mode="after")
     def _a_payload_fits(self) -> Self:

@@ -100,7 +100,7 @@ class Sweep:
         """The folder that the last round ended with; empty: it has seen all."""
 
     async def round(self, connection: asyncpg.Connection) -> Swept:
-        """Delete what is old, and some of the orphans. Raises `StoreUnavailable` and `NotOurs`."""
+        """Delete old payloads, and some orphans. Raises `StoreUnavailable` and `NotOurs`."""
         done = Swept()
         await _demand_ours(connection)
         await connection.execute(_NOTE_PUBLISHED)
@@ -117,14 +117,17 @@ class Sweep:
             self._after = ""
         if done.old or done.orphans:
             log.info(
-                "object store: %s payloads deleted that are old, and %s that are nobody's",
+                "object store: deleted %s old payloads, and %s without an event",
                 done.old,
                 done.orphans,
             )
         return done
 
     async def all(self, connection: asyncpg.Connection, *, dry_run: bool) -> Swept:
-        """Go through the store; a dry run only counts. Raises `StoreUnavailable` and `NotOurs`."""
+        """Delete all old payloads and orphans; a dry run only counts them.
+
+        Raises `StoreUnavailable` and `NotOurs`.
+        """
         done = Swept()
         await _demand_ours(connection)
         if dry_run:
@@ -142,7 +145,7 @@ class Sweep:
         while names and done.old < _A_ROUND:
             rows = await connection.fetch(_DELETE_OLD, self._age, _AT_ONCE)
             names = [row["name"] for row in rows]
-            # Who dies before this leaves orphans.
+            # A process that dies before this leaves orphans.
             await self._store.delete(names)
             done.old += len(names)
 
