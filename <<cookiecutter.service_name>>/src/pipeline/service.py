@@ -52,11 +52,6 @@ class Service:
             raise Misconfigured("\n".join(wrong))
 
     def _contradictions(self, settings: Settings) -> Iterator[str]:
-        if self.handlers.callers and not self.workers:
-            yield (
-                f"{min(self.handlers.callers)!r} is an effect, and no worker would make its calls:"
-                " write Service(…, workers=[EffectWorkers])"
-            )
         if self.archive is not None:
             try:
                 self.archive.check()
