@@ -181,7 +181,7 @@ def test_an_edited_engine_is_a_warning_of_make_check_and_no_error(
     project = template.bake(output)
     assert "engine was edited" not in project.make("check")
     project.run("sha256sum", "--check", "--strict", ".engine.sha256")
-    edited = project.path / "src" / "pipeline" / "inbox.py"
+    edited = project.path / "src" / "pipeline" / "apply" / "inbox.py"
     edited.write_text(edited.read_text("utf-8") + "\n\nEDITED = True\n", "utf-8")
 
     said = project.make("check")
@@ -191,14 +191,14 @@ def test_an_edited_engine_is_a_warning_of_make_check_and_no_error(
     (edited.parent / "new.py").write_text("", "utf-8")
     (project.path / "src" / "page" / "asked.py").unlink()
     said = project.run(sys.executable, "dev/engine.py")
-    assert "\n  added    src/pipeline/new.py\n  missing  src/page/asked.py\n" in said
+    assert "\n  added    src/pipeline/apply/new.py\n  missing  src/page/asked.py\n" in said
 
 
 def test_an_edited_engine_is_left_to_its_own_tests_where_they_are(
     template: Template, output: Path
 ) -> None:
     project = template.bake(output, engine_tests="yes")
-    (project.path / "src" / "pipeline" / "inbox.py").unlink()
+    (project.path / "src" / "pipeline" / "apply" / "inbox.py").unlink()
     assert project.run(sys.executable, "dev/engine.py") == ""
 
 
