@@ -14,7 +14,7 @@ from pipeline.handlers.staging import COLUMNS
 from pipeline.retention import partitions
 from pipeline.schema import SCHEMA
 
-from .operations import Refused
+from .errors import Refused
 
 RETENTION = "retention"
 ROLES = {

@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import asyncpg
 import pytest
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from operate import dead_events
-from operate.dead_events import UnsentEvent, Which
+from operate.dead import Selection
+from operate.dead_events import DeadEvents
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.observe.health import Health
@@ -27,7 +28,7 @@ from tests.servers.topics import administrator
 from tests.servers.waiting import PATIENCE, eventually
 
 ALL_SHARDS = list(range(SHARDS))
-EVERYTHING = Which()
+EVERYTHING = Selection()
 SMALL, LARGE = b"x" * 10, b"x" * 9_000
 """Payloads; topics of tests that allow 4,000 bytes don't take the second one."""
 
@@ -119,10 +120,11 @@ def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitab
     return ask
 
 
-async def died(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[UnsentEvent]:
+async def died(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[SimpleNamespace]:
     """Return dead events, in the order in which they were staged."""
-    found = [one async for one in dead_events.events(db, "dead", which, 10_000)]
-    return sorted(found, key=lambda one: one.id)
+    found = DeadEvents(PATIENCE).entries(db, "dead", which, 10_000)
+    events = [SimpleNamespace(**one) async for one in found]
+    return sorted(events, key=lambda one: int(one.id))
 
 
 def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitable[bool]]:
@@ -134,16 +136,16 @@ def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awai
     return ask
 
 
-async def redrive(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[int]:
+async def redrive(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[int]:
     """Redrive dead events, as the command does."""
-    chunks = dead_events.redrive(db, which, patience=PATIENCE)
+    chunks = DeadEvents(PATIENCE).redrive(db, which)
     return [id async for ids in chunks for id in ids]
 
 
-async def discard(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[int]:
+async def discard(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[int]:
     """Discard dead events, as the command does."""
-    chunks = dead_events.discard(db, which, operator="zoë", why="sent by hand", patience=PATIENCE)
-    return [id async for ids in chunks for id in ids]
+    chunks = DeadEvents(PATIENCE).discard(db, which, operator="zoë", why="sent by hand")
+    return [row["id"] async for rows in chunks for row in rows]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import make_url
 
 from operate import dead_events
+from operate.dead import Selection
 from pipeline.apply import filters, inbox
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Anchor, Generations, Slot
@@ -318,16 +319,18 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     await asked._db.execute(
         "UPDATE pipeline.outbox_unsent SET died_at = now(), reason = 'too large' WHERE id < 40000"
     )
-    everything = dead_events.Which().arguments
-    (shard, *_) = [row["shard"] for row in await asked._db.fetch(dead_events._SHARDS, *everything)]
-    ids = await asked.fetch(dead_events._CHUNK, *everything, shard, 0, 1_000)
+    everything = Selection().arguments
+    dead = "SELECT shard FROM pipeline.outbox_unsent WHERE died_at IS NOT NULL LIMIT 1"
+    shard = await asked._db.fetchval(dead)
+    chunk = dead_events.DeadEvents(patience=5).chunk_statement()
+    ids = await asked.fetch(chunk, *everything, shard, 1_000)
     assert 50 < len(ids) < 1_000
     await asked.execute(dead_events._REDRIVE, [row["id"] for row in ids])
     await asked.execute(dead_events._DISCARD, [row["id"] for row in ids], "ann", "a test")
     await asked.fetch(dead_events._BECAME, [row["id"] for row in ids])
-    chunk, redrive, discard, became = asked.plans
-    assert (chunk.indexes, chunk.scanned) == ({"outbox_unsent_dead_idx"}, set())
-    assert chunk.blocks < 3 * len(ids)
+    chosen, redrive, discard, became = asked.plans
+    assert (chosen.indexes, chosen.scanned) == ({"outbox_unsent_dead_idx"}, set())
+    assert chosen.blocks < 3 * len(ids)
     assert redrive.indexes == {"outbox_unsent_pkey", "outbox_unsent_queue_idx"}
     for one in (redrive, discard, became):
         assert "outbox_unsent_pkey" in one.indexes

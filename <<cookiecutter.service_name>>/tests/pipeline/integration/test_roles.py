@@ -15,8 +15,8 @@ from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from operate import dead, dead_events, operations, replay, roles, status
-from operate.operations import Refused
+from operate import dead, dead_events, dead_letters, inbox_commands, positions, roles, status
+from operate.errors import Refused
 from pipeline.apply import backlog, filters, inbox
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
@@ -49,9 +49,9 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 PARTS: dict[str, tuple[ModuleType, ...]] = {
-    "service": (inbox, backlog, filters, staging, replay),
+    "service": (inbox, backlog, filters, staging, positions),
     "relay": (relay, window, rejected, scheduled, filters),
-    "operator": (status, dead, dead_events, operations),
+    "operator": (status, dead, dead_events, dead_letters, inbox_commands),
     "maintenance": (maintenance, filters),
 }
 """Modules whose statements each role executes."""
