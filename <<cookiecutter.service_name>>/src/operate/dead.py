@@ -62,12 +62,12 @@ Settled = Sequence[tuple[RedrivenT, Outcome, asyncpg.Record | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What entries are chosen by; None chooses all."""
+    """What entries are chosen by; None leaves a choice out."""
 
     keys: Sequence[bytes] | Sequence[int] | None = None
     """Primary keys."""
     reasons: Sequence[str] | None = None
-    except_reasons: Sequence[str] = ()
+    except_reasons: Sequence[str] | None = None
     consumers: Sequence[str] | None = None
     event_id: str | None = None
     type: str | None = None
@@ -330,7 +330,7 @@ class Store(ABC, Generic[RedrivenT]):
  WHERE {_CONDITIONS[state]}
    AND ($1::{self.key_type}[] IS NULL OR {self.key} = ANY ($1))
    AND ($2::text[] IS NULL OR reason = ANY ($2))
-   AND reason <> ALL ($3::text[])
+   AND ($3::text[] IS NULL OR reason <> ALL ($3))
    AND ($4::text[] IS NULL OR {self.consumer} = ANY ($4))
    AND ($5::text IS NULL OR {self.event_id} = $5)
    AND ($6::text IS NULL OR type = $6)

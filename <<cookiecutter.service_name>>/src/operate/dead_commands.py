@@ -184,7 +184,7 @@ def _without_excluded(groups: Sequence[Group], selection: Selection) -> list[Gro
     for one in groups:
         if selection.consumers is not None and one.consumer not in selection.consumers:
             why = _STAYS["consumer"]
-        elif one.reason in selection.except_reasons:
+        elif one.reason in (selection.except_reasons or ()):
             why = _STAYS["reason"]
         else:
             redriven.append(one)
