@@ -14,28 +14,27 @@ import uvloop
 from sqlalchemy.ext.asyncio import AsyncTransaction
 from sqlalchemy.orm import Session
 
-from pipeline.apply import batch, calls, inbox
+from pipeline.apply import batch, calls, inbox, positions
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.consume import Consume
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
-from pipeline.apply.source import FromPartition
+from pipeline.apply.positions import Slot
+from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
+from pipeline.consume.partition_source import PartitionSource
 from pipeline.events import message
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.unit_of_work import UnitOfWork
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, traces
 from pipeline.observe.health import Health
 from pipeline.relay import window
-from pipeline.relay.backpressure import RelayBackpressure
 from pipeline.relay.publisher import Publisher
 from pipeline.relay.window import Progress
 from pipeline.runtime import _collect_seldom
 from pipeline.schema import SHARDS
 from pipeline.servers import clients
-from pipeline.servers.clients import KafkaConsumer
 from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.settings import Settings
 
@@ -49,7 +48,7 @@ async def layers() -> dict[str, float]:
     """Do the work, and return what was spent."""
     settings = Settings()
     _collect_seldom(settings.gc_threshold)
-    sending = exporters.configure(
+    shut_exporters_down = exporters.configure(
         service_name=GROUP,
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
@@ -59,7 +58,7 @@ async def layers() -> dict[str, float]:
     watch(clock)
     consumer = KafkaConsumer(
         topic,
-        **clients.way(settings),
+        **clients.connection_options(settings),
         auto_offset_reset="earliest",
         isolation_level="read_committed",
         max_partition_fetch_bytes=_FETCH_BYTES,
@@ -69,7 +68,7 @@ async def layers() -> dict[str, float]:
     try:
         fetch, batches = await fetched(consumer, settings.batch_size)
         breaker = Breaker(keys=20, pause=1.0, health=Health(stall_after=60))
-        consume = Consume(
+        consume = ConsumeTransactions(
             engine,
             group=GROUP,
             source=f"/{GROUP}",
@@ -77,13 +76,10 @@ async def layers() -> dict[str, float]:
             breaker=breaker,
             filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             handlers=handlers,
-            room=RelayBackpressure(0).room,
-            staged=lambda _: None,
-            parked=lambda: None,
-            called=lambda: None,
+            signals=Signals(),
         )
         attempts = retry_while_unavailable(
-            "the batch", "PostgreSQL", unless=lambda: False, away=print
+            "the batch", "PostgreSQL", unless=lambda: False, report=print
         )
         async with autocommitting(engine) as driver:
             snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
@@ -91,9 +87,9 @@ async def layers() -> dict[str, float]:
             for records in batches:
                 slot = Slot(GROUP, topic, records[0].partition)
                 start = records[0].offset
-                await inbox.start_at(driver, slot, start)
+                await positions.start_at(driver, slot, start)
                 read = await batch.read(handlers, topic, start, records)
-                work = FromPartition(slot, read)
+                work = PartitionSource(slot, read)
                 await consume.apply(work, attempts)
                 page = await window.fresh(
                     driver, progress, list(range(SHARDS)), settings.relay_page
@@ -104,7 +100,7 @@ async def layers() -> dict[str, float]:
     finally:
         await publisher.discard()
         await engine.dispose()
-        sending.shutdown()
+        shut_exporters_down()
     return {"fetch": round(fetch, 2), **clock.medians()}
 
 
@@ -117,7 +113,7 @@ def watch(clock: Clock) -> None:
     clock.note(inbox, "begin", "begin, position")
     clock.note(inbox, "move_position", "begin, position")
     clock.note(inbox, "mark", "markers")
-    clock.note(FromPartition, "find", "backlog")
+    clock.note(PartitionSource, "find", "backlog")
     clock.note(Rows, "lock", "load")
     clock.note(UnitOfWork, "publish", "stage")
     clock.note(calls, "_handle", "handlers", for_each=True)
@@ -125,13 +121,14 @@ def watch(clock: Clock) -> None:
     clock.note(Session, "flush", "flush", waits=True)
     clock.note(Outbox, "write", "COPY")
     clock.note(AsyncTransaction, "commit", "commit")
-    clock.note(Consume, "apply", "the rest")
+    clock.note(ConsumeTransactions, "apply", "the rest")
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")
-    clock.note(telemetry.ProcessSpans, "of", "telemetry")
-    told = ("received", "processed", "handled", "batch_applied", "published")
-    for name in ("creation_context", "sending", *told):
-        clock.note(telemetry, name, "telemetry")
+    clock.note(traces.ProcessSpans, "of", "telemetry")
+    for name in ("creation_context", "sending"):
+        clock.note(traces, name, "telemetry")
+    for name in ("received", "processed", "handled", "batch_applied", "published"):
+        clock.note(metrics, name, "telemetry")
 
 
 if __name__ == "__main__":

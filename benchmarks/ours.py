@@ -15,8 +15,8 @@ from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 
 from operate.commands import command_line
 from pipeline import EventBatch, Handlers, Service
-from pipeline.relay import relay
-from pipeline.retention import maintenance
+from pipeline.relay import cursor
+from pipeline.retention import days
 
 KINDS = ("orm", "deferred", "sql")
 KIND = os.environ["BENCH_HANDLER"]
@@ -89,7 +89,7 @@ for event in (ParcelMoved, ParcelDelayed):
     event.event_topic = os.environ["BENCH_OUTPUT"]
 
 if "BENCH_SHARDS" in os.environ:  # of a database that was made for as many
-    relay.SHARDS = maintenance.SHARDS = int(os.environ["BENCH_SHARDS"])
+    cursor.SHARDS = days.SHARDS = int(os.environ["BENCH_SHARDS"])
 
 main = command_line(Service(os.environ["BENCH_NAME"], handlers=handlers, metadata=Base.metadata))
 

@@ -250,14 +250,14 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "apply/consume.py",
+                "apply/transactions.py",
                 """\
-        generations = await work.open(driver)
+        generations = await source.begin(driver)
 """,
                 """\
-        from .database import autocommitting
+        from pipeline.servers.database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-            generations = await work.open(elsewhere)
+            generations = await source.begin(elsewhere)
 """,
             )
         ],
@@ -267,13 +267,13 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "apply/consume.py",
+                "apply/transactions.py",
                 """\
-        new, waiting, stored = await _look_up(driver, """,
+        found = await look_up(driver, """,
                 """\
-        from .database import autocommitting
+        from pipeline.servers.database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
-          new, waiting, stored = await _look_up(elsewhere, """,
+          found = await look_up(elsewhere, """,
             )
         ],
     ),
@@ -282,13 +282,13 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "apply/consume.py",
-                "        if not await outbox.write(driver) and results.applied",
+                "apply/transactions.py",
+                "        if not await outbox.write(driver) and outcome.applied",
                 """\
-        from .database import autocommitting
+        from pipeline.servers.database import autocommitting
         async with autocommitting(self._engine) as elsewhere:
             wrote = await outbox.write(elsewhere)
-        if not wrote and results.applied""",
+        if not wrote and outcome.applied""",
             ),
             Edit("handlers/staging.py", "if not connection.is_in_transaction():", "if False:"),
         ],
@@ -303,7 +303,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "the same events in two partitions",
         [
             Edit(
-                "apply/inbox.py",
+                "retention/rotation.py",
                 'true), pg_advisory_xact_lock($1)"',
                 'true), $1::bigint"',
             )
@@ -314,11 +314,11 @@ SABOTAGES: Sequence[Sabotage] = (
         "a consumer that does not know it was replaced",
         [
             Edit(
-                "apply/inbox.py",
+                "apply/positions.py",
                 "AND next_offset = $4\n    RETURNING 1",
                 "AND $4::bigint IS NOT NULL\n    RETURNING 1",
             ),
-            Edit("apply/consume.py", "if item.marker.key not in known:", "if known is not None:"),
+            Edit("apply/lookup.py", "if item.key not in known:", "if known is not None:"),
         ],
     ),
     Sabotage(
@@ -352,8 +352,8 @@ SABOTAGES: Sequence[Sabotage] = (
                 "relay/relay.py",
                 "            await self._publish(driver, events, then)\n",
                 """\
-            self._progress.update(then)
-            await self._write(driver, self._progress)
+            cursor.advance(then, then)
+            await cursor.write_moved(driver)
             await self._publish(driver, events, then)
 """,
             )
@@ -385,20 +385,20 @@ SABOTAGES: Sequence[Sabotage] = (
             *NO_IDEMPOTENCE,
             Edit(
                 "relay/publisher.py",
-                "            while chain.runs:\n",
+                "            while chain.sent < len(chain.events):\n",
                 """\
-            waiting = [[event] for event in events]
+            waiting = chain.events
             while waiting:
                 failed = []
-                for some in waiting:
-                    batch, _ = _filled(producer, some)
+                for event in waiting:
+                    batch, _ = Chain(topic, chain.partition, [event]).fill(producer)
                     try:
                         await (await producer.send_batch(batch, topic, partition=chain.partition))
                     except KafkaError:
-                        failed.append(some)
+                        failed.append(event)
                 waiting = failed
-            chain.runs = []
-            while chain.runs:
+            chain.sent = len(chain.events)
+            while chain.sent < len(chain.events):
 """,
             ),
         ],
@@ -407,8 +407,8 @@ SABOTAGES: Sequence[Sabotage] = (
         "the lease has no token and no deadline",
         "relays that wake up late",
         [
-            Edit("relay/relay.py", " AND cursor.token = mine.token", ""),
-            Edit("relay/relay.py", "return monotonic() < self._lease_ends", "return True"),
+            Edit("relay/cursor.py", " AND cursor.token = mine.token", ""),
+            Edit("relay/cursor.py", "return monotonic() < self._lease_ends", "return True"),
         ],
     ),
     Sabotage(
@@ -416,9 +416,9 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "apply/consume.py",
-                "if fate is None and behind and item.order_key in behind:",
-                "if fate is None and behind and item.order_key is None:",
+                "apply/lookup.py",
+                "if decision is None and behind and item.order_key in behind:",
+                "if decision is None and behind and item.order_key is None:",
             )
         ],
     ),
@@ -441,11 +441,12 @@ reason, attempts, waited,
         "busy parcels that fail",
         [
             Edit(
-                "apply/consume.py",
-                "        stored.update(item.marker.key for item, _ in results.fates)\n",
+                "apply/transactions.py",
+                "        died = await source.settle(driver, outcome)\n",
                 """\
-        stored.update(item.marker.key for item, _ in results.fates)
-        stored.update(item.marker.key for item in results.applied if item.row)
+        applied = [item.key for item in outcome.applied if item.row]
+        await inbox.unmark(driver, generations, applied)
+        died = await source.settle(driver, outcome)
 """,
             )
         ],
@@ -460,7 +461,7 @@ reason, attempts, waited,
                 "if False:",
             ),
             # Which fails as well when the connection is lost.
-            Edit("apply/calls.py", "if len(handled.failed) == 1:", "if False:"),
+            Edit("apply/calls.py", "if len(failures.failed) == 1:", "if False:"),
         ],
     ),
     Sabotage(
@@ -468,28 +469,28 @@ reason, attempts, waited,
         "workers that wake up late",
         [
             Edit(
-                "apply/backlog.py",
+                "retry/lanes.py",
                 "WHERE lane = $1 AND token = $2\n    RETURNING 1",
                 "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
             ),
             Edit(
-                "apply/consume.py",
-                "if item.marker.key not in known:",
-                "if item.marker.key not in known or item.row:",
+                "apply/lookup.py",
+                "if item.key not in known:",
+                "if item.key not in known or item.row:",
             ),
         ],
     ),
     Sabotage(
         "younger generations are forgotten with an old one",
         "generations that are forgotten",
-        [Edit("apply/inbox.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("retention/rotation.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "a generation is dropped before it is forgotten",
         "generations that are forgotten",
         [
             Edit(
-                "retention/maintenance.py",
+                "retention/generations.py",
                 'if number < generation["oldest"]:',
                 'if number < generation["current"]:',
             )
@@ -509,7 +510,7 @@ reason, attempts, waited,
     Sabotage(
         "a day is dropped whatever was published",
         "days that end",
-        [Edit("retention/maintenance.py", "    if not unfinished:\n", "    if True:\n")],
+        [Edit("retention/days.py", "    if not unfinished:\n", "    if True:\n")],
     ),
     Sabotage(
         "a relay looks at no day that is over",
@@ -531,7 +532,7 @@ reason, attempts, waited,
         "a topic that is read again",
         [
             Edit(
-                "apply/source.py",
+                "consume/partition_source.py",
                 "        return await backlog.find(connection, items)\n",
                 """\
         _, waiting = await backlog.find(connection, items)
@@ -594,7 +595,7 @@ reason, attempts, waited,
                 "relay/scheduled.py",
                 "moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])",
                 """\
-from .outbox import StagedEvent, copy
+from pipeline.handlers.staging import StagedEvent, copy
                     due = await connection.fetch(
                         "DELETE FROM pipeline.scheduled WHERE name IN ("
                         " SELECT name FROM pipeline.scheduled WHERE due_at <= now()"

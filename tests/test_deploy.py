@@ -1,6 +1,5 @@
 """How a generated service is deployed: the image's own steps, and the manifests against schemas."""
 
-import asyncio
 import json
 import os
 import re
@@ -422,40 +421,14 @@ def test_with_components_each_process_has_the_role_that_is_its_own(
     }
 
 
-def test_what_the_jobs_of_components_say_works_in_the_image(
+def test_what_the_jobs_say_works_in_the_image(
     with_components: list[dict[str, Any]], image: Image, settings: dict[str, str]
 ) -> None:
-    server = settings[URL].rpartition("/")[0]
-    parts = ("service", "relay", "operator", "retention")
-    roles = [f"{part}_{uuid.uuid4().hex[:8]}" for part in parts]
-    for role in roles:
-        execute(f"{server}/postgres", f"CREATE ROLE {role}")
     jobs = workloads(with_components)
     [migration] = jobs["migration"]["spec"]["containers"]
     [retention] = jobs["retention"]["spec"]["containers"]
-    words = migration["args"][0]
-    for role in roles:
-        part = role.partition("_")[0]
-        assert f"--to-{part} {part}" in words
-        words = words.replace(f"--to-{part} {part}", f"--to-{part} {role}")
-    try:
-        image.run(*migration["command"], words, **settings)
-        image.run(*retention["command"], *retention["args"], **settings)
-    finally:
-        for role in roles:
-            execute(settings[URL], f"DROP OWNED BY {role} CASCADE")  # retention's: partitions
-            execute(settings[URL], f"DROP ROLE {role}")
-
-
-def execute(url: str, statement: str) -> None:
-    """Execute a statement on the server."""
-
-    async def run() -> None:
-        connection = await asyncpg.connect(url.replace("+asyncpg", ""))
-        await connection.execute(statement)
-        await connection.close()
-
-    asyncio.run(run())
+    image.run("service", *migration["args"], **settings)
+    image.run(*retention["command"], *retention["args"], **settings)
 
 
 def test_every_pod_is_selected_by_its_own_workload_alone(
@@ -504,7 +477,8 @@ def test_probes_ask_what_the_service_answers_on_the_port_of_the_image(
 
 
 def test_settings_in_the_manifests_exist(with_components: list[dict[str, Any]]) -> None:
-    known = (RAW / "src/pipeline/settings.py").read_text("utf-8")
+    modules = (RAW / f"src/pipeline/{name}.py" for name in ("settings", "server_settings"))
+    known = "".join(module.read_text("utf-8") for module in modules)
     [settings] = [each["data"] for each in with_components if each["kind"] == "ConfigMap"]
     for name in settings:
         assert f"    {name.removeprefix('PIPELINE_').lower()}: " in known, name

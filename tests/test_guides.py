@@ -25,7 +25,7 @@ TEMPLATES = (ROOT / "README.md").read_text("utf-8")
 FAILING = (
     (RAW / "README.md").read_text("utf-8").partition("\n## When something can't be handled\n")[2]
 )
-EVENTS = OPERATING.partition("## Events that Kafka refuses")[2].partition("\n## ")[0]
+EVENTS = OPERATING.partition("## Events that Kafka rejects")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
 BEFORE = """```python
 from datetime import datetime
@@ -249,7 +249,7 @@ def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
         ("OUTBOX_LAG", "OutboxLag", "> {:.0f}"),
         ("BACKLOG_AGE", "BacklogAge", "> {:.0f}"),
         ("NO_PARTITION_AHEAD", "NoPartitionAhead", "< {} * 86400"),
-        ("EVENTS_UNSENT", "EventsUnsent", "for: {:.0f}m"),
+        ("EVENTS_REJECTED", "EventsRejected", "for: {:.0f}m"),
     ],
 )
 def test_the_doctor_and_the_alerts_have_the_same_thresholds(
@@ -262,7 +262,8 @@ def test_the_doctor_and_the_alerts_have_the_same_thresholds(
 
 
 def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
-    settings = (ENGINE / "settings.py").read_text("utf-8")
+    modules = (ENGINE / "settings.py", ENGINE / "server_settings.py")
+    settings = "".join(module.read_text("utf-8") for module in modules)
     claims = (ENGINE.parent / "claims" / "settings.py").read_text("utf-8")
     for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING + TIME + OUTSIDE + ARCHIVE):
         if name.startswith("CLAIM_"):
@@ -276,9 +277,7 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     assert "(30.0, 120.0, 480.0, 1_920.0, 3_600.0)" in policy
     assert "breaker_keys: Count = 20" in settings
     assert "unclean_starts: Count = 3" in settings
-    assert "unsent_pause: Seconds = 5.0" in settings
-    assert "unsent_attempts: Count = 100" in settings
-    assert "unsent_age: Seconds = 86_400.0" in settings
+    assert "relay_topic_pause: Seconds = 5.0" in settings
     assert "relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0" in settings
     assert "hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0" in settings
 
@@ -366,7 +365,8 @@ def test_every_command_that_a_page_shows_exists_with_its_options(
     said = told(PARSE, [*sorted(shown), *made_up], default_project)
 
     assert len(shown) > 70
-    assert {"status", "dead events discard", "archive find ID", "retention forgo DAY"} < shown
+    assert {"status", "dead events discard", "archive find ID"} < shown
+    assert "retention skip-archive DAY" in shown
     assert "relay reset --keep-progress" in shown
     first, second = re.split(rf"(?m)^(?={made_up[1]})", said)
     assert first.startswith(made_up[0]), said

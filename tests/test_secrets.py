@@ -556,7 +556,7 @@ async def look_at_records(run: Run) -> None:
 
 STORED = """
 SELECT concat_ws(' ', reason, error, traceback) FROM pipeline.backlog
-UNION ALL SELECT concat_ws(' ', reason, error) FROM pipeline.outbox_unsent
+UNION ALL SELECT concat_ws(' ', reason, error) FROM pipeline.outbox_rejected
 """
 DEAD = len(FAILURES) + 4
 
@@ -682,7 +682,7 @@ def test_the_outside_has_got_its_secret(run: Run, place: str) -> None:
         ("wrong starts", "password authentication failed"),
         ("wrong starts", "Connection refused"),
         ("wrong starts", "write it as postgresql+asyncpg://user:password@host"),
-        ("wrong starts", "no broker lets us in"),
+        ("wrong starts", "no broker accepts the client"),
         ("wrong starts", "PIPELINE_BATCH_SIZE: Input should be a valid integer"),
         ("wrong starts", "LookupError: "),
     ],

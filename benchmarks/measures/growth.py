@@ -23,7 +23,7 @@ _RESHARD = (
         ALTER TABLE pipeline.{table} ALTER COLUMN shard SET EXPRESSION AS
               ((get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % {{shards}})::smallint)
         """
-        for table in ("outbox", "outbox_unsent")
+        for table in ("outbox", "outbox_rejected")
     ),
     "DELETE FROM pipeline.outbox_cursor WHERE shard >= {shards}",
     """

@@ -104,7 +104,7 @@ def _tell(verdict: Verdict, *, as_json: bool) -> None:
 
 async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
     store = _open(archive)
-    found, unread = 0, False
+    found, undecodable = 0, False
     for day in chosen or await reading.days(archive, store):
         try:
             async for event in reading.find(archive, store, day, id):
@@ -113,13 +113,13 @@ async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
                 print_json(event)
                 found += 1
         except Missing:
-            unread = True
+            undecodable = True
             typer.echo(f"{day}: {MANIFEST} is missing, the day was not looked through", err=True)
         except Damaged as error:
-            unread = True
+            undecodable = True
             typer.echo(f"{day}: {error}; the rest of the day was not looked through", err=True)
     if not found:
-        where = "what could be read of the archive" if unread else "the archive"
+        where = "what could be read of the archive" if undecodable else "the archive"
         raise Refused(f"no event {id!r} is in {where}")
-    if unread:
+    if undecodable:
         raise typer.Exit(1)

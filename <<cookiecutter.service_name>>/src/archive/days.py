@@ -11,7 +11,7 @@ from pydantic import ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipeline.handlers.staging import COLUMNS
-from pipeline.retention.archive import Tell
+from pipeline.retention.archive import Report
 from pipeline.service import Misconfigured
 from pipeline.settings import mistakes
 
@@ -102,7 +102,9 @@ class Archive:
         """Return the prefix of a day, or of all."""
         return f"{self.service}/outbox/" + (f"{day}/" if day else "")
 
-    async def keep(self, connection: asyncpg.Connection, table: str, day: date, tell: Tell) -> None:
+    async def keep(
+        self, connection: asyncpg.Connection, table: str, day: date, report: Report
+    ) -> None:
         """Write a day, or go on with one. Returns when all of it was read back from the store.
 
         Raises `NotTheSame` and `StoreFailed`; what is finished is not written again. Somewhere must
@@ -114,7 +116,7 @@ class Archive:
         except TimeoutError:
             raise StoreFailed(_gives_no_answer(_url(), LOOK_SECONDS)) from None
         assert store is not None
-        await _Day(store, self, connection, table, day, tell).keep()
+        await _Day(store, self, connection, table, day, report).keep()
 
 
 def _url() -> str | None:
@@ -141,7 +143,7 @@ class _Day:
         connection: asyncpg.Connection,
         table: str,
         day: date,
-        tell: Tell,
+        report: Report,
     ) -> None:
         self._store = store
         self._service = archive.service
@@ -149,7 +151,7 @@ class _Day:
         self._connection = connection
         self._table = table
         self._day = day
-        self._tell = tell
+        self._report = report
         self._rows = 0
 
     async def keep(self) -> None:
@@ -256,7 +258,7 @@ class _Day:
         return part
 
     async def _patiently(self, work: Awaitable[T]) -> T:
-        """Wait for the store, and tell meanwhile that it is waited for. Raises `StoreFailed`."""
+        """Wait for the store, and report meanwhile that it is waited for. Raises `StoreFailed`."""
         waited_for = asyncio.ensure_future(work)
         until = monotonic() + PATIENCE_SECONDS
         try:
@@ -270,7 +272,7 @@ class _Day:
         return waited_for.result()
 
     async def _beat(self) -> None:
-        await self._tell(f"{self._rows:,} events")
+        await self._report(f"{self._rows:,} events")
 
 
 def _end(parts: Sequence[Part], ids: _Ids) -> int:

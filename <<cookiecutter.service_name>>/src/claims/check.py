@@ -87,7 +87,7 @@ class Claims:
         self.sweeper = Sweep(self.store, self._folder, grace=settings.grace, age=settings.age)
 
     async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
-        """Store payloads, by event id. Raises `StoreAway` and `TooMuchAtOnce`.
+        """Store payloads, by event id. Raises `StoreUnavailable` and `TooMuchAtOnce`.
 
         What it leaves behind when it fails is an orphan. Every attempt has names of its own, so
         that a sweep can't take from one what it has found of another.
@@ -108,7 +108,7 @@ class Claims:
         }
 
     async def fetch(self, reference: Reference) -> bytes:
-        """Return the data. Raises `Unresolved` for what is not as it should be, and `StoreAway`."""
+        """Return the data. Raises `Unresolved` if it was changed, and `StoreUnavailable`."""
         uri, length, checksum = reference
         name = self._name_of(uri)
         self._refuse_what_is_too_large(uri, length)
@@ -128,7 +128,7 @@ class Claims:
         return data
 
     async def sweep(self, connection: asyncpg.Connection) -> None:
-        """Delete what no event needs, in a round of bounded work. Raises `StoreAway`."""
+        """Delete what no event needs, in a round of bounded work. Raises `StoreUnavailable`."""
         await self.sweeper.round(connection)
 
     def _name_of(self, uri: str) -> str:

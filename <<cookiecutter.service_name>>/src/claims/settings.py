@@ -5,7 +5,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pipeline.settings import Count, Seconds, written
+from pipeline.server_settings import written
+from pipeline.settings import Count, Seconds
 
 
 class ClaimSettings(BaseSettings):

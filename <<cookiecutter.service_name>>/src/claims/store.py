@@ -42,7 +42,7 @@ class Store:
         self._reading = asyncio.Semaphore(concurrency)
 
     async def put(self, objects: Mapping[str, bytes]) -> None:
-        """Store all of them in the time of one request. Raises `StoreAway`."""
+        """Store all of them in the time of one request. Raises `StoreUnavailable`."""
 
         async def put(name: str, content: bytes) -> None:
             async with self._storing:
@@ -61,7 +61,7 @@ class Store:
     async def get(self, name: str) -> AsyncIterator["GetResult"]:
         """Lend what is known of an object, and a way to its bytes. The block is the request.
 
-        Raises `Missing`, and `StoreAway`.
+        Raises `Missing`, and `StoreUnavailable`.
         """
         async with self._reading, self._in_time("fetching"):
             try:
@@ -73,13 +73,13 @@ class Store:
             yield found
 
     async def folders(self, name: str) -> list[str]:
-        """Return the folders in a folder, in order. Raises `StoreAway`."""
+        """Return the folders in a folder, in order. Raises `StoreUnavailable`."""
         async with self._in_time("listing"):
             found = await obstore.list_with_delimiter_async(self._store, name)
         return sorted(found["common_prefixes"])
 
     async def pages(self, folder: str) -> AsyncIterator[Mapping[str, datetime]]:
-        """Yield what is in a folder, and since when by the store's clock. Raises `StoreAway`."""
+        """Yield objects of a folder, with their times by the store. Raises `StoreUnavailable`."""
         pages = aiter(obstore.list(self._store, folder, chunk_size=1_000))
         while True:
             async with self._in_time("listing"):
@@ -89,7 +89,7 @@ class Store:
             yield {one["path"]: one["last_modified"] for one in page}
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; those that are gone already are no matter. Raises `StoreAway`."""
+        """Delete objects; those that are gone already are no matter. Raises `StoreUnavailable`."""
 
         async def delete(name: str) -> None:
             async with self._deleting, self._in_time("deleting"):
@@ -108,7 +108,7 @@ class Store:
 
     @asynccontextmanager
     async def _in_time(self, what: str) -> AsyncIterator[None]:
-        """Take errors, and that there is no end, for the store's fault. Raises `StoreAway`."""
+        """Raise `StoreUnavailable` for errors, and `StoreSlow` after the time-out."""
         place = f"the object store at {self.url}"
         try:
             async with asyncio.timeout(self._timeout):

@@ -33,7 +33,7 @@ WITH waiting AS MATERIALIZED (
        AND xid >= (SELECT pg_snapshot_xmin(seen) FROM pipeline.outbox_cursor
                     ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
      UNION ALL
-    SELECT event_id FROM pipeline.outbox_unsent
+    SELECT event_id FROM pipeline.outbox_rejected
      WHERE dataref IS NOT NULL AND discarded_at IS NULL
      UNION ALL
     SELECT event_id FROM pipeline.scheduled WHERE dataref IS NOT NULL)
@@ -101,7 +101,7 @@ class Sweep:
         """The folder that the last round ended with; empty: it has seen all."""
 
     async def round(self, connection: asyncpg.Connection) -> Swept:
-        """Delete what is old, and some of the orphans. Raises `StoreAway` and `NotOurs`."""
+        """Delete what is old, and some of the orphans. Raises `StoreUnavailable` and `NotOurs`."""
         done = Swept()
         await _demand_ours(connection)
         await connection.execute(_NOTE_PUBLISHED)
@@ -125,7 +125,7 @@ class Sweep:
         return done
 
     async def all(self, connection: asyncpg.Connection, *, dry_run: bool) -> Swept:
-        """Go through all of the store; a dry run only counts. Raises `StoreAway`, `NotOurs`."""
+        """Go through the store; a dry run only counts. Raises `StoreUnavailable` and `NotOurs`."""
         done = Swept()
         await _demand_ours(connection)
         if dry_run:

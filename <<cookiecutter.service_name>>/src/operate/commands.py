@@ -18,7 +18,6 @@ from . import (
     dead_commands,
     inbox_commands,
     retention_commands,
-    role_commands,
     scheduled_commands,
     status_commands,
     topic_commands,
@@ -50,7 +49,7 @@ GROUPS = {
     "scheduled": scheduled_commands.app,
     "relay": relay_app,
 }
-WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app, role_commands.app)
+WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
 
 
 def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
@@ -87,19 +86,19 @@ def _serve(context: typer.Context, parts: Part) -> None:
 
 @app.command("run", epilog="For example: service run")
 def run_all(context: typer.Context) -> None:
-    """Consume, relay and maintain partitions, in one process."""
+    """Consume, relay and run retention, in one process."""
     _serve(context, Part.CONSUME | Part.RELAY)
 
 
 @app.command(epilog="For example: service consume  # beside service relay")
 def consume(context: typer.Context) -> None:
-    """Consume and maintain partitions, without a relay."""
+    """Consume and run retention, without a relay."""
     _serve(context, Part.CONSUME)
 
 
 @relay_app.callback(epilog="For example: service relay  # beside service consume")
 def relay(context: typer.Context) -> None:
-    """Publish the outbox and maintain partitions, without consuming."""
+    """Publish the outbox and run retention, without consuming."""
     if context.invoked_subcommand is None:
         _serve(context, Part.RELAY)
 

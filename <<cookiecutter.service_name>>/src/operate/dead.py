@@ -9,7 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timedelta
+from datetime import datetime
 from time import monotonic
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -45,7 +45,6 @@ _LIMITS = """
 SELECT set_config('lock_timeout', $1, true),
        set_config('idle_in_transaction_session_timeout', $1, true)
 """
-_AGO = "SELECT clock_timestamp() - $1::interval"
 
 Entry = dict[str, Any]
 """A row as the commands show it: columns by their names; bytes as `Content`."""
@@ -105,12 +104,6 @@ class Became:
     """Some of those that are dead again: `id`, `reason`, `error`."""
 
 
-async def ago(connection: asyncpg.Connection, time: timedelta) -> datetime:
-    """Return the time so long ago, by the database's clock."""
-    moment: datetime = await connection.fetchval(_AGO, time)
-    return moment
-
-
 class Store(ABC, Generic[RedrivenT]):
     """Entries of one table. `patience` is how many seconds a chunk waits for a lock.
 
@@ -135,6 +128,7 @@ class Store(ABC, Generic[RedrivenT]):
     key: ClassVar[str]
     key_type: ClassVar[str]
     waiting_since: ClassVar[str]
+    reason: ClassVar[str]
     consumer: ClassVar[str]
     event_id: ClassVar[str]
     record_key: ClassVar[str]
@@ -179,7 +173,7 @@ class Store(ABC, Generic[RedrivenT]):
         operator: str,
         why: str,
     ) -> Sequence[asyncpg.Record]:
-        """Close a chunk of dead rows, and return them."""
+        """Close a chunk of rows, and return them."""
 
     @abstractmethod
     async def _settle(
@@ -197,7 +191,8 @@ class Store(ABC, Generic[RedrivenT]):
         """Count the entries that are alike, the most frequent first."""
         statement = self.statement(
             state,
-            f"SELECT count(*), reason, {self.consumer}, type, topic, min(<since>), max(<since>)",
+            f"SELECT count(*), {self.reason}, {self.consumer}, type, topic,"
+            " min(<since>), max(<since>)",
             "GROUP BY 2, 3, 4, 5 ORDER BY 1 DESC, 2, 3, 4, 5",
         )
         rows = await connection.fetch(statement, *selection.arguments, timeout=SECONDS)
@@ -254,27 +249,36 @@ class Store(ABC, Generic[RedrivenT]):
         """Have dead entries tried again, in the order of their keys; yields what was committed."""
 
         async for redriven in self._in_chunks(
-            connection, selection, lambda rows: self._redrive(connection, rows)
+            connection, "dead", selection, lambda rows: self._redrive(connection, rows)
         ):
             yield redriven
 
     async def discard(
-        self, connection: asyncpg.Connection, selection: Selection, *, operator: str, why: str
+        self,
+        connection: asyncpg.Connection,
+        selection: Selection,
+        *,
+        operator: str,
+        why: str,
+        state: State = "dead",
     ) -> AsyncIterator[Sequence[asyncpg.Record]]:
-        """Close dead entries; their rows stay. Yields what was committed."""
-        async for rows in self._in_chunks(
-            connection, selection, lambda rows: self._discard(connection, rows, operator, why)
-        ):
+        """Close entries, of which the rows stay. Yields what was committed."""
+
+        async def change(rows: Sequence[asyncpg.Record]) -> Sequence[asyncpg.Record]:
+            return await self._discard(connection, rows, operator, why)
+
+        async for rows in self._in_chunks(connection, state, selection, change):
             yield rows
 
     async def _in_chunks(
         self,
         connection: asyncpg.Connection,
+        state: State,
         selection: Selection,
         change: Callable[[Sequence[asyncpg.Record]], Awaitable[Any]],
     ) -> AsyncIterator[Any]:
-        """Change dead rows lock by lock, and the rows of a key in their order."""
-        locks = self.statement("dead", f"SELECT DISTINCT {self.lock}", f"ORDER BY {self.lock}")
+        """Change rows of a state lock by lock, and the rows of a key in their order."""
+        locks = self.statement(state, f"SELECT DISTINCT {self.lock}", f"ORDER BY {self.lock}")
         for (number,) in await connection.fetch(locks, *selection.arguments, timeout=SECONDS):
             is_done = False
             while not is_done:
@@ -282,7 +286,7 @@ class Store(ABC, Generic[RedrivenT]):
                     await connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
                     await self._lock(connection, number)
                     rows = await connection.fetch(
-                        self.chunk_statement(), *selection.arguments, number, CHUNK
+                        self.chunk_statement(state), *selection.arguments, number, CHUNK
                     )
                     changed = await change(rows)
                 yield changed
@@ -313,10 +317,10 @@ class Store(ABC, Generic[RedrivenT]):
             await asyncio.sleep(min(pause, max(0.0, deadline - monotonic())))
             pause = min(2 * pause, _POLL_MAX)
 
-    def chunk_statement(self) -> str:
-        """Return the statement that reads dead rows of one lock, $11, at most $12."""
+    def chunk_statement(self, state: State) -> str:
+        """Return the statement that reads rows of one lock, $11, at most $12."""
         rest = f"AND {self.lock} = $11 ORDER BY {self.order} LIMIT $12"
-        return self.statement("dead", f"SELECT {self.chunk}", rest)
+        return self.statement(state, f"SELECT {self.chunk}", rest)
 
     def statement(self, state: State, select: str, rest: str) -> str:
         """Return a statement over the rows of a state that a selection chooses.
@@ -329,8 +333,8 @@ class Store(ABC, Generic[RedrivenT]):
   FROM {self.table}
  WHERE {_CONDITIONS[state]}
    AND ($1::{self.key_type}[] IS NULL OR {self.key} = ANY ($1))
-   AND ($2::text[] IS NULL OR reason = ANY ($2))
-   AND ($3::text[] IS NULL OR reason <> ALL ($3))
+   AND ($2::text[] IS NULL OR {self.reason} = ANY ($2))
+   AND ($3::text[] IS NULL OR {self.reason} <> ALL ($3))
    AND ($4::text[] IS NULL OR {self.consumer} = ANY ($4))
    AND ($5::text IS NULL OR {self.event_id} = $5)
    AND ($6::text IS NULL OR type = $6)

@@ -23,6 +23,11 @@ PROGRESS = 10_000
 """After so many changes there is a line on standard error."""
 _DEAD_AGAIN = 3
 """Exit code."""
+_IS: dict[State, str] = {
+    "waiting": "waits, and is tried again by itself",
+    "dead": "is dead",
+    "discarded": "was discarded",
+}
 _STAYS = {
     "consumer": "this service has no consumer {one.consumer!r}: they would wait for ever",
     "reason": "it is not known whether they were applied: see --reason {one.reason!r}",
@@ -105,7 +110,7 @@ async def redrive(
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     store, became = kind.of(invocation.service, invocation.settings), None
     async with invocation.connected() as connection:
-        everything = await _select_dead(connection, kind, store, filters, ids)
+        everything = await _select(connection, kind, store, "dead", filters, ids)
         selection = store.redrivable(everything)
         groups = await store.count(connection, "dead", everything)
         groups = _without_excluded(groups, selection)
@@ -134,6 +139,7 @@ async def discard(
     because: Annotated[str, typer.Option(help="why; it is kept")],
     ids: Ids = None,
     operator: Annotated[str | None, typer.Option(help="name to keep", show_default="you")] = None,
+    waiting: Annotated[bool, typer.Option("--waiting", help="those that wait instead")] = False,
 ) -> None:
     """Give them up: their rows stay, and what waits for them goes on."""
     by = _user() if operator is None else operator
@@ -142,12 +148,13 @@ async def discard(
             raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     store = kind.of(invocation.service, invocation.settings)
+    state: State = "waiting" if waiting else "dead"
     async with invocation.connected() as connection:
-        selection = await _select_dead(connection, kind, store, filters, ids)
-        groups = await store.count(connection, "dead", selection)
+        selection = await _select(connection, kind, store, state, filters, ids)
+        groups = await store.count(connection, state, selection)
         discarded: Sequence[Any] = ()
-        if _is_confirmed(invocation, "Discard", groups, confirmation):
-            chunks = store.discard(connection, selection, operator=by, why=because)
+        if _is_confirmed(invocation, "Discard", groups, confirmation, state):
+            chunks = store.discard(connection, selection, operator=by, why=because, state=state)
             discarded = await _count_changes("discarded", _total(groups), chunks)
     if invocation.as_json:
         print_json({"found": _total(groups), "discarded": len(discarded)})
@@ -160,20 +167,20 @@ def _user() -> str:
         return ""
 
 
-async def _select_dead(
+async def _select(
     connection: asyncpg.Connection,
     kind: Kind,
     store: Store[Any],
+    state: State,
     filters: Filters,
     ids: Sequence[str] | None,
 ) -> Selection:
-    """Return what is chosen. Raises `Refused` for an id of an entry that is not dead."""
+    """Return what is chosen. Raises `Refused` for an id of an entry in another state."""
     for id in ids or ():
-        state = (await store.show(connection, id))["state"]
-        if state != "dead":
-            what = "waits and is tried again by itself" if state == "waiting" else "was discarded"
+        found: State = (await store.show(connection, id))["state"]
+        if found != state:
             raise Refused(
-                f"{id} is no {kind.name}, it {what}: see `service {kind.command} show {id}`"
+                f"{id} is not {state}, it {_IS[found]}: see `service {kind.command} show {id}`"
             )
     return await filters.select(connection, store, ids)
 
@@ -195,13 +202,17 @@ def _without_excluded(groups: Sequence[Group], selection: Selection) -> list[Gro
 
 
 def _is_confirmed(
-    invocation: Invocation, verb: str, groups: Sequence[Group], confirmation: Confirmation
+    invocation: Invocation,
+    verb: str,
+    groups: Sequence[Group],
+    confirmation: Confirmation,
+    state: State = "dead",
 ) -> bool:
     """Show what will be changed, and ask whether to go on. Raises `typer.Abort` if not."""
     number = _total(groups)
     if not invocation.as_json:
         _print_groups(groups)
-        typer.echo(f"{number:,} dead")
+        typer.echo(f"{number:,} {state}")
     if not number or confirmation.dry_run:
         return False
     if not confirmation.yes:
@@ -254,8 +265,8 @@ async def _count_changes(verb: str, found: int, chunks: AsyncIterator[Sequence[T
     return changed
 
 
-def _group(kind: Kind, filters: type[Filters], help: str) -> typer.Typer:
-    """Return the commands for a kind of entries."""
+def _group(kind: Kind, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
+    """Return the commands for a kind of entries; `discarded` are no options of `discard`."""
     group = typer.Typer(help=help, no_args_is_help=True)
     line = f"service {kind.command}"
     chosen: dict[str, Any] = {"kind": kind, "filters": filters}
@@ -263,10 +274,10 @@ def _group(kind: Kind, filters: type[Filters], help: str) -> typer.Typer:
     operation(group, "list", example=f"{line} list --summary", **chosen)(list_entries)
     operation(group, example=f"{line} show {kind.example}", kind=kind)(show)
     operation(group, example=f"{line} redrive --topic orders --newer-than 2h", **changed)(redrive)
-    because = "--because 'sent again by hand'"
-    operation(group, example=f"{line} discard {kind.example} {because}", **changed)(discard)
+    example = f"{line} discard {kind.example} --because 'sent again by hand'"
+    operation(group, example=example, **changed, **discarded)(discard)
     return group
 
 
-app = _group(DeadLetters, LetterFilters, "Messages that need a person's decision.")
-app.add_typer(_group(DeadEvents, Filters, "Events that Kafka refuses for good."), name="events")
+app = _group(DeadLetters, LetterFilters, "Messages that need a person's decision.", waiting=False)
+app.add_typer(_group(DeadEvents, Filters, "Events that Kafka rejects."), name="events")

@@ -1,4 +1,4 @@
-"""Dead events: events that Kafka has refused, in the table that the relay moves them to."""
+"""Dead events: events that Kafka has rejected, and those that wait for their topic."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,50 +13,47 @@ from .dead import Outcome, Settled, Store
 from .errors import Refused
 
 REASONS: Mapping[str, str] = {
-    "topic missing": "create the topic, or run `service topics create`, then redrive",
-    "topic not allowed": "allow the service's user to Describe and Write the topic, then redrive",
+    "topic missing": "create the topic, or run `service topics create`: then it is published;"
+    " or discard it",
+    "topic not allowed": "allow the service's user to Describe and Write the topic: then it is"
+    " published; or discard it",
+    "topic rejects many": "nothing: it is tried again; see the dead events of its topic",
     "topic not writable": "discard it: it is one of the brokers' own topics",
     "too large": "raise the topic's max.message.bytes above its size, then redrive; or discard it",
     "not valid": "see what the topic demands (a compacted one: a key), then redrive; or discard it",
+    "follows another": "nothing: it goes after those that wait for its topic",
     "redriven": "nothing: it is tried again as soon as a relay sees it",
 }
-"""Every reason for which an event is in the table, and what a person is to do."""
+"""Every reason for which an event is rejected, or waits, and what a person is to do."""
 
 _LARGEST_ID = 2**63 - 1
 
 _HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
 
-# Each joins those of its key that wait, or its topic if that waits as a whole; all of one key go
-# the same way.
 _REDRIVE = """
-UPDATE pipeline.outbox_unsent AS unsent
-   SET died_at = NULL, parked_at = clock_timestamp(), attempts = 0, reason = 'redriven',
-       error = NULL,
-       queue = COALESCE(
-           (SELECT waiting.queue FROM pipeline.outbox_unsent AS waiting
-             WHERE waiting.topic = unsent.topic AND waiting.died_at IS NULL
-               AND waiting.queue = ANY (ARRAY[sha256(unsent.key), ''])
-             ORDER BY waiting.queue DESC
-             LIMIT 1), sha256(key), queue)
+UPDATE pipeline.outbox_rejected
+   SET died_at = NULL, parked_at = clock_timestamp(), reason = 'redriven', error = NULL
  WHERE id = ANY ($1)
 """
 
 _DISCARD = """
-UPDATE pipeline.outbox_unsent
-   SET discarded_at = clock_timestamp(), discarded_by = $2, discarded_why = $3
+UPDATE pipeline.outbox_rejected
+   SET died_at = COALESCE(died_at, clock_timestamp()), discarded_at = clock_timestamp(),
+       discarded_by = $2, discarded_why = $3
  WHERE id = ANY ($1)
 """
 
 _BECAME = """
 SELECT id AS number, id::text AS id, reason, error, died_at IS NOT NULL AS is_dead
-  FROM pipeline.outbox_unsent WHERE id = ANY ($1)
+  FROM pipeline.outbox_rejected WHERE id = ANY ($1)
 """
 
 
 class DeadEvents(Store[int]):
-    """Events that Kafka has refused. An id is the event's number in the outbox.
+    """Events that Kafka has rejected. An id is the event's number in the outbox.
 
-    A chunk holds the cursor of a shard, so that the relay that owns it moves no events meanwhile.
+    A chunk holds the cursor of a shard, so that the relay that owns it stores no rejected event
+    meanwhile.
     """
 
     name = "dead event"
@@ -70,16 +67,17 @@ class DeadEvents(Store[int]):
     )
     listed = ("id", "since", "reason", "type", "event_id", "topic", "key")
 
-    table = "pipeline.outbox_unsent"
+    table = "pipeline.outbox_rejected"
     key = "id"
     key_type = "bigint"
     waiting_since = "parked_at"
+    reason = "COALESCE(reason, 'follows another')"
     consumer = "NULL::text"
     event_id = "event_id"
     record_key = "key"
-    entry = """id::text, reason, error, type, source, event_id, topic, key,
-        COALESCE(datalength, octet_length(payload)) AS size, created_at, parked_at, died_at,
-        discarded_at"""
+    entry = """id::text, COALESCE(reason, 'follows another') AS reason, error, type, source,
+        event_id, topic, key, COALESCE(datalength, octet_length(payload)) AS size, created_at,
+        parked_at, died_at, discarded_at"""
     detail = """subject, sequence, content_type, traceparent, discarded_by, discarded_why, dataref,
         payload"""
     lock = "shard"

@@ -6,11 +6,13 @@ from typing import Self
 
 import asyncpg
 
-from pipeline.apply import backlog
-from pipeline.apply.batch import Item, Quarantined, items_of
+from pipeline.apply.backlog import mismatch_key
+from pipeline.apply.batch import items_of
+from pipeline.apply.item import Item, Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.registry import Handlers
+from pipeline.retry import lanes
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -46,7 +48,7 @@ REASONS: Mapping[str, str] = {
     " to go on without",
     "outcome unknown": "find out at the service outside whether it took place; if not, redrive it;"
     " if so, discard it",
-    "rejected": "its handler refuses it for good: mend the data or the handler, then redrive;"
+    "rejected": "its handler has rejected it: mend the data or the handler, then redrive;"
     " or discard it",
     # What waits.
     "failed": "nothing: it is tried again by its schedule",
@@ -107,6 +109,7 @@ class DeadLetters(Store[Redriven]):
     key = "key"
     key_type = "bytea"
     waiting_since = "received_at"
+    reason = "reason"
     consumer = "consumer"
     event_id = "id"
     record_key = "record_key"
@@ -168,13 +171,13 @@ class DeadLetters(Store[Redriven]):
         return entry
 
     async def _lock(self, connection: asyncpg.Connection, number: int) -> None:
-        await backlog.fence_lane(connection, number)
+        await lanes.fence_lane(connection, number)
 
     async def _redrive(
         self, connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
     ) -> Sequence[Redriven]:
         redriven = [await self._redriven(connection, row) for row in rows]
-        await backlog.redrive(connection, [row["key"] for row in rows])
+        await lanes.redrive(connection, [row["key"] for row in rows])
         await _schedule_heads(connection, rows)
         return redriven
 
@@ -186,7 +189,7 @@ class DeadLetters(Store[Redriven]):
         why: str,
     ) -> Sequence[asyncpg.Record]:
         keys = [row["key"] for row in rows]
-        await backlog.discard(connection, keys, operator=operator, why=why)
+        await lanes.discard(connection, keys, operator=operator, why=why)
         await _schedule_heads(connection, rows)
         return rows
 
@@ -196,15 +199,15 @@ class DeadLetters(Store[Redriven]):
             return Redriven([key], [marker_key(row["consumer"], row["source"], row["id"])], place)
         # A record that no handler has seen becomes a message to each of its handlers.
         items = await self._read_again(connection, key)
-        markers = [item.marker.key for item in items]
-        mismatches = [backlog.impostor_key(item) for item in items]
+        markers = [item.key for item in items]
+        mismatches = [mismatch_key(item) for item in items]
         return Redriven([key, *markers, *mismatches], markers, place)
 
     async def _read_again(self, connection: asyncpg.Connection, key: bytes) -> Sequence[Item]:
         row = await connection.fetchrow(_ROW, key)
-        record = backlog.stored_record(row, stored_for=0.0)
+        record = lanes.stored_record(row, stored_for=0.0)
         found = items_of(self._handlers, record, validates=False)
-        return [] if isinstance(found, Quarantined) else found
+        return [] if isinstance(found, Undecoded) else found
 
     async def _settle(
         self, connection: asyncpg.Connection, some: Sequence[Redriven]
@@ -217,8 +220,8 @@ class DeadLetters(Store[Redriven]):
 
 
 async def _schedule_heads(connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]) -> None:
-    lanes, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
-    await backlog.schedule_heads(connection, lanes, order_keys)
+    numbers, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
+    await lanes.schedule_heads(connection, numbers, order_keys)
 
 
 def _outcome(

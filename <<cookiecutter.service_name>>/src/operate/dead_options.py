@@ -3,13 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import asyncpg
 import typer
 
-from .dead import Selection, Store, ago
+from .dead import Selection, Store
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
@@ -24,6 +24,12 @@ def span(text: str) -> timedelta:
 
 _Age = Annotated[timedelta | None, typer.Option(parser=span, metavar="90s|15m|2h|7d")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
+
+
+async def ago(connection: asyncpg.Connection, time: timedelta) -> datetime:
+    """Return the time so long ago, by the database's clock."""
+    moment: datetime = await connection.fetchval("SELECT clock_timestamp() - $1::interval", time)
+    return moment
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pipeline.servers import revisions, topics
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import health, roles, server_checks, status, topic_checks
+from . import health, server_checks, status, topic_checks
 from .health import Finding
 
 CLOCKS_APART = 2.0
@@ -33,11 +33,6 @@ SELECT schema, name, array_agg(field ORDER BY place) AS fields
         WHERE nspname = COALESCE(schema, nspname) AND relname = name AND attname = field
           AND NOT attisdropped)
  GROUP BY schema, name ORDER BY min(place)
-"""
-
-_USER = """
-SELECT current_user, pg_has_role(relowner, 'USAGE')
-  FROM pg_class WHERE oid = 'pipeline.position'::regclass
 """
 
 Findings = AsyncIterator[Finding]
@@ -80,7 +75,6 @@ async def _of_database(
     checks: dict[str, Callable[[], Awaitable[list[Finding]]]] = {
         "schema": lambda: _all(_schema(connection)),
         "tables": lambda: _all(_tables(connection, service)),
-        "permissions": lambda: _all(_permissions(connection)),
         "pooler": lambda: _all(_pooler(connection, settings)),
         "clock": lambda: _all(_clock(connection)),
         "status": of_status,
@@ -152,24 +146,6 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
             f"the table {name} lacks {', '.join(row['fields'])}, which the code has",
             f"{'' if is_behind else write}run `service migrate`",
         )
-
-
-async def _permissions(connection: asyncpg.Connection) -> Findings:
-    user, is_owner = await connection.fetchrow(_USER)
-    if is_owner:
-        return
-    lacking = await roles.lacks(connection)
-    if not lacking:
-        yield Finding(
-            "wrong",
-            f"{user} may do nothing here that a part of the service needs",
-            "as the tables' owner, for the one it is: service grant"
-            f" {' or '.join(f'--to-{role}' for role in roles.ROLES)} {user}",
-        )
-    to = " ".join(f"--to-{role} {user}" for role in lacking)
-    needs = {need for some in lacking.values() for need in some}
-    for need in sorted(needs):
-        yield Finding("wrong", f"{user} lacks {need}", f"as the tables' owner: service grant {to}")
 
 
 async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Findings:

@@ -17,8 +17,8 @@ OUTBOX_LAG: float = 300.0
 """Seconds that an event may wait for its relay (OutboxLag)."""
 BACKLOG_AGE: float = 3_600.0
 """Seconds that a message may wait in the backlog (BacklogAge)."""
-EVENTS_UNSENT: float = 900.0
-"""Seconds that an event may wait because Kafka refuses its topic (EventsUnsent)."""
+EVENTS_REJECTED: float = 900.0
+"""Seconds that an event may wait for its topic to take it (EventsRejected)."""
 NO_PARTITION_AHEAD: int = 2
 """Days for which the outbox must have partitions (NoPartitionAhead)."""
 STALLED = 60.0
@@ -149,12 +149,12 @@ CHECKS = (
         lambda status: [
             {**vars(one), "count": _count(one.count)}
             for one in status.rejected
-            if one.oldest > EVENTS_UNSENT
+            if one.oldest > EVENTS_REJECTED
         ],
-        "Kafka refuses topic {topic} ({reasons}), and {count} events wait, one for"
+        "Kafka takes no events for topic {topic} ({reasons}): {count} wait, one for"
         " {oldest:,.0f} seconds",
         "see `service dead events list --waiting --summary`, and correct what it names: they are"
-        " published then (EventsUnsent in the runbook)",
+        " published then (EventsRejected in the runbook)",
     ),
     StatusCheck(
         "dead letters",

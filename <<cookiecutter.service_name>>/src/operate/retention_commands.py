@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from pipeline.retention import maintenance
-from pipeline.retention.maintenance import PartitionStatus
+from pipeline.retention import archive, maintenance
+from pipeline.retention.partitions import PartitionStatus
 from pipeline.servers import revisions
 
 from .errors import Refused
@@ -34,7 +34,7 @@ async def run(invocation: Invocation) -> None:
     if done.discarded:
         typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
     if not done.is_ours:
-        typer.echo(f"Process {done.owner} is at it, or has died over it less than a minute ago.")
+        typer.echo(f"Process {done.owner} runs it, or has died less than a minute ago.")
     elif not (done.dropped or done.held or done.discarded):
         typer.echo("Nothing is old enough to be dropped.")
 
@@ -43,15 +43,15 @@ async def run(invocation: Invocation) -> None:
 async def status(invocation: Invocation) -> None:
     """List days of the outbox and generations of the inbox; changes nothing."""
     async with invocation.connected() as connection:
-        found = [one async for one in maintenance.survey(connection, invocation.settings)]
+        found = [one async for one in maintenance.list_partitions(connection, invocation.settings)]
     if invocation.as_json:
         print_json(*found)
     else:
         print_table(("name", "kept"), ([one.name, describe(one)] for one in found))
 
 
-@operation(app, example="service retention forgo 2026-11-20")
-async def forgo(
+@operation(app, example="service retention skip-archive 2026-11-20")
+async def skip_archive(
     invocation: Invocation,
     days: Annotated[
         list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
@@ -60,7 +60,7 @@ async def forgo(
         bool, typer.Option("--all", help="every day that is over, and those to come")
     ] = False,
 ) -> None:
-    """Let days of the outbox be dropped that could not be archived.
+    """Let days of the outbox be dropped without being archived.
 
     --all is for an archive that was given up: take it out of the settings before.
     """
@@ -68,12 +68,12 @@ async def forgo(
         raise typer.BadParameter("name the days, or say --all")
     chosen = [day.date() for day in days or ()]
     async with invocation.connected() as connection:
-        skipped = await maintenance.forgo(connection, chosen or None)
+        skipped = await archive.skip(connection, chosen or None)
     if invocation.as_json:
         print_json(*({"day": day} for day in skipped))
     else:
         for day in skipped:
-            typer.echo(f"{day} goes unarchived")
+            typer.echo(f"{day} is dropped without being archived")
     if missing := [day for day in chosen if day not in skipped]:
         raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
 
@@ -85,5 +85,5 @@ def describe(one: PartitionStatus) -> str:
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
     if not one.is_due:
         return f"until {since}"
-    why = one.needed_by or one.not_archived or "goes in the next round"
+    why = one.needed_by or "goes in the next round"
     return f"due since {since}: {why}"

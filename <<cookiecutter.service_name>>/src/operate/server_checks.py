@@ -13,7 +13,7 @@ LONG = timedelta(minutes=5)
 BLOATED = 10_000
 """Dead rows of a table that has not a tenth as many living ones."""
 OLDEST_POSTGRESQL = 14
-_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_unsent", "position", "scheduled"]
+_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position", "scheduled"]
 """Tables whose rows are updated and deleted; the others are dropped as a whole."""
 
 

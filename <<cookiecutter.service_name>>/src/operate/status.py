@@ -58,7 +58,7 @@ SELECT count(*) AS count,
                         ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
            AND NOT pg_visible_in_snapshot(xid, seen)
            AND (target IS NULL OR id > last_id OR NOT pg_visible_in_snapshot(xid, target))
-         ORDER BY xid LIMIT $1) AS unsent
+         ORDER BY xid LIMIT $1) AS unpublished
 """
 
 _RELAYS = """
@@ -73,13 +73,13 @@ SELECT owner, array_agg(shard ORDER BY shard) AS shards,
 _REJECTED = """
 SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
        extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest
-  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_unsent
+  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
          WHERE died_at IS NULL LIMIT $1) AS few
  GROUP BY topic ORDER BY topic
 """
 
 _DEAD_EVENTS = """
-SELECT count(*) FROM (SELECT FROM pipeline.outbox_unsent
+SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
                        WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
 """
 
@@ -132,7 +132,7 @@ class Backlog:
 
 @dataclass
 class Rejected:
-    """Events that wait because Kafka refuses their topic."""
+    """Events that wait for their topic to take them."""
 
     topic: str
     reasons: str | None
@@ -194,7 +194,7 @@ class Status:
 
     @property
     def waiting_events(self) -> int:
-        """Events that wait because Kafka refuses their topics."""
+        """Events that wait for their topics to take them."""
         return sum(one.count for one in self.rejected)
 
 
@@ -298,9 +298,9 @@ class _Measure:
         self.found.ahead_until = date.fromisoformat(max(days)) if days else None
 
     async def retention(self) -> None:
-        async for one in maintenance.survey(self.connection, self.settings):
-            if one.is_due and (why := one.needed_by or one.not_archived):
-                self.found.held[one.name] = why
+        async for one in maintenance.list_partitions(self.connection, self.settings):
+            if one.is_due and one.needed_by:
+                self.found.held[one.name] = one.needed_by
 
     async def topics(self) -> None:
         """Needs the positions."""

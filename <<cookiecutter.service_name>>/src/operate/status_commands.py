@@ -137,7 +137,7 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     yield "relays", "relays", relays if found.relays else "none: run `service relay`"
     waiting = format_count(found.waiting_events, AT_MOST)
     dead = format_count(found.dead_events, AT_MOST)
-    yield "refused", "rejected", f"{waiting} waiting, {dead} dead"
+    yield "rejected", "rejected", f"{waiting} waiting, {dead} dead"
     due = f", next {format_time(found.next_due)}" if found.next_due else ""
     yield "scheduled", "scheduled", f"{format_count(found.scheduled, AT_MOST)}{due}"
     since = found.remembered_since

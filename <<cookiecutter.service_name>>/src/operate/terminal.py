@@ -161,7 +161,7 @@ def operation(
                 Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json),
             ]
         )
-        called = name or function.__name__
+        called = name or function.__name__.replace("_", "-")
         app.command(called, help=inspect.getdoc(function), epilog=f"For example: {example}")(run)
         return function
 

@@ -57,7 +57,7 @@ def compaction(service: Service, settings: Settings, described: Described) -> Fi
         if "compact" in topic.configs.get("cleanup.policy", ""):
             yield Finding(
                 "warning",
-                f"{topic.name} is compacted: it refuses events without a key, and keeps the last"
+                f"{topic.name} is compacted: it rejects events without a key, and keeps the last"
                 " event of each key",
                 f"give all events that are published to {topic.name} a key; or set"
                 " cleanup.policy=delete for it",

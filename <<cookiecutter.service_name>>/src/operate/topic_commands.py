@@ -7,13 +7,13 @@ import typer
 from aiokafka.admin import NewTopic
 from aiokafka.errors import for_code
 
-from pipeline.apply import inbox
+from pipeline.apply import positions
 from pipeline.servers import clients
 
-from . import positions
+from . import moves
 from .errors import Refused
+from .moves import Move, Place, Replay, ReplayOutcome
 from .output import print_json
-from .positions import Move, Place, Replay, ReplayOutcome
 from .terminal import Invocation, of_kafka, operation
 
 _REPLICAS = 3
@@ -65,7 +65,7 @@ async def create(
     settings = invocation.settings
     names = invocation.service.topics | ({settings.dead_letter_topic or ""} - {""})
     with of_kafka(settings):
-        async with clients.managing(settings) as admin:
+        async with clients.admin_client(settings) as admin:
             if replicas is None:
                 replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
             new = [NewTopic(name, partitions, replicas) for name in sorted(names)]
@@ -94,10 +94,10 @@ async def seek(
     place, settings, service = _place(to), invocation.settings, invocation.service
     async with invocation.connected() as connection:
         with of_kafka(settings):
-            found = await positions.moves(connection, settings, service, topic, partition, place)
+            found = await moves.plan_moves(connection, settings, service, topic, partition, place)
         for one in found:
             if not dry_run:
-                await inbox.seek(connection, one.slot, one.new)
+                await positions.seek(connection, one.slot, one.new)
             invocation.say(_moved(one, "would go" if dry_run else "goes"))
     if invocation.as_json:
         print_json(*found)
@@ -119,21 +119,21 @@ async def replay(
     became = None
     async with invocation.connected() as connection:
         with of_kafka(settings):
-            planned = await positions.plan_replay(
+            planned = await moves.plan_replay(
                 connection, settings, service, topic, partition, place
             )
         if planned.forgotten and not too_old:
             raise Refused(_forgotten(planned))
         for one in planned.moves:
-            await inbox.rewind(connection, one.slot, one.new)
+            await positions.rewind(connection, one.slot, one.new)
             invocation.say(_moved(one, "goes"))
         if wait:
-            async for progress in positions.follow(connection, planned):
+            async for progress in moves.follow(connection, planned):
                 stalled = ": does the service run?" if progress.is_stalled else ""
                 invocation.say(
                     f"{progress.done:,} of {planned.records:,} offsets are read again{stalled}"
                 )
-            became = await positions.outcome(connection, planned)
+            became = await moves.outcome(connection, planned)
     if invocation.as_json:
         print_json({"moves": planned.moves, "became": became})
     elif became:

@@ -83,7 +83,7 @@ class Look:
 
     @property
     def dead_events(self) -> int | None:
-        """Events that Kafka has refused for good."""
+        """Events that Kafka has rejected."""
         return self._known("rejected", self.status.dead_events)
 
     @property

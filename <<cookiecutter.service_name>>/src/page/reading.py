@@ -95,7 +95,7 @@ class Reading:
         return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
 
     async def events(self, request: Request, operator: Operator) -> Response:
-        """Show events that Kafka has refused."""
+        """Show events that Kafka has rejected."""
         state = parameters.state(request)
         events = await self._list(self._events, state, Selection())
         return self._templates.page(
@@ -140,5 +140,5 @@ class Reading:
     async def retention(self, request: Request, operator: Operator) -> Response:
         """Show what stands before each partition."""
         async with autocommitting(self._engine) as connection:
-            found = [one async for one in maintenance.survey(connection, self._settings)]
+            found = [one async for one in maintenance.list_partitions(connection, self._settings)]
         return self._templates.page("retention.html", operator, standings=found)

@@ -6,7 +6,8 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from pipeline.settings import Seconds, written
+from pipeline.server_settings import written
+from pipeline.settings import Seconds
 
 _ORIGIN = r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
 

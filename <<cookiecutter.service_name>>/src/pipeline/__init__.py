@@ -2,7 +2,8 @@
 
 from pipeline.apply.writer import Conflict, Versioned, Writer, Writing
 from pipeline.events.event import Event, Tombstone
-from pipeline.events.message import Header, Message, PayloadFields, Plain, Position
+from pipeline.events.identity import Header, PayloadFields, Plain, Position
+from pipeline.events.message import Message
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.effects import Call
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed

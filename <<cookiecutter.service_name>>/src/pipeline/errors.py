@@ -1,11 +1,9 @@
-"""Whose fault an error is, and the one policy by which infrastructure is tried again."""
+"""Errors: whether servers, the database or a message are at fault, and their text."""
 
-import logging
 import re
 import traceback
 from collections.abc import Iterator
 from itertools import islice
-from typing import TypeVar
 
 import asyncpg
 import sqlalchemy.exc
@@ -15,11 +13,6 @@ from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi
 
 from pipeline.redaction import redact_error
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-# PostgreSQL, Appendix A. A class is two characters, a condition five.
 _INFRASTRUCTURE = (
     "08",  # connection exception
     "25006",  # read-only transaction: a failover has left us on a standby
@@ -36,30 +29,38 @@ _INFRASTRUCTURE = (
     "57P",  # operator intervention: shutdown, crash, starting up
     "58",  # system error
 )
-
-
-class StoreUnavailable(ConnectionError):
-    """The object store can't be used; the text names it and says why."""
-
-
-class StoreSlow(StoreUnavailable):
-    """The object store has not answered in time: it may be too much at once."""
-
+"""Error codes of PostgreSQL (Appendix A) or the beginnings of some: a class has two characters."""
+_CONTENTION = ("40001", "40P01", "55P03", "57014")
+_OF_THE_DATABASE = (
+    sqlalchemy.exc.SQLAlchemyError,
+    AsyncAdapt_asyncpg_dbapi.Error,  # between the two, in a chain
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+)
 
 _LONGEST = 4_000
 """Characters of an error's text: a payload can be wrong in a hundred thousand places."""
 _MOST = 20
 """Errors of an exception group that are described."""
-_UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
-"""What PostgreSQL's text does not hold."""
+_NOT_STORABLE = re.compile(r"[\x00\ud800-\udfff]")
+"""Characters that PostgreSQL's text type does not allow."""
 _VALUE = re.compile(r"""["']|: """)
-"""What comes before a value in a text of PostgreSQL or asyncpg about it."""
+"""What precedes a value that PostgreSQL or asyncpg quotes."""
 _WHY = re.compile(r" \((value out of \w+ range|expected [\w.]+, got [\w.]+)\)$")
-"""What stands behind a value, and has nothing of it."""
+"""What follows such a value, and holds nothing of it."""
+
+
+class StoreUnavailable(ConnectionError):
+    """The object store can't be used; the text has its address and the reason."""
+
+
+class StoreSlow(StoreUnavailable):
+    """The object store has not answered in time; maybe too much was requested at once."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield what an exception group contains, however nested; the error itself if it is none."""
+    """Yield the errors in an exception group, at any depth; the error itself if it is none."""
     left = [error]
     while left:
         error = left.pop()
@@ -70,10 +71,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether the servers or the way to them failed, and not a record or a handler.
-
-    Of an exception group: whether nothing else did.
-    """
+    """Return whether only servers or the network failed, and no message or handler."""
     return all(map(_is_infrastructure, leaves(error)))
 
 
@@ -82,77 +80,65 @@ def _is_infrastructure(error: BaseException) -> bool:
         return True
     error = as_raised(error)
     if isinstance(error, asyncpg.InvalidCachedStatementError):
-        return True  # a migration has changed a table beside us; the cache is empty now
+        return True  # a migration has changed a table, and asyncpg has emptied its cache
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "").startswith(_INFRASTRUCTURE) or _lacks_a_partition(error)
     if isinstance(error, asyncpg.InterfaceError):
-        # "Improper use of asyncpg API". Of an outage it tells when the connection is lost already;
-        # that has neither a class nor a cause of its own, and SQLAlchemy knows it by the text, too.
+        # A bug in the code that uses asyncpg, but for a connection that is lost already. That error
+        # has no class of its own, and SQLAlchemy recognizes it by the text, too.
         return "connection is closed" in str(error)
     if isinstance(error, asyncpg.InternalClientError):
-        # The class itself is for what asyncpg can't do, and for the state of a connection that was
-        # cut off in the middle.
+        # The class itself is raised for what asyncpg does not support, and for a connection whose
+        # statement was cut off.
         is_bare = type(error) is asyncpg.InternalClientError
         return not is_bare or str(error).startswith("cannot switch to state")
     return isinstance(error, sqlalchemy.exc.TimeoutError | OSError | KafkaError)
 
 
 def _lacks_a_partition(error: asyncpg.PostgresError) -> bool:
-    """Whether a table of the engine has no partition for a row, which retention makes ahead."""
+    """Return whether a table of the engine lacks a partition, which retention creates ahead."""
     is_a_check = isinstance(error, asyncpg.CheckViolationError)
     return is_a_check and error.schema_name == "pipeline" and error.constraint_name is None
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return what asyncpg has raised, if this is what SQLAlchemy has made of it."""
+    """Return asyncpg's error if this is SQLAlchemy's translation of it; else the error itself."""
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig and error.orig.__cause__:
         return error.orig.__cause__
     return error
 
 
 def sqlstate_of(error: BaseException) -> str | None:
-    """Return PostgreSQL's code of the error, if it has raised it."""
+    """Return PostgreSQL's error code; None if PostgreSQL did not raise the error."""
     return getattr(as_raised(error), "sqlstate", None)
 
 
-_CONTENTION = ("40001", "40P01", "55P03", "57014")
-
-
 def is_contention(error: BaseException) -> bool:
-    """Whether others' locks were in the way: an outage if it passes, and else the batch's doing."""
+    """Return whether locks were in the way: an outage if that passes, else the batch's fault."""
     raised = map(as_raised, leaves(error))
     return any(isinstance(e, asyncpg.PostgresError) and e.sqlstate in _CONTENTION for e in raised)
 
 
-_OF_THE_DATABASE = (
-    sqlalchemy.exc.SQLAlchemyError,
-    AsyncAdapt_asyncpg_dbapi.Error,  # between the two, in a chain
-    asyncpg.PostgresError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,
-)
-
-
 def is_of_the_database(error: BaseException) -> bool:
-    """Whether PostgreSQL or SQLAlchemy raised it, so that it may belong to an earlier record.
+    """Return whether PostgreSQL or SQLAlchemy raised it: an earlier message may be at fault.
 
-    A statement that fails may be the flush of what another record's handler has left behind.
+    The statement that fails may flush the changes of that message's handler.
     """
     return any(isinstance(one, _OF_THE_DATABASE) for one in leaves(error))
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the error's text in a line, without secrets, values of payloads or rows, and SQL.
+    """Return the error's text without secrets, values of payloads and rows, and SQL.
 
-    It can be stored, and ends where nobody reads on, whatever the payload has brought into it.
+    It can be stored in PostgreSQL, and has at most 4,000 characters.
     """
     try:
         text = _text(error)
-    except Exception as unspeakable:  # of a class of the handler's author
-        text = f"its text can't be had: {type(unspeakable).__name__}"
-    # A secret that is cut through is not found.
+    except Exception as failed:  # in a class of the handler's author
+        text = f"its text can't be had: {type(failed).__name__}"
+    # Longer than the result: a secret that is cut in two is not found.
     text = redact_error(text[: 2 * _LONGEST])[:_LONGEST]
-    return _UNUSABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _NOT_STORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _text(error: BaseException) -> str:
@@ -167,7 +153,7 @@ def _text(error: BaseException) -> str:
             for one in error.errors(include_url=False, include_input=False, include_context=False)
         )
     text = str(error)
-    if "Unable to bootstrap from" in text:  # aiokafka shows a list of its own, and no why
+    if "Unable to bootstrap from" in text:  # followed by addresses, without a reason
         return "no broker answers, or not by PIPELINE_KAFKA_SECURITY_PROTOCOL"
     if is_of_the_database(error):
         text = text.partition("\n")[0]
@@ -179,14 +165,14 @@ def _text(error: BaseException) -> str:
 
 
 def _is_about_a_value(error: BaseException) -> bool:
-    """Whether PostgreSQL can't read a value, or asyncpg can't encode one: both quote it."""
+    """Return whether PostgreSQL can't parse a value, or asyncpg can't encode it: both quote it."""
     return (getattr(error, "sqlstate", None) or "").startswith("22") or isinstance(
         error, ValueError
     )
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the error's type and what `told` says of it."""
+    """Return the error's type and its text, as `summarize_error` has it."""
     error = as_raised(error)
     kind, text = type(error).__name__, summarize_error(error)
     # aiokafka's texts begin with the type.
@@ -194,7 +180,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return it without secrets, and the values of rows and payloads that errors quote."""
+    """Return the traceback without secrets, and without values of rows and payloads."""
     whole = traceback.TracebackException.from_exception(error)
     pairs: list[tuple[traceback.TracebackException | None, BaseException | None]]
     pairs = [(whole, error)]

@@ -1,7 +1,7 @@
-"""Secrets, and how they are kept out of every text that leaves the process.
+"""Removes secrets from every text that leaves the process.
 
-Three kinds are known: by its value what the environment holds; by its name what an event's model
-marks, wherever a text quotes the payload; by its form what is a credential in anybody's URL.
+They are recognised in three ways: those of the environment by their value; fields that an event's
+model marks by their name, wherever a text quotes the payload; credentials in URLs by their form.
 """
 
 import json
@@ -17,18 +17,18 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 HIDDEN = "**********"
-"""What is written in place of a secret, by pydantic too."""
+"""Replaces a secret; the same as pydantic's."""
 _SHORTEST = 8
-"""Characters of a secret of the environment: a shorter one would be found in many words."""
+"""Fewest characters of a secret of the environment: a shorter one would match many words."""
 _LONG = 16
-"""Characters from which a part of a secret is one by itself: a token in a path, and no word."""
+"""Fewest characters for which a part of a secret is a secret itself, as a token in a path."""
 _SECRET = re.compile(
     r"(?i)(?:PASSWORD|PASSWD|SECRET|TOKEN|HEADERS|(?:API|ACCESS|ACCOUNT|PRIVATE|SAS)_?KEY)"
     r"(?!.*_(?:FILE|PATH|DIR|URL|URI|ENDPOINT|NAME)$)"
 )
-"""Names of variables that hold a secret, those of libraries too."""
+"""Names of variables that hold a secret, also those that libraries read."""
 _PASSWORD = re.compile(r"://[^\s:/@]*:(\S+)@")
-"""In a URL; to the last @, because special characters may not be percent-encoded as they should."""
+"""In a URL, up to the last @, because special characters may lack their percent-encoding."""
 _FORMS = (
     (re.compile(r"(?<=://)(?!user:password@)[^\s/:@]*:[^\s/@]+(?=@)"), HIDDEN),
     (re.compile(r"(?<=\bBearer )[\w.~+/=-]{8,}"), HIDDEN),
@@ -40,39 +40,39 @@ _FORMS = (
         rf"\1{HIDDEN}",
     ),
 )
-"""Credentials of URLs and headers, whoever they are of."""
+"""Credentials in URLs and headers, and their replacements."""
 _VALUES = (
     (re.compile(r"(?s)(?<=input_value=).{0,200}?(?=, input_type=)"), "…"),  # pydantic
     (re.compile(r"(?m)^DETAIL:.*\n?"), ""),  # PostgreSQL
 )
-"""How errors quote values of payloads and rows."""
+"""Values of payloads and rows that errors quote, and their replacements."""
 _TOKENS = re.compile(
     r"""[\w.]+\([^)]*\)?"""
-    # However often it was escaped: a quote behind backslashes may end nothing.
+    # A string may be escaped several times: a quote behind backslashes does not end it.
     r"""|b?\\{0,4}"(?:\\+.|[^"\\])*"?|b?\\{0,4}'(?:\\+.|[^'\\])*'?"""
     r"""|[\[\]{}]|[^\s\[\]{},"'\\]+""",
     re.DOTALL,
 )
-"""Of JSON, of JSON in a string, and of Python's way to write values."""
+"""Tokens of JSON, of JSON in a string, and of Python literals."""
 _DEPTHS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class Redactor:
-    """Knows secrets, and takes them out of texts."""
+    """Removes secrets from texts."""
 
     def __init__(self) -> None:
         self._secrets: set[str] = set()
         self._secret: re.Pattern[str] | None = None
         self._models: WeakSet[type[BaseModel]] = WeakSet()
-        """Those whose fields have not been looked at."""
+        """Models whose secret fields are not known yet."""
         self._members: set[str] = set()
         self._member: re.Pattern[str] | None = None
         self._lock = Lock()  # spans are sent from a thread
 
     def learn(self, variables: Mapping[str, str], secret: Collection[str] = ()) -> None:
-        """Find the secrets of an environment: what its variables' names say, or those in `secret`.
+        """Add the secrets of an environment: variables with a telling name, or named in `secret`.
 
-        Of any other URL the password is one.
+        Of a URL in any other variable the password is a secret.
         """
         found: list[str] = []
         for name, value in variables.items():
@@ -82,7 +82,7 @@ class Redactor:
         self.hide(found)
 
     def hide(self, secrets: Iterable[str]) -> None:
-        """Take these out of texts, in whatever way one may escape them."""
+        """Add secrets, with every way to escape them."""
         for one in secrets:
             ways = {one, quote(one, safe=""), quote(one), unquote(one), repr(one)[1:-1]}
             ways |= {json.dumps(one)[1:-1], json.dumps(one, ensure_ascii=False)[1:-1]}
@@ -91,9 +91,9 @@ class Redactor:
             self._secret = _any_of(self._secrets)
 
     def mark(self, model: type[BaseModel]) -> None:
-        """Take the values of the model's secret fields out, wherever a text quotes payloads.
+        """Add the secret fields of a model: their values are removed where a text quotes payloads.
 
-        They are those that JSON Schema has as `writeOnly`, as `SecretStr` is.
+        They are those that are `writeOnly` in JSON Schema, as `SecretStr` is.
         """
         self._models.add(model)
 
@@ -106,7 +106,7 @@ class Redactor:
         return self._without_members(text)
 
     def redact_error(self, text: str) -> str:
-        """Return what is said of an error without secrets, or values of payloads and rows."""
+        """Return the text of an error without secrets, and without values of payloads and rows."""
         for values, instead in _VALUES:
             text = values.sub(instead, text)
         return self.redact(text)
@@ -114,7 +114,7 @@ class Redactor:
     def _without_members(self, text: str) -> str:
         if self._models:
             with self._lock:
-                self._look_at_models()
+                self._read_models()
         if self._member is None:
             return text
         parts, at = [], 0
@@ -124,7 +124,7 @@ class Redactor:
                 at = _end_of_value(text, found.end())
         return "".join([*parts, text[at:]])
 
-    def _look_at_models(self) -> None:
+    def _read_models(self) -> None:
         models = list(self._models)
         self._members.update(*map(secret_fields, models))
         if self._members:
@@ -132,7 +132,7 @@ class Redactor:
             self._member = re.compile(
                 rf"""(?<!\w)(?:{names})(?:\\{{0,4}}["']\s*:\s*|=)(?!Secret\w+\()"""
             )
-        # Last: who finds none that was not looked at goes by the names.
+        # Last: a thread that finds no unknown model uses the names.
         self._models.difference_update(models)
 
 
@@ -146,9 +146,9 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _parts(secret: str) -> Iterator[str]:
-    """Yield the secret, and what may be shown of it by itself."""
+    """Yield the secret, and its parts that are secrets by themselves."""
     scheme, is_url, rest = secret.partition("://")
-    # A webhook has its secret there. What else a URL names, as a host or a database, is none.
+    # The path and query of a webhook are a secret; a host or the name of a database is none.
     rest = "".join(re.split("[/?]", rest, maxsplit=1)[1:]) if scheme.startswith("http") else ""
     yield from (rest, *rest.split("?")) if len(rest) >= _SHORTEST else (secret,)
     if not is_url:
@@ -163,7 +163,7 @@ def secret_fields(model: type[BaseModel]) -> set[str]:
     """Return the names of secret fields of a model, and of those in it, as JSON has them."""
     found: set[str] = set()
     for by_alias in (True, False):
-        # It may not be complete, and then no payload is of it; or a type of its author's fails.
+        # The model may be incomplete, or a type in it has no JSON Schema.
         with suppress(Exception):
             schema = model.model_json_schema(by_alias, schema_generator=_Lenient)
             types = schema.get("$defs", {})
@@ -173,12 +173,12 @@ def secret_fields(model: type[BaseModel]) -> set[str]:
 
 
 class _Lenient(GenerateJsonSchema):
-    """Describes a model as far as JSON Schema can."""
+    """Generates a JSON Schema that accepts anything where a type has none."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
     def handle_invalid_for_json_schema(self, schema: object, error_info: str) -> dict[str, Any]:
-        """Describe it as anything."""
+        """Return a schema that accepts anything."""
         return {}
 
 

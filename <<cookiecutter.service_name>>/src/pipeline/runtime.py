@@ -1,52 +1,46 @@
-"""The runtime: starts everything and stops it in order. The only module that knows everyone."""
+"""The composition root: builds the parts of a process, starts them, and stops them in order."""
 
 import asyncio
 import gc
 import logging
-import os
 import signal
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Flag, auto
 from functools import partial
-from time import monotonic
-from typing import cast
 
-import asyncpg
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.apply import inbox
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.consume import Consume
 from pipeline.apply.filters import Filters
+from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
 from pipeline.events.references import Claims
-from pipeline.observe import exporters, logs, telemetry
-from pipeline.observe.health import Health, HealthServer, ReadinessLog, Watchdog
+from pipeline.observe import exporters, logs, metrics
+from pipeline.observe.health import Health, HealthServer
+from pipeline.observe.watchdog import heartbeat, watch_calls
 from pipeline.relay.relay import Relay
-from pipeline.retention.maintenance import AHEAD_SECONDS, make_ahead, tidy
-from pipeline.retention.partitions import NotOwner
+from pipeline.retention.worker import RetentionWorker
 from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
-from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.guard import InContext
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.database import create_engine
+from pipeline.servers.guard import stack_of
 from pipeline.servers.tasks import in_background
 
-from .errors import describe_error, is_infrastructure, is_of_the_database
 from .service import Service
 from .settings import Settings
 
 log = logging.getLogger(__name__)
 
 _BEAT = 1.0
-_DEAF = 70
-"""Exit code."""
+_EXIT_CODE = 70
 _STALL_AFTER = 10.0
 """Seconds without a beat of the event loop after which the process counts as hanging."""
+
+
+Running = Consumer | BacklogWorkers | EffectWorkers | Relay
 
 
 class Part(Flag):
@@ -59,8 +53,8 @@ class Part(Flag):
 async def run(service: Service, settings: Settings, parts: Part) -> None:
     """Run until SIGTERM or SIGINT, then finish what is begun within the shutdown grace.
 
-    Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, and what a part
-    failed with that nobody expected.
+    Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, and any error with
+    which a part has failed.
     """
     service.check(settings)
     migrations = revisions.here()
@@ -71,14 +65,15 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     health = Health(stall_after=_STALL_AFTER)
     server = HealthServer(health, host=settings.health_host, port=settings.health_port)
     port = server.start()
-    sending = exporters.configure(
+    metrics.observe_ready(lambda: health.is_ready)
+    shut_exporters_down = exporters.configure(
         service_name=service.name,
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
     )
     log.info("%s starts; health and metrics on port %s", service.name, port)
     try:
-        async with in_background(_beat(health, settings.hang_timeout)):
+        async with in_background(heartbeat(health, settings.hang_timeout)):
             await serve(
                 service,
                 settings,
@@ -89,7 +84,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
             )
     finally:
         server.stop()
-        await asyncio.to_thread(sending.shutdown)
+        await asyncio.to_thread(shut_exporters_down)
         log.info("%s has stopped", service.name)
 
 
@@ -114,11 +109,10 @@ async def serve(
 
 
 def _collect_seldom(threshold: int) -> None:
-    """Keep the collector from looking at batches: what they hold goes without it, and is much.
+    """Keep the garbage collector from searching batches, which takes a quarter of the time.
 
-    By default that takes a quarter of the time. Only what handlers leave behind in cycles lets the
-    number of objects grow to the threshold. Every third time those are searched again that were in
-    use then, and every ninth time all.
+    Reference counting frees what they hold. Only what handlers leave behind in cycles lets the
+    number of objects grow to the threshold.
     """
     gc.freeze()
     gc.set_threshold(threshold, 2, 2)
@@ -133,32 +127,57 @@ async def _serve(
     stopping: asyncio.Event,
     migrations: ScriptDirectory | None,
 ) -> None:
-    async def prepare(
-        connection: asyncpg.Connection, settings: Settings, *, warns: bool = True
-    ) -> None:
-        await make_ahead(connection, settings, warns=warns)
-        if Part.CONSUME in parts:
-            await inbox.register(connection, service.handlers.consumers)
-
-    async def begin(connection: asyncpg.Connection, settings: Settings) -> None:
-        await revisions.check(connection, migrations)
-        await prepare(connection, settings)
-
-    # Nothing may meet a missing column or partition: this comes before everything else.
-    health.not_ready("housekeeping", "schema and partitions are not checked yet")
-    await _patiently(begin, engine, settings, health, stopping)
+    handlers = service.handlers
+    claims = service.claims and service.claims(service.name, settings)
+    retention = RetentionWorker(
+        engine,
+        settings,
+        consumers=handlers.consumers if Part.CONSUME in parts else (),
+        archive=service.archive,
+        claims=claims,
+        health=health,
+        stopping=stopping,
+    )
+    await retention.start(migrations)
     if stopping.is_set():
         return
-    if Part.CONSUME in parts and service.handlers.topics:
-        health.not_ready("consumer", "has not asked yet how long its topics keep records")
-        await inbox_coverage.check(settings, service.handlers.topics)
-    claims = service.claims and service.claims(service.name, settings)
+    if Part.CONSUME in parts and handlers.topics:
+        health.not_ready("consumer", "the retention of its topics is not checked yet")
+        await inbox_coverage.check(settings, handlers.topics)
     relay = Relay(engine, name=service.name, settings=settings, health=health)
-    breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-    parked, called = asyncio.Event(), asyncio.Event()
+    consume, consumer, lanes, effects = _consuming(
+        service, settings, engine, health, relay, filters, claims
+    )
+    # In this order they stop: the relay publishes what the others have committed last.
+    groups: list[Sequence[Running]] = []
+    if Part.CONSUME in parts:
+        groups.append([consumer, lanes, *([effects] if handlers.callers else [])])
+    if Part.RELAY in parts:
+        groups.append([relay])
+    async with (
+        in_background(
+            watch_calls(partial(_find_ignoring, [consume, effects]), settings.hang_timeout)
+        ),
+        in_background(filters.keep_loading(engine)),
+        in_background(retention.run()) as retaining,
+    ):
+        await _run_until(stopping, retaining, groups, grace=settings.shutdown_grace / 2)
+
+
+def _consuming(
+    service: Service,
+    settings: Settings,
+    engine: AsyncEngine,
+    health: Health,
+    relay: Relay,
+    filters: Filters,
+    claims: Claims | None,
+) -> tuple[ConsumeTransactions, Consumer, BacklogWorkers, EffectWorkers]:
     handlers = service.handlers
-    consume = Consume(
+    breaker = Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health)
+    parked, called = asyncio.Event(), asyncio.Event()
+    consume = ConsumeTransactions(
         engine,
         group=service.name,
         source=service.source,
@@ -166,10 +185,7 @@ async def _serve(
         breaker=breaker,
         filters=filters,
         handlers=handlers,
-        room=relay.lead.room,
-        staged=relay.wake,
-        parked=parked.set,
-        called=called.set,
+        signals=_Signals(relay, parked, called),
         claims=claims,
     )
     lanes = BacklogWorkers(
@@ -182,7 +198,7 @@ async def _serve(
         health=health,
         parked=parked,
     )
-    caller = EffectWorkers(
+    effects = EffectWorkers(
         engine,
         consume,
         handlers=handlers,
@@ -200,156 +216,71 @@ async def _serve(
         settings=settings,
         health=health,
     )
-    # In this order they stop: the relay publishes what the others have committed last.
-    every: list[tuple[Part, Sequence[Consumer | BacklogWorkers | Relay]]] = [
-        (Part.CONSUME, [consumer, lanes, *([caller] if handlers.callers else [])]),
-        (Part.RELAY, [relay]),
-    ]
-    async with (
-        in_background(_watch([consume, caller], settings.hang_timeout)),
-        in_background(filters.keep_loading(engine)),
-        in_background(
-            _keep_house(engine, service, claims, settings, health, stopping, prepare)
-        ) as housekeeping,
-    ):
-        chosen = [
-            [(one, asyncio.create_task(one.run())) for one in together]
-            for part, together in every
-            if part in parts
-        ]
-        tasks = [task for together in chosen for _, task in together]
-        stop = asyncio.create_task(stopping.wait())
-        await asyncio.wait({stop, housekeeping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        for together in chosen:
-            for one, _ in together:
-                one.stop()
-            await asyncio.wait({task for _, task in together}, timeout=settings.shutdown_grace / 2)
-            for _, task in together:
-                task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(
-                outcome, asyncio.CancelledError
-            ):
-                raise outcome
+    return consume, consumer, lanes, effects
 
 
-async def _watch(callers: Sequence[Consume | EffectWorkers], seconds: float) -> None:
-    """End the process when a handler swallows its cancellation: it would hold up its partition.
-
-    The next process finds the message by the count of starts, as it does with all that kill.
-    """
-    found = None
-    while found is None:
-        await asyncio.sleep(_BEAT)
-        found = next(filter(None, (one.deaf(seconds) for one in callers)), None)
-    item, task = found
-    marker = item.marker
-    log.critical(
-        "%s: %s %r does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process"
-        " ends, and the next one takes the message by itself. It is at:\n%s",
-        marker.consumer,
-        marker.message.type,
-        marker.message.id,
-        seconds,
-        _stack_of(task),
-    )
-    logging.shutdown()
-    os._exit(_DEAF)
-
-
-def _stack_of(task: asyncio.Task[object] | None) -> str:
-    """Return where a task waits, through all that it awaits."""
-    frames, awaited = [], cast(object, task and task.get_coro())
-    while frame := getattr(awaited, "cr_frame", None):
-        frames.append((frame, frame.f_lineno))
-        awaited = InContext.within(getattr(awaited, "cr_await", None))
-    return "".join(traceback.StackSummary.extract(iter(frames)).format())
-
-
-async def _keep_house(
-    engine: AsyncEngine,
-    service: Service,
-    claims: Claims | None,
-    settings: Settings,
-    health: Health,
+async def _run_until(
     stopping: asyncio.Event,
-    prepare: Callable[..., Awaitable[None]],
+    retaining: asyncio.Task[None],
+    groups: Sequence[Sequence[Running]],
+    *,
+    grace: float,
 ) -> None:
-    tidy_at = 0.0
-    while True:
-        is_time = monotonic() >= tidy_at
-        await _patiently(partial(prepare, warns=is_time), engine, settings, health, stopping)
-        if is_time:
-            tidy_at = monotonic() + settings.housekeeping_interval
-            await _tidy(engine, service, claims, settings)
-        await asyncio.sleep(min(settings.housekeeping_interval, AHEAD_SECONDS))
+    """Run until one fails or the process stops; then stop one group after the other."""
+    running = [[(one, asyncio.create_task(one.run())) for one in group] for group in groups]
+    tasks = [task for group in running for _, task in group]
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait({stop, retaining, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    for group in running:
+        for one, _ in group:
+            one.stop()
+        await asyncio.wait({task for _, task in group}, timeout=grace)
+        for _, task in group:
+            task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome
 
 
-async def _tidy(
-    engine: AsyncEngine, service: Service, claims: Claims | None, settings: Settings
-) -> None:
-    """Drop what is too old. Nothing that fails there concerns a message: the next round goes on."""
-    try:
-        async with autocommitting(engine) as connection:
-            done = await tidy(connection, settings, archive=service.archive)
-            if claims is not None and done.is_ours:
-                await claims.sweep(connection)
-    except NotOwner as error:
-        log.debug("left to others: %s", error)
-    except Exception as error:
-        telemetry.retention_failed()
-        expected = is_infrastructure(error) or is_of_the_database(error)
-        log.error(
-            "tidying up failed: %s", describe_error(error), exc_info=None if expected else error
-        )
+class _Signals(Signals):
+    """Wakes the parts of the process that have something to do after a transaction."""
+
+    def __init__(self, relay: Relay, due: asyncio.Event, calls: asyncio.Event) -> None:
+        self._relay = relay
+        self._due = due
+        self._calls = calls
+
+    async def wait_for_relay(self) -> None:
+        await self._relay.backpressure.wait()
+
+    def events_staged(self, number: int) -> None:
+        self._relay.wake(number)
+
+    def rows_due(self) -> None:
+        self._due.set()
+
+    def calls_staged(self) -> None:
+        self._calls.set()
 
 
-async def _patiently(
-    work: Callable[[asyncpg.Connection, Settings], Awaitable[object]],
-    engine: AsyncEngine,
-    settings: Settings,
-    health: Health,
-    stopping: asyncio.Event,
-) -> None:
-    try:
-        async for attempt in retry_while_unavailable(
-            "housekeeping",
-            settings.postgresql,
-            unless=stopping.is_set,
-            away=lambda reason: health.not_ready("housekeeping", reason),
-        ):
-            with attempt:
-                async with autocommitting(engine) as connection:
-                    await work(connection, settings)
-    except Exception:
-        if not stopping.is_set():
-            raise
-    else:
-        health.ready("housekeeping")
-
-
-async def _beat(health: Health, hang_timeout: float) -> None:
-    """Tell that the loop turns, and log when the process becomes ready or stops being so."""
-    announcer = ReadinessLog(health)
-    watchdog = Watchdog(health, hang_timeout)
-    watchdog.start()
-    telemetry.observe_ready(lambda: health.is_ready)
-    try:
-        while True:
-            health.beat()
-            watchdog.put_off()
-            announcer.announce()
-            await asyncio.sleep(_BEAT)
-    finally:
-        watchdog.stop()
+def _find_ignoring(
+    callers: Sequence[ConsumeTransactions | EffectWorkers], seconds: float
+) -> tuple[str, Callable[[], str]] | None:
+    """Return a message whose call goes on so long after its cancellation, and where it is."""
+    for one in callers:
+        if found := one.ignoring_cancellation(seconds):
+            item, task = found
+            what = f"{item.consumer}: {item.message.type} {item.message.id!r}"
+            return what, partial(stack_of, task)
+    return None
 
 
 def _stopping_on_signals() -> asyncio.Event:
     """Return the event that the first signal sets; a second one ends the process at once.
 
-    That is safe: what is not in the database or in Kafka has not happened. Not even SIGINT raises
-    `KeyboardInterrupt`, which would be the failure of the handler that it finds at work.
+    That is safe: what is not in the database or in Kafka has not happened. SIGINT raises no
+    `KeyboardInterrupt`, which would count as a failure of the handler that is running.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What a service is made of, as its `main.py` says it."""
+"""What a service consists of, as its `main.py` declares."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ from .settings import Settings, WriterSettings
 
 
 class Misconfigured(Exception):
-    """The service, as its code and its settings describe it, makes no sense."""
+    """The service's code and its settings contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,22 @@ class Service:
     handlers: Handlers
     metadata: MetaData
     package: str | None = None
-    """The package of its code, `__package__` in its `main.py`: its loggers are the service's."""
+    """The package of its code, `__package__` in its `main.py`; names the service's loggers."""
     archive: Archive | None = None
-    """Where days of the outbox go before they are dropped; None: nowhere."""
+    """Stores days of the outbox before they are dropped; None: they are not stored."""
     claims: Callable[[str, Settings], Claims | None] | None = None
-    """Opens what keeps payloads that are too large to travel, for the service of this name; None if
-    the settings name no place for them. Raises `Misconfigured`."""
+    """Opens the store for payloads that are too large to travel, for the service of this name; None
+    if the settings name none. Raises `Misconfigured`."""
     settings: Sequence[type[BaseSettings]] = ()
-    """Those of optional packages, which every command reads with the engine's, so that all that is
-    wrong is told at once."""
+    """Settings of optional packages, which every command reads with the engine's, so that all
+    mistakes are reported at once."""
 
     def check(self, settings: Settings) -> None:
-        """Raise `Misconfigured` for what can't have been meant, with all of it."""
-        if wrong := list(self._misconfigured(settings)):
+        """Raise `Misconfigured` with all contradictions."""
+        if wrong := list(self._contradictions(settings)):
             raise Misconfigured("\n".join(wrong))
 
-    def _misconfigured(self, settings: Settings) -> Iterator[str]:
+    def _contradictions(self, settings: Settings) -> Iterator[str]:
         if self.archive is not None:
             try:
                 self.archive.check()
@@ -69,15 +69,15 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
-        if unread := self.handlers.demanding - self.handlers.topics:
-            yield f"demand_types({min(unread)!r}) is about a topic that no handler reads"
+        if undecodable := self.handlers.demanding - self.handlers.topics:
+            yield f"demand_types({min(undecodable)!r}) is about a topic that no handler reads"
 
     @asynccontextmanager
     async def writer(self, settings: Settings | None = None) -> AsyncIterator[Writer]:
-        """Lend a writer for an HTTP API or a job, with a pool of connections of its own.
+        """Yield a writer for an HTTP API or a job, with a connection pool of its own.
 
-        By default it goes by the settings of the environment; it needs the database, and no Kafka.
-        Make one for a process.
+        By default the settings are read from the environment. It needs the database, and no Kafka.
+        Create one for each process.
         """
         settings = settings or WriterSettings()
         engine = create_engine(settings, name=self.name)
@@ -93,7 +93,7 @@ class Service:
             await engine.dispose()
 
     def loggers(self, settings: Settings) -> Iterator[str]:
-        """Return the loggers that are heard beside the engine's."""
+        """Yield the loggers that are configured beside the engine's."""
         yield from filter(None, (self.package, *(settings.log_loggers or "").split(",")))
 
     @property

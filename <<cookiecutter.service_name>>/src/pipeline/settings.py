@@ -1,30 +1,18 @@
 """Settings of a service, read from the environment once, at the start.
 
-Every field is the variable `PIPELINE_<FIELD>`. Wrong values are refused, all mistakes at once.
-Durations are in seconds.
+Every field is the variable `PIPELINE_<FIELD>`. All wrong values are reported at once; whether they
+fit together is checked when each is valid by itself. Durations are in seconds.
 """
 
-import re
-import ssl
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
-from sqlalchemy import make_url
-from sqlalchemy.exc import ArgumentError
+from pydantic_settings import BaseSettings
 
-from . import tls
+from .server_settings import ServerSettings, written
 
 SECONDS = "s"
 """The unit of durations, for the guide that is made of the fields."""
@@ -32,55 +20,26 @@ SECONDS = "s"
 
 def _ends(seconds: float) -> float:
     if not seconds <= 100 * 365 * 86_400:
-        raise ValueError("at most a hundred years, in seconds: times end somewhere")
+        raise ValueError("at most a hundred years, in seconds")
     return seconds
-
-
-def written(pattern: str, how: str) -> AfterValidator:
-    """Refuse a text that does not fit the pattern as a whole; `how` says how to write it."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"write {how}")
-        return text
-
-    return AfterValidator(check)
 
 
 Seconds = Annotated[float, Field(gt=0), AfterValidator(_ends), SECONDS]
 Count = Annotated[int, Field(ge=1)]
-
-_IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
-"""What other clients read there about TLS."""
-_NO_TLS = ("ssl", "disable")
-"""The one that may: no attempt at TLS, which asyncpg else makes first."""
 
 CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
 
 
 def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[str]:
-    """Say what is wrong with settings, each mistake with its variable, and no value."""
+    """Yield what is wrong with settings, each mistake with its variable, and no value."""
     prefix = settings.model_config.get("env_prefix", "")
-    found = error.errors(include_url=False, include_input=False)
-    for mistake in found:
+    for mistake in error.errors(include_url=False, include_input=False):
         name = "_".join(str(part) for part in mistake["loc"]).upper()
         text = mistake["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
         if mistake["type"] == "missing":
             text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
         yield f"{f'{prefix}{name}: ' if name else ''}{text}"
-    # How the others fit together has not been looked at yet: it is, with something right in place
-    # of what is wrong, of which nothing is said then.
-    names = {str(one["loc"][0]) for one in found if one["loc"]}
-    wrong = {name: settings.model_fields[name] for name in names}
-    if wrong and all(field.examples or not field.is_required() for field in wrong.values()):
-        try:
-            settings(**{name: _right(field) for name, field in wrong.items()})
-        except ValidationError as more:
-            variables = {f"{prefix}{name}".upper() for name in wrong}
-            for told in "\n".join(mistakes(more, settings)).splitlines():
-                if variables.isdisjoint(re.findall(r"[A-Z_]+", told)):
-                    yield told.strip()
 
 
 def variables(settings: type[BaseSettings] = BaseSettings) -> dict[str, FieldInfo]:
@@ -98,60 +57,8 @@ def is_secret(field: FieldInfo) -> bool:
     return "Secret" in str(field.annotation)
 
 
-def _right(field: FieldInfo) -> Any:
-    return field.examples[0] if field.examples else field.get_default(call_default_factory=True)
-
-
-class Settings(BaseSettings):
+class Settings(ServerSettings):
     """What may differ between two deployments of the same service."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-    )
-
-    database_url: Annotated[SecretStr, Field(examples=["postgresql+asyncpg://host/database"])]
-    """`postgresql+asyncpg://user:password@host:port/database`"""
-    database_pooler: bool = False
-    """A pooler in transaction mode (PgBouncer) stands before the database. Set `jit = off` for the
-    role then: a session can't."""
-    kafka_bootstrap_servers: Annotated[
-        str,
-        Field(examples=["host:9092"]),
-        written(r"[^,\s]+:\d+(,[^,\s]+:\d+)*", "host:port, several separated by commas"),
-    ]
-    """`host:port`, several separated by commas"""
-
-    database_tls: bool = False
-    """Connect by TLS only, and verify the server's certificate and name. Unset: by TLS where the
-    server offers it, and nothing is verified."""
-    database_ca_file: Path | None = None
-    """Authorities to trust, in PEM; unset: the system's."""
-    database_certificate_file: Path | None = None
-    """Our certificate, in PEM, for a server that asks for one."""
-    database_key_file: Path | None = None
-    """Its key, in PEM; it may be the same file."""
-    database_key_password: SecretStr | None = None
-    """If the key is encrypted."""
-
-    kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    """As Kafka names them. SSL verifies the brokers' certificates and names; SASL sends a user."""
-    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
-    """How the password is proved; PLAIN only with SASL_SSL, as it sends it as it is."""
-    kafka_user: str | None = None
-    """For SASL."""
-    kafka_password: SecretStr | None = None
-    """For SASL."""
-    kafka_ca_file: Path | None = None
-    """Authorities to trust, in PEM; unset: the system's."""
-    kafka_certificate_file: Path | None = None
-    """Our certificate, in PEM, for brokers that ask for one (mTLS)."""
-    kafka_key_file: Path | None = None
-    """Its key, in PEM; it may be the same file."""
-    kafka_key_password: SecretStr | None = None
-    """If the key is encrypted."""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
     """Where a partition begins that this service has never read; also one that is added later,
@@ -226,15 +133,9 @@ class Settings(BaseSettings):
     ) = None
     """Dead letters are sent there too: records as they came, with the reason in more headers."""
 
-    unsent_pause: Seconds = 5.0
-    """What Kafka refuses (a missing topic, an event too large) is tried again after this long, and
-    then after twice as long as before, up to twelve times this."""
-    unsent_attempts: Count = 100
-    """An event that is refused so often is a dead letter, and those behind it go on: about an hour
-    and a half. Attempts that Kafka does not answer don't count."""
-    unsent_age: Seconds = 86_400.0
-    """An event that has waited so long, and is refused once more, is a dead letter; also where its
-    topic is refused."""
+    relay_topic_pause: Seconds = 5.0
+    """A topic that is missing, or that may not be written, is tried again after this long; its
+    events wait meanwhile, without a limit."""
 
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that stand ready."""
@@ -289,118 +190,8 @@ class Settings(BaseSettings):
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""
 
-    @property
-    def postgresql(self) -> str:
-        """Name the database's server in sentences for people, without the user."""
-        url = make_url(self.database_url.get_secret_value())
-        return f"PostgreSQL at {url.host or 'localhost'}:{url.port or 5432}"
-
-    @property
-    def kafka(self) -> str:
-        """Name the brokers in sentences for people."""
-        return f"Kafka at {self.kafka_bootstrap_servers}"
-
-    @field_validator("database_url")
-    @classmethod
-    def _is_an_asyncpg_url(cls, value: SecretStr) -> SecretStr:
-        try:
-            url = make_url(value.get_secret_value())
-            driver = url.drivername
-            query = {name for name, how in url.query.items() if (name, how) != _NO_TLS}
-            # More than one means that the password goes on in what was taken for the host.
-            is_split = "@" in (url.host or "")
-        except (ArgumentError, ValueError):  # the latter quotes what was taken for the port
-            driver, query, is_split = None, set(), True
-        if driver != "postgresql+asyncpg" or is_split:
-            raise ValueError(
-                "write it as postgresql+asyncpg://user:password@host:port/database"
-                " (percent-encode special characters of the password)"
-            )
-        if told := sorted(query & _IN_THE_URL):
-            raise ValueError(
-                f"leave {', '.join(told)} out: PIPELINE_DATABASE_TLS and PIPELINE_DATABASE_CA_FILE"
-                " say how to connect by TLS"
-            )
-        return value
-
-    def database_context(self) -> ssl.SSLContext | None:
-        """Return how to connect to PostgreSQL by TLS; None unless that is asked for."""
-        if not self.database_tls:
-            return None
-        return tls.context(
-            self.database_ca_file,
-            self.database_certificate_file,
-            self.database_key_file,
-            _told(self.database_key_password),
-        )
-
-    def kafka_context(self) -> ssl.SSLContext | None:
-        """Return how to connect to Kafka by TLS; None unless that is asked for."""
-        if not self.kafka_security_protocol.endswith("SSL"):
-            return None
-        return tls.context(
-            self.kafka_ca_file,
-            self.kafka_certificate_file,
-            self.kafka_key_file,
-            _told(self.kafka_key_password),
-        )
-
-    @model_validator(mode="after")
-    def _belongs_together(self) -> Self:
-        mistakes = [*self._of_time_outs(), *self._of_sasl()]
-        for server, is_asked_for, how in (
-            ("database", self.database_tls, "PIPELINE_DATABASE_TLS is not set"),
-            (
-                "kafka",
-                self.kafka_security_protocol.endswith("SSL"),
-                f"PIPELINE_KAFKA_SECURITY_PROTOCOL is {self.kafka_security_protocol}",
-            ),
-        ):
-            mistakes += self._of_files(server, how if not is_asked_for else None)
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
-        return self
-
-    def _of_sasl(self) -> Iterator[str]:
-        protocol = self.kafka_security_protocol
-        told = {
-            "PIPELINE_KAFKA_USER": self.kafka_user,
-            "PIPELINE_KAFKA_PASSWORD": _told(self.kafka_password),
-        }
-        for name, value in told.items():
-            if protocol.startswith("SASL") and not value:
-                yield f"{name} is not set: PIPELINE_KAFKA_SECURITY_PROTOCOL is {protocol}"
-            elif value and not protocol.startswith("SASL"):
-                yield (
-                    f"{name} is set, and would not be used: PIPELINE_KAFKA_SECURITY_PROTOCOL is"
-                    f" {protocol}"
-                )
-        if protocol == "SASL_PLAINTEXT" and self.kafka_sasl_mechanism == "PLAIN":
-            yield (
-                "PIPELINE_KAFKA_SASL_MECHANISM is PLAIN, which sends the password as it is: set"
-                " PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL"
-            )
-
-    def _of_files(self, server: str, unasked: str | None) -> Iterator[str]:
-        """Say what is wrong with the files for TLS, and why they are not used, if they are not."""
-        prefix = f"PIPELINE_{server.upper()}"
-        parts = ("ca_file", "certificate_file", "key_file", "key_password")
-        ca, certificate, key, password = (getattr(self, f"{server}_{part}") for part in parts)
-        for part, value in zip(parts, (ca, certificate, key, password), strict=True):
-            if unasked and value:
-                yield f"{prefix}_{part.upper()} is set, and would not be used: {unasked}"
-        if bool(certificate) != bool(key):
-            missing, other = ("KEY", "CERTIFICATE") if certificate else ("CERTIFICATE", "KEY")
-            yield f"{prefix}_{missing}_FILE is not set, and {prefix}_{other}_FILE is"
-        elif password and not key:
-            yield f"{prefix}_KEY_PASSWORD is set, and {prefix}_KEY_FILE is not"
-        if not unasked:
-            try:
-                tls.context(ca, certificate, key, _told(password))
-            except tls.Unusable as error:
-                yield f"{prefix}_…_FILE: {error}"
-
-    def _of_time_outs(self) -> Iterator[str]:
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
         # A stopped process must not hold locks after the group has given its partitions away.
         if not self.lock_timeout < self.transaction_timeout < self.kafka_session_timeout:
             yield (
@@ -413,10 +204,6 @@ class Settings(BaseSettings):
                 "PIPELINE_TRANSACTION_TIMEOUT < PIPELINE_BACKLOG_LEASE must hold; they are"
                 f" {self.transaction_timeout} and {self.backlog_lease} seconds"
             )
-
-
-def _told(secret: SecretStr | None) -> str | None:
-    return secret.get_secret_value() if secret else None
 
 
 class WriterSettings(Settings):

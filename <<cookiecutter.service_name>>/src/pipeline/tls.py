@@ -1,20 +1,50 @@
-"""TLS: whom we trust, and the certificate by which we are known."""
+"""TLS: authorities to trust, and the certificate of the client."""
 
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 
 class Unusable(ValueError):
-    """A file can't be used; the text names it and says why."""
+    """A file can't be used; the text has its name and the reason."""
 
 
-def context(
-    ca: Path | None, certificate: Path | None, key: Path | None, password: str | None
-) -> ssl.SSLContext:
-    """Return what connections are made with. The server's certificate and name are verified.
+class Files(NamedTuple):
+    """The files of one server, as its settings name them."""
+
+    ca: Path | None
+    certificate: Path | None
+    key: Path | None
+    password: str | None
+    """That of the key."""
+
+
+def mistakes(prefix: str, files: Files, unused: str | None) -> Iterator[str]:
+    """Yield what is wrong with the settings of these files; `unused` is why they are not used."""
+    names = [f"{prefix}_{name}" for name in ("CA_FILE", "CERTIFICATE_FILE", "KEY_FILE")]
+    names.append(f"{prefix}_KEY_PASSWORD")
+    if unused:
+        for name in (name for name, value in zip(names, files, strict=True) if value):
+            yield f"{name} is set, and would not be used: {unused}"
+    if bool(files.certificate) != bool(files.key):
+        missing, other = (names[2], names[1]) if files.certificate else (names[1], names[2])
+        yield f"{missing} is not set, and {other} is"
+    elif files.password and not files.key:
+        yield f"{names[3]} is set, and {names[2]} is not"
+    if not unused:
+        try:
+            context(files)
+        except Unusable as error:
+            yield f"{prefix}_…_FILE: {error}"
+
+
+def context(files: Files) -> ssl.SSLContext:
+    """Return the context of connections, which verify the server's certificate and name.
 
     Without `ca` the system's authorities are trusted. Raises `Unusable`.
     """
+    ca, certificate, key, password = files
     for file in filter(None, (ca, certificate, key)):
         _read(file)
     try:
@@ -23,7 +53,7 @@ def context(
         raise Unusable(f"{ca} holds no certificates in PEM") from None
     if certificate and key:
         try:
-            # Without a password of ours OpenSSL would ask for one on the terminal.
+            # Without a callback OpenSSL prompts for the password on the terminal.
             found.load_cert_chain(certificate, key, password=lambda: password or "")
         except (ssl.SSLError, ValueError):
             raise Unusable(

@@ -7,9 +7,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import asyncpg
@@ -21,9 +20,8 @@ from archive import store as stores
 from archive.files import MANIFEST, Manifest
 from archive.store import Store
 from pipeline import durable
-from pipeline.retention import maintenance as retentions
-from pipeline.retention import partitions
-from pipeline.retention.archive import Tell
+from pipeline.retention import archive as retentions
+from pipeline.retention import lease, partitions
 from pipeline.retention.maintenance import Round, maintain
 from pipeline.retention.partitions import Partition, State
 
@@ -138,17 +136,17 @@ async def test_who_knows_of_no_archive_drops_no_day_that_others_archive(
 
     told = {one.partition.name: one.needed_by or "" for one in (await house.keep()).held}
     assert list(told) == [OLD, f"outbox_p{later:%Y%m%d}"]
-    assert f"`service retention forgo {DAY}`" in told[OLD]
+    assert f"`service retention skip-archive {DAY}`" in told[OLD]
     assert await house.rows() == 3
     status = (await retention("status")).stdout
-    assert status.count("knows of no archive") == 2
+    assert status.count("has no archive in its settings") == 2
 
-    assert (await retention("forgo", "2020-01-09")).exit_code != 0
-    done = await retention("forgo", str(DAY))
-    assert (done.exit_code, done.stdout) == (0, f"{DAY} goes unarchived\n")
-    assert (await retention("status")).stdout.count("knows of no archive") == 1
+    assert (await retention("skip-archive", "2020-01-09")).exit_code != 0
+    done = await retention("skip-archive", str(DAY))
+    assert (done.exit_code, done.stdout) == (0, f"{DAY} is dropped without being archived\n")
+    assert (await retention("status")).stdout.count("has no archive in its settings") == 1
     assert (await house.keep()).dropped == [OLD]
-    assert (await retention("forgo", "--all")).exit_code == 0
+    assert (await retention("skip-archive", "--all")).exit_code == 0
     assert (await house.keep()).dropped == [f"outbox_p{later:%Y%m%d}"]
 
 
@@ -157,7 +155,7 @@ async def test_a_day_that_was_given_up_is_not_archived_by_anybody(
 ) -> None:
     await house.fill(3)
     await house.keep(outbox_age=10 * 365 * 86_400)
-    assert (await retention("forgo", str(DAY))).exit_code == 0
+    assert (await retention("skip-archive", str(DAY))).exit_code == 0
     assert (await house.keep()).dropped == [OLD]
     assert "nothing is archived yet" in (await service("list")).stdout
 
@@ -353,7 +351,7 @@ async def test_what_was_begun_and_is_damaged_or_of_another_database_is_written_a
 async def test_two_at_once_do_no_harm(
     house: House, connect: Connect, store: Store, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retentions, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
+    monkeypatch.setattr(lease, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
     monkeypatch.setattr(days, "PART_BYTES", 50_000)
     monkeypatch.setattr(days, "PAGE_ROWS", 100)
     await house.fill(1_000, payload=500)
@@ -446,8 +444,6 @@ async def test_who_has_lost_the_lease_stops(
     await other.execute(
         "UPDATE pipeline.retention_lease SET owner = 'other', lease_until = now() + interval '29 s'"
     )
-    # Long after.
-    monkeypatch.setattr(retentions, "monotonic", lambda: monotonic() + 3_600)
     done = await asyncio.wait_for(keeping, PATIENCE)
     assert done.dropped == []
     assert "another process has taken over" in caplog.text
@@ -457,34 +453,13 @@ async def test_who_has_lost_the_lease_stops(
 async def test_the_command_tells_how_far_it_is(
     house: House, folder: str, retention: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retentions, "_TOLD_SECONDS", 0)
+    monkeypatch.setattr(retentions, "_REPORT_SECONDS", 0)
     monkeypatch.setattr(days, "PAGE_ROWS", 10)
     await house.fill(30)
     done = await retention("run")
     told = [line for line in done.stdout.splitlines() if line.startswith("archiving")]
     assert told[:3] == [f"archiving {OLD}: {n} events" for n in (10, 20, 30)]
     assert f"dropped  {OLD}" in done.stdout
-
-
-async def test_partitions_are_made_ahead_while_a_day_is_archived_for_long(house: House) -> None:
-    await house.fill(1)
-    ahead = f"outbox_p{datetime.now(UTC) + timedelta(days=7):%Y%m%d}"
-
-    class Long:
-        is_on = True
-
-        def check(self) -> None: ...
-
-        async def keep(
-            self, connection: asyncpg.Connection, table: str, day: date, tell: Tell
-        ) -> None:
-            await connection.execute(f"DROP TABLE pipeline.{ahead}")
-            await asyncio.sleep(0.02)  # longer than the interval
-            await tell("nothing yet")
-            assert await partitions.exists(connection, ahead)
-
-    done = await maintain(house.db, house.settings(housekeeping_interval=0.01), archive=Long())
-    assert (done.dropped, done.held) == ([OLD], [])
 
 
 async def test_a_mount_that_hangs_is_given_up_until_the_next_round(

@@ -72,7 +72,7 @@ async def test_handlers_get_data_as_if_it_had_come_with_the_event(
     outcomes = await counter.apply(Deposit(1), stored(objects, Deposit(2)), Deposit(3))
     assert [one.is_new for one in outcomes] == [True, True, True]
     assert await histories(db) == {"ada": [1, 2, 3]}
-    message = outcomes[1].item.marker.message
+    message = outcomes[1].item.message
     assert (message.data, message.reference) == (payload(2), None)
 
 

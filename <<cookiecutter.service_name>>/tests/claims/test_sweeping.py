@@ -38,9 +38,9 @@ VALUES ('later', clock_timestamp() + interval '1 hour', 'books', '', 'event', '/
         'application/json', 'file:///somewhere')
 """
 _REFUSE = """
-INSERT INTO pipeline.outbox_unsent (id, created_at, topic, payload, event_id, source, type,
-                                    content_type, queue, attempts, dataref)
-SELECT id, created_at, topic, payload, event_id, source, type, content_type, '', 1, dataref
+INSERT INTO pipeline.outbox_rejected (id, created_at, topic, payload, event_id, source, type,
+                                    content_type, dataref)
+SELECT id, created_at, topic, payload, event_id, source, type, content_type, dataref
   FROM pipeline.outbox
 """
 
@@ -78,15 +78,15 @@ async def test_a_transaction_that_is_not_over_keeps_what_it_has_stored(
     assert objects.names() == {noted.name}
 
 
-@pytest.mark.parametrize("place", ["outbox", "unsent", "scheduled", "moved"])
+@pytest.mark.parametrize("place", ["outbox", "rejected", "scheduled", "moved"])
 async def test_what_waits_to_be_published_keeps_its_payload_however_old_it_is(
     opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection, place: str
 ) -> None:
     noted = await keep(opened(), db)
     await publish_all(db)
-    if place in ("outbox", "unsent"):
+    if place in ("outbox", "rejected"):
         await stage(db, [event("books", "event", dataref=noted.reference.uri)])
-    if place == "unsent":
+    if place == "rejected":
         await db.execute(_REFUSE)
         await publish_all(db)
     if place in ("scheduled", "moved"):
@@ -100,7 +100,7 @@ async def test_what_waits_to_be_published_keeps_its_payload_however_old_it_is(
         assert objects.names() == {noted.name}
 
     await db.execute("DELETE FROM pipeline.scheduled")
-    await db.execute("DELETE FROM pipeline.outbox_unsent")
+    await db.execute("DELETE FROM pipeline.outbox_rejected")
     await publish_all(db)
     await opened().sweep(db)
     assert objects.names() == {noted.name}, "it was published a moment ago"
@@ -196,7 +196,7 @@ async def test_a_copy_of_another_clusters_database_deletes_nothing(
     """As after a dump was restored: what is newer than the dump looks like orphans."""
     await opened().keep({"orphan": b"x"})
     await keep(opened(), db)
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     with pytest.raises(NotOurs):
         await opened(**OLD, **GONE).sweep(db)
     done = await commands(group(Service("desk", Handlers(), Base.metadata)))("sweep")
@@ -249,11 +249,11 @@ async def test_where_roles_are_split_retention_sweeps_and_the_others_leave_it(
     noted = await keep(opened(), db, "old")
     await db.execute("UPDATE pipeline.claim SET published_at = now() - interval '31 days'")
     desk = Service("desk", Handlers(), Base.metadata, claims=lambda name, _: opened(name))
-    caplog.set_level("DEBUG", "pipeline.runtime")
+    caplog.set_level("DEBUG", "pipeline.retention.worker")
     async with splitting(server_url, direct_url, db) as made:
         async with running(desk, Part.RELAY, database_url=made.of("relay")):
-            await eventually(lambda: "left to others" in caplog.text)
-        assert "tidying up failed" not in caplog.text
+            await eventually(lambda: "left to another role" in caplog.text)
+        assert "a round of retention failed" not in caplog.text
         service = commands(group(desk))
         for role in ("service", "relay", "operator"):
             monkeypatch.setenv("PIPELINE_DATABASE_URL", made.of(role))

@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
+from pipeline.apply.positions import Slot
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
@@ -49,9 +49,9 @@ async def furnish(settings: Settings) -> None:
         " VALUES ('reminder of ada', '2030-01-02 03:04+00', 'reminders', 'a', '/s', 'r', 'y')"
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, died_at, reason)"
-        " VALUES (1, now(), 'balances', 'b', '/s', 'balance.changed', 'y', '', 1, now(),"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at, reason)"
+        " VALUES (1, now(), 'balances', 'b', '/s', 'balance.changed', 'y', now(),"
         " 'too large')"
     )
     await db.close()

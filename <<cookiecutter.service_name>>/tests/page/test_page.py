@@ -65,9 +65,9 @@ async def test_what_is_hostile_in_events_is_shown_as_text(
         HOSTILE.encode(),
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, key, payload, event_id, source,"
-        " type, content_type, traceparent, queue, attempts, died_at, reason, error)"
-        " VALUES (1, now(), $1, $2, $2, $1, $1, $1, $1, $1, '', 1, now(), 'too large', $1)",
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, key, payload, event_id,"
+        " source, type, content_type, traceparent, died_at, reason, error)"
+        " VALUES (1, now(), $1, $2, $2, $1, $1, $1, $1, $1, now(), 'too large', $1)",
         HOSTILE,
         HOSTILE.encode(),
     )
@@ -210,9 +210,9 @@ async def test_dead_events_are_shown_discarded_and_redriven(
 ) -> None:
     caplog.set_level(logging.WARNING, "page")
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, died_at, reason)"
-        " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1, now(), 'too large'"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at, reason)"
+        " SELECT n, now(), 't', n, '/s', 'x', 'y', now(), 'too large'"
         " FROM generate_series(1, 2) AS n"
     )
     assert "too large" in (await ann.get("/events/1")).text
@@ -222,7 +222,7 @@ async def test_dead_events_are_shown_discarded_and_redriven(
     ).status_code == 303
     assert (await ann.post("/events/2/redrive", data={"csrf": token})).status_code == 200
     rows = await db.fetch(
-        "SELECT died_at IS NULL, discarded_by FROM pipeline.outbox_unsent ORDER BY id"
+        "SELECT died_at IS NULL, discarded_by FROM pipeline.outbox_rejected ORDER BY id"
     )
     assert [tuple(row) for row in rows] == [(False, "ann"), (True, None)]
     assert recorded(caplog) == [
@@ -239,9 +239,9 @@ async def test_a_dead_event_is_changed_within_a_third_of_the_relays_lease_or_not
 ) -> None:
     """So that no relay waits for longer than its own lease on a page that has been stopped."""
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, died_at, reason)"
-        " VALUES (1, now(), 't', 'a', '/s', 'x', 'y', '', 1, now(), 'too large')"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at, reason)"
+        " VALUES (1, now(), 't', 'a', '/s', 'x', 'y', now(), 'too large')"
     )
     async with opened(backlog_lease=3_600, token=TOKEN) as client:
         await log_in(client)

@@ -37,9 +37,9 @@ async def test_the_operators_role_is_enough(
         " VALUES ('n', '2030-01-02 03:04+00', 't', 'a', '/s', 'x', 'y')"
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, died_at, reason)"
-        " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1, now(), 'too large'"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at, reason)"
+        " SELECT n, now(), 't', n, '/s', 'x', 'y', now(), 'too large'"
         " FROM generate_series(1, 2) AS n"
     )
     async with opened(url=granted.of("operator")) as client:

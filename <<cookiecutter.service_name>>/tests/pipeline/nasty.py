@@ -10,8 +10,9 @@ from aiokafka import ConsumerRecord
 
 from pipeline import Handlers
 from pipeline.apply.batch import read
-from pipeline.apply.inbox import Anchor
-from pipeline.events.message import Message, Reason, decode
+from pipeline.apply.positions import Anchor
+from pipeline.events.cloudevents import decode
+from pipeline.events.message import Message, Reason
 from pipeline.handlers.policy import described
 
 REASONS = {*Reason, "invalid payload"}
@@ -144,7 +145,7 @@ def kafka_record(nasty: Nasty, offset: int, topic: str) -> ConsumerRecord[bytes,
     )
 
 
-async def fates(
+async def decisions(
     handlers: Handlers, topic: str, records: Sequence[ConsumerRecord[bytes, bytes]]
 ) -> Counter[str]:
     """Read them all, and return how many became what.
@@ -156,13 +157,13 @@ async def fates(
     assert batch.anchor == (Anchor.of(records[-1]) if records else None)
     found: dict[int, str] = dict.fromkeys(batch.skipped, "skipped")
     for item in batch.items:
-        message = item.marker.message
+        message = item.message
         assert_it_can_be_stored(message)
         found[message.offset] = "taken" if item.fault is None else "invalid payload"
         if item.fault is not None:  # and nothing but the payload
             decode(records[message.offset], handlers.plain_of(topic))
             assert_it_can_be_told("invalid payload", item.fault)
-    for one in batch.quarantined:
+    for one in batch.undecoded:
         assert one.record.offset not in found
         assert_it_can_be_told(one.reason, one.error)
         found[one.record.offset] = one.reason

@@ -2,35 +2,20 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
 from operator import attrgetter
-from typing import NamedTuple
 
 from aiokafka import ConsumerRecord
-from opentelemetry.context import Context
 
+from pipeline.events.cloudevents import decode, refers
 from pipeline.events.event import Event, Tombstone, reader
-from pipeline.events.message import (
-    LONGEST_KEPT_KEY,
-    Marker,
-    Message,
-    Plain,
-    Position,
-    Record,
-    Undecodable,
-    decode,
-    marker_key,
-    refers,
-)
-from pipeline.handlers.ordering import sequence_of
-from pipeline.handlers.policy import DIED, Reject
-from pipeline.handlers.registry import Handler, Handlers
+from pipeline.events.identity import Plain, Position
+from pipeline.events.message import Message, Record, Undecodable, marker_key
+from pipeline.handlers.registry import Handlers
 from pipeline.servers.tasks import TimeSlice
 
-from .inbox import Anchor, Known
+from .item import Item, Undecoded
+from .positions import Anchor
 
 _offset = attrgetter("offset")
 
@@ -48,64 +33,6 @@ class UnknownType(Exception):
         )
 
 
-class Item(NamedTuple):
-    """One message for one of its handlers."""
-
-    handler: Handler
-    marker: Marker
-    record: Record
-    event: Event | None = None
-    """None if the payload does not fit the handler's model, or can't be had: then `fault` says why;
-    or as long as nobody has looked."""
-    fault: BaseException | None = None
-    attempts: int = 0
-    """Attempts before this one."""
-    waited: float = 0.0
-    """Seconds that its policy has let it wait so far."""
-    row: bytes | None = None
-    """Key of its row, if it comes from the backlog."""
-    stored: Known | None = None
-    """What its row remembers of its payload, if it comes from the backlog."""
-    was_young: bool = False
-    """Whether it was not too old when it was stored in the backlog."""
-    reason: str = ""
-    """Why it is in the backlog, if it comes from there."""
-    last_error: str | None = None
-    """Type and text of what it failed with the last time."""
-    trace: str | None = None
-    """`traceparent` that is stored with its row: its first attempt's, or else its sender's."""
-    called: Context | None = None
-    """Context of the call that has been made for it already, outside of any transaction."""
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether a process has died over it."""
-        return self.reason == DIED
-
-    @property
-    def sequence(self) -> int:
-        """What it keeps its order by, where its handler goes by that; 0: by its place."""
-        if self.handler.gaps is None:
-            return 0
-        with suppress(Reject):
-            return sequence_of(self.marker.message)
-        return 0
-
-    @property
-    def order_key(self) -> bytes:
-        """What it keeps its order with: (consumer, topic, key). Without a key it is by itself."""
-        return order_key(self.marker.consumer, self.record)
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    """A record that can't be given to any handler."""
-
-    record: Record
-    reason: str
-    error: Exception
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Consecutive records of a partition, decoded: `start` is the position they were read from."""
@@ -116,7 +43,7 @@ class Batch:
     items: Sequence[Item]
     skipped: Sequence[int] = ()
     """Offsets of the records that no handler takes."""
-    quarantined: Sequence[Quarantined] = ()
+    undecoded: Sequence[Undecoded] = ()
 
     @property
     def anchor(self) -> Anchor | None:
@@ -126,7 +53,7 @@ class Batch:
     @property
     def offsets(self) -> list[int]:
         """Offsets of the records that handlers take, each once."""
-        return sorted({item.marker.message.offset for item in self.items})
+        return sorted({item.message.offset for item in self.items})
 
     def between(self, start: int, end: int) -> "Batch":
         """Return the records from `start` to below `end`."""
@@ -135,9 +62,9 @@ class Batch:
             start,
             end,
             self.records[first:last],
-            [item for item in self.items if start <= item.marker.message.offset < end],
+            [item for item in self.items if start <= item.message.offset < end],
             [offset for offset in self.skipped if start <= offset < end],
-            [one for one in self.quarantined if start <= one.record.offset < end],
+            [one for one in self.undecoded if start <= one.record.offset < end],
         )
 
 
@@ -149,28 +76,28 @@ async def read(
     *,
     validates: bool = True,
 ) -> Batch:
-    """Decode and validate records; every one of them is an item, skipped or quarantined."""
+    """Decode and validate records; every one of them is an item, skipped or undecoded."""
     items: list[Item] = []
     skipped: list[int] = []
-    quarantined: list[Quarantined] = []
+    undecoded: list[Undecoded] = []
     turn = TimeSlice()
     for record in records:
         if turn.is_over:
             await turn.end()
         found = items_of(handlers, record, validates=validates)
-        if isinstance(found, Quarantined):
-            quarantined.append(found)
+        if isinstance(found, Undecoded):
+            undecoded.append(found)
         elif found:
             items += found
         else:
             skipped.append(record.offset)
     end = records[-1].offset + 1 if records else start
-    return Batch(start, end, records, items, skipped, quarantined)
+    return Batch(start, end, records, items, skipped, undecoded)
 
 
 def items_of(
     handlers: Handlers, record: Record, *, validates: bool, hash: bytes | None = None
-) -> list[Item] | Quarantined:
+) -> list[Item] | Undecoded:
     """Return what the record is to each of its handlers.
 
     To validate its payload runs the service's code. Until that is done an item can't be handled.
@@ -183,10 +110,10 @@ def items_of(
     try:
         message = decode(record, plain, hash=hash)
     except Undecodable as error:
-        return Quarantined(record, error.reason, error)
+        return Undecoded(record, error.reason, error)
     found = _items(handlers, record, message, validates=validates)
     if not found and handlers.demands_types(topic):
-        return Quarantined(record, "unknown type", UnknownType(message))
+        return Undecoded(record, "unknown type", UnknownType(message))
     return found
 
 
@@ -202,15 +129,15 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
     for handler in takers:
         consumer = handler.consumer
         key = marker_key(consumer, message.source, message.id)
-        items.append(Item(handler, Marker(key, consumer, message), record, event, fault))
+        items.append(Item(handler, key, message, record, event, fault))
     return items
 
 
 def validated(item: Item) -> Item:
     """Return the item with its event, or with why its payload is none."""
-    if item.marker.message.reference is not None:  # it is not there yet, or can't be had
+    if item.message.reference is not None:  # it is not there yet, or can't be had
         return item
-    event, fault = _validated(item.handler.event, item.marker.message)
+    event, fault = _validated(item.handler.event, item.message)
     return item._replace(event=event, fault=fault)
 
 
@@ -228,35 +155,3 @@ def _event_of(model: type[Event], message: Message) -> Event:
         return Tombstone(key=(message.key or b"").decode("utf-8", "backslashreplace"))
     event: Event = reader(model)(message.data)
     return event
-
-
-def in_sequence(items: Sequence[Item]) -> Sequence[Item]:
-    """Put the events of a key into the order of their sequence, where their handler goes by it."""
-    places: dict[bytes, list[int]] = {}
-    for place, item in enumerate(items):
-        if item.handler.gaps is not None:
-            places.setdefault(item.order_key, []).append(place)
-    if not places:
-        return items
-    ordered = list(items)
-    for of_key in places.values():
-        in_order = sorted((items[place] for place in of_key), key=lambda item: item.sequence)
-        for place, item in zip(of_key, in_order, strict=True):
-            ordered[place] = item
-    return ordered
-
-
-def order_key(consumer: str, record: Record) -> bytes:
-    """Return the 16 bytes of (consumer, topic, key); of the record's place if it has no key."""
-    if record.key is None:
-        return _digest(consumer, record.topic, f"-{record.partition}:{record.offset}".encode())
-    made = _kept_digest if len(record.key) <= LONGEST_KEPT_KEY else _digest
-    return made(consumer, record.topic, b"+" + record.key)
-
-
-def _digest(consumer: str, topic: str, key: bytes) -> bytes:
-    text = f"{len(consumer)}:{len(topic)}:{consumer}{topic}".encode()
-    return blake2b(text + key, digest_size=16).digest()
-
-
-_kept_digest = lru_cache(maxsize=65_536)(_digest)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
 
 log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ _FORGOTTEN_AFTER = 120.0
 """Seconds without a probe after which nothing is left here that could make one."""
 
 
-class Failure(NamedTuple):
+class Failed(NamedTuple):
     """One message that failed."""
 
     consumer: str
@@ -80,7 +80,7 @@ class Breaker:
         for consumer in consumers:
             self._close(consumer, "succeeds again")
 
-    def observe(self, failures: Iterable[Failure], *, succeeded: Collection[str] = ()) -> None:
+    def observe(self, failures: Iterable[Failed], *, succeeded: Collection[str] = ()) -> None:
         """Note who failed in an attempt; raises `BreakerOpen` if nothing may be stored.
 
         The failures of those who `fared_well` with other messages of the attempt are their own.
@@ -96,7 +96,7 @@ class Breaker:
             if state is not None and (state.is_open or len(state.keys) >= self._limit):
                 self._open(state, consumer, error)
 
-    def _note(self, failure: Failure) -> None:
+    def _note(self, failure: Failed) -> None:
         state = self._failing.get(failure.consumer)
         if state is None or (state.kind is not type(failure.error) and not state.is_open):
             state = self._failing[failure.consumer] = _Consumer(type(failure.error))
@@ -112,7 +112,7 @@ class Breaker:
         if not state.is_open:
             state.is_open = True
             log.error("breaker: %s", text, exc_info=error)
-            telemetry.set_breaker(consumer, is_open=True)
+            metrics.set_breaker(consumer, is_open=True)
         self._health.not_ready(f"breaker of {consumer}", text)
         raise BreakerOpen(text) from error
 
@@ -120,5 +120,5 @@ class Breaker:
         state = self._failing.pop(consumer, None)
         if state is not None and state.is_open:
             log.info("breaker: %s %s", consumer, why)
-            telemetry.set_breaker(consumer, is_open=False)
+            metrics.set_breaker(consumer, is_open=False)
             self._health.forget(f"breaker of {consumer}")

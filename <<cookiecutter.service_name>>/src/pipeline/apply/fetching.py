@@ -12,8 +12,8 @@ from pipeline.events.message import Message
 from pipeline.events.payload import payload_hash
 from pipeline.events.references import Claims, DataChanged, DataElsewhere, Reference, Unresolved
 
-from .batch import Batch, Item, validated
-from .inbox import IdentityMismatch
+from .batch import Batch, validated
+from .item import IdentityMismatch, Item
 
 _LONG = 256 * 1024
 """Bytes whose hash keeps the loop long enough for others to notice."""
@@ -22,14 +22,14 @@ _LONG = 256 * 1024
 async def fetch_batch(batch: Batch, claims: Claims | None) -> Batch:
     """Return the batch with its data, or the beginning of it where that is all there is room for.
 
-    Raises `StoreAway`.
+    Raises `StoreUnavailable`.
     """
     # As when it is decoded: what is handled later is validated then.
     items = await fetch(batch.items, claims, lambda item: item.handler.mode == "immediate")
     if items is batch.items:
         return batch
     if len(items) < len(batch.items):
-        batch = batch.between(batch.start, batch.items[len(items)].marker.message.offset)
+        batch = batch.between(batch.start, batch.items[len(items)].message.offset)
     return replace(batch, items=items)
 
 
@@ -39,10 +39,10 @@ async def fetch(
     """Return the items with their data, or as many of the first ones as there is room for, or as
     could be fetched.
 
-    One whose data can't be had has that for its fault. Raises `StoreAway` where the first can't be
-    fetched now.
+    One whose data can't be had has that for its fault. Raises `StoreUnavailable` where the first
+    can't be fetched now.
     """
-    references = dict.fromkeys(filter(None, (item.marker.message.reference for item in items)))
+    references = dict.fromkeys(filter(None, (item.message.reference for item in items)))
     if not references:
         return items
     found: Mapping[Reference, bytes | Unresolved | StoreUnavailable]
@@ -57,7 +57,7 @@ async def fetch(
         found = dict(zip(chosen, await _fetch(chosen, claims), strict=True))
     with_data: list[Item] = []
     for item in items:
-        reference = item.marker.message.reference
+        reference = item.message.reference
         if reference is None:
             with_data.append(item)
             continue
@@ -100,7 +100,7 @@ async def _resolved(
 ) -> Item:
     if isinstance(found, Unresolved):
         return item._replace(fault=found)
-    message = item.marker.message
+    message = item.message
     uri = message.reference.uri if message.reference else ""
     message = message._replace(data=found, hash=await _hash(message, found), reference=None)
     try:
@@ -109,7 +109,7 @@ async def _resolved(
             item.stored.check(message)
     except IdentityMismatch:
         return item._replace(fault=DataChanged(f"{uri} has other data than before: put it back"))
-    item = item._replace(marker=item.marker._replace(message=message))
+    item = item._replace(message=message)
     return validated(item) if validates(item) else item
 
 

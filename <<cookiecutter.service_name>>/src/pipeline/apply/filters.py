@@ -20,7 +20,7 @@ from rbloom import Bloom
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import describe_error, is_infrastructure, is_of_the_database
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting
 
 log = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class Filters:
         self._generations = frozenset(n for one in blooms for n in one.generations)
         self._too_large = frozenset(too_large)
         self._moment = current, opening
-        telemetry.observe_filters(len(set(range(oldest, current)) - self._generations))
+        metrics.generations_unfiltered.set(len(set(range(oldest, current)) - self._generations))
 
     def _has_room(self, one: _Filter, beside: Iterable[_Filter]) -> bool:
         """Whether there is memory for it, or would be if it was built."""

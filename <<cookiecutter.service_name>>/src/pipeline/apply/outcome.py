@@ -4,12 +4,13 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pipeline.events.message import Record, names_of
+from pipeline.events.cloudevents import names_of
+from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision, dead
-from pipeline.observe import telemetry
+from pipeline.observe import metrics, traces
 
-from .batch import Item
-from .inbox import IdentityMismatch, Known
+from .backlog import Row
+from .item import IdentityMismatch, Item
 
 log = logging.getLogger(__name__)
 
@@ -18,21 +19,19 @@ LONGEST_KEY = 100
 
 
 @dataclass
-class Results:
+class BatchOutcome:
     """What a transaction has made of its messages."""
 
     applied: list[Item] = field(default_factory=list)
     duplicates: list[Item] = field(default_factory=list)
     superseded: list[tuple[Item, str]] = field(default_factory=list)
     """What a later one of its sequence has overtaken, and which; no handler was called."""
-    impostors: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
-    fates: list[tuple[Item, Decision]] = field(default_factory=list)
-    """What is not applied now."""
-    unread: list[tuple[str, Record, Decision]] = field(default_factory=list)
-    """Records that can't be given to a handler, and whose they are; empty: nobody's."""
+    mismatched: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
+    decided: list[tuple[Item, Decision]] = field(default_factory=list)
+    """What is not applied now: parked, or dead."""
+    undecoded: list[Row] = field(default_factory=list)
+    """Records that can't be given to a handler."""
 
-    known: dict[bytes, Known] = field(default_factory=dict)
-    """What was remembered of those that came before, by marker key."""
     returned: dict[bytes, str] = field(default_factory=dict)
     """What handlers have returned, as JSON, by marker key."""
     seconds: float = 0.0
@@ -40,13 +39,16 @@ class Results:
     succeeded: set[str] = field(default_factory=set)
     """Consumers that have handled something, and the decoder if it could read something."""
 
-    def tell(self, group: str) -> None:
+    events: int = 0
+    """Events that were written to the outbox."""
+    has_calls: bool = False
+    """Whether calls to the outside were written to the backlog."""
+
+    def report(self, group: str) -> None:
         """Count and log what has been committed."""
         fine = (("new", self.applied), ("duplicate", self.duplicates))
         counts: Counter[tuple[str, str, str]] = Counter(
-            (item.record.topic, item.marker.consumer, outcome)
-            for outcome, items in fine
-            for item in items
+            (item.record.topic, item.consumer, outcome) for outcome, items in fine for item in items
         )
         if log.isEnabledFor(logging.DEBUG):
             for outcome, items in fine:
@@ -54,50 +56,51 @@ class Results:
                     _log_fine(item, outcome)
 
         def count(item: Item, outcome: str) -> None:
-            counts[item.record.topic, item.marker.consumer, outcome] += 1
+            counts[item.record.topic, item.consumer, outcome] += 1
 
         for item, by in self.superseded:
             count(item, "superseded")
             _log_superseded(item, by)
-        for item, fate in self.fates:
-            if fate.is_assumed:
+        for item, decision in self.decided:
+            if decision.is_assumed:
                 continue
-            count(item, "dead" if fate.is_dead else "parked")
-            if fate.is_judged:
-                _log_fate(item, fate)
-        for item, error in self.impostors:
+            count(item, "dead" if decision.is_dead else "parked")
+            if decision.is_decided:
+                _log_fate(item, decision)
+        for item, error in self.mismatched:
             count(item, "mismatch")
             _log_fate(item, dead(item.handler.policy, "identity mismatch", error))
-        for consumer, record, fate in self.unread:
-            counts[record.topic, consumer, "dead" if fate.is_dead else "parked"] += 1
-            _log_unread(record, fate)
+        for row in self.undecoded:
+            outcome = "dead" if row.decision.is_dead else "parked"
+            counts[row.record.topic, row.consumer, outcome] += 1
+            _log_undecoded(row.record, row.decision)
         for (topic, consumer, outcome), number in counts.items():
-            telemetry.processed(topic, consumer, outcome, number, group)
+            metrics.processed(topic, consumer, outcome, number, group)
 
 
-def _log_unread(record: Record, fate: Decision) -> None:
+def _log_undecoded(record: Record, decision: Decision) -> None:
     id, traceparent = names_of(record)
-    with telemetry.within(traceparent):
+    with traces.within(traceparent):
         log.log(
-            logging.ERROR if fate.is_dead else logging.WARNING,
+            logging.ERROR if decision.is_dead else logging.WARNING,
             "%s: %s/%s at offset %s: %s: %s",
-            "dead" if fate.is_dead else "tried again later",
+            "dead" if decision.is_dead else "tried again later",
             record.topic,
             record.partition,
             record.offset,
-            fate.reason,
-            fate.error,
-            extra=_place(record) | {"reason": fate.reason} | ({"message_id": id} if id else {}),
+            decision.reason,
+            decision.error,
+            extra=_place(record) | {"reason": decision.reason} | ({"message_id": id} if id else {}),
         )
 
 
 def _log_fine(item: Item, outcome: str) -> None:
-    with telemetry.within(item.trace or item.marker.message.traceparent):
+    with traces.within(item.trace or item.message.traceparent):
         log.debug("%s: %s", _what(item), outcome, extra=_names(item) | {"reason": outcome})
 
 
 def _log_superseded(item: Item, by: str) -> None:
-    with telemetry.within(item.trace or item.marker.message.traceparent):
+    with traces.within(item.trace or item.message.traceparent):
         log.info(
             "%s of sequence %s is superseded: %s was applied",
             _what(item),
@@ -107,41 +110,46 @@ def _log_superseded(item: Item, by: str) -> None:
         )
 
 
-def _log_fate(item: Item, fate: Decision) -> None:
-    message = item.marker.message
+def _log_fate(item: Item, decision: Decision) -> None:
+    message = item.message
     policy = item.handler.policy
     # Where an impostor's letter lies is the backlog's business.
-    key = item.row or (b"" if fate.reason == "identity mismatch" else item.marker.key)
+    key = item.row or (b"" if decision.reason == "identity mismatch" else item.key)
     letter = key.hex()[:16]
-    if fate.is_dead:
-        level, then = logging.ERROR, f"is dead ({fate.reason}, attempt {fate.attempts})"
+    if decision.is_dead:
+        level, then = logging.ERROR, f"is dead ({decision.reason}, attempt {decision.attempts})"
         then += f", letter {letter}" if letter else ""
-    elif fate.reason in (PARKED, GAP):
+    elif decision.reason in (PARKED, GAP):
         # No failure, and maybe of every message for hours: the metrics count them.
-        level, then = logging.DEBUG, f"{fate.reason}, again in {fate.due_in:.0f} s"
+        level, then = logging.DEBUG, f"{decision.reason}, again in {decision.due_in:.0f} s"
     else:
-        attempt = f"attempt {fate.attempts} of {policy.attempts}"
-        level, then = logging.WARNING, f"{fate.reason} ({attempt}), again in {fate.due_in:.0f} s"
-    with telemetry.within(fate.trace or item.trace or message.traceparent):
+        attempt = f"attempt {decision.attempts} of {policy.attempts}"
+        level, then = (
+            logging.WARNING,
+            f"{decision.reason} ({attempt}), again in {decision.due_in:.0f} s",
+        )
+    with traces.within(decision.trace or item.trace or message.traceparent):
         log.log(
             level,
             "%s %s: %s",
             _what(item),
             then,
-            fate.error,
-            extra=_names(item) | {"reason": fate.reason} | ({"letter": letter} if letter else {}),
+            decision.error,
+            extra=_names(item)
+            | {"reason": decision.reason}
+            | ({"letter": letter} if letter else {}),
         )
 
 
 def _what(item: Item) -> str:
-    message = item.marker.message
-    return f"{item.marker.consumer}: {message.type} {message.id!r}"
+    message = item.message
+    return f"{item.consumer}: {message.type} {message.id!r}"
 
 
 def _names(item: Item) -> dict[str, object]:
-    message = item.marker.message
+    message = item.message
     return _place(item.record) | {
-        "consumer": item.marker.consumer,
+        "consumer": item.consumer,
         "message_id": message.id,
         "message_type": message.type,
     }

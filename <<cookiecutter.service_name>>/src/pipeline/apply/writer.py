@@ -13,7 +13,13 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
-from tenacity import RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
 from pipeline.errors import sqlstate_of
 from pipeline.events.event import Event
@@ -25,10 +31,9 @@ from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import BEGIN, WriterSession, clean, own_session
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.unit_of_work import UnitOfWork
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import Guard, InContext
-from pipeline.servers.retrying import Attempts
 
 from . import backlog
 
@@ -134,9 +139,9 @@ class Writer:
         """Do the work in a transaction; again, on a fresh session, when others were quicker.
 
         Pauses grow up to a second and differ, so that writers do not meet again. Raises `Conflict`
-        when all attempts are used up, `StoreAway` if a payload is too large to travel and can't be
-        kept elsewhere, and `HandlerFault` for work that ends the transaction, or goes on after an
-        error of a statement; what the work raises is nobody else's to try again.
+        when all attempts are used up, `StoreUnavailable` if a payload is too large to travel and
+        can't be kept elsewhere, and `HandlerFault` for work that ends the transaction, or goes on
+        after an error of a statement; what the work raises is nobody else's to try again.
         """
         id = uuid4().hex  # the events are the same at each attempt
 
@@ -144,11 +149,11 @@ class Writer:
             assert state.outcome is not None
             raise Conflict(self._attempts) from state.outcome.exception()
 
-        retrying = Attempts(
+        retrying = AsyncRetrying(
             retry=retry_if_exception(_is_conflict),
             wait=wait_random_exponential(0.01, max=_LONGEST_PAUSE),
             stop=stop_after_attempt(self._attempts),
-            after=lambda _: telemetry.conflicted(),
+            after=lambda _: metrics.conflicts.add(1),
             retry_error_callback=give_up,
         )
         return await retrying(self._attempt, work, id)

@@ -1,8 +1,8 @@
-"""The consumer: a member of the group, with a reader for every partition assigned to it."""
+"""The consumer: a member of the group, with a reader for each partition assigned to it."""
 
 import asyncio
 import logging
-import time
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -11,12 +11,12 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.apply.consume import Consume
+from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.handlers.registry import Handlers
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
-from pipeline.servers.clients import KafkaConsumer
+from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
@@ -26,30 +26,30 @@ from .reader import Reader
 log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3.0
-"""How long brokers have for what nobody needs to wait for: offsets for tools, a farewell."""
+"""How long brokers have to answer what does not delay records: commits of offsets, leaving."""
 
 _FETCH_BYTES = 4 * 1024 * 1024
-"""Of a partition in one fetch: several batches of small records. The last one of a fetch is not
-full, and while it takes effect there is hardly time to decode a full one."""
+"""Largest fetch of a partition: several batches of small records. The last batch of a fetch is not
+full, and while it is applied there is hardly time to decode a full one."""
 
 _METADATA_SECONDS = 10.0
-"""How often the brokers are asked which partitions there are, and who leads them."""
+"""How often the client refreshes partitions and their leaders."""
 
 _LOOK_MS = 1_000
-"""How often the fetcher looks whether there is anything to do, of which it is told anyway; by
-default five times a second, which is a tenth of what an idle service costs."""
+"""How often the fetcher wakes up without a reason. By default it is five times a second, which is a
+tenth of the cost of an idle service."""
 
 _SLACK_SECONDS = 5.0
-"""What a request may take beyond the session, which a broker that hangs is noticed by."""
+"""How much longer than the session a request may take, before the broker counts as hanging."""
 
 
 class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no types
-    """A member of the consumer group, named as the service is."""
+    """A member of the consumer group, whose name is the service's."""
 
     def __init__(
         self,
         engine: AsyncEngine,
-        consume: Consume,
+        consume: ConsumeTransactions,
         *,
         handlers: Handlers,
         group: str,
@@ -89,11 +89,10 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             while not self._stopping.is_set():
                 for reader in self._readers.values():
                     reader.raise_if_ended()
-                if client._fetcher.error_future.done():
-                    client._fetcher.error_future.result()  # else nothing would ever come again
+                client.raise_if_ended()
                 self._commit_offsets()
-                self._look_at_kafka()
-                await self._look_for_topics()
+                self._check_brokers()
+                await self._check_topics()
                 await sleep_or_event(self._stopping, self._settings.offset_commit_interval)
             await self._stop_readers(0.4 * self._settings.shutdown_grace)
         finally:
@@ -104,19 +103,18 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             self._health.not_ready("consumer", "has left its group")
 
     def stop(self) -> None:
-        """Ask `run` to end."""
+        """Make `run` end."""
         self._stopping.set()
 
     async def _connect(self) -> None:
         try:
-            async for attempt in retry_while_unavailable(
+            attempts = retry_while_unavailable(
                 "connecting to Kafka",
                 self._settings.kafka,
                 unless=self._stopping.is_set,
-                away=lambda reason: self._health.not_ready("consumer", reason),
-            ):
-                with attempt:
-                    await clients.start(self._client)
+                report=lambda reason: self._health.not_ready("consumer", reason),
+            )
+            await attempts(clients.start, self._client)
         except KafkaError:
             if not self._stopping.is_set():
                 raise
@@ -124,18 +122,18 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
     def _new_client(self) -> KafkaConsumer:
         session_timeout = round(self._settings.kafka_session_timeout * 1000)
         return KafkaConsumer(
-            **clients.way(self._settings),
+            **clients.connection_options(self._settings),
             group_id=self._group,
             client_id=self._group,
             enable_auto_commit=False,
-            # The position in PostgreSQL decides; an offset that is gone must never be guessed.
+            # The position in PostgreSQL decides. A deleted offset is reported, never replaced.
             auto_offset_reset="none",
             isolation_level="read_committed",
             session_timeout_ms=session_timeout,
             heartbeat_interval_ms=session_timeout // 3,
             rebalance_timeout_ms=session_timeout,
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
-            # A slow batch is ended by the transaction's time-out, not by leaving the group.
+            # The transaction's time-out ends a slow batch, and the process stays in its group.
             max_poll_interval_ms=2**31 - 1,
             max_partition_fetch_bytes=_FETCH_BYTES,
             consumer_timeout_ms=_LOOK_MS,
@@ -149,7 +147,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         for partition in sorted(assigned):
             reader = self._readers[partition] = self._new_reader(self._client, partition)
             reader.start()
-        telemetry.assigned(len(self._readers))
+        metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
         self._health.ready("consumer")
 
@@ -164,13 +162,13 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         if self._committing is not None:
             await asyncio.wait({self._committing}, timeout=_ANSWER_SECONDS)
         self._readers.clear()
-        telemetry.assigned(0)
+        metrics.partitions_assigned.set(0)
         self._committed.clear()
 
     def _commit_offsets(self) -> None:
         """Let Kafka's committed offsets follow the positions, for tools that show lag."""
         if self._committing is not None and not self._committing.done():
-            # It ends with the outage. When it is cancelled, aiokafka leaves an error to nobody.
+            # It ends with the outage. aiokafka leaves an unretrieved exception if it is cancelled.
             return
         behind = {
             partition: reader.position
@@ -188,33 +186,19 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         else:
             self._committed |= offsets
 
-    def _look_at_kafka(self) -> None:
-        """Say whether it is there, by what the client knows: without records nothing else would."""
-        cluster = self._client._client.cluster
-        leaderless = [
-            f"{topic}/{number}"
-            for topic, number in self._readers
-            if cluster.leader_for_partition(TopicPartition(topic, number)) in (None, -1)
-        ]
-        # While it joins its group, aiokafka does not notice that nobody answers.
-        silence = time.time() - cluster._last_successful_refresh_ms / 1_000
-        if self._has_joined and silence > _METADATA_SECONDS + _SLACK_SECONDS:
-            trouble = f"the brokers have not answered for {silence:.0f} s"
-        elif self._client._coordinator.coordinator_id is None:
-            trouble = "nobody coordinates the group"
-        elif leaderless:
-            trouble = f"nobody leads {', '.join(sorted(leaderless))}"
-        else:
-            if self._has_joined:
-                self._health.ready("consumer")
-            return
-        self._health.not_ready("consumer", f"{self._settings.kafka}: {trouble}")
+    def _check_brokers(self) -> None:
+        """Report whether the brokers answer, which without records nothing else would notice."""
+        patience = _METADATA_SECONDS + _SLACK_SECONDS if self._has_joined else math.inf
+        if problem := self._client.problem(self._readers, patience):
+            self._health.not_ready("consumer", f"{self._settings.kafka}: {problem}")
+        elif self._has_joined:
+            self._health.ready("consumer")
 
-    async def _look_for_topics(self) -> None:
+    async def _check_topics(self) -> None:
         topics = self._handlers.topics
         known = {topic for topic in topics if self._client.partitions_for_topic(topic)}
         if known != topics:
-            # What the client has not heard of yet may exist all the same: ask the brokers.
+            # The brokers may have topics that the client has not heard of yet.
             with suppress(KafkaError, TimeoutError):
                 known |= await asyncio.wait_for(self._client.topics(), _ANSWER_SECONDS)
         for topic in topics:

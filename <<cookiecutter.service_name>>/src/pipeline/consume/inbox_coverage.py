@@ -1,41 +1,42 @@
-"""The horizon: whether the inbox remembers for as long as the topics can send again.
+"""Inbox coverage: whether the inbox remembers for as long as the topics keep their records.
 
-What a topic still holds when the inbox has forgotten it can't be told from what is new, and becomes
-a dead letter for its age, unless its handler takes it.
+A record that the inbox has forgotten can't be told from a new one. It becomes a dead letter for its
+age, unless its handler takes it.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError
 
 from pipeline.errors import describe_error
-from pipeline.servers import clients
+from pipeline.servers.topics import describe
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 log = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 5.0
 _FOR_EVER = -1
 
 
 class RemembersTooLittle(Exception):
-    """Topics keep their records for longer than the inbox remembers what it has handled."""
+    """Topics keep their records for longer than the inbox remembers messages."""
 
 
 async def check(settings: Settings, topics: Iterable[str]) -> None:
-    """Compare `inbox_age` with what the brokers tell of the topics; they may not tell.
+    """Compare `inbox_age` with the topics' retention, where the brokers allow to read it.
 
-    Warns of topics that keep their records for longer, or raises `RemembersTooLittle`.
+    Logs a warning about topics that keep their records for longer, or raises `RemembersTooLittle`.
     """
     try:
-        async with asyncio.timeout(2 * _ANSWER_SECONDS):
-            kept = await _retention(settings, sorted(topics))
+        described = await describe(settings, topics)
     except (KafkaError, OSError, TimeoutError) as error:
         log.info("how long topics keep their records is not known: %s", describe_error(error))
         return
+    kept = {
+        topic: _seconds(one.configs)
+        for topic, one in described.items()
+        if "retention.ms" in one.configs
+    }
     longer = [
         f"{topic} ({_days(seconds)})"
         for topic, seconds in kept.items()
@@ -52,20 +53,6 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     if settings.inbox_must_cover_topics:
         raise RemembersTooLittle(f"{text}, or unset PIPELINE_INBOX_MUST_COVER_TOPICS")
     log.warning("%s", text)
-
-
-async def _retention(settings: Settings, topics: list[str]) -> Mapping[str, float | None]:
-    """Return for how many seconds topics keep records, None for ever; of those that exist."""
-    async with clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin:
-        answers = await admin.describe_configs(
-            [ConfigResource(ConfigResourceType.TOPIC, topic) for topic in topics]
-        )
-    found: dict[str, float | None] = {}
-    for code, _, _, topic, entries in (one for answer in answers for one in answer.resources):
-        configs = {entry[0]: entry[1] for entry in entries}
-        if code == 0 and "retention.ms" in configs:
-            found[topic] = _seconds(configs)
-    return found
 
 
 def _seconds(configs: Mapping[str, str]) -> float | None:

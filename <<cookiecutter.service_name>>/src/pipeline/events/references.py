@@ -1,11 +1,10 @@
-"""Payloads that travel by reference: what an event says of its data, and who keeps and fetches it.
+"""References: what an event says of data that is kept elsewhere, and the store that keeps it.
 
 The engine keeps nothing outside of PostgreSQL and Kafka itself. A service that has an object store
-gives it one of these, see `Service`.
+gives it a `Claims`, see `Service`.
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import asyncpg
@@ -31,51 +30,39 @@ class Kept(NamedTuple):
     reference: Reference
 
 
-class Unavailable(StrEnum):
-    """Why data can't be had: few and fixed, to label metrics."""
-
-    MISSING = "data missing"
-    """Nothing is there."""
-    CHANGED = "data changed"
-    """Something else is there, by its length or its checksum."""
-    ELSEWHERE = "data elsewhere"
-    """It is nowhere that this service reads from."""
-    TOO_LARGE = "data too large"
-    """It is more than the service takes into its memory."""
-
-
 class Unresolved(Exception):
-    """An event's data can't be had, and to try again does not help; the text says what may."""
+    """An event's data can't be had, and trying again does not help; the text says what may."""
 
-    reason: Unavailable
+    reason: str
+    """One of a few, to label metrics."""
 
 
 class DataMissing(Unresolved):
     """Nothing is where an event says that its data is."""
 
-    reason = Unavailable.MISSING
+    reason = "data missing"
 
 
 class DataChanged(Unresolved):
-    """What is there is not what the event was sent with."""
+    """What is there differs in length or checksum from what the event was sent with."""
 
-    reason = Unavailable.CHANGED
+    reason = "data changed"
 
 
 class DataElsewhere(Unresolved):
     """The data is nowhere that this service reads from: what a producer names is not fetched."""
 
-    reason = Unavailable.ELSEWHERE
+    reason = "data elsewhere"
 
 
 class DataTooLarge(Unresolved):
     """The data is more than the service takes into its memory."""
 
-    reason = Unavailable.TOO_LARGE
+    reason = "data too large"
 
 
 class Claims(Protocol):
-    """Keeps payloads that are too large to travel, and fetches those of others."""
+    """Keeps payloads that are too large to travel, and fetches those that other services keep."""
 
     limit: int
     """Bytes of a payload that still travels with its event."""
@@ -83,16 +70,16 @@ class Claims(Protocol):
     """Bytes of the largest payload that is kept or fetched, and of those of a batch together."""
 
     async def keep(self, payloads: Mapping[str, bytes]) -> Mapping[str, Kept]:
-        """Store payloads, by event id, under names that nobody has had. Raises `StoreAway`.
+        """Store payloads, by event id, under names that are new. Raises `StoreUnavailable`.
 
         What has no row in `pipeline.claim` some time later is deleted.
         """
         ...
 
     async def fetch(self, reference: Reference) -> bytes:
-        """Return the data. Raises `Unresolved`, and `StoreAway`."""
+        """Return the data. Raises `Unresolved`, and `StoreUnavailable`."""
         ...
 
     async def sweep(self, connection: asyncpg.Connection) -> None:
-        """Delete what nobody needs; may be cut off at any point. Raises `StoreAway`."""
+        """Delete what is not needed; may stop at any point. Raises `StoreUnavailable`."""
         ...

@@ -118,7 +118,7 @@ class Decision:
     """`traceparent` of the attempt that has led to it, if there was one."""
 
     @property
-    def is_judged(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether it is what its own handling has led to, and not where it stands."""
         return self.due_in != 0.0 or self.attempts > 0
 
@@ -201,10 +201,10 @@ def unknown(
 
     By the schedule somebody is asked who may know; otherwise a person has to find out.
     """
-    fate = after_failure(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
-    if can_ask and not fate.is_dead:
-        return fate
-    return dead(policy, UNKNOWN, error, attempts=fate.attempts)
+    decision = after_failure(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
+    if can_ask and not decision.is_dead:
+        return decision
+    return dead(policy, UNKNOWN, error, attempts=decision.attempts)
 
 
 def _delay(policy: Policy, attempts: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
-from pipeline.events.message import Plain
+from pipeline.events.identity import Plain
 
 from . import signatures
 from .aggregate import Loads

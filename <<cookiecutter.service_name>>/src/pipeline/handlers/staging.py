@@ -16,7 +16,7 @@ from pydantic_core import PydanticSerializationError
 from pipeline.errors import summarize_error
 from pipeline.events.event import Event
 from pipeline.events.references import Claims, Kept
-from pipeline.observe import telemetry
+from pipeline.observe import statements, traces
 from pipeline.schema import SCHEMA
 
 EFFECTS = "(effects)"
@@ -161,7 +161,7 @@ class Outbox:
         """What effects are called with, after the commit."""
         self._scheduled: dict[str, tuple[Due, StagedEvent] | None] = {}
         """By name; None for what is cancelled. What is asked last is what holds."""
-        self._injected: tuple[Context, telemetry.TraceHeaders] | None = None
+        self._injected: tuple[Context, traces.TraceHeaders] | None = None
         """The latest context, and what it is in headers: a handler publishes several events."""
         self._checked: dict[type[Event], tuple[str, int]] = {}
         """Topics and fixed sizes of the events staged so far."""
@@ -294,11 +294,11 @@ class Outbox:
         """Let a scheduled event not be published, if it still waits when this commits."""
         self._scheduled[name] = None
 
-    def _headers_of(self, context: Context) -> telemetry.TraceHeaders:
+    def _headers_of(self, context: Context) -> traces.TraceHeaders:
         # Taken and put as one: a handler may publish from threads.
         injected = self._injected
         if injected is None or injected[0] is not context:
-            injected = self._injected = context, telemetry.creation_context(context)
+            injected = self._injected = context, traces.creation_context(context)
         return injected[1]
 
     def _check(self, kind: type[Event]) -> tuple[str, int]:
@@ -322,7 +322,7 @@ class Outbox:
     async def write(self, connection: asyncpg.Connection) -> bool:
         """Write all into the transaction open on the connection; False if that is nothing.
 
-        Raises `StoreAway` if something is too large to travel, and can't be kept elsewhere.
+        Raises `StoreUnavailable` if something is too large to travel, and can't be kept elsewhere.
         """
         if self._large:
             await self._refer(connection)
@@ -413,7 +413,7 @@ async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) ->
     # Without a transaction COPY would commit by itself, and events would outlive a rollback.
     if not connection.is_in_transaction():
         raise RuntimeError("outbox rows may only be written in a transaction that has begun")
-    with telemetry.Statement("COPY"):
+    with statements.Statement("COPY"):
         await connection.copy_records_to_table(
             "outbox", schema_name=SCHEMA, columns=StagedEvent._fields, records=events
         )

@@ -7,7 +7,7 @@ from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pipeline.events.event import Event
-from pipeline.events.message import Marker
+from pipeline.events.message import Message
 from pipeline.servers.guard import HandlerFault
 
 from .ordering import Timed, overwrites
@@ -31,18 +31,19 @@ class Transaction(UnitOfWork):
         self,
         rows: Rows,
         outbox: Outbox,
-        marker: Marker,
+        message: Message,
+        key: bytes,
         strays: dict[bytes, Exception],
         context: Context | None = None,
         gap: int = 0,
     ) -> None:
-        """`strays` takes, by marker key, what was done after the handler had ended."""
+        """`key` is the marker's; `strays` takes, by it, what is done after the handler ended."""
         super().__init__(rows, outbox, context)
-        self.message = marker.message
+        self.message = message
         """Envelope of the event: identity, key, time, partition and offset."""
         self.gap = gap
         """So many events that come before this one did not come in time, see `Gaps`."""
-        self._key = marker.key
+        self._key = key
         self._strays = strays
 
     def _id(self) -> str:

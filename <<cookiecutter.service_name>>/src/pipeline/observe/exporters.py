@@ -1,8 +1,9 @@
-"""The one place that sets OpenTelemetry's SDK up: who receives traces and metrics."""
+"""Exporters: the one place that sets up OpenTelemetry's SDK, which sends traces and metrics."""
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -24,30 +25,16 @@ log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 5.0
 
 
-class Exporters:
-    """The SDK that `configure` has started."""
-
-    def __init__(self, *providers: TracerProvider | MeterProvider) -> None:
-        self._providers = providers
-
-    def shutdown(self) -> None:
-        """Send what is buffered and stop. Blocks, for at most 5 s even if nobody receives."""
-        # In threads, because the SDK's own limit is 30 s each, and fixed for spans.
-        threads = [threading.Thread(target=each.shutdown, daemon=True) for each in self._providers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(_SHUTDOWN_SECONDS / len(threads))
-        if any(thread.is_alive() for thread in threads):
-            log.warning("telemetry that was not sent in time is lost")
-
-
-def configure(*, service_name: str, otlp_endpoint: str | None, sample_ratio: float) -> Exporters:
-    """Set the process's providers; once, for OpenTelemetry keeps the first.
+def configure(
+    *, service_name: str, otlp_endpoint: str | None, sample_ratio: float
+) -> Callable[[], None]:
+    """Set the process's providers, which OpenTelemetry allows once; return their shutdown.
 
     Metrics always go to `prometheus_client.REGISTRY`. `otlp_endpoint` is the base URL of an
-    OTLP/HTTP receiver, which gets traces and metrics. Without it the service records no spans and
-    hands on the context it receives, so that a trace has no hole here and its sender decides.
+    OTLP/HTTP receiver, which gets traces and metrics. Without it the service records no spans, and
+    hands on the context that it receives.
+
+    The shutdown sends what is buffered, and blocks for at most 5 s.
     """
     instance = Resource({service_attributes.SERVICE_INSTANCE_ID: str(uuid4())})
     resource = instance.merge(Resource.create({service_attributes.SERVICE_NAME: service_name}))
@@ -66,11 +53,22 @@ def configure(*, service_name: str, otlp_endpoint: str | None, sample_ratio: flo
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/v1/metrics")))
     metering = MeterProvider([*readers, PrometheusMetricReader()], resource, shutdown_on_exit=False)
     metrics.set_meter_provider(metering)
-    return Exporters(tracing, metering)
+    return partial(_shutdown, [tracing, metering])
+
+
+def _shutdown(providers: Sequence[TracerProvider | MeterProvider]) -> None:
+    # In threads, because the SDK's own time-out is 30 s each, and fixed for spans.
+    threads = [threading.Thread(target=each.shutdown, daemon=True) for each in providers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_SHUTDOWN_SECONDS / len(threads))
+    if any(thread.is_alive() for thread in threads):
+        log.warning("telemetry that was not sent in time is lost")
 
 
 class Redacting(SpanExporter):
-    """Sends spans without secrets, whoever has made them: some show URLs and errors."""
+    """Exports spans without secrets: those of libraries may have URLs and errors."""
 
     def __init__(self, sender: SpanExporter) -> None:
         self._sender = sender

@@ -1,20 +1,17 @@
 """Liveness, readiness and metrics over HTTP, on a port and in a thread of their own.
 
-Not in the event loop, on purpose: the answer must come, and be honest, when the loop hangs.
+The thread answers when the event loop is blocked, too, and says so.
 """
 
 import errno
-import faulthandler
 import json
 import logging
 import math
-import os
 import re
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,20 +24,15 @@ log = logging.getLogger(__name__)
 
 _REMIND_SECONDS = 60.0
 _PARTS_NAMED = 3
-_HUNG = 1
-"""Exit code, which is also `faulthandler`'s."""
-LAST_RESORT = 5.0
-"""Seconds that the watchdog has for its last words, which may find nobody who takes them; at least
-half of them."""
 _LOOK_SECONDS = 0.5
-"""How often the server looks whether it is to stop."""
+"""How often the server looks whether it has to stop."""
 
 
 class Health:
-    """What the process says of itself; written by the event loop, read by the server's threads.
+    """State of the process; written by the event loop, read by the server's threads.
 
-    Readiness is the sum of its parts: "database", "relay", "partition scans/3". Liveness is the
-    event loop's heartbeat alone, so that an outage elsewhere never has the process restarted.
+    The process is ready if all its parts are: "database", "relay", "partition scans/3". It is alive
+    if its event loop has heartbeats, so that an outage elsewhere never causes a restart.
     """
 
     def __init__(self, *, stall_after: float) -> None:
@@ -51,22 +43,22 @@ class Health:
         self._beat = time.monotonic()
 
     def ready(self, part: str) -> None:
-        """Say that the part can do its work."""
+        """Report that the part can do its work."""
         with self._lock:
             self._parts[part] = None
 
     def not_ready(self, part: str, reason: str) -> None:
-        """Say that the part cannot do its work, and why."""
+        """Report that the part cannot do its work, and why."""
         with self._lock:
             self._parts[part] = reason
 
     def forget(self, part: str) -> None:
-        """Say that the part is no longer ours, such as a partition that was revoked."""
+        """Remove a part of the process, such as a partition that was revoked."""
         with self._lock:
             self._parts.pop(part, None)
 
     def beat(self) -> None:
-        """Say that the event loop turns; about once a second."""
+        """Report that the event loop is not blocked; about once a second."""
         self._beat = time.monotonic()
 
     @property
@@ -97,13 +89,13 @@ class Health:
 
 
 class ReadinessLog:
-    """Logs when the process stops being ready, for a new reason or after a minute, and is again."""
+    """Logs why the process is not ready, when that changes and every minute, and when it is."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
-        self._told: set[str] = set()
-        """Parts, and reasons in which numbers don't count."""
-        self._told_at = -math.inf
+        self._logged: set[str] = set()
+        """Parts, and reasons without their numbers."""
+        self._logged_at = -math.inf
         self._since = time.monotonic()
         self._was_ready: bool | None = None
 
@@ -113,15 +105,15 @@ class ReadinessLog:
         if reasons:
             if self._was_ready:
                 self._since = now
-            if now - self._told_at >= _REMIND_SECONDS:
-                self._told.clear()
-            if any({part, _kind(why)}.isdisjoint(self._told) for part, why in reasons.items()):
+            if now - self._logged_at >= _REMIND_SECONDS:
+                self._logged.clear()
+            if any({part, _kind(why)}.isdisjoint(self._logged) for part, why in reasons.items()):
                 log.info("not ready: %s", _summary(reasons))
-                self._told_at = now
-            self._told |= reasons.keys() | set(map(_kind, reasons.values()))
+                self._logged_at = now
+            self._logged |= reasons.keys() | set(map(_kind, reasons.values()))
         elif not self._was_ready:
             log.info("ready, after %.0f s", now - self._since)
-            self._told.clear()
+            self._logged.clear()
         self._was_ready = not reasons
 
 
@@ -130,7 +122,7 @@ def _kind(reason: str) -> str:
 
 
 def _summary(reasons: Mapping[str, str]) -> str:
-    """Tell the reasons, each one with some of the parts that have it."""
+    """Return the reasons as text, each one with some of the parts that have it."""
     parts: dict[str, list[str]] = {}
     for part, reason in reasons.items():
         parts.setdefault(reason, []).append(part)
@@ -142,60 +134,8 @@ def _summary(reasons: Mapping[str, str]) -> str:
     )
 
 
-class Watchdog:
-    """Ends the process, and says why, when the event loop of the thread that starts it is blocked.
-
-    Handlers of one process share the loop: who blocks it for ever stops all of them, and is found
-    by the count of starts at its record. `faulthandler` stays behind it, for what lets no thread of
-    Python run.
-    """
-
-    def __init__(self, health: Health, hang_timeout: float) -> None:
-        """`hang_timeout`: seconds without a heartbeat after which the process ends."""
-        self._health = health
-        self._hang_timeout = hang_timeout
-        self._watched = threading.get_ident()
-        self._put_off_at = 0.0
-        self._stopping = threading.Event()
-
-    def start(self) -> None:
-        """Watch from a daemon thread."""
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def put_off(self) -> None:
-        """Let the last resort wait; at every heartbeat, but it starts a thread: so not always."""
-        if time.monotonic() - self._put_off_at < LAST_RESORT / 2:
-            return
-        self._put_off_at = time.monotonic()
-        faulthandler.dump_traceback_later(self._hang_timeout + LAST_RESORT, exit=True)
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        self._stopping.set()
-        faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self) -> None:
-        left = self._hang_timeout
-        while not self._stopping.wait(left):
-            left = self._hang_timeout - self._health.seconds_since_beat
-            if left <= 0:
-                self._end()
-
-    def _end(self) -> None:
-        stack = traceback.format_stack(sys._current_frames()[self._watched])
-        text = "the event loop has been blocked for %.0f s: PIPELINE_HANG_TIMEOUT ends the process"
-        args = (self._health.seconds_since_beat,)
-        told = "".join(["Stack (most recent call last):\n", *stack]).rstrip()
-        # By hand, because its stack is another thread's.
-        record = log.makeRecord(
-            log.name, logging.CRITICAL, __file__, 0, text, args, None, sinfo=told
-        )
-        log.handle(record)
-        os._exit(_HUNG)
-
-
 class CannotListen(Exception):
-    """The health server did not get its address; the text says why and which setting to change."""
+    """The health server did not get its address; the text has the reason and the setting."""
 
 
 class HealthServer:
@@ -240,7 +180,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's asks the DNS for our name, which can take many seconds.
+        # HTTPServer's resolves our own name, which can take many seconds.
         TCPServer.server_bind(self)
         self.server_port = self.server_address[1]
 
@@ -252,7 +192,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 5.0  # for clients that connect and say nothing
+    timeout = 5.0  # for clients that connect and send nothing
     server_version = "pipeline"
     sys_version = ""
 

@@ -1,10 +1,8 @@
-"""The publisher: sends a page of outbox events to Kafka, in order, and tells what is refused."""
+"""The publisher: sends a page of outbox events to Kafka, in order; returns what is rejected."""
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
@@ -14,41 +12,33 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
-from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from pipeline.errors import describe_error
-from pipeline.events.message import LONGEST_KEPT_KEY, event_headers, headers_of
-from pipeline.observe import telemetry
+from pipeline.observe import metrics, traces
 from pipeline.servers import clients
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
-from .rejection import Chain, Page, Refused, refusal_of
+from .batches import Chain, Filled, Sending, partition_of
+from .cursor import LeaseExpired
+from .rejected import Rejections, rejection_of
 
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
 _DEPARTURE_SECONDS = 0.001
-"""After this long a batch is on its way, and the next one is filled."""
+"""Time after which a batch is on its way, and the next one is filled."""
 _METADATA_SECONDS = 5.0
-_ASKS = 5
-"""So often the brokers are asked for a topic that is new to the producer, before it is missing."""
-_ASK_SECONDS = 0.1
+_LOOKUPS = 5
+"""Requests for a topic that is new to the producer, before it counts as missing."""
+_LOOKUP_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
-"""After this long without an acknowledgement: is the topic still there?"""
+"""Time without an acknowledgement after which the topic is looked up again."""
 _STOP_SECONDS = 5.0
 _FENCE_SECONDS = 1.0
-"""Our own shards wait meanwhile."""
-
-
-_Filled = tuple[BatchBuilder, int]
-"""A batch, and how many events are in it."""
-
-
-class LeaseExpired(Exception):
-    """The relay's time ran out before the send: another one may own the shards by now."""
+"""The relay's own shards wait meanwhile."""
 
 
 class NotSent(Exception):
@@ -56,9 +46,9 @@ class NotSent(Exception):
 
 
 class Publisher:
-    """An idempotent producer that is thrown away after a failure, and after a refusal.
+    """An idempotent producer that is thrown away after a failure, and after a rejection.
 
-    A batch that is refused, or expires in the client, has used up a sequence number, and a later
+    A batch that is rejected, or expires in the client, has used up a sequence number, and a later
     one might then overtake it, or be taken for it. A new producer starts with a clean slate.
     """
 
@@ -70,64 +60,65 @@ class Publisher:
         self._stopping: set[asyncio.Task[None]] = set()
         self._unfenced: set[str] = set()
 
-    async def send(self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]) -> Refused:
-        """Send the events; those that are not returned are acknowledged by all replicas in sync.
+    async def send(
+        self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
+    ) -> Rejections:
+        """Send the events; those that are not rejected are acknowledged by all replicas in sync.
 
         Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
-        time. Behind one that Kafka refuses none of its key is sent, and none of its topic where the
-        refusal is the topic's. After an error nothing is known about any of them: send them all
-        again. `may_send` is asked before every batch.
+        time. Those behind a rejected one go on; of a topic that takes no event none is sent. After
+        an error nothing is known about any of them: send them all again. `may_send` is called
+        before every batch.
 
-        Raises `NotSent`, and `LeaseExpired` when `may_send` says no.
+        Raises `NotSent`, and `LeaseExpired` when `may_send` returns False.
         """
-        page = Page()
+        sending = Sending(self._settings.relay_transactional)
         try:
-            chains = await self._chains(events, page)
+            chains = await self._chains(events, sending)
             while chains:
-                await self._send_round(chains, page, may_send)
-                chains = page.left(chains)
+                await self._send_round(chains, sending, may_send)
+                chains = sending.left(chains)
         except BaseException:
-            # What it has begun, the next one with its transactional id aborts.
+            # The next producer with its transactional id aborts what this one has begun.
             await self.discard()
             raise
-        return page.refused
+        return sending.rejections
 
     async def _send_round(
-        self, chains: Sequence[Chain], page: Page, may_send: Callable[[], bool]
+        self, chains: Sequence[Chain], sending: Sending, may_send: Callable[[], bool]
     ) -> None:
-        """Send every chain to its end, or to its first refusal: what is behind needs a new round.
+        """Send every chain to its end, or to its first rejection: the rest needs a new producer.
 
-        In a transaction a refusal takes everything back, for the next round to send again.
+        In a transaction a rejection takes everything back, for the next round to send again.
         """
         producer = await self._started()
-        await _ask_for_topics(producer, {chain.topic for chain in chains})
-        transactional = self._settings.relay_transactional
-        page.is_void = False
-        if transactional:
+        await _look_up_topics(producer, {chain.topic for chain in chains})
+        sending.is_void = False
+        if sending.is_transactional:
             await producer.begin_transaction()
-        sending = (self._send_chain(producer, chain, page, may_send) for chain in chains)
-        # All of them end before an error is raised: none may go on behind our back.
-        outcomes = await asyncio.gather(*sending, return_exceptions=True)
-        is_refused = any(outcome is True for outcome in outcomes)
+        each = (self._send_chain(producer, chain, sending, may_send) for chain in chains)
+        # All of them end before an error is raised: none may go on in the background.
+        outcomes = await asyncio.gather(*each, return_exceptions=True)
+        is_rejected = any(outcome is True for outcome in outcomes)
         for outcome in outcomes:
-            # A refusal makes the rest of its transaction fail, which the next round will show.
+            # A rejection makes the rest of its transaction fail, as the next round will show.
             if isinstance(outcome, BaseException) and not (
-                is_refused and isinstance(outcome, NotSent)
+                is_rejected and isinstance(outcome, NotSent)
             ):
                 raise outcome
-        if is_refused:
+        if is_rejected:
             self._producer = None
             self._stop_beside(producer)
-        elif transactional:
+        elif sending.is_transactional:
             await _commit(producer)
         for chain in chains:
-            if is_refused and transactional:
-                chain.take_back()
-            telemetry.published(chain.topic, sum(map(len, chain.taken)))
-            chain.taken = []
+            if not (is_rejected and sending.is_transactional):
+                metrics.published(chain.topic, chain.sent)
+                del chain.events[: chain.sent]
+            chain.sent = 0
 
     async def fence(self, owners: Sequence[str]) -> list[str]:
-        """Make the brokers refuse what these relays may still send: before taking their shards.
+        """Make the brokers reject what these relays may still send: before taking their shards.
 
         Returns those for whom that was done; the others wait until the brokers answer for them.
         Without `relay_transactional` nothing is done: what they send arrives as repeats.
@@ -157,7 +148,7 @@ class Publisher:
         return True
 
     def _stop_beside(self, producer: AIOKafkaProducer) -> None:
-        """Stop a producer that nobody needs to wait for."""
+        """Stop a producer in the background."""
         stopping = asyncio.create_task(clients.stop(producer, _STOP_SECONDS))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
@@ -177,7 +168,7 @@ class Publisher:
     async def _new_producer(self, owner: str) -> AIOKafkaProducer:
         transactional = self._settings.relay_transactional
         producer = AIOKafkaProducer(
-            **clients.way(self._settings),
+            **clients.connection_options(self._settings),
             client_id=self._client_id,
             transactional_id=f"{self._client_id}-{owner}" if transactional else None,
             enable_idempotence=True,
@@ -193,67 +184,70 @@ class Publisher:
             raise
         return producer
 
-    async def _chains(self, events: Sequence[asyncpg.Record], page: Page) -> list[Chain]:
+    async def _chains(self, events: Sequence[asyncpg.Record], sending: Sending) -> list[Chain]:
         producer = await self._started()
         counts = dict.fromkeys((event["topic"] for event in events), 0)
-        await _ask_for_topics(producer, counts)
+        await _look_up_topics(producer, counts)
         errors: dict[str, KafkaError] = {}
         for topic in counts:
             try:
                 counts[topic] = _partitions(producer, topic)
             except KafkaError as error:
                 errors[topic] = error
-        runs: defaultdict[tuple[str, int], list[asyncpg.Record]] = defaultdict(list)
+        chains: dict[tuple[str, int], Chain] = {}
         for event in events:
             topic = event["topic"]
-            if topic in errors:
-                page.refused[event["id"]] = refusal_of(errors[topic], event)
-                continue
-            partition = partition_of(event["key"], event["id"], counts[topic])
-            runs[topic, partition].append(event)
-        return [Chain(topic, partition, [run]) for (topic, partition), run in runs.items()]
+            if topic not in errors:
+                place = topic, partition_of(event["key"], event["id"], counts[topic])
+                chains.setdefault(place, Chain(*place, [])).events.append(event)
+            elif rejection := rejection_of(errors[topic], event):
+                sending.rejections[event["id"]] = rejection
+        return list(chains.values())
 
     async def _send_chain(
         self,
         producer: AIOKafkaProducer,
         chain: Chain,
-        page: Page,
+        sending: Sending,
         may_send: Callable[[], bool],
     ) -> bool:
-        """Send until all is acknowledged, or something is refused; says which."""
-        topic, events = chain.topic, list(chain.events())
-        with telemetry.sending(
-            topic, chain.partition, len(events), (event["traceparent"] for event in events)
+        """Send until all is acknowledged, or the brokers reject something; returns which."""
+        topic = chain.topic
+        with traces.sending(
+            topic,
+            chain.partition,
+            len(chain.events),
+            (event["traceparent"] for event in chain.events),
         ) as operation:
-            following: _Filled | None = None
-            while chain.runs:
-                (batch, count), following = following or _filled(producer, chain.runs[0]), None
+            following: Filled | None = None
+            while chain.sent < len(chain.events):
+                (batch, count), following = following or chain.fill(producer), None
                 size = batch.size()
-                is_sent = not page.is_too_large(topic, size)
+                is_sent = not sending.is_too_large(topic, size)
                 try:
                     if not is_sent:
                         raise MessageSizeTooLargeError
                     if not may_send():
                         raise LeaseExpired("the lease ended before all events were sent")
-                    async with in_background(_send_batch(producer, batch, chain, page)) as sent:
-                        if rest := chain.runs[0][count:]:
+                    async with in_background(_send_batch(producer, batch, chain, sending)) as sent:
+                        if chain.sent + count < len(chain.events):
                             await asyncio.wait({sent}, timeout=_DEPARTURE_SECONDS)
-                            following = _filled(producer, rest)
+                            following = chain.fill(producer, skipped=count)
                         await sent
                     chain.take(count)
                 except KafkaError as error:
                     if is_sent:
-                        telemetry.not_published(topic, count, error)
-                        operation.refused(error)
-                    refusal = refusal_of(error, chain.runs[0][0])
-                    if refusal is None:
+                        metrics.not_published(topic, count, error)
+                        operation.failed(error)
+                    rejection = rejection_of(error, chain.events[chain.sent])
+                    if rejection is None:
                         raise NotSent(
                             f"{topic}/{chain.partition}: {describe_error(error)}"
                         ) from error
                     following = None
-                    page.blame(chain, refusal, count, size)
+                    sending.reject(chain, rejection, count, size)
                     if is_sent:
-                        page.is_void = self._settings.relay_transactional
+                        sending.is_void = sending.is_transactional
                         return True
         return False
 
@@ -265,14 +259,14 @@ async def _commit(producer: AIOKafkaProducer) -> None:
         raise NotSent(f"Kafka did not commit the events: {describe_error(error)}") from error
 
 
-async def _ask_for_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
-    """Let the client know the topics, or know that the brokers don't."""
+async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
+    """Let the client learn which of the topics the brokers know. Raises `NotSent`."""
     client = producer.client
     are_new = [not client.add_topic(topic).done() for topic in topics]
     # The first answer may be to an earlier question, and a broker may not know the newest topics.
-    for ask in range(_ASKS if any(are_new) else 1):
-        if ask > 1:
-            await asyncio.sleep(_ASK_SECONDS)
+    for lookup in range(_LOOKUPS if any(are_new) else 1):
+        if lookup > 1:
+            await asyncio.sleep(_LOOKUP_SECONDS)
         if all(client.cluster.partitions_for_topic(topic) for topic in topics):
             return
         try:
@@ -284,7 +278,7 @@ async def _ask_for_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> 
 
 
 def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
-    """Return how many there are; raises what `refusal_of` knows where there is no topic for us."""
+    """Return how many there are; raises what `rejection_of` knows where it can't be written."""
     cluster = producer.client.cluster
     partitions = cluster.partitions_for_topic(topic)
     if partitions:
@@ -295,7 +289,7 @@ def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
 
 
 async def _send_batch(
-    producer: AIOKafkaProducer, batch: BatchBuilder, chain: Chain, page: Page
+    producer: AIOKafkaProducer, batch: BatchBuilder, chain: Chain, sending: Sending
 ) -> None:
     """Send a batch and wait for its acknowledgement."""
     # The client would wait for a topic that has gone until it comes back.
@@ -311,59 +305,8 @@ async def _send_batch(
                     {sent, looked}, timeout=_METADATA_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
                 _partitions(producer, chain.topic)
-                if page.is_void:
+                if sending.is_void:
                     raise NotSent("its transaction can't be committed")
         sent.result()
     finally:
         sent.cancel()
-
-
-def _filled(producer: AIOKafkaProducer, events: Sequence[asyncpg.Record]) -> _Filled:
-    """Return a batch, and how many events have found room in it: the first one always does."""
-    batch = producer.create_batch()
-    for count, event in enumerate(events):
-        added = batch.append(
-            timestamp=None, key=event["key"], value=event["payload"], headers=_headers(event)
-        )
-        if added is None:
-            return batch, count
-    return batch, len(events)
-
-
-def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
-    if event["headers"] is not None:
-        return headers_of(event["headers"])
-    headers = event_headers(
-        id=event["event_id"],
-        source=event["source"],
-        type=event["type"],
-        time=event["created_at"],
-        subject=event["subject"],
-        sequence=event["sequence"],
-        content_type=event["content_type"],
-        traceparent=event["traceparent"],
-        tracestate=event["tracestate"],
-        baggage=event["baggage"],
-    )
-    if event["dataref"] is None:
-        return headers
-    names = "dataref", "datalength", "datachecksum"
-    return [*headers, *((f"ce_{name}", str(event[name]).encode()) for name in names)]
-
-
-def partition_of(key: bytes | None, id: int, partitions: int) -> int:
-    """Return the partition that every Kafka client's default partitioner chooses for the key.
-
-    Events without a key take turns.
-    """
-    if key is None:
-        return id % partitions
-    found = _kept_partition if len(key) <= LONGEST_KEPT_KEY else _partition_of_key
-    return found(key, partitions)
-
-
-def _partition_of_key(key: bytes, partitions: int) -> int:
-    return int(murmur2(key) & 0x7FFFFFFF) % partitions
-
-
-_kept_partition = lru_cache(maxsize=65_536)(_partition_of_key)

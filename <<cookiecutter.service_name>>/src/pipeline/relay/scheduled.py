@@ -18,20 +18,20 @@ MOVE_LOCK = 0x1B0C8
 
 _AT_ONCE = 1_000
 _STOPPED = "10s"
-"""For how long a process that has stopped in the middle of a move may hold up the others."""
+"""Time that a process which stops in the middle of a move may delay the others."""
 _LOOK_SECONDS = 1.0
-"""How late an event may be because nobody has looked."""
+"""Time between two looks at what is due."""
 
-# Only the first is looked at, by the index, whatever the planner knows.
+# Reads the first row only, by the index, whatever the planner estimates.
 _IS_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
 
-# A process that is stopped in the middle must not hold it, nor what it is about to move.
+# A process that stops in the middle must not hold the lock, nor the rows that it is moving.
 _LOCK = """
 SELECT pg_try_advisory_xact_lock($1) AS is_ours,
        set_config('idle_in_transaction_session_timeout', $2, true)
 """
 
-# One that is being cancelled or replaced is locked, and not waited for.
+# A row that is being cancelled or replaced is locked; it is left for the next move.
 _MOVE = f"""
 WITH due AS (
     DELETE FROM pipeline.scheduled
@@ -54,7 +54,7 @@ SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type
 
 
 class Scheduled:
-    """Moves what is due into the outbox, beside what a relay does."""
+    """Moves scheduled events that are due into the outbox."""
 
     def __init__(self) -> None:
         self._look_at = 0.0
@@ -65,11 +65,11 @@ class Scheduled:
         return monotonic() >= self._look_at
 
     async def move(self, connection: asyncpg.Connection) -> bool:
-        """Move some of what is due; says whether there was any."""
+        """Move events that are due, up to a limit; returns whether there were any."""
         self._look_at = monotonic() + _LOOK_SECONDS
         moved = 0
         if await connection.fetchval(_IS_DUE):
-            # Apart from the lock, so that it sees what the last one to hold it has moved.
+            # The move is a statement after the lock: it sees what the last holder has moved.
             async with connection.transaction():
                 if await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED):
                     moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])
@@ -107,5 +107,5 @@ async def waiting(connection: asyncpg.Connection, limit: int) -> AsyncIterator[W
 
 
 async def cancel(connection: asyncpg.Connection, names: list[str]) -> list[str]:
-    """Take scheduled events back; returns the names of those that still waited."""
+    """Cancel scheduled events; returns the names of those that were still waiting."""
     return sorted([row["name"] for row in await connection.fetch(CANCEL, names)])

@@ -11,18 +11,18 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.servers.cluster import OtherEpoch
+from pipeline.servers.cluster import OtherCluster
 
 Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
 
 _SCAN_AT_MOST = 50_000
-"""Ids that one PAGE looks through, so that one late row does not make it scan everything."""
+"""Ids that one PAGE scans, so that one late row does not make it scan all of them."""
 
 PAGE_BYTES = 8 * 2**20
-"""What the events of one page may take in memory, beside the last one; two are there at once."""
+"""Memory for the events of one page, beside the last one; two pages exist at once."""
 _ROW_BYTES = 500
-"""Size of an event beside its payload, about."""
+"""Approximate size of an event without its payload."""
 
 COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
        content_type, traceparent, tracestate, baggage, headers,
@@ -36,25 +36,30 @@ _HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target
        NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
        NULL AS tracestate, NULL AS baggage, NULL AS headers,
        NULL AS dataref, NULL::bigint AS datalength, NULL AS datachecksum"""
-"""Of the row before the events, which says what is true of all of them."""
+"""Columns of the first row, which says what is true of all events after it."""
 
 
-def _filling(page: str, place: str, at_most: str) -> str:
+def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
     """Return the statement that reads a page, cut off behind the event with which it is full.
 
-    How large payloads are is known without reading them.
+    The size of a payload is known without reading it.
     """
     return f"""
-SELECT {_HEAD}
-UNION ALL (
-SELECT NULL, NULL, NULL, {COLUMNS}
-  FROM (SELECT {COLUMNS},
+SELECT {columns}
+  FROM (SELECT page.*,
                sum(octet_length(payload)) OVER (
                    ORDER BY {place} ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
           FROM ({page}) AS page) AS summed
  WHERE before < {at_most} OR before IS NULL
- ORDER BY {place})
+ ORDER BY {place}
 """
+
+
+def _headed(page: str, *, place: str, at_most: str) -> str:
+    """Return the statement that reads a page behind the row that is true of all of it."""
+    columns = f"NULL, NULL, NULL, {COLUMNS}"
+    rows = filled(page, columns=columns, place=place, at_most=at_most)
+    return f"SELECT {_HEAD} UNION ALL ({rows})"
 
 
 # By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
@@ -62,7 +67,7 @@ SELECT NULL, NULL, NULL, {COLUMNS}
 # running ones may lie above it: the window is never bounded by an id.
 # `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
 # parallel plan, in which the first row might not come first.
-_FRESH = _filling(
+_FRESH = _headed(
     f"""
 SELECT {COLUMNS}
   FROM (SELECT {COLUMNS}
@@ -78,12 +83,12 @@ SELECT {COLUMNS}
                 WHERE pg_visible_in_snapshot(running, pg_current_snapshot())))) AS unseen
  ORDER BY id + 0
  LIMIT $3""",
-    "id + 0",
-    "$4",
+    place="id + 0",
+    at_most="$4",
 )
 
 # Functions instead of comparisons of xid: the planner must take the index on id.
-_PAGE = _filling(
+_PAGE = _headed(
     f"""
 SELECT {COLUMNS}
   FROM pipeline.outbox
@@ -92,8 +97,8 @@ SELECT {COLUMNS}
    AND shard = ANY ($5)
  ORDER BY id
  LIMIT $6""",
-    "id",
-    "$7",
+    place="id",
+    at_most="$7",
 )
 
 _NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
@@ -122,9 +127,9 @@ class Page:
 async def is_as_seen(
     connection: asyncpg.Connection, progress: Iterable[Progress], server: datetime | None
 ) -> bool:
-    """Whether nothing was committed since, as far as this server can tell: then `fresh` is empty.
+    """Whether nothing was committed since `seen`: then `fresh` would read nothing.
 
-    It costs a tenth of that.
+    It costs a tenth of `fresh`.
     """
     now = await connection.fetchrow(_NOW)
     return now["server"] == server and all(
@@ -139,13 +144,13 @@ async def fresh(
     limit: int,
     at_most: int = PAGE_BYTES,
 ) -> Page:
-    """Read what has become visible since `seen`: so many events, or bytes and one event, at most.
+    """Read what has become visible since `seen`: at most so many events, or bytes and one event.
 
-    Raises `OtherEpoch` if that can't be said.
+    Raises `OtherCluster` where `seen` is a snapshot of another cluster.
     """
     head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
     if head["target"][1] < progress.seen[1]:
-        raise OtherEpoch
+        raise OtherCluster
     if len(events) <= limit and not _fill(events, at_most):
         return Page(events, replace(progress, seen=head["target"]), head["server"])
     events = events[:limit]

@@ -1,35 +1,36 @@
-"""Partitions of a table: attached and dropped so that nobody who uses the table waits.
+"""Partitions of a table: attached and dropped without holding up transactions that use the table.
 
-A plain `CREATE … PARTITION OF`, `DROP` or `DETACH` queues behind open transactions, and everybody
-else queues behind it. A partition is a table of the schema `pipeline` with a name of its own.
+A plain `CREATE … PARTITION OF`, `DROP` or `DETACH` queues behind open transactions, and all later
+ones queue behind it. A partition is a table of the schema `pipeline` with a name of its own.
 """
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import asyncpg
 
 log = logging.getLogger(__name__)
 
-HOUSEKEEPING_LOCK = 0x1B0C6
+_LOCK = 0x1B0C6
 """Advisory lock: one process makes partitions at a time."""
 
 _DETACH_SECONDS = 30.0
-"""How long a detach waits for those who have begun with the table; they don't wait for it."""
+"""How long a detach waits for transactions that use the table; they don't wait for it."""
 
-BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
-"""Begins a transaction that changes partitions: waits for no lock for long, this one the first."""
+_BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
 
-# What is made belongs to whom its table belongs to, whoever of its members makes it.
+# A partition belongs to the owner of its table, whichever member of that role makes it.
 _AS_OWNER = """
 SELECT set_config('role', pg_get_userbyid(relowner), true)
   FROM pg_class WHERE oid = ('pipeline.' || $1)::regclass
 """
 
 _IS_OWNER = """
-SELECT current_user AS who, pg_get_userbyid(relowner) AS owner,
+SELECT current_user AS role, pg_get_userbyid(relowner) AS owner,
        pg_has_role(relowner, 'USAGE') AS is_owner
   FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
 """
@@ -44,7 +45,7 @@ SELECT EXISTS (
         WHERE nspname = 'pipeline' AND relname = $1)
 """
 
-# What is half done comes first: a table has one at most, and no other can follow before it is done.
+# A pending detach comes first: a table has one at most, and no other can begin before it is done.
 _NAMED_LIKE = """
 SELECT relname AS name,
        CASE WHEN inhrelid IS NULL THEN 'detached'
@@ -55,7 +56,7 @@ SELECT relname AS name,
  ORDER BY inhdetachpending DESC NULLS LAST, length(relname), relname
 """
 
-_WHO_USES = """
+_USED_BY = """
 SELECT format('process %s of %s uses it since %s', pid,
               COALESCE(NULLIF(application_name, ''), usename, '?'), xact_start)
   FROM pg_locks JOIN pg_stat_activity USING (pid)
@@ -81,20 +82,41 @@ class Partition(NamedTuple):
     state: State
 
 
+@dataclass(frozen=True)
+class PartitionStatus:
+    """When a partition is to be dropped, and why it is not."""
+
+    table: Literal["inbox", "outbox"]
+    partition: Partition
+    is_due: bool
+    """Whether its age has come."""
+    due_at: datetime | None = None
+    """When it comes, or came; None for a generation that is not closed yet."""
+    needed_by: str | None = None
+    """Of one that is due: why it is not dropped; None if nothing needs it."""
+    is_ahead: bool = False
+    """Whether it is a generation that takes no markers yet."""
+
+    @property
+    def name(self) -> str:
+        """The name of its table."""
+        return self.partition.name
+
+
 class StillNeeded(Exception):
-    """The partition can't be dropped now; what is begun goes on the next time."""
+    """The partition can't be dropped now; the next round continues what was begun."""
 
 
 class NotOwner(PermissionError):
-    """The role may not make partitions, nor drop them. It can be tried again: another one may."""
+    """The role may neither make partitions nor drop them. Another process may do it meanwhile."""
 
 
 async def must_own(connection: asyncpg.Connection) -> None:
-    """Raise `NotOwner` unless the connection's role owns partitions, or is a member of who does."""
-    who, owner, is_owner = await connection.fetchrow(_IS_OWNER)
+    """Raise `NotOwner` unless the connection's role owns partitions, also as a member."""
+    role, owner, is_owner = await connection.fetchrow(_IS_OWNER)
     if not is_owner:
         raise NotOwner(
-            f"role {who} can neither make nor drop partitions: run `service retention run` every"
+            f"role {role} can neither make nor drop partitions: run `service retention run` every"
             f" hour as a member of their owner {owner}"
         )
 
@@ -122,7 +144,7 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
     if there.get(name) is State.PENDING:
         await _finalize(connection, parent, name)
     async with connection.transaction():
-        await connection.execute(BEGIN, HOUSEKEEPING_LOCK)
+        await connection.execute(_BEGIN, _LOCK)
         if [*await like(connection, name)] == [Partition(name, State.ATTACHED)]:
             return
         await connection.execute(_AS_OWNER, parent)
@@ -143,16 +165,16 @@ async def drop(
     *,
     first: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Detach a partition and drop it, from whatever state it is in. Nobody may need it any more.
+    """Detach a partition that is no longer needed and drop it, whatever state it is in.
 
-    `first` is called in between, when nobody writes to it, and what that raises keeps it. Can be
-    cut off at any point, called again, and by two at once. Raises `Held` where it can't go.
+    `first` is called in between, when it takes no more rows, and what that raises keeps it. Can be
+    interrupted at any point, repeated, and done by two processes at once. Raises `StillNeeded`.
     """
     name = partition.name
     try:
         match partition.state:
             case State.ATTACHED:
-                # In no transaction: it waits, in one of its own, until nobody sees the partition.
+                # In no transaction: it waits, in one of its own, until none sees the partition.
                 await connection.execute(
                     f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} CONCURRENTLY",
                     timeout=_DETACH_SECONDS,
@@ -165,15 +187,15 @@ async def drop(
             await first()
         async with connection.transaction():
             await connection.execute(_WAIT_SHORTLY)
-            # Since it was detached much time may have passed: somebody may have attached it again.
+            # It may have been attached again while `first` was running.
             await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
             if await like(connection, name) != [Partition(name, State.DETACHED)]:
-                raise StillNeeded("somebody has attached it again")
+                raise StillNeeded("it was attached again")
             await connection.execute(f"DROP TABLE pipeline.{name}")
     except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
         raise StillNeeded(await used_by(connection, parent, name)) from error
     except asyncpg.UndefinedTableError:
-        # Another process is at it: what is left of it is seen in the next round.
+        # Another process drops it: the next round shows what is left of it.
         if await exists(connection, name):
             raise StillNeeded("another process is dropping it") from None
     except asyncpg.PostgresError as error:
@@ -182,12 +204,12 @@ async def drop(
 
 
 async def used_by(connection: asyncpg.Connection, parent: str, name: str) -> str:
-    """Say who uses a partition, for whom somebody has waited in vain."""
-    return await connection.fetchval(_WHO_USES, parent, name) or "somebody has used it for too long"
+    """Return the process that uses a partition, after waiting for it in vain."""
+    return await connection.fetchval(_USED_BY, parent, name) or "it was in use for too long"
 
 
 async def _finalize(connection: asyncpg.Connection, parent: str, name: str) -> None:
-    """End a detach that was cut short. Who reads the partition since then must have ended."""
+    """Complete a detach that was cut short. It waits for transactions that read the partition."""
     async with connection.transaction():
         await connection.execute(_WAIT_SHORTLY)
         await connection.execute(

@@ -20,14 +20,12 @@ import pydantic_core
 from aiolimiter import AsyncLimiter
 from opentelemetry.context import Context
 
-from pipeline.apply import backlog
-from pipeline.apply.backlog import Lane, Taken
-from pipeline.apply.batch import Item, validated
+from pipeline.apply.batch import validated
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.calls import result_as_json
-from pipeline.apply.consume import judged
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import FromLane
+from pipeline.apply.item import Item
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.verdict import decision_on
 from pipeline.errors import describe_error, is_of_the_database
 from pipeline.handlers.effects import Call, Effect
 from pipeline.handlers.policy import (
@@ -41,13 +39,16 @@ from pipeline.handlers.policy import (
     unknown,
 )
 from pipeline.handlers.transaction import Transaction
-from pipeline.observe import telemetry
-from pipeline.observe.telemetry import ProcessSpans
+from pipeline.observe import metrics
+from pipeline.observe.traces import ProcessSpans
+from pipeline.retry import lanes
 from pipeline.schema import LANES
 from pipeline.servers.guard import InContext
 from pipeline.servers.tasks import end, in_background
 
-from .workers import BacklogWorkers, died, untouched
+from .lane_source import LaneSource
+from .lanes import Lane, Taken
+from .workers import BacklogWorkers, died, unchanged
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class EffectWorkers(BacklogWorkers):
         self._calling: dict[asyncio.Task[Any], tuple[Item, float]] = {}
         """Those whose function is called, and until when it may take."""
 
-    def deaf(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
+    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
         """Return a message whose call goes on so long after it was cancelled, and its task."""
         now = asyncio.get_running_loop().time()
         for task, (item, until) in self._calling.items():
@@ -198,7 +199,7 @@ class EffectWorkers(BacklogWorkers):
 
     async def _hold(self, lane: Lane) -> None:
         lease = self._settings.backlog_lease
-        await self._ask("holding a lane", lambda driver: backlog.hold(driver, lane, lease))
+        await self._ask("holding a lane", lambda driver: lanes.hold(driver, lane, lease))
 
     async def _begin(self, lane: Lane, calls: _Calls) -> bool:
         """Begin calls that are due; says whether there were any."""
@@ -212,17 +213,17 @@ class EffectWorkers(BacklogWorkers):
         try:
             # Also where what stands behind calls that are under way hides what else is due.
             hides = not chosen and any(len(items) > 1 for items in of_keys.values())
-            if taken.hopeless or hides or taken.keys != list(of_keys):
-                left = Taken([], {}, taken.hopeless, taken.keys)
+            if taken.unhandleable or hides or taken.keys != list(of_keys):
+                left = Taken([], {}, taken.unhandleable, taken.keys)
                 await self._apply(self._consume, self._work_of(lane, left))
             begun = asyncio.get_running_loop().time()
             may_begin = await self._note_beginnings(lane, chosen) if chosen else {}
         except BaseException:
             for item in chosen:
-                del self._under_way[item.marker.key]
+                del self._under_way[item.key]
             raise
         for item in chosen:
-            key = item.marker.key
+            key = item.key
             if not may_begin.get(key, True):
                 del self._under_way[key]
                 continue
@@ -236,20 +237,21 @@ class EffectWorkers(BacklogWorkers):
 
     async def _note_beginnings(self, lane: Lane, chosen: Sequence[Item]) -> dict[bytes, bool]:
         """Store that calls begin where that is needed; returns of each of these whether it may."""
-        fates = {
-            item.marker.key: fate
+        decisions = {
+            item.key: decision
             for item in chosen
-            if not self._is_risky(lane, item) and (fate := self._beforehand(item, is_risky=False))
+            if not self._is_risky(lane, item)
+            and (decision := self._beforehand(item, is_risky=False))
         }
-        if not fates:
+        if not decisions:
             # Who was stopped for long may not hold the lane any more. To note something tells too.
             await self._hold(lane)
-        there = await self._note(lane, chosen, fates)
-        return {key: key in there and not fate.is_dead for key, fate in fates.items()}
+        there = await self._note(lane, chosen, decisions)
+        return {key: key in there and not decision.is_dead for key, decision in decisions.items()}
 
     async def _has_room_for(self, item: Item) -> bool:
         """Take a place for a call, if there is one for this effect."""
-        consumer = item.marker.consumer
+        consumer = item.consumer
         if consumer not in self._consumers:
             return False
         rate = _effect_of(item).per_second
@@ -258,7 +260,7 @@ class EffectWorkers(BacklogWorkers):
                 burst = max(1.0, rate * _BURST)
                 self._limiters[consumer] = AsyncLimiter(burst, burst / rate)
             await self._limiters[consumer].acquire()  # at once: it has room
-        self._under_way[item.marker.key] = consumer
+        self._under_way[item.key] = consumer
         return True
 
     async def _call(self, lane: Lane, item: Item, *, noted_at: float | None) -> _Called | None:
@@ -266,22 +268,22 @@ class EffectWorkers(BacklogWorkers):
         is_risky = self._is_risky(lane, item)
         # One that may kill the process goes when no other such does.
         async with self._alone if is_risky else nullcontext():
-            if is_risky and (fate := self._beforehand(item, is_risky=True)):
-                key, noted_at = item.marker.key, asyncio.get_running_loop().time()
-                if key not in await self._note(lane, [item], {key: fate}) or fate.is_dead:
+            if is_risky and (decision := self._beforehand(item, is_risky=True)):
+                key, noted_at = item.key, asyncio.get_running_loop().time()
+                if key not in await self._note(lane, [item], {key: decision}) or decision.is_dead:
                     return None
             if noted_at is not None and self._is_late(noted_at):
                 # Held up for longer than the lane was surely ours. Who still has it has made no
                 # call, and nobody else has; the others are told here that they have lost it.
                 log.warning("effects: %s was held up, and begins anew", item.handler.consumer)
-                await self._note(lane, [item], {item.marker.key: _before(item)})
+                await self._note(lane, [item], {item.key: _before(item)})
                 return None
             # Only now: to validate it may be what kills.
             if item.event is None and item.fault is None:
                 item = validated(item)
                 # It can't be asked any more what came out of an earlier call.
-                if item.fault and (fate := self._beforehand(item, is_risky=False)):
-                    await self._note(lane, [item], {item.marker.key: fate})
+                if item.fault and (decision := self._beforehand(item, is_risky=False)):
+                    await self._note(lane, [item], {item.key: decision})
                     return None
             return replace(await self._called(item), is_noted=noted_at is not None)
 
@@ -291,11 +293,11 @@ class EffectWorkers(BacklogWorkers):
             return _Called(item)
         task = asyncio.current_task()
         assert task is not None
-        call = Call(item.marker.message, item.attempts + 1)
+        call = Call(item.message, item.attempts + 1)
         now = asyncio.get_running_loop().time
         self._calling[task] = item, now() + handler.timeout
         limit = asyncio.timeout(handler.timeout)
-        current = ProcessSpans(self._group).of(item.marker.message, handler.consumer, item.trace)
+        current = ProcessSpans(self._group).of(item.message, handler.consumer, item.trace)
         called = _Called(item, context=current.context)
         begun = perf_counter()
         try:
@@ -318,7 +320,7 @@ class EffectWorkers(BacklogWorkers):
             return replace(called, error=told)
         finally:
             key = handler.consumer, handler.event.event_type
-            telemetry.handled({key: perf_counter() - begun})
+            metrics.handled({key: perf_counter() - begun})
             del self._calling[task]
 
     def _is_late(self, noted_at: float) -> bool:
@@ -341,17 +343,17 @@ class EffectWorkers(BacklogWorkers):
         if item.fault is not None:
             return None
         error = ProcessDied(f"a process began the call (attempt {attempts + 1}) and died")
-        fate = assumed(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
+        decision = assumed(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
         # Who has lost the lane over it begins no call that is late, but may be in the middle of
         # one: until that is over there is no answer to ask for.
         longest = self._settings.backlog_lease + item.handler.timeout
-        return replace(fate, due_in=max(fate.due_in or 0.0, longest))
+        return replace(decision, due_in=max(decision.due_in or 0.0, longest))
 
     async def _settle(self, lane: Lane, called: Sequence[_Called]) -> None:
         """Store what has come out of calls: of those that may fail again one by one."""
         settled = await self._settle_together(lane, [one for one in called if one.is_done])
         for one in called:
-            if one.item.marker.key not in settled:
+            if one.item.key not in settled:
                 await self._settle_together(lane, [one])
 
     async def _settle_together(self, lane: Lane, called: Sequence[_Called]) -> set[bytes]:
@@ -364,25 +366,25 @@ class EffectWorkers(BacklogWorkers):
             return _stored(await self._apply(self._consume, self._work_of(lane, taken)))
         except BreakerOpen:
             for one in called:
-                if one.is_noted and (fate := _in_vain(one)):
-                    await self._note(lane, [one.item], {one.item.marker.key: fate})
-            return {item.marker.key for item in items}
+                if one.is_noted and (decision := _in_vain(one)):
+                    await self._note(lane, [one.item], {one.item.key: decision})
+            return {item.key for item in items}
 
     async def _note(
-        self, lane: Lane, items: Sequence[Item], fates: Mapping[bytes, Decision]
+        self, lane: Lane, items: Sequence[Item], decisions: Mapping[bytes, Decision]
     ) -> set[bytes]:
         """Store what becomes of rows, and call nobody; returns the keys of those that are there."""
-        noted = [item for item in items if item.marker.key in fates]
+        noted = [item for item in items if item.key in decisions]
         if not noted:
             return set()
         taken = Taken(noted, {}, [], [item.order_key for item in noted])
-        results = await self._apply(self._consume, self._work_of(lane, taken, fates))
-        return {item.marker.key for one in results for item, _ in one.fates}
+        results = await self._apply(self._consume, self._work_of(lane, taken, decisions))
+        return {item.key for one in results for item, _ in one.decided}
 
     def _work_of(
         self, lane: Lane, taken: Taken, assumed: Mapping[bytes, Decision] = {}
-    ) -> FromLane:
-        return FromLane(lane, self._settings.backlog_lease, taken, assumed)
+    ) -> LaneSource:
+        return LaneSource(lane, self._settings.backlog_lease, taken, assumed)
 
 
 def _effect_of(item: Item) -> Effect:
@@ -391,14 +393,14 @@ def _effect_of(item: Item) -> Effect:
     return effect
 
 
-def _stored(results: Sequence[Results]) -> set[bytes]:
+def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:
     """Return the marker keys of what was settled for good."""
     return {
-        item.marker.key
+        item.key
         for one in results
         for item in (
-            *(*one.applied, *one.duplicates, *(item for item, _ in one.impostors)),
-            *(item for item, fate in one.fates if not fate.is_undecided),
+            *(*one.applied, *one.duplicates, *(item for item, _ in one.mismatched)),
+            *(item for item, decision in one.decided if not decision.is_undecided),
         )
     }
 
@@ -425,7 +427,7 @@ def _kept(result: object, item: Item) -> object:
     try:
         kept = result_as_json(result)
     except TypeError as error:
-        consumer, id = item.marker.consumer, item.marker.message.id
+        consumer, id = item.consumer, item.message.id
         log.warning("%s: call %r was made, and nothing of it is kept: %s", consumer, id, error)
         return None
     return kept and pydantic_core.from_json(kept)
@@ -433,7 +435,7 @@ def _kept(result: object, item: Item) -> object:
 
 def _before(item: Item) -> Decision:
     """Return what a row was before it was noted that its call begins."""
-    before = untouched(item)
+    before = unchanged(item)
     return replace(before, reason=UNKNOWN) if _may_have_happened(item) else before
 
 
@@ -444,12 +446,12 @@ def _in_vain(called: _Called) -> Decision | None:
     """
     item, effect, error = called.item, _effect_of(called.item), called.error
     if effect.is_repeatable or isinstance(error, NOT_DONE):
-        return untouched(item)
+        return unchanged(item)
     if error is None:  # it took place, and what comes after that has failed
         return None
     if _may_have_happened(item) and not called.is_made:
         return _before(item)
-    return judged(item, error, UNKNOWN)
+    return decision_on(item, error, UNKNOWN)
 
 
 def _told(

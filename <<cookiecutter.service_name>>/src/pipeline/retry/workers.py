@@ -14,14 +14,13 @@ from uuid import uuid4
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.apply import backlog
-from pipeline.apply.backlog import Lane, LaneLost, Taken
-from pipeline.apply.batch import Item, validated
+from pipeline.apply.batch import validated
 from pipeline.apply.breaker import Breaker, BreakerOpen
-from pipeline.apply.consume import Consume
 from pipeline.apply.fetching import fetch
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import FromLane, Pace
+from pipeline.apply.item import Item
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.pace import Pace
+from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreSlow, StoreUnavailable, describe_error
 from pipeline.handlers.policy import (
     DIED,
@@ -35,12 +34,16 @@ from pipeline.handlers.policy import (
     suspected,
 )
 from pipeline.handlers.registry import Handlers
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.observe.health import Health
+from pipeline.retry import lanes
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts, retry_while_unavailable
 from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
+
+from .lane_source import LaneSource
+from .lanes import Lane, LaneLost, Taken
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class BacklogWorkers:
     def __init__(
         self,
         engine: AsyncEngine,
-        consume: Consume,
+        consume: ConsumeTransactions,
         *,
         handlers: Handlers,
         workers: int,
@@ -168,7 +171,7 @@ class BacklogWorkers:
         await self._release(lane)
 
     async def _release(self, lane: Lane) -> None:
-        await self._ask("giving a lane back", lambda driver: backlog.release(driver, lane))
+        await self._ask("giving a lane back", lambda driver: lanes.release(driver, lane))
 
     async def _serve(self, lane: Lane) -> None:
         """Handle what is due in the lane, for a while."""
@@ -196,11 +199,11 @@ class BacklogWorkers:
 
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> Taken:
         """Read what is due in the lane, and fetch what it refers to, up to the first row that may
-        kill the process. Raises `StoreAway`."""
+        kill the process. Raises `StoreUnavailable`."""
         handlers, consumers = self._handlers, self._consumers
         taken = await self._ask(
             "reading the backlog",
-            lambda driver: backlog.take(driver, lane, handlers, consumers, limit, before=before),
+            lambda driver: lanes.take(driver, lane, handlers, consumers, limit, before=before),
         )
         harmless = self._harmless(lane, taken.items)
         items = await self._fetched(taken.items[:harmless], validates=True)
@@ -209,7 +212,7 @@ class BacklogWorkers:
         return replace(taken, items=items)
 
     async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
-        """Return items with what they refer to. Raises `StoreAway`."""
+        """Return items with what they refer to. Raises `StoreUnavailable`."""
         try:
             # While the lane is surely ours.
             async with asyncio.timeout(self._settings.backlog_lease / 2):
@@ -225,7 +228,7 @@ class BacklogWorkers:
         """Handle rows in one transaction; a row that may kill the process in one of its own."""
         if taken.redecoded:
             taken = replace(taken, items=())  # these call no handler; the others have the next turn
-        work = FromLane(lane, self._settings.backlog_lease, taken)
+        work = LaneSource(lane, self._settings.backlog_lease, taken)
         harmless = self._harmless(lane, taken.items)
         if harmless < len(taken.items):
             work = replace(work, taken=replace(taken, items=taken.items[: harmless or 1]))
@@ -234,14 +237,14 @@ class BacklogWorkers:
             return
         (item,) = work.items
         if item.is_suspect:
-            what = f"{item.marker.consumer}: {item.marker.message.type} {item.marker.message.id!r}"
+            what = f"{item.consumer}: {item.message.type} {item.message.id!r}"
             log.warning("%s is tried alone: %s", what, item.last_error)
         async with self._consume.alone() as consume:
             # The worst is assumed before: who does not come back has spent an attempt.
-            fate = died(item)
-            before = replace(work, assumed={item.marker.key: untouched(item)})
-            await self._apply(consume, replace(work, assumed={item.marker.key: fate}))
-            if fate.is_dead:
+            decision = died(item)
+            before = replace(work, assumed={item.key: unchanged(item)})
+            await self._apply(consume, replace(work, assumed={item.key: decision}))
+            if decision.is_dead:
                 return
             try:
                 # Only now: to have its data, and to validate it, may be what kills.
@@ -260,19 +263,21 @@ class BacklogWorkers:
                         await self._apply(consume, before)
                 raise
 
-    async def _apply_singly(self, work: FromLane, results: Sequence[Results]) -> None:
+    async def _apply_singly(self, work: LaneSource, results: Sequence[BatchOutcome]) -> None:
         """Try what is undecided: together they would fail again, once for each that is judged."""
         waiting: set[bytes] = set()
-        for item, fate in (pair for one in results for pair in one.fates):
-            if fate.is_undecided and item.order_key not in waiting:
-                alone = Taken(items=[item], redecoded={}, hopeless=[], keys=[item.order_key])
+        for item, decision in (pair for one in results for pair in one.decided):
+            if decision.is_undecided and item.order_key not in waiting:
+                alone = Taken(items=[item], redecoded={}, unhandleable=[], keys=[item.order_key])
                 await self._apply(self._consume, replace(work, taken=alone))
             waiting.add(item.order_key)
 
     def _is_risky(self, lane: Lane, item: Item) -> bool:
         return item.is_suspect or lane.starts > 1
 
-    async def _apply(self, consume: Consume, work: FromLane) -> Sequence[Results]:
+    async def _apply(
+        self, consume: ConsumeTransactions, work: LaneSource
+    ) -> Sequence[BatchOutcome]:
         results = await consume.apply(work, self._patiently("handling rows"))
         if not work.assumed:  # then no handler was called
             self._pace.learn(results)
@@ -288,7 +293,7 @@ class BacklogWorkers:
         lease = self._settings.backlog_lease
         return await self._ask(
             "claiming a lane",
-            lambda driver: backlog.claim(driver, self._owner, lease, self._consumers),
+            lambda driver: lanes.claim(driver, self._owner, lease, self._consumers),
         )
 
     async def _count(self) -> None:
@@ -298,12 +303,12 @@ class BacklogWorkers:
             begun = monotonic()
             try:
                 async with asyncio.timeout(_COUNT_SECONDS), autocommitting(self._engine) as driver:
-                    rows = await backlog.count(driver)
+                    rows = await lanes.count(driver)
                 # Whose last row is gone has none here, and would seem to have it for ever.
                 for consumer in told - {consumer for consumer, *_ in rows}:
-                    telemetry.observe_backlog(consumer, 0, 0, 0.0)
+                    metrics.observe_backlog(consumer, 0, 0, 0.0)
                 for row in rows:
-                    telemetry.observe_backlog(*row)
+                    metrics.observe_backlog(*row)
                 told |= {consumer for consumer, *_ in rows}
             except TimeoutError:
                 log.warning("backlog: it takes too long to count, its gauges tell what was before")
@@ -324,7 +329,7 @@ class BacklogWorkers:
             f"{self._name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
-            away=lambda reason: self._health.not_ready(self._name, reason),
+            report=lambda reason: self._health.not_ready(self._name, reason),
         )
 
 
@@ -340,12 +345,12 @@ def died(item: Item) -> Decision:
         return dead(policy, "attempts used up", error, attempts=item.attempts)
     error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
     if item.reason == GAP:  # it may have to wait still, and then nobody is called
-        fate = suspected(policy, error)
-        return replace(fate, attempts=item.attempts, waited=item.waited, is_assumed=True)
+        decision = suspected(policy, error)
+        return replace(decision, attempts=item.attempts, waited=item.waited, is_assumed=True)
     return assumed(policy, error, attempts=item.attempts, waited=item.waited)
 
 
-def untouched(item: Item) -> Decision:
+def unchanged(item: Item) -> Decision:
     """Return what a row was before its attempt was spent beforehand."""
     reason = DIED if item.is_suspect else UNDECIDED
     return Decision(

@@ -11,41 +11,41 @@ from asyncpg.connection import LoggedQuery
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from pipeline.observe import telemetry
+from pipeline.observe import statements
 from pipeline.settings import Settings
 
 from .guard import CALL, GUARD
 
 _BESIDE_TRANSACTIONS = 5
-"""For the relay, housekeeping, reading a position, loading filters, and the lanes of effects."""
+"""Connections for the relay, retention, positions, filters, and the lanes of effects."""
 
 _LONGER = 10
-"""How many times its own lease a process takes another's to be: they may be set apart."""
+"""A lease of another process may be this many times as long as one's own: settings may differ."""
 
 _CONNECT_SECONDS = 5.0
-"""Enough for a server that is there; one that says nothing is told of, and tried again."""
+"""Time-out of a connection attempt, after which the server counts as unavailable."""
 
 _COMMAND_SECONDS = 60.0
-"""Longer than any statement takes: a connection that died without a word is noticed by it."""
+"""Time-out of a statement, longer than any takes: by it a dead connection is noticed."""
 
 
 def lease_ended(seconds: str) -> str:
-    """SQL condition: a lease has run out; `seconds` is the parameter that says how long ours last.
+    """Return the SQL condition that a lease has ended; `seconds` is the parameter with its length.
 
-    One that would last for much longer was taken before the database's clock was set back, by
-    somebody who has not extended it since.
+    A lease that would last much longer was taken before the database's clock was set back, and not
+    extended since.
     """
     return f"""(lease_until < clock_timestamp()
                OR lease_until > clock_timestamp() + {_LONGER} * make_interval(secs => {seconds}))"""
 
 
 def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
-    """Return a pool that is as large as the process needs, and no larger."""
+    """Return a pool of as many connections as the process needs."""
     engine = create_async_engine(
         settings.database_url.get_secret_value(),
         pool_size=settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS,
         max_overflow=0,
-        # Errors are logged, and parameters are payloads.
+        # Parameters are payloads, and errors are logged.
         hide_parameters=True,
         isolation_level="READ COMMITTED",
         connect_args=connect_args(settings, name=name)
@@ -57,11 +57,11 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
 
 
 def _time_statements(engine: sa.Engine) -> None:
-    """Have each statement timed once: SQLAlchemy prepares most of its own, and asyncpg tells only
-    of what it runs unprepared, and of many at once. COPY is told of by neither."""
+    """Time each statement once: by SQLAlchemy's events if it is prepared, and else, as with many at
+    once, by asyncpg's query log. COPY is in neither, and timed where it is called."""
 
     def watch(connection: Any, _: object) -> None:
-        connection.driver_connection.add_query_logger(_tell)
+        connection.driver_connection.add_query_logger(_log_query)
 
     sa.event.listen(engine, "connect", watch)
     sa.event.listen(engine, "before_cursor_execute", _begin)
@@ -70,9 +70,9 @@ def _time_statements(engine: sa.Engine) -> None:
     sa.event.listen(engine, "commit", _refuse_commit)
 
 
-def _tell(query: LoggedQuery) -> None:
-    telemetry.executed(query.query, query.elapsed, query.exception)
-    # It is told in the context of who has sent it.
+def _log_query(query: LoggedQuery) -> None:
+    statements.executed(query.query, query.elapsed, query.exception)
+    # In the context of the task that has sent the statement.
     if call := CALL.get():
         call.after(query.query)
 
@@ -91,7 +91,7 @@ def _begin(
     if guard:
         driver: Any = connection.connection.driver_connection
         guard.before(text, context, driver)
-    context.pipeline_statement = telemetry.Statement(
+    context.pipeline_statement = statements.Statement(
         text, has_values=bool(values), is_timed=not is_many
     )
 
@@ -124,43 +124,43 @@ def _refuse_commit(connection: sa.Connection) -> None:
 
 
 def _refuse_if_closed(connection: Any, *_: object) -> None:
-    """Make the pool connect anew after the server has ended its connections, as in a restart."""
+    """Make the pool reconnect after the server has closed its connections, as in a restart."""
     if connection.driver_connection.is_closed():
         raise InvalidatePoolError
 
 
 def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
-    """Return what connections are made with, on the way that the settings name."""
-    way: dict[str, Any] = {"server_settings": {"application_name": name}}
+    """Return the options of a connection, direct or through a pooler."""
+    options: dict[str, Any] = {"server_settings": {"application_name": name}}
     if context := settings.database_context():
-        way["ssl"] = context
+        options["ssl"] = context
     if settings.database_pooler:
-        # The next transaction may run in another session: no prepared statement has a name.
-        return way | {
+        # The next transaction may run in another session, without this one's statements.
+        return options | {
             "statement_cache_size": 0,
             "prepared_statement_cache_size": 0,
             "prepared_statement_name_func": lambda: "",
         }
-    # Compiling a page of the outbox takes longer than reading it.
-    way["server_settings"]["jit"] = "off"
-    return way
+    # Compiling the query of a page of the outbox takes longer than running it.
+    options["server_settings"]["jit"] = "off"
+    return options
 
 
 @asynccontextmanager
 async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connection]:
-    """Lend asyncpg's connection, on which every statement is a transaction of its own."""
+    """Lend a connection of asyncpg on which each statement is a transaction of its own."""
     async with engine.connect() as transactional:
         connection = await transactional.execution_options(isolation_level="AUTOCOMMIT")
         try:
             yield await driver_of(connection)
         except BaseException:
-            # Lost, cut off or cancelled in the middle: nobody else may get it.
+            # A statement may be under way: the connection must not be used again.
             await connection.invalidate()
             raise
 
 
 async def driver_of(connection: AsyncConnection) -> asyncpg.Connection:
-    """Return asyncpg's own connection, for what SQLAlchemy has no words for."""
+    """Return asyncpg's own connection, for what SQLAlchemy does not support."""
     driver = (await connection.get_raw_connection()).driver_connection
     if not isinstance(driver, asyncpg.Connection):
         raise TypeError(f"the engine needs asyncpg, not {type(driver).__name__}")

@@ -1,7 +1,9 @@
-"""The guard of a connection that handlers use: it sees their statements, and refuses some."""
+"""The guard of a connection that handlers use: it checks their statements, and rejects some."""
 
+import asyncio
 import decimal
 import re
+import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar, copy_context
@@ -16,95 +18,80 @@ from sqlalchemy.sql.elements import (
 
 T = TypeVar("T")
 
-
 GUARD = "pipeline guard"
 """Key in the `info` of a connection: the `Guard` of the message that uses it."""
-
-
 _CONTROL = re.compile(
     r"(?:\s|/\*.*?\*/|--[^\n]*\n)*(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
     r"|PREPARE\s+TRANSACTION)\b",
     re.IGNORECASE | re.DOTALL,
 )
-
-
 _SAVEPOINT_CLAUSES = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
-
-
 _USE_BEGIN_NESTED = (
     "savepoints are made by `async with tx.session.begin_nested()`, which the engine follows, and"
     " the transaction is ended by the engine"
 )
-
-
 UNDER_WAY = "a statement is still under way: await all that the handler has begun"
-
-
 CANCELLED = (
     "a statement was cancelled under way, by asyncio.timeout or a task group: its transaction is"
     " lost. Bound a statement by SET LOCAL statement_timeout inside begin_nested(), or the whole"
     " handler by timeout="
 )
-
-
 HAS_RETURNED = "the handler has ended: await what it has begun before it returns"
-
-
 HAS_ENDED = "the transaction has ended or is read only: " + _USE_BEGIN_NESTED
 
 
 class HandlerFault(RuntimeError):
-    """A handler has done what would harm its neighbours; the text says what to do instead."""
+    """A handler has done what would affect other messages; the text says what to do instead."""
 
 
 class Stages(Protocol):
-    """Where handlers stage what is written when the transaction commits."""
+    """Holds what handlers stage to be written when the transaction commits."""
 
     staged: Any
-    """What is staged so far. Set to an earlier value, it drops what was staged since."""
+    """What is staged so far; setting it to an earlier value drops what was staged since."""
 
 
 CALL: ContextVar["Guard | None"] = ContextVar("pipeline_call", default=None)
-"""Guard of the handler's call that this code belongs to, and the tasks that it has begun; None: the
+"""Guard of the handler's call that the code runs in, also in tasks that it has started; None in the
 engine's own code."""
 
 
 class Guard:
-    """Sees the statements of one message, and keeps what it has staged in step with savepoints."""
+    """Checks the statements of one message, and keeps what it stages in step with savepoints."""
 
     def __init__(self, outbox: Stages) -> None:
         self._outbox = outbox
         self._savepoints: list[Any] = []
-        """What was staged before each savepoint of the session that has not ended."""
+        """What was staged before each open savepoint of the session."""
         self._is_undone = False
-        """Whether the latest of them was rolled back."""
+        """Whether the latest open savepoint was rolled back."""
         self._unsent = 0
-        """Savepoints that the session has begun and not sent yet."""
+        """Savepoints that the session has begun, and whose statement was not sent yet."""
         self.under_way: set[object] = set()
-        """Statements of SQLAlchemy that are not answered yet."""
+        """Statements of SQLAlchemy that have not ended."""
         self.fault: HandlerFault | None = None
         self.was_cancelled = False
-        """Whether a statement was cancelled under way, which costs the connection."""
+        """Whether a statement was cancelled under way, which makes the connection unusable."""
         self.stray: HandlerFault | None = None
-        """What a task has tried after its handler had ended."""
+        """Fault of a task that sent a statement after its handler had ended."""
 
     def refuse_strays(self, guard: "Guard | None") -> None:
-        """Raise `HandlerFault` for a statement of another call than the one that is at work."""
+        """Raise `HandlerFault` unless the connection's guard is this one."""
         if guard is not self:
             self.stray = HandlerFault(HAS_RETURNED)
             raise self.stray
 
     def begin_savepoint(self) -> None:
-        """Remember what is staged so far."""
+        """Note what is staged so far."""
         self._savepoints.append(self._outbox.staged)
         self._unsent += 1
 
     def roll_back(self) -> None:
-        """Drop, when its block ends, what was staged since the latest savepoint."""
+        """Note that the latest savepoint was rolled back; `end_savepoint` follows."""
         self._is_undone = bool(self._savepoints)
 
     def end_savepoint(self) -> bool:
-        """Forget a savepoint that is released or rolled back; returns whether it was undone."""
+        """End a savepoint that was released or rolled back; return whether it was rolled back."""
         earlier, was_undone = self._savepoints.pop(), self._is_undone
         if was_undone:
             self._outbox.staged, self._is_undone = earlier, False
@@ -112,7 +99,7 @@ class Guard:
         return was_undone
 
     def before(self, text: str, context: Any, driver: asyncpg.Connection) -> None:
-        """Raise `HandlerFault` for a statement of SQLAlchemy that may not be sent."""
+        """Raise `HandlerFault` for a statement of SQLAlchemy that must not be sent."""
         clause = context.invoked_statement
         if isinstance(clause, _SAVEPOINT_CLAUSES):
             if isinstance(clause, SavepointClause):
@@ -131,7 +118,7 @@ class Guard:
         raise self._note(f"{text.split(maxsplit=1)[0]} in a handler: {_USE_BEGIN_NESTED}")
 
     def after(self, text: str) -> None:
-        """Note a statement that was sent by the driver itself."""
+        """Note a fault if a statement that asyncpg has sent controls the transaction."""
         if control := _CONTROL.match(text):
             self._note(f"{control[1]} in a handler: {_USE_BEGIN_NESTED}")
 
@@ -141,9 +128,9 @@ class Guard:
 
 
 def watch_coroutines() -> None:
-    """Have a coroutine that a handler forgets to await fail its message, and not only be warned of.
+    """Make a coroutine that a handler does not await the fault of its message, beside the warning.
 
-    For the process: Python warns of each from then on.
+    It changes the warning filters of the process, so that each occurrence is reported.
     """
     warnings.filterwarnings("always", ".* was never awaited", RuntimeWarning)
     warn = warnings.showwarning
@@ -157,23 +144,15 @@ def watch_coroutines() -> None:
 
 
 class InContext(Generic[T]):
-    """Awaits a coroutine in a context of its own: what it sets in there ends with it."""
+    """Awaits a coroutine in a context of its own: variables that it sets end with it."""
 
     __slots__ = ("_context", "_coroutine")
 
     def __init__(self, call: Awaitable[T], guard: Guard | None = None) -> None:
-        """`call` is what a coroutine function has returned; `guard` watches its statements."""
+        """`call` is the result of a coroutine function; `guard` checks its statements."""
         self._coroutine = cast(Coroutine[Any, Any, T], call)
         self._context = copy_context()
         self._context.run(_enter, guard)
-
-    @classmethod
-    def within(cls, awaited: object) -> object:
-        """Return the coroutine behind one of these, by what a coroutine says that it awaits."""
-        frame = getattr(awaited, "gi_frame", None)
-        if frame is not None and frame.f_code is cls.__await__.__code__:
-            return frame.f_locals["coroutine"]
-        return awaited
 
     def __await__(self) -> Generator[Any, Any, T]:
         run, coroutine = self._context.run, self._coroutine
@@ -194,5 +173,17 @@ class InContext(Generic[T]):
 
 def _enter(guard: Guard | None) -> None:
     CALL.set(guard)
-    # The object, too, is changed in place.
+    # A copy, because code changes the context object in place.
     decimal.setcontext(decimal.getcontext().copy())
+
+
+def stack_of(task: asyncio.Task[Any] | None) -> str:
+    """Return where a task waits, through everything that it awaits."""
+    frames, awaited = [], cast(Any, task and task.get_coro())
+    while frame := getattr(awaited, "cr_frame", None):
+        frames.append((frame, frame.f_lineno))
+        awaited = awaited.cr_await
+        inner = getattr(awaited, "gi_frame", None)
+        if inner is not None and inner.f_code is InContext.__await__.__code__:
+            awaited = inner.f_locals["coroutine"]
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())

@@ -1,8 +1,8 @@
-"""Batches of records, unpacked to no more than a limit, and read whatever their headers' names are.
+"""Batches of records: unpacked to no more than a limit, and read whatever the names of headers are.
 
-aiokafka unpacks a batch to as much as it takes, and a few hundred kilobytes may take all memory.
-And it reads the names of headers as UTF-8, which no broker asks of anybody. At a record with
-another one it raises, however often it is asked, and nothing behind it would ever be read.
+aiokafka unpacks a batch without a limit, and a few hundred kilobytes may take all memory. And it
+decodes the names of headers as UTF-8, which no broker requires: at a record with another name it
+raises at every attempt, and nothing behind it would ever be read.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,22 +19,22 @@ from aiokafka.record.default_records import DefaultRecordBase, _DefaultRecordBat
 from aiokafka.record.memory_records import MemoryRecords
 
 unpacked_at_most: ContextVar[int] = ContextVar("unpacked_at_most", default=128 * 2**20)
-"""Bytes that a batch may unpack to for who reads it."""
+"""Bytes that a batch may unpack to, in the context that reads it."""
 
 _BEFORE_LENGTH, _BEFORE_BATCH = 8, 12
-"""Bytes of a batch before its length, and before what the length counts."""
+"""Bytes of a batch before its length, and before the part that the length counts."""
 _MAGIC, _OLD_CODEC, _CODEC = 16, 17, 22
-"""Where a batch says its format, and its codec: before format 2 and as of it."""
+"""Offsets in a batch of its format, of its codec before format 2, and of its codec since."""
 _HEADER = DefaultRecordBase.HEADER_STRUCT.size
 _CODEC_MASK = DefaultRecordBase.CODEC_MASK
 _CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
 _XERIAL_HEADER = 16
 _NO_ROOM = "failed to write whole buffer"
-"""What cramjam raises at the end of the buffer."""
+"""cramjam's error at the end of the buffer."""
 
 
 class UnreadableBatch(Exception):
-    """A batch can't be unpacked, not to as much as it may be, or what is in it are no records."""
+    """A batch can't be unpacked within its limit, or holds no valid records."""
 
     def __init__(self, batch: Any, raw: memoryview, error: Exception) -> None:
         codec = raw[_OLD_CODEC if _is_old(raw) else _CODEC] & _CODEC_MASK
@@ -52,11 +52,11 @@ class UnreadableBatch(Exception):
 
 
 class _TooLarge(Exception):
-    """There is more to unpack than there is room for."""
+    """The batch unpacks to more than its limit."""
 
 
-class AnyMemoryRecords:
-    """What a fetch has brought, as aiokafka's `MemoryRecords`, with `AnyBatch` for its batches."""
+class FetchedBatches:
+    """The batches of a fetch; takes the place of aiokafka's `MemoryRecords`."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -65,45 +65,45 @@ class AnyMemoryRecords:
         self._is_over = False
 
     def size_in_bytes(self) -> int:
-        """Return the size of all batches."""
+        """Return the size of all batches, in bytes."""
         return int(self._records.size_in_bytes())
 
     def has_next(self) -> bool:
         """Whether there is another batch."""
         return not self._is_over and bool(self._records.has_next())
 
-    def next_batch(self) -> "AnyBatch":
+    def next_batch(self) -> "FetchedBatch":
         """Return the next batch."""
         length = self._data[self._at + _BEFORE_LENGTH : self._at + _BEFORE_BATCH]
         end = self._at + _BEFORE_BATCH + int.from_bytes(length, "big")
-        raw, leave = self._data[self._at : end], self._leave if self._at else None
+        raw, end_fetch = self._data[self._at : end], self._end if self._at else None
         self._at = end
-        return AnyBatch(self._records.next_batch(), raw, leave)
+        return FetchedBatch(self._records.next_batch(), raw, end_fetch)
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         self._is_over = True
 
 
-class AnyBatch:
-    """A batch of aiokafka's, unpacked here, and read leniently from where aiokafka can't read it.
+class FetchedBatch:
+    """A batch of aiokafka's, unpacked within the limit, and read leniently where aiokafka fails.
 
-    Where it can't be read it raises `UnreadableBatch` only as the first one of a fetch: else it is
-    left to the next fetch, or what has come before it would never get further.
+    If it can't be read it raises `UnreadableBatch`, but only as the first one of a fetch: others
+    end the fetch, and are the first of the next one. So what stands before them is applied.
     """
 
-    def __init__(self, batch: Any, raw: memoryview, leave: Callable[[], None] | None) -> None:
+    def __init__(self, batch: Any, raw: memoryview, end_fetch: Callable[[], None] | None) -> None:
         self._batch = batch
         self._raw = raw
-        self._leave = leave
-        self._is_left = False
+        self._end_fetch = end_fetch
+        self._ended_fetch = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batch, name)
 
     @property
     def next_offset(self) -> int:
-        """Where to go on behind it."""
-        return _offset_of(self._raw) if self._is_left else int(self._batch.next_offset)
+        """Return the offset to fetch from next: behind it, or its own if it ended the fetch."""
+        return _offset_of(self._raw) if self._ended_fetch else int(self._batch.next_offset)
 
     def __next__(self) -> Any:
         return next(self._batch)
@@ -120,19 +120,19 @@ class AnyBatch:
                     read += 1
                     yield record
             except (UnicodeDecodeError, CorruptRecordException) as error:
-                # The second one is what aiokafka makes of it without its C extension.
+                # Without its C extension aiokafka raises the second one from the first.
                 if not isinstance(error.__cause__ or error, UnicodeDecodeError):
                     raise
                 yield from islice(_LenientBatch(raw), read, None)
         except Exception as error:
-            if self._leave is None or read:
+            if self._end_fetch is None or read:
                 raise UnreadableBatch(self._batch, self._raw, error) from error
-            self._is_left = True
-            self._leave()
+            self._ended_fetch = True
+            self._end_fetch()
 
 
 def _is_old(raw: memoryview) -> bool:
-    """Whether it is of a format that brokers have not written since Kafka 3.0."""
+    """Return whether its format is one that brokers have not written since Kafka 3.0."""
     return raw[_MAGIC] <= 1
 
 
@@ -141,8 +141,8 @@ def _offset_of(raw: memoryview) -> int:
 
 
 def _unpacked(raw: memoryview, limit: int) -> memoryview:
-    """Return the batch as it would be without a codec. Raises `_TooLarge`, or what a codec does."""
-    # Of memory that nobody has touched only the addresses are taken.
+    """Return the batch without its codec. Raises `_TooLarge`, or the codec's error."""
+    # Pages of it take no memory until they are written to.
     batch = memoryview(mmap(-1, _HEADER + limit, flags=MAP_PRIVATE | MAP_ANONYMOUS))
     batch[:_HEADER] = raw[:_HEADER]
     batch[_CODEC] &= ~_CODEC_MASK
@@ -162,7 +162,7 @@ def _unpacked(raw: memoryview, limit: int) -> memoryview:
 
 
 def _snappy_blocks(data: memoryview) -> Iterator[memoryview]:
-    """Yield what is packed by itself: everything, or the blocks of Java's stream format."""
+    """Yield the parts that are packed by themselves: the blocks of Java's stream format, or all."""
     if not _detect_xerial_stream(data):
         yield data
         return
@@ -174,14 +174,14 @@ def _snappy_blocks(data: memoryview) -> Iterator[memoryview]:
 
 
 class _LenientBatch(_DefaultRecordBatchPy):  # type: ignore[misc]  # it has no types
-    """A batch whose headers may have any name: what is not UTF-8 becomes surrogates."""
+    """A batch whose headers may have any name: bytes that are not UTF-8 become surrogates."""
 
     def _maybe_uncompress(self) -> None:
         self._buffer: bytearray = _Buffer(self._buffer)
 
 
 class _Buffer(bytearray):
-    """Bytes of which every slice is lenient; only the names of headers are decoded."""
+    """Bytes whose slices decode leniently; only the names of headers are decoded."""
 
     def __getitem__(self, at: Any) -> Any:
         found = super().__getitem__(at)

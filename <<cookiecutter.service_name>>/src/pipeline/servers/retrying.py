@@ -1,7 +1,8 @@
-"""The one policy by which a server that is unavailable is tried again."""
+"""The one policy by which work is retried while a server is unavailable."""
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from random import uniform
 from typing import Any, TypeVar
 
@@ -14,58 +15,58 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE = 0.1
-
-
 _LONGEST_PAUSE = 5.0
 
 
 def pause(failures: int) -> float:
-    """Return the seconds to wait after so many failures in a row, before the next attempt.
+    """Return the seconds to wait for the next attempt, after so many failures in a row.
 
-    Many that wait for one server come back at different times, and no one long after it.
+    They are random, so that those that wait for a server don't all come back at the same time.
     """
     longest = min(_FIRST_PAUSE * 2 ** min(failures, 10), _LONGEST_PAUSE)
     return uniform(longest / 2, longest)
 
 
-class Attempts(AsyncRetrying):
-    """Tenacity's, which leave no cycles: it keeps steps to do next, and these would keep it.
+@dataclass(frozen=True)
+class Attempts:
+    """Attempts at work, which go on while the server or the network fails."""
 
-    They are begun several times for a transaction. For what they left the collector held up
-    everything for 50 ms every thousand transactions.
-    """
+    what: str
+    """What is attempted, for the log."""
+    server: str
+    unless: Callable[[], bool]
+    """Returns whether to give up, and to raise the error."""
+    report: Callable[[str], None]
+    """Called with the reason before every pause."""
 
-    async def __call__(  # type: ignore[override]  # as tenacity itself overrides it
-        self, fn: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any
-    ) -> T:
-        """Call until it is done."""
+    async def __call__(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """Return the result of the work. Raises errors other than outages at once."""
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(lambda error: is_infrastructure(error) and not self.unless()),
+            wait=lambda state: pause(state.attempt_number),
+            before_sleep=self._report,
+            reraise=True,
+        )
         try:
-            result: T = await super().__call__(fn, *args, **kwargs)
+            result: T = await retrying(work, *arguments)
             return result
         finally:
-            self.iter_state.reset()
+            # It keeps the steps to do next, and they keep it: such cycles, several for each
+            # transaction, would make the garbage collector stop everything for 50 ms now and then.
+            retrying.iter_state.reset()
+
+    def _report(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        reason = f"{self.server}: {describe_error(error) if error else 'unknown'}"
+        if isinstance(error, StoreUnavailable):  # its text has the address
+            reason = summarize_error(error)
+        self.report(reason)
+        if state.attempt_number == 1:
+            log.warning("%s failed, trying again: %s", self.what, reason)
 
 
 def retry_while_unavailable(
-    what: str, server: str, *, unless: Callable[[], bool], away: Callable[[str], None]
+    what: str, server: str, *, unless: Callable[[], bool], report: Callable[[str], None]
 ) -> Attempts:
-    """Attempts that go on while the server fails, or the way to it, as far apart as `pause` says.
-
-    `away` is told the reason before every pause; after `unless` turns true the error is raised.
-    """
-
-    def tell(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        reason = f"{server}: {describe_error(error) if error else 'unknown'}"
-        if isinstance(error, StoreUnavailable):  # says itself who it is
-            reason = summarize_error(error)
-        away(reason)
-        if state.attempt_number == 1:
-            log.warning("%s failed, trying again: %s", what, reason)
-
-    return Attempts(
-        retry=retry_if_exception(lambda error: is_infrastructure(error) and not unless()),
-        wait=lambda state: pause(state.attempt_number),
-        before_sleep=tell,
-        reraise=True,
-    )
+    """Return attempts at `what`, with pauses in between, while the server is unavailable."""
+    return Attempts(what, server, unless, report)

@@ -1,7 +1,7 @@
-"""Revisions: which of the code's migrations a database lacks. It may have more than the code knows.
+"""Revisions: which of the code's migrations a database lacks.
 
-So the order of a release is checked, whichever way it goes: on an older schema the code would fail
-at some statement, later; the schema of a newer release is made so that this one can work on it.
+On an older schema the code would fail later, at some statement. A newer one is allowed: the schema
+of a release works with the code of the previous one.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import to_tuple
 
 ALEMBIC = Path("alembic.ini")
-"""What names the migrations, in the folder that a service's processes work in."""
+"""Alembic's configuration, in the working directory of a service's processes."""
 
 _HAD = "SELECT version_num FROM alembic_version"
 
@@ -27,36 +27,36 @@ class NotMigrated(Exception):
 
 
 def here() -> ScriptDirectory | None:
-    """Return this folder's migrations, the engine's and the service's; None where it names none.
+    """Return the engine's and the service's migrations; None without a configuration of Alembic.
 
-    Raises `alembic.util.CommandError` for what Alembic can't read.
+    Raises `alembic.util.CommandError` if Alembic can't read them.
     """
     return ScriptDirectory.from_config(Config(ALEMBIC)) if ALEMBIC.exists() else None
 
 
 async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | None) -> None:
-    """Raise `NotMigrated` for a database that is older; where none are named nothing is known."""
+    """Raise `NotMigrated` if the database is older than the migrations, if they are known."""
     if migrations and (lacking := await missing(connection, migrations)):
         raise NotMigrated(lacking)
 
 
 async def reached(connection: asyncpg.Connection) -> list[str]:
-    """Return the revisions that the database tells it has been brought to."""
+    """Return the revisions that the database was migrated to."""
     return sorted([row["version_num"] for row in await connection.fetch(_HAD)])
 
 
 async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -> set[str]:
-    """Return the newest revisions, one of each branch, that the database has not been brought to.
+    """Return the newest revision of each branch that the database was not migrated to.
 
-    One that is not among the migrations is of a newer release. It stands for every branch of which
-    the database tells no older one: it comes after what this code has of that branch.
+    A revision of the database that is not among the migrations is of a newer release. It may belong
+    to any branch of which the database has no known revision: those count as migrated.
     """
     try:
         had = set(await reached(connection))
     except asyncpg.UndefinedTableError:
         had = set()
     known = had & {one.revision for one in migrations.walk_revisions()}
-    # Alembic does not tell those that others depend on.
+    # The table of Alembic leaves out those that others depend on.
     implied = {one for row in known for one in _up_to(migrations, row)}
     return {
         head

@@ -8,37 +8,37 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-TURN = 0.005
-"""Seconds after which work on many messages lets others have their turn.
+SLICE_SECONDS = 0.005
+"""Longest time, in seconds, that a loop over messages may hold the event loop.
 
-Else the relay, and the batches of other partitions, would wait for a thousand handlers; and one
-whose answer has come meanwhile would be cancelled for being late. Shorter turns cost more: the
-relay's pages of a few milliseconds then come between.
+Otherwise the relay and the batches of other partitions would wait for a thousand handlers, and a
+handler whose answer has arrived meanwhile would exceed its time. Shorter slices cost more, because
+the relay's pages of a few milliseconds come in between.
 """
 
 
 class TimeSlice:
-    """The time for which a task keeps the event loop to itself, at most; its own if it waits."""
+    """The time for which a task may hold the event loop."""
 
     __slots__ = ("_ends_at",)
 
     def __init__(self) -> None:
-        self._ends_at = perf_counter() + TURN
+        self._ends_at = perf_counter() + SLICE_SECONDS
 
     @property
     def is_over(self) -> bool:
-        """Whether the others are to be let in now, by `end`. Asked after each message."""
+        """Return whether the task has to call `end` now; it looks after each message."""
         return perf_counter() >= self._ends_at
 
     async def end(self) -> None:
-        """Let every other task go on; then the next turn begins."""
+        """Let every other task run, then begin the next slice."""
         await asyncio.sleep(0)
-        self._ends_at = perf_counter() + TURN
+        self._ends_at = perf_counter() + SLICE_SECONDS
 
 
 async def sleep_or_event(event: asyncio.Event, seconds: float) -> bool:
-    """Sleep, or wake up for the event; says whether it has come."""
-    # Without the task of `asyncio.wait_for`: some sleep several times a second.
+    """Sleep until the event, but no longer than so many seconds; return whether it is set."""
+    # `asyncio.wait_for` makes a task, and some callers sleep several times a second.
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             return await event.wait()
@@ -47,9 +47,9 @@ async def sleep_or_event(event: asyncio.Event, seconds: float) -> bool:
 
 @asynccontextmanager
 async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """Let the work run beside the block, and cancel it in the end.
+    """Run the work beside the block, and cancel it at the end.
 
-    What it has failed with is raised then, unless the block has failed itself.
+    Raises the work's error then, unless the block has failed itself.
     """
     task = asyncio.create_task(work)
     try:
@@ -63,7 +63,7 @@ async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.T
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until they have ended, however they do."""
+    """Cancel tasks and wait until they have ended; their errors are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,8 +14,8 @@ from pipeline.settings import Settings
 from . import clients
 
 _ANSWER_SECONDS = 5.0
-_SHARING_OUT = ("PreparingRebalance", "CompletingRebalance")
-"""States of a group whose members have no partitions for the moment."""
+_REBALANCING = ("PreparingRebalance", "CompletingRebalance")
+"""States of a group whose members have no partitions."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Topic:
     end: Mapping[int, int]
     """The offset after each partition's last record."""
     stable: Mapping[int, int]
-    """The first offset of each partition that a producer's open transaction keeps from being read;
-    the end, if none does."""
+    """The offset of each partition up to which `read_committed` reads: the end, unless a producer's
+    transaction is open."""
     configs: Mapping[str, str]
     unreadable: str | None
-    """Why the brokers don't tell its configuration; None: they do."""
+    """Why the brokers don't return its configuration; None: they do."""
 
     def blocked_at(self, partition: int, position: int) -> int | None:
         """Return where a producer's open transaction keeps a reader from going on, if it does."""
@@ -41,7 +41,7 @@ class Topic:
 
 
 async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]:
-    """Return those of the topics that exist; creates none.
+    """Return those of the topics that exist, by name.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
     """
@@ -50,32 +50,32 @@ async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]
 
 
 async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
-    """Return who of a consumer group reads each topic's partition: its host, and who there.
+    """Return the member of a consumer group that reads each partition: host, and part of its id.
 
-    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds,
-    or don't tell, as while a group shares out its partitions.
+    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds, or
+    can't say, as during a rebalance.
     """
     async with (
         asyncio.timeout(2 * _ANSWER_SECONDS),
-        clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin,
+        clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin,
     ):
         (answer,) = await admin.describe_consumer_groups([group])
     ((code, _, state, _, _, members, *_),) = answer.groups
     if code:
-        raise for_code(code)(f"the brokers don't tell of the group {group}")
-    if state in _SHARING_OUT:
-        raise RebalanceInProgressError(f"the group {group} is sharing out its partitions")
+        raise for_code(code)(f"the brokers don't describe the group {group}")
+    if state in _REBALANCING:
+        raise RebalanceInProgressError(f"the group {group} is in a rebalance")
     return {
         (one.topic, one.partition): f"{host.removeprefix('/')} {member[-8:]}"
         for member, *_, host, _, assignment in members
-        if assignment  # else it was left out
+        if assignment  # a member may have none
         for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
     }
 
 
 async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
-    async with clients.managing(settings, answer_within=_ANSWER_SECONDS) as admin:
-        # First: a broker may create a topic of which it is asked.
+    async with clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin:
+        # Only existing topics are described: a broker may create others.
         there = sorted(names.intersection(await admin.list_topics()))
         if not there:
             return {}
@@ -88,14 +88,14 @@ async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
         for one in described
         for part in one["partitions"]
     ]
-    async with clients.asking(settings) as client:
+    async with clients.offsets_client(settings) as client:
         first = await client.beginning_offsets(partitions)
         end = await client.end_offsets(partitions)
-        # After that: what is written meanwhile does not look like an open transaction.
-        stable = await clients.stable_offsets(client, partitions)
-    told = [one for answer in answers for one in answer.resources]
-    configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in told}
-    unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in told if code}
+        # Queried last, so that records written meanwhile don't look like an open transaction.
+        stable = await client.stable_offsets(partitions)
+    resources = [one for answer in answers for one in answer.resources]
+    configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in resources}
+    unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in resources if code}
     return {
         name: Topic(
             name,

@@ -16,11 +16,10 @@ from typer.testing import CliRunner, Result
 from operate.commands import command_line
 from pipeline import Handlers
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.consume import Consume
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
+from pipeline.apply.positions import Slot
+from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.observe.health import Health
-from pipeline.relay.backpressure import RelayBackpressure
 from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
@@ -67,7 +66,7 @@ def quick(settings: Callable[..., Settings]) -> Callable[..., Settings]:
     """Make settings of a relay that soon tries again what Kafka refuses."""
 
     def make(**changes: object) -> Settings:
-        return settings(**{"unsent_pause": 0.1, "relay_lease": 3, **changes})
+        return settings(**{"relay_topic_pause": 0.1, "relay_lease": 3, **changes})
 
     return make
 
@@ -158,7 +157,9 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
         filters = Filters(mebibytes=chosen.inbox_filter_mebibytes)
         parked, called = asyncio.Event(), asyncio.Event()
-        consume = Consume(
+        signals = Signals()
+        signals.rows_due, signals.calls_staged = parked.set, called.set  # type: ignore[method-assign]
+        consume = ConsumeTransactions(
             engines[-1],
             group=group,
             source=f"/{group}",
@@ -166,10 +167,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             breaker=breaker,
             filters=filters,
             handlers=handlers,
-            room=RelayBackpressure(0).room,
-            staged=lambda _: None,
-            parked=parked.set,
-            called=called.set,
+            signals=signals,
         )
         common: dict[str, Any] = {
             "handlers": handlers,
@@ -214,7 +212,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
         counted[outcome] += count
 
-    monkeypatch.setattr("pipeline.observe.telemetry.processed", processed)
+    monkeypatch.setattr("pipeline.observe.metrics.processed", processed)
     return counted
 
 

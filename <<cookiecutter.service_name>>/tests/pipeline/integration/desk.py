@@ -11,13 +11,14 @@ from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import Handlers
-from pipeline.apply import inbox
-from pipeline.apply.batch import Batch, Item, read
-from pipeline.apply.consume import Consume
+from pipeline.apply import positions
+from pipeline.apply.batch import Batch, read
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Slot
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import FromPartition
+from pipeline.apply.item import Item
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.positions import Slot
+from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.consume.partition_source import PartitionSource
 from pipeline.observe.health import Health
 from pipeline.retry.effect_workers import EffectWorkers
 from pipeline.retry.workers import BacklogWorkers
@@ -34,16 +35,15 @@ class Outcome(NamedTuple):
     is_new: bool
     """False for a duplicate, and for what is not applied now: their handler was not called."""
     result: Any
-    """What the handler returned, as JSON has it; for a duplicate, what it returned then."""
+    """What the handler returned, as JSON has it."""
 
 
-def outcomes_of(items: Sequence[Item], results: Sequence[Results]) -> list[Outcome]:
+def outcomes_of(items: Sequence[Item], results: Sequence[BatchOutcome]) -> list[Outcome]:
     """Say of each of the items what became of it."""
     new = {id(item) for one in results for item in one.applied}
-    texts = {key: known.result for one in results for key, known in one.known.items()}
-    texts |= {key: text for one in results for key, text in one.returned.items()}
+    texts = {key: text for one in results for key, text in one.returned.items()}
     values = {key: pydantic_core.from_json(text) for key, text in texts.items() if text}
-    return [Outcome(item, id(item) in new, values.get(item.marker.key)) for item in items]
+    return [Outcome(item, id(item) in new, values.get(item.key)) for item in items]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Desk:
     """Takes the place of the consumer's reader."""
 
     engine: AsyncEngine
-    consume: Consume
+    consume: ConsumeTransactions
     lanes: BacklogWorkers
     caller: EffectWorkers
     health: Health
@@ -81,9 +81,11 @@ class Desk:
         A single record may be one over which so many processes have died.
         """
         attempts = retry_while_unavailable(
-            "the test", "PostgreSQL", unless=lambda: False, away=self.outages.append
+            "the test", "PostgreSQL", unless=lambda: False, report=self.outages.append
         )
-        results = await self.consume.apply(FromPartition(self.slot, batch, deaths=deaths), attempts)
+        results = await self.consume.apply(
+            PartitionSource(self.slot, batch, deaths=deaths), attempts
+        )
         return outcomes_of(batch.items, results)
 
     async def work_off(self) -> None:
@@ -128,8 +130,8 @@ class Desk:
     async def position(self) -> int:
         """Return the position stored; 0 is stored first if there is none."""
         async with autocommitting(self.engine) as driver:
-            await inbox.start_at(driver, self.slot, 0)
-            stored = await inbox.position(driver, self.slot)
+            await positions.start_at(driver, self.slot, 0)
+            stored = await positions.position(driver, self.slot)
         assert stored is not None
         return stored.next_offset
 

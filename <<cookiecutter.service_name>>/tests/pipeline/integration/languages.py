@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline.apply import backlog, filters, inbox
+from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
-from pipeline.relay import rejected, relay, scheduled, window
-from pipeline.retention import maintenance, partitions
+from pipeline.relay import cursor, rejected, scheduled, window
+from pipeline.retention import archive, days, generations, lease, partitions, rotation
+from pipeline.retry import lanes
 from pipeline.servers import revisions
 
 from .wire import Answer, Request
@@ -21,26 +22,26 @@ _STATEMENTS: Mapping[object, str] = {
     partitions._EXISTS: "housekeeping: look for a table",
     partitions._NAMED_LIKE: "housekeeping: list partitions",
     partitions._IS_OWNER: "housekeeping: ask who owns the tables",
-    partitions.BEGIN: "partition: lock",
+    partitions._BEGIN: "partition: lock",
     partitions._AS_OWNER: "partition: become the owner",
     partitions._WAIT_SHORTLY: "partition: limit the wait",
-    maintenance._GENERATION: "housekeeping: read the generation",
-    maintenance._LEASE: "housekeeping: take the lease",
-    maintenance._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
-    maintenance._FINISHED: "housekeeping: finish the round",
-    maintenance._END_LEASE: "housekeeping: end the lease",
-    maintenance._CLOSED_GENERATIONS: "housekeeping: list closed generations",
-    maintenance._CLOSE_DAYS: "housekeeping: close days",
-    maintenance._WAIT_SHORTLY: "published: limit the wait",
-    maintenance._PUBLISHED: "published: note it",
-    maintenance._CLOSED_DAYS: "housekeeping: list closed days",
-    maintenance._IS_OURS: "housekeeping: ask whose the outbox is",
-    maintenance._UNFINISHED: "housekeeping: look for who needs a day",
-    maintenance._OLDEST_WRITER: "housekeeping: look for who holds back relays",
-    maintenance._REOPEN_DAYS: "housekeeping: forget days",
-    inbox._LOCK_GENERATION: "rotation: lock",
-    inbox._CLOSE_GENERATION: "rotation: close the generation",
-    inbox._FORGET: "rotation: forget generations",
+    generations._GENERATION: "housekeeping: read the generation",
+    lease._LEASE: "housekeeping: take the lease",
+    archive._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
+    lease._FINISHED: "housekeeping: finish the round",
+    lease._END_LEASE: "housekeeping: end the lease",
+    generations._CLOSED_GENERATIONS: "housekeeping: list closed generations",
+    days._CLOSE_DAYS: "housekeeping: close days",
+    days._WAIT_SHORTLY: "published: limit the wait",
+    days._PUBLISHED: "published: note it",
+    days._CLOSED_DAYS: "housekeeping: list closed days",
+    days._IS_OURS: "housekeeping: ask whose the outbox is",
+    days._UNFINISHED: "housekeeping: look for who needs a day",
+    days._OLDEST_WRITER: "housekeeping: look for who holds back relays",
+    days._REOPEN_DAYS: "housekeeping: forget days",
+    rotation._LOCK_GENERATION: "rotation: lock",
+    rotation._CLOSE_GENERATION: "rotation: close the generation",
+    rotation._FORGET: "rotation: forget generations",
     filters._FORGET: "filters: forget",
     filters._LOCK: "filters: lock",
     filters._NEXT_WITHOUT_FILTER: "filters: look for a generation without",
@@ -52,14 +53,14 @@ _STATEMENTS: Mapping[object, str] = {
     filters._STORED: "filters: list",
     filters._BITS: "filters: load",
     inbox._REGISTER: "consumers: register",
-    inbox._POSITION: "reader: read the position",
-    inbox._START_AT: "reader: store the start",
-    inbox._COUNT_START: "reader: count the start",
-    inbox._FORGIVE_START: "reader: forgive the start",
-    inbox._BEGIN: "consume: limit and lock",
-    inbox._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
-    inbox._MOVE_POSITION: "consume: move the position",
-    inbox._COUNT_DUPLICATES: "consume: count duplicates",
+    positions._POSITION: "reader: read the position",
+    positions._START_AT: "reader: store the start",
+    positions._COUNT_START: "reader: count the start",
+    positions._FORGIVE_START: "reader: forgive the start",
+    limits._BEGIN: "consume: limit and lock",
+    limits._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
+    positions._MOVE_POSITION: "consume: move the position",
+    positions._COUNT_DUPLICATES: "consume: count duplicates",
     inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
     inbox._MARK: "consume: mark",
     inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",
@@ -74,27 +75,26 @@ _STATEMENTS: Mapping[object, str] = {
     scheduled._IS_DUE: "scheduled: look whether any is due",
     scheduled._LOCK: "scheduled: lock",
     scheduled._MOVE: "scheduled: move into the outbox",
-    backlog._COUNT: "backlog: count",
-    backlog._CLAIM: "backlog: claim a lane",
-    backlog._TAKE: "backlog: take what is due",
-    backlog._HOLD: "backlog: hold the lane",
-    backlog._DELETE: "backlog: delete what is done",
-    backlog._SET: "backlog: change what is not",
-    backlog._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
-    backlog._RELEASE: "backlog: give the lane back",
-    relay._SERVER: "relay: ask which server it is",
-    relay._ANNOUNCE: "relay: announce",
-    relay._COUNT_RELAYS: "relay: count the relays",
-    relay._GONE: "relay: look for relays that are gone",
-    relay._CLAIM: "relay: claim shards",
-    relay._WRITE: "relay: write the cursor",
-    relay._LEAVE: "relay: leave",
-    rejected._LOOK: "unsent: look at what waits",
-    rejected._SET_ASIDE: "unsent: set aside",
-    rejected._DUE: "unsent: read what is due",
-    rejected._SENT: "unsent: remove what is sent",
-    rejected._REFUSED: "unsent: count refusals",
-    rejected._FOLLOW: "unsent: let a key wait by itself",
+    lanes._COUNT: "backlog: count",
+    lanes._CLAIM: "backlog: claim a lane",
+    lanes._TAKE: "backlog: take what is due",
+    lanes._HOLD: "backlog: hold the lane",
+    lanes._DELETE: "backlog: delete what is done",
+    lanes._SET: "backlog: change what is not",
+    lanes._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
+    lanes._RELEASE: "backlog: give the lane back",
+    cursor._SERVER: "relay: ask which server it is",
+    cursor._ANNOUNCE: "relay: announce",
+    cursor._COUNT_RELAYS: "relay: count the relays",
+    cursor._GONE: "relay: look for relays that are gone",
+    cursor._CLAIM: "relay: claim shards",
+    cursor._WRITE: "relay: write the cursor",
+    cursor._LEAVE: "relay: leave",
+    rejected._COUNT: "rejected: count",
+    rejected._ADD: "rejected: add",
+    rejected._DUE: "rejected: read what is due",
+    rejected._DELETE: "rejected: delete what is sent",
+    rejected._SET: "rejected: set the reason",
     window._NOW: "relay: look whether anything is new",
     window._FRESH: "relay: read a fresh window",
     window._PAGE: "relay: read a page",
@@ -111,7 +111,7 @@ _SHAPES = {
     r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": (
         "housekeeping: look for the last event of a day"
     ),
-    r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_unsent|{table}) ": (
+    r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_rejected|{table}) ": (
         "housekeeping: delete what is discarded"
     ),
     "DECLARE closed ": "filters: open a cursor",
@@ -217,8 +217,8 @@ class Postgres:
                 # Or a rollback, where SIGTERM has cancelled it in between.
                 return "filters: commit" if room == "filters" else "partition: commit"
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
-        if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "unsent:")):
-            return "unsent: begin"
+        if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "rejected:")):
+            return "rejected: begin"
         if boundary == "housekeeping: begin" and self._last.startswith("scheduled:"):
             return "scheduled: begin"
         return boundary

@@ -4,6 +4,7 @@ import asyncpg
 import pytest
 
 from pipeline.apply import backlog
+from pipeline.retry import lanes
 
 from .desk import Desk, NewDesk
 from .plans import Explaining
@@ -33,17 +34,17 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     transaction = db.transaction()
     await transaction.start()
     consumers = desk.handlers.consumers
-    lane = await backlog.claim(db, "test", 10.0, consumers)
+    lane = await lanes.claim(db, "test", 10.0, consumers)
     assert lane is not None
-    await backlog.claim(asked, "test", 10.0, consumers)
-    await backlog.hold(asked, lane, 10.0)
-    taken = await backlog.take(asked, lane, desk.handlers, consumers, 100)
+    await lanes.claim(asked, "test", 10.0, consumers)
+    await lanes.hold(asked, lane, 10.0)
+    taken = await lanes.take(asked, lane, desk.handlers, consumers, 100)
     assert len(taken.items) == 1
     await backlog.find(asked, taken.items)
     (key,) = (item.row for item in taken.items)
     assert key is not None
     keys = taken.keys
-    await backlog.settle(asked, lane, done=[key], changed=[], keys=keys, went_on=keys)
+    await lanes.settle(asked, lane, done=[key], changed=[], keys=keys, went_on=keys)
     await transaction.rollback()
     await desk.work_off()
     names = ["claim", "hold", "take", "find", "delete", "heads"]

@@ -18,20 +18,21 @@ from typer.testing import CliRunner
 
 from operate.commands import command_line
 from pipeline.apply import inbox
+from pipeline.retention import rotation
 from pipeline.schema import SHARDS
 
 from .bank import Bank
 from .conftest import Command
 from .doors import Door
-from .grantees import Roles, splitting
+from .grantees import Roles, grant, splitting
 from .kafka_wire import Wire
-from .outgoing import LARGE, OLD, SMALL, allow, event, make_old_day, shares, stage, stage_long_ago
+from .outgoing import LARGE, OLD, allow, event, make_old_day, shares, stage, stage_long_ago
 from .processes import starting
 from .prometheus import ALERTS, TEXT, check, series, together
 from tests.contract.bank import Deposit
 from tests.servers.processes import ROOT, Process, Start
 from tests.servers.programs import program
-from tests.servers.topics import create_topic, following
+from tests.servers.topics import following
 from tests.servers.waiting import eventually
 
 pytestmark = pytest.mark.full
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.full
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
 OF_OPERATORS = ("runbook", "operating-errors")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
-SEEN_SOON = {"housekeeping_interval": 0.2, "relay_lease": 1, "unsent_pause": 0.1}
+SEEN_SOON = {"housekeeping_interval": 0.2, "relay_lease": 1, "relay_topic_pause": 0.1}
 
 
 @pytest.fixture
@@ -236,7 +237,8 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and
     )
     compacted = await new_topic(**{"cleanup.policy": "compact"})  # takes nothing without a key
     await stage(db, [event(missing, 1), event(compacted, 2, None)])
-    await tells(process, "pipeline_outbox_unsent", lambda n: n == 2, pipeline_outcome="waiting")
+    for outcome in ("waiting", "dead"):
+        await tells(process, "pipeline_outbox_rejected", positive, pipeline_outcome=outcome)
     for amount in range(10, 16):
         await Deposit(amount, account=f"{amount}", failures=99).send(producer, bank.deposits)
     await tells(process, "pipeline_breaker_open", positive)
@@ -403,43 +405,37 @@ async def test_events_that_kafka_refuses_alert_until_their_topic_is_there(
     process = await start("run")
     await Deposit(1).send(producer, bank.deposits)
     waits = {"pipeline_outcome": "waiting"}
-    fires = await tells(process, "pipeline_outbox_unsent", positive, **waits)
-    check(tmp_path, [fires], firing=["EventsUnsent"], quiet=["DeadEvents"])
+    fires = await tells(process, "pipeline_outbox_rejected", positive, **waits)
+    check(tmp_path, [fires], firing=["EventsRejected"], quiet=["DeadEvents"])
     found = await command("dead", "events", "list", "--waiting", "--summary")
     assert "topic missing" in found.stdout
     create = await start("topics", "create", "--partitions", "8")
     assert await create.ended() == 0, create.output
     assert f"{missing}: created with 8 partitions" in create.output
-    over = await tells(process, "pipeline_outbox_unsent", zero, **waits)
+    over = await tells(process, "pipeline_outbox_rejected", zero, **waits)
     check(tmp_path, [fires, over], quiet=ALERTS)
 
 
-@pytest.mark.parametrize("reason", ["too large", "topic not allowed"])
-async def test_events_that_kafka_refuses_alert_until_it_may_take_them(
+async def test_events_for_a_topic_that_may_not_be_written_alert_until_it_may_be(
     start: Start,
     command: Command,
     db: asyncpg.Connection,
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
     tmp_path: Path,
-    reason: str,
 ) -> None:
-    topic = await new_topic(**{"max.message.bytes": "4000"})
+    topic = await new_topic()
     async with Wire(kafka).listening() as wire:
-        if reason == "topic not allowed":
-            wire.forbid(topic)
+        wire.forbid(topic)
         process = await start("run", kafka_bootstrap_servers=wire.address)
-        await stage(db, [event(topic, 1, payload=LARGE if reason == "too large" else SMALL)])
+        await stage(db, [event(topic, 1)])
         waits = {"pipeline_outcome": "waiting"}
-        fires = await tells(process, "pipeline_outbox_unsent", positive, **waits)
-        check(tmp_path, [fires], firing=["EventsUnsent"], quiet=["DeadEvents"])
+        fires = await tells(process, "pipeline_outbox_rejected", positive, **waits)
+        check(tmp_path, [fires], firing=["EventsRejected"], quiet=["DeadEvents"])
         found = await command("dead", "events", "list", "--waiting", "--summary")
-        assert reason in found.stdout
-        if reason == "too large":
-            await allow(kafka, topic, 100_000)
-        else:
-            wire.go_on()
-        over = await tells(process, "pipeline_outbox_unsent", zero, **waits)
+        assert "topic not allowed" in found.stdout
+        wire.go_on()
+        over = await tells(process, "pipeline_outbox_rejected", zero, **waits)
         check(tmp_path, [fires, over], quiet=ALERTS)
 
 
@@ -570,14 +566,14 @@ async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_tak
             database_url=url.set(port=door.port).render_as_string(hide_password=False),
             kafka_bootstrap_servers=wire.address,
         )
-        await tells(cut_off, "pipeline_outbox_unsent", positive, pipeline_outcome="waiting")
+        await tells(cut_off, "pipeline_outbox_rejected", positive, pipeline_outcome="waiting")
         wire.hold()
         await stage_long_ago(db, 2, bank.balances)
         fires = await tells(cut_off, "pipeline_outbox_lag_duration_seconds", positive)
-        check(tmp_path, [fires], firing=["OutboxLag", "EventsUnsent"])
+        check(tmp_path, [fires], firing=["OutboxLag", "EventsRejected"])
         door.shut()
         other = await start("relay")
-        await tells(other, "pipeline_outbox_unsent", positive, pipeline_outcome="waiting")
+        await tells(other, "pipeline_outbox_rejected", positive, pipeline_outcome="waiting")
         await tells(other, "pipeline_outbox_lag_duration_seconds", zero)
 
         async def is_silent() -> bool:
@@ -586,8 +582,8 @@ async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_tak
 
         await eventually(is_silent)
         over = await scraped(cut_off)
-        assert "pipeline_outbox_unsent" not in over
-        check(tmp_path, [fires, over], quiet=["OutboxLag", "EventsUnsent"])
+        assert "pipeline_outbox_rejected" not in over
+        check(tmp_path, [fires, over], quiet=["OutboxLag", "EventsRejected"])
         door.go_on()
         wire.go_on()
         # It is given a share again, and tells of that.
@@ -669,18 +665,19 @@ async def test_events_that_are_dead_alert_until_they_are_redriven(
     db: asyncpg.Connection,
     tmp_path: Path,
     kafka: str,
-    missing: str,
+    new_topic: Callable[..., Awaitable[str]],
 ) -> None:
-    process = await start("run", unsent_age=1)
-    await stage(db, [event(missing, 1)])
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    process = await start("run")
+    await stage(db, [event(topic, 1, payload=LARGE)])
     dead = {"pipeline_outcome": "dead"}
-    fires = await tells(process, "pipeline_outbox_unsent", positive, **dead)
-    check(tmp_path, [fires], firing=["DeadEvents"], quiet=["EventsUnsent"])
-    assert "topic missing" in (await command("dead", "events", "list", "--summary")).stdout
-    await create_topic(kafka, missing)
-    done = await command("dead", "events", "redrive", "--reason", "topic missing", "--yes")
+    fires = await tells(process, "pipeline_outbox_rejected", positive, **dead)
+    check(tmp_path, [fires], firing=["DeadEvents"], quiet=["EventsRejected"])
+    assert "too large" in (await command("dead", "events", "list", "--summary")).stdout
+    await allow(kafka, topic, 100_000)
+    done = await command("dead", "events", "redrive", "--reason", "too large", "--yes")
     assert done.exit_code == 0, done.output
-    over = await tells(process, "pipeline_outbox_unsent", zero)
+    over = await tells(process, "pipeline_outbox_rejected", zero)
     check(tmp_path, [fires, over], quiet=ALERTS)
 
 
@@ -694,10 +691,8 @@ async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> A
 async def test_too_few_days_ahead_alert_until_retention_is_run(
     granted: Roles, start: Start, db: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    name = granted.names["service"]
-    everything = ("grant", "--to-service", name, "--to-relay", name)
-    process = await start(*everything, database_url=granted.of("owner"))
-    assert await process.ended() == 0, process.output
+    both = {"relay": granted.names["service"]}
+    await grant(granted.of("owner"), granted.parts | both)
     days = "SELECT relname FROM pg_class WHERE relname ~ '^outbox_p[0-9]{8}$' ORDER BY 1 OFFSET 1"
     for row in await db.fetch(days):
         await db.execute(f"DROP TABLE pipeline.{row['relname']}")
@@ -727,7 +722,7 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
 ) -> None:
     async def age(generation: int) -> None:
         """Close it, as if that had been three hours ago."""
-        assert await inbox.rotate(db, current=generation)
+        assert await rotation.rotate(db, current=generation)
         await db.execute(
             "UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3 hours'"
             " WHERE generation = $1",

@@ -7,10 +7,10 @@ import pytest
 import sqlalchemy as sa
 
 from pipeline import Park, Policy, Reject, Retry, Transaction
-from pipeline.apply import backlog, inbox
+from pipeline.apply import backlog, positions
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.handlers.policy import DEFERRED, dead
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting
 
 from .bank import Bank
@@ -301,13 +301,13 @@ async def test_who_is_stored_with_a_dead_letter_is_due_unless_that_holds_the_key
     new_desk: NewDesk,
 ) -> None:
     bank, desk = await bank_with(new_desk, mode="deferred")
-    fates = [dead(Policy(), "rejected", Reject()), DEFERRED, DEFERRED]
-    fates += [dead(HOLDING, "rejected", Reject()), DEFERRED]
+    decisions = [dead(Policy(), "rejected", Reject()), DEFERRED, DEFERRED]
+    decisions += [dead(HOLDING, "rejected", Reject()), DEFERRED]
     deposits = [Deposit(n, name) for n, name in enumerate(("ada", "ada", "ada", "bob", "bob"), 1)]
     items = (await desk.read(*deposits, start=0)).items
     rows = [
-        backlog.Row(item.marker.key, "deposit", item.record, fate, item)
-        for item, fate in zip(items, fates, strict=True)
+        backlog.Row(item.key, "deposit", item.record, decision, item)
+        for item, decision in zip(items, decisions, strict=True)
     ]
     async with autocommitting(desk.engine) as driver:
         await backlog.add(driver, rows)
@@ -321,7 +321,7 @@ async def test_a_transaction_tells_how_long_its_oldest_message_has_waited(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, float]] = []
-    monkeypatch.setattr(telemetry, "backlog_applied", lambda *one: told.append(one))
+    monkeypatch.setattr(metrics, "backlog_applied", lambda *one: told.append(one))
     _, desk = await bank_with(new_desk, mode="deferred")
     await desk.apply(Deposit(1), Deposit(2), Deposit(3))
     await db.execute(
@@ -476,7 +476,7 @@ async def test_what_comes_again_after_the_inbox_has_forgotten_it_is_not_applied_
     assert (row["reason"], row["attempts"], row["timestamp"]) == ("too old", 0, NOW - 2_000)
     assert row["died_at"] is not None
     assert "takes_old=True" in row["error"]
-    assert f"record is of {inbox.time_of(NOW - 2_000)}" in row["error"]
+    assert f"record is of {positions.time_of(NOW - 2_000)}" in row["error"]
 
 
 async def test_an_old_event_in_a_new_record_is_too_old_as_well(

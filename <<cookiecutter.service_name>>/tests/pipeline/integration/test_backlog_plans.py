@@ -15,9 +15,12 @@ from sqlalchemy import make_url
 
 from pipeline import Plain, Position
 from pipeline.apply import backlog
-from pipeline.apply.backlog import Lane, Row, lane_of
-from pipeline.apply.batch import Item, order_key, read
+from pipeline.apply.backlog import Row, lane_of
+from pipeline.apply.batch import read
+from pipeline.apply.item import Item, order_key
 from pipeline.handlers.policy import Decision
+from pipeline.retry import lanes
+from pipeline.retry.lanes import Lane
 
 from .bank import Bank
 from .plans import Explaining, connected, execute, only
@@ -142,9 +145,9 @@ async def test_the_look_up_of_a_batch(asked: Explaining) -> None:
 
 
 async def test_new_rows_of_a_batch(asked: Explaining) -> None:
-    fate = Decision("follows another")
+    decision = Decision("follows another")
     rows = [
-        backlog.Row(one.marker.key, "deposit", one.record, fate, one)
+        backlog.Row(one.key, "deposit", one.record, decision, one)
         for one in await items("hot", *(f"unknown {n}" for n in range(499)))
     ]
     await backlog.add(asked, rows)
@@ -153,7 +156,7 @@ async def test_new_rows_of_a_batch(asked: Explaining) -> None:
 
 
 async def test_the_claim_of_a_lane(asked: Explaining) -> None:
-    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
+    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
     assert (only(asked).indexes, only(asked).scanned) == ({"backlog_due_idx"}, set())
     assert only(asked).blocks < 64 * 5
 
@@ -162,7 +165,7 @@ async def test_the_claim_of_a_lane_when_all_that_is_stored_has_to_wait(asked: Ex
     await asked._db.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '1 minute' WHERE lane < 32"
     )
-    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is None
+    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}) is None
     assert only(asked).scanned == set()
     assert only(asked).blocks < 64 * 5
 
@@ -174,7 +177,7 @@ async def test_what_is_due_in_a_lane(
     asked: Explaining, key: bytes, limit: int, before: datetime | None
 ) -> None:
     consumers = {"", "deposit"}
-    taken = await backlog.take(asked, lane(key), BANK.handlers, consumers, limit, before=before)
+    taken = await lanes.take(asked, lane(key), BANK.handlers, consumers, limit, before=before)
     assert 0 < len(taken.items) <= limit
     assert (only(asked).indexes, only(asked).scanned) == (
         {"backlog_due_idx", "backlog_order_idx"},
@@ -189,7 +192,7 @@ async def test_what_a_run_of_a_key_leaves_behind(asked: Explaining, key: bytes) 
     record = Deposit(1).record("deposits", 0)
     failed = Row(first, "deposit", record, Decision("failed", attempts=1, due_in=30.0))
     done = [second, *done]
-    await backlog.settle(asked, lane(key), done=done, changed=[failed], keys=[key], went_on=[key])
+    await lanes.settle(asked, lane(key), done=done, changed=[failed], keys=[key], went_on=[key])
     delete, change, schedule_heads = asked.plans
     assert (delete.indexes, delete.scanned) == ({"backlog_pkey"}, set())
     assert delete.blocks < 500 * 6
@@ -205,7 +208,7 @@ async def test_the_heads_of_many_keys(asked: Explaining) -> None:
         "SELECT order_key FROM pipeline.backlog WHERE lane = 3 AND partition = 1 LIMIT 500"
     )
     keys = [row["order_key"] for row in rows]
-    await backlog.schedule_heads(asked, [3], keys)
+    await lanes.schedule_heads(asked, [3], keys)
     assert only(asked).scanned == set()
     assert only(asked).blocks < 500 * 25
 
@@ -237,11 +240,11 @@ async def test_the_claim_of_a_lane_when_much_is_due_in_others(
     """Trap 20: half of the lanes have nothing, and those that have much have workers."""
     await flooded.execute(f"SET plan_cache_mode = {mode}")
     asked = Explaining(flooded)
-    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
+    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
     await flooded.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '60 s' WHERE lane >= 32"
     )
-    assert await backlog.claim(asked, "owner", 10.0, {"", "deposit"}) is None
+    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}) is None
     for plan in asked.plans:
         assert plan.scanned == set()
         assert plan.blocks < 64 * 10
@@ -255,6 +258,6 @@ async def test_the_heads_of_a_few_keys_of_a_lane_in_which_many_are_due(
     await flooded.execute(f"SET plan_cache_mode = {mode}")
     rows = await flooded.fetch("SELECT order_key FROM pipeline.backlog WHERE lane = 40 LIMIT 10")
     asked = Explaining(flooded)
-    await backlog.schedule_heads(asked, [40], [row["order_key"] for row in rows])
+    await lanes.schedule_heads(asked, [40], [row["order_key"] for row in rows])
     assert only(asked).scanned == set()
     assert only(asked).blocks < 10 * 25

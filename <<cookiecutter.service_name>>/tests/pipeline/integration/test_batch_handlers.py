@@ -119,9 +119,7 @@ async def test_an_event_that_it_publishes_has_the_id_and_the_trace_of_the_messag
 ) -> None:
     _, desk = books
     headers = (("traceparent", TRACE.encode()), ("baggage", b"tenant=7"))
-    first, second = [
-        (await desk.read(one, start=0)).items[0].marker for one in (Deposit(1), Deposit(2))
-    ]
+    first, second = [(await desk.read(one, start=0)).items[0] for one in (Deposit(1), Deposit(2))]
     await desk.apply(Deposit(1, headers=headers), Deposit(2))
     told = await db.fetch("SELECT event_id, traceparent, baggage FROM pipeline.outbox ORDER BY id")
     ids = [event_id(one.key, one.message.hash, 0) for one in (first, second)]

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from pipeline.servers import clients
+from pipeline.servers import clients, patches
 
 from .kafka_wire import Api, Wire
 from tests.servers.waiting import PATIENCE, eventually
@@ -65,7 +65,7 @@ async def test_a_consumer_and_a_producer_go_on_after_uvloop_would_not_write(
 ) -> None:
     topic = await new_topic()
     async with (
-        clients.KafkaConsumer(
+        patches.KafkaConsumer(
             topic, bootstrap_servers=kafka, auto_offset_reset="earliest", metadata_max_age_ms=500
         ) as consumer,
         AIOKafkaProducer(bootstrap_servers=kafka) as producer,
@@ -153,9 +153,9 @@ async def test_a_consumer_whose_farewell_nobody_hears_is_cut_off(
 async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     wire: Wire, kafka: str, new_topic: NewTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "_BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(patches, "_BUSY_SECONDS", 0.5)
     topic = await new_topic()
-    one = clients.KafkaConsumer(topic, bootstrap_servers=wire.address, auto_offset_reset="earliest")
+    one = patches.KafkaConsumer(topic, bootstrap_servers=wire.address, auto_offset_reset="earliest")
     await clients.start(one)
 
     async def asks_after(milliseconds: int) -> None:
@@ -165,10 +165,59 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
 
         await eventually(asks)
 
-    await asks_after(clients._IDLE_MAX_WAIT_MS)
+    await asks_after(patches.IDLE_MAX_WAIT_MS)
     async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         await producer.send_and_wait(topic, b"1")
     assert await one.getmany(timeout_ms=10_000)
-    await asks_after(clients._MAX_WAIT_MS)
-    await asks_after(clients._IDLE_MAX_WAIT_MS)
+    await asks_after(patches.MAX_WAIT_MS)
+    await asks_after(patches.IDLE_MAX_WAIT_MS)
+    await clients.stop(one, seconds=5)
+
+
+async def test_a_start_that_is_cancelled_leaves_its_connection_open_without_the_patch(
+    wire: Wire,
+) -> None:
+    """A test that fails says that the patch can go."""
+    wire.ignore(Api.METADATA)
+    one = AIOKafkaProducer(bootstrap_servers=wire.address)
+    starting = asyncio.create_task(one.start())
+    await eventually(lambda: wire.ignored > 0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await starting
+    await one.stop()
+    await asyncio.sleep(0.2)
+    assert not wire.is_unused
+    patches.close_bootstrap_connection(cancelled.value)
+
+
+async def test_a_producer_whose_broker_hangs_does_not_stop_without_the_patch(
+    wire: Wire, new_topic: NewTopic
+) -> None:
+    """A test that fails says that the patch can go."""
+    topic = await new_topic()
+    one = AIOKafkaProducer(bootstrap_servers=wire.address, request_timeout_ms=300_000)
+    await one.start()
+    await one.partitions_for(topic)
+    wire.ignore(Api.PRODUCE)
+    sent = await one.send(topic, b"1")
+    await eventually(lambda: wire.ignored > 0)
+    stopping = asyncio.create_task(one.stop())
+    await asyncio.wait({stopping}, timeout=1)
+    assert not stopping.done()
+    patches.Client.of(one).cut_off()
+    patches.cancel_batches(one)
+    await asyncio.wait({stopping, sent}, timeout=5)
+
+
+async def test_a_consumer_for_which_nothing_comes_asks_as_often_without_the_patch(
+    wire: Wire, new_topic: NewTopic
+) -> None:
+    """A test that fails says that the patch can go."""
+    topic = await new_topic()
+    one = AIOKafkaConsumer(topic, bootstrap_servers=wire.address, fetch_max_wait_ms=50)
+    await clients.start(one)
+    for _ in range(10):
+        assert not await one.getmany(timeout_ms=100)
+    assert set(wire.waits) == {50}
     await clients.stop(one, seconds=5)

@@ -11,9 +11,9 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Park, Policy, Retry, Transaction
 from pipeline.apply import backlog, breaker
-from pipeline.apply.batch import order_key
 from pipeline.apply.breaker import BreakerOpen
-from pipeline.retry import workers
+from pipeline.apply.item import order_key
+from pipeline.retry import lanes, workers
 from pipeline.schema import LANES
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
@@ -184,7 +184,7 @@ async def test_records_that_were_nobodys_wait_for_a_lock(
     bank, _ = await bank_with(new_desk)
     desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=1_000, lock_timeout=0.05)
     await redriven_in_a_new_shape(bank, desk, db, 100)
-    monkeypatch.setattr("pipeline.apply.consume._CONTENTIONS", 0)
+    monkeypatch.setattr("pipeline.apply.transactions._CONTENTIONS", 0)
     async with db.transaction():
         await db.execute("LOCK TABLE pipeline.inbox IN ACCESS EXCLUSIVE MODE")
         working = asyncio.create_task(desk.work_off())
@@ -265,7 +265,7 @@ async def test_counting_what_waits_holds_no_worker_up(
         await connection.execute("SELECT pg_sleep(600)")
         return []
 
-    monkeypatch.setattr(backlog, "count", take_long)
+    monkeypatch.setattr(lanes, "count", take_long)
     monkeypatch.setattr(workers, "_COUNT_SECONDS", 0.2)
     monkeypatch.setattr(workers, "_SAMPLE_SECONDS", 0.1)
     working = asyncio.create_task(desk.lanes.run())

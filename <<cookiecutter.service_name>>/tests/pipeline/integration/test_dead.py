@@ -13,16 +13,19 @@ from types import SimpleNamespace
 import asyncpg
 import pytest
 
-from operate import dead, dead_commands
+from operate import dead, dead_commands, dead_options
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
 from pipeline import Handlers, PayloadFields, Plain, Policy, Reject
 from pipeline.apply import backlog
-from pipeline.apply.backlog import LaneLost, Row
+from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
-from pipeline.apply.source import FromLane, FromPartition
+from pipeline.consume.partition_source import PartitionSource
 from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
+from pipeline.retry import lanes
+from pipeline.retry.lane_source import LaneSource
+from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
@@ -59,9 +62,9 @@ async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
     """Store deposits, at offsets that follow the position, as if a handler had rejected them."""
     start = await desk.position()
     policy = HOLDING if holds else Policy()
-    fate = fate_of(policy, "rejected", Reject("no"), attempts=1)
+    decision = fate_of(policy, "rejected", Reject("no"), attempts=1)
     items = (await desk.read(*deposits, start=start)).items
-    rows = [Row(one.marker.key, one.marker.consumer, one.record, fate, one) for one in items]
+    rows = [Row(one.key, one.consumer, one.record, decision, one) for one in items]
     async with autocommitting(desk.engine) as driver:
         for first in range(0, len(rows), 5_000):
             await backlog.add(driver, rows[first : first + 5_000])
@@ -76,7 +79,7 @@ def store(desk: Desk, patience: float = PATIENCE) -> DeadLetters:
 async def redrive(desk: Desk, selection: Selection = EVERYTHING) -> list[Redriven]:
     """Redrive as the command does, without waiting for what becomes of them."""
     async with autocommitting(desk.engine) as driver:
-        until = selection.until or await dead.ago(driver, timedelta(0))
+        until = selection.until or await dead_options.ago(driver, timedelta(0))
         chosen = store(desk).redrivable(replace(selection, until=until))
         return [one async for some in store(desk).redrive(driver, chosen) for one in some]
 
@@ -323,9 +326,9 @@ async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk
     start = await desk.position()
     batch = await desk.read(Deposit(1), start=start)
     attempts = retry_while_unavailable(
-        "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+        "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
     )
-    await desk.consume.apply(FromPartition(desk.slot, batch, deaths=3), attempts)
+    await desk.consume.apply(PartitionSource(desk.slot, batch, deaths=3), attempts)
     async with autocommitting(desk.engine) as driver:
         await driver.execute(
             "UPDATE pipeline.backlog SET reason = 'attempts used up', due_at = NULL,"
@@ -361,7 +364,7 @@ async def test_letters_are_chosen_by_what_they_are(bank: Bank, desk: Desk) -> No
         "missing attribute",
     ]
     async with autocommitting(desk.engine) as driver:
-        hour_ago = await dead.ago(driver, timedelta(hours=1))
+        hour_ago = await dead_options.ago(driver, timedelta(hours=1))
         for number in range(3):
             await driver.execute(
                 "UPDATE pipeline.backlog SET died_at = died_at - interval '2 h'"
@@ -421,17 +424,17 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
     bank.refused = set()
     await desk.make_due()
     async with autocommitting(desk.engine) as driver:
-        lane = await backlog.claim(driver, "a worker", 60, ["deposit"])
+        lane = await lanes.claim(driver, "a worker", 60, ["deposit"])
         assert lane is not None
-        taken = await backlog.take(driver, lane, desk.handlers, ["deposit"], 100)
+        taken = await lanes.take(driver, lane, desk.handlers, ["deposit"], 100)
         assert await discard(desk) == 1
         attempts = retry_while_unavailable(
-            "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+            "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
         )
         with pytest.raises(LaneLost):
-            await desk.consume.apply(FromLane(lane, 60, taken), attempts)
+            await desk.consume.apply(LaneSource(lane, 60, taken), attempts)
         assert await histories(db) == {}
-        again = await backlog.claim(driver, "another", 60, ["deposit"])
+        again = await lanes.claim(driver, "another", 60, ["deposit"])
         assert again is not None
         assert again.starts == 1, "the first one has not died"
 
@@ -455,7 +458,7 @@ async def test_an_operator_waits_for_the_worker_and_is_cut_off_when_he_stops(
         await eventually(operator.is_closed)
 
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
-        async for _ in store(desk, patience=0.2)._in_chunks(operator, EVERYTHING, stop):
+        async for _ in store(desk, patience=0.2)._in_chunks(operator, "dead", EVERYTHING, stop):
             pass
     assert len(await letters(desk)) == 1
     assert await discard(desk) == 1
@@ -517,9 +520,10 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     count = 5_000
     await bury(desk, *(Deposit(n, f"key {n % 997}") for n in range(count)))
     await db.execute("ANALYZE pipeline.backlog")
-    chunk = await plan(db, store(desk).chunk_statement(), *EVERYTHING.arguments, 7, dead.CHUNK)
+    statement = store(desk).chunk_statement("dead")
+    chunk = await plan(db, statement, *EVERYTHING.arguments, 7, dead.CHUNK)
     assert "backlog_dead_idx" in chunk
-    heads = await plan(db, backlog._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
+    heads = await plan(db, lanes._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
     assert "Index Scan using backlog_pkey on backlog b " in heads
 
     command = ("dead", "redrive", "--all", "--yes", "--wait", "0", "--json")
@@ -737,7 +741,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(dead_commands, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
-    seizes, calls = backlog.fence_lane, []
+    seizes, calls = lanes.fence_lane, []
 
     async def lose(connection: asyncpg.Connection, lane: int) -> None:
         calls.append(lane)
@@ -745,7 +749,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
         await seizes(connection, lane)
 
-    monkeypatch.setattr(backlog, "fence_lane", lose)
+    monkeypatch.setattr(lanes, "fence_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -754,7 +758,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to go on",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(backlog, "fence_lane", seizes)
+    monkeypatch.setattr(lanes, "fence_lane", seizes)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

@@ -1,10 +1,9 @@
-"""Dead events: a person lists those that Kafka refuses, has them tried again, or gives them up."""
+"""Dead events: a person lists those that Kafka rejects, redrives them, or discards them."""
 
 import asyncio
 import getpass
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from hashlib import sha256
 from types import SimpleNamespace
 
 import asyncpg
@@ -76,7 +75,7 @@ async def test_an_event_too_large_dies_and_is_sent_when_its_topic_takes_it_and_i
     service: Command,
 ) -> None:
     topic = await new_topic(**{"max.message.bytes": "4000"})
-    async with following(kafka, topic) as tail, relaying(quick(unsent_attempts=2)):
+    async with following(kafka, topic) as tail, relaying(quick()):
         large = {1, 3}
         await stage(db, [event(topic, n, payload=LARGE if n in large else SMALL) for n in range(5)])
         await tail.until_ids([0, 2, 4])
@@ -105,113 +104,46 @@ async def test_an_event_too_large_dies_and_is_sent_when_its_topic_takes_it_and_i
         await stage(db, numbered(topic, [5]))
         await tail.until_ids([5])
     assert tail.ids == ["0", "2", "4", "1", "3", "5"]
-    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_rejected") == 0
 
 
-async def test_a_redriven_event_goes_before_those_of_its_key_that_wait(
-    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
-) -> None:
-    topic = await new_topic(**{"max.message.bytes": "4000"})
-    async with following(kafka, topic) as tail:
-        async with relaying(quick(unsent_attempts=1)) as one:
-            await stage(db, [event(topic, 0, payload=LARGE)])
-            await eventually(are_dead(db, [0]))
-            await one.stop()
-        async with relaying(quick(relay_lease=3_600)) as one:
-            await stage(db, [event(topic, 1, payload=LARGE), *numbered(topic, [2])])
-            await stage(db, [event(topic, "x", "bob")])
-            await tail.until_ids(["x"])
-            await eventually(waits(db, [1, 2]))
-            assert len(await redrive(db)) == 1
-            # The relay has not looked, but knows the queue.
-            await allow(kafka, topic, 100_000)
-            await tail.until_ids(range(3))
-            await stage(db, numbered(topic, [3]))
-            await tail.until_ids([3])
-    assert tail.ids == ["x", *"0123"]
-
-
-async def test_a_redriven_event_joins_its_key_that_waits_else_its_topic(
-    db: asyncpg.Connection,
-) -> None:
-    await bury(db, 9)
-    # The first one's key waits by itself; of its topic others wait, and of another topic none.
-    await db.execute(
-        "UPDATE pipeline.outbox_unsent SET died_at = NULL WHERE id = 8;"
-        " UPDATE pipeline.outbox_unsent SET died_at = NULL, queue = '' WHERE id = 9;"
-        " UPDATE pipeline.outbox_unsent SET topic = 'other', queue = '' WHERE id = 3;"
-        " UPDATE pipeline.outbox_unsent SET topic = 'other', queue = '-', key = NULL WHERE id = 4"
-    )
-    assert set(await redrive(db, Selection(keys=[1, 2, 3, 4]))) == {1, 2, 3, 4}
-    rows = await db.fetch("SELECT id, key, queue FROM pipeline.outbox_unsent WHERE id < 5")
-    queues = {row["id"]: (row["key"], row["queue"]) for row in rows}
-    assert queues == {
-        1: (b"key 1", sha256(b"key 1").digest()),
-        2: (b"key 2", b""),
-        3: (b"key 3", sha256(b"key 3").digest()),
-        4: (None, b"-"),
-    }
-
-
-async def test_what_is_refused_after_a_redrive_waits_behind_what_was_redriven(
+async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
     quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
 ) -> None:
-    """Else a key would wait in two queues, and its next events behind only one of them."""
-    await stage(db, [event(missing, 0, payload=LARGE)])
+    await stage(db, numbered(missing, [0]))
     async with relaying(quick()) as one:
         await eventually(waits(db, [0]))
         await one.stop()
     await db.execute(
-        "UPDATE pipeline.outbox_unsent SET died_at = clock_timestamp(), attempts = 9,"
-        " reason = 'too large', error = 'it was', queue = sha256(key)"
+        "UPDATE pipeline.outbox_rejected SET died_at = clock_timestamp(), reason = 'too large'"
     )
     async with relaying(quick(relay_lease=3_600)) as one:
-        await eventually(lambda: len(one.relay._progress) > 0)
-        # From now on the relay does not look: what was redriven it meets only as it stores.
+        await eventually(lambda: bool(one.relay._cursor.progress))
+        # From now on the relay does not look for what was redriven.
+        await stage(db, numbered(missing, [1]))
+        await eventually(waits(db, [1]))
         assert len(await redrive(db)) == 1
-        await stage(db, [*numbered(missing, [1]), event(missing, "x", "bob")])
-        await eventually(waits(db, [0, 1, "x"]))
         await stage(db, numbered(missing, [2]))
-        await eventually(waits(db, [0, 1, "x", 2]))
-        queues = "SELECT count(DISTINCT queue) FROM pipeline.outbox_unsent WHERE key = 'ada'"
-        assert await db.fetchval(queues) == 1
+        await eventually(waits(db, [0, 1, 2]))
         await create_topic(kafka, missing)
         async with following(kafka, missing) as tail:
-            await tail.until_ids([0, 1, 2, "x"])
-    assert tail.first_ids() == {b"ada": ["0", "1", "2"], b"bob": ["x"]}
-
-
-async def test_two_of_a_key_that_died_for_different_reasons_are_redriven_in_order(
-    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
-) -> None:
-    await stage(db, numbered(missing, range(4)))
-    async with relaying(quick(unsent_age=0.001)):
-        await eventually(are_dead(db, range(4)))
-    await db.execute(
-        "UPDATE pipeline.outbox_unsent SET queue = sha256(key), reason = 'too large'"
-        " WHERE event_id IN ('1', '2')"
-    )
-    assert len(await redrive(db)) == 4
-    assert await db.fetchval("SELECT count(DISTINCT queue) FROM pipeline.outbox_unsent") == 1
-    await create_topic(kafka, missing)
-    async with following(kafka, missing) as tail, relaying(quick()):
-        await tail.until_ids(range(4))
+            await tail.until_ids(range(3))
+            await stage(db, numbered(missing, [3]))
+            await tail.until_ids([3])
     assert tail.ids == list("0123")
 
 
-async def test_why_an_event_waits_is_known_when_it_was_redriven_and_refused_again(
+async def test_why_an_event_waits_is_known_when_it_was_redriven_and_rejected_again(
     quick: NewSettings, db: asyncpg.Connection, missing: str
 ) -> None:
-    await stage(db, numbered(missing, range(2)))
-    async with relaying(quick(unsent_age=0.001)):
-        await eventually(are_dead(db, range(2)))
+    await bury(db, 2)
+    await db.execute("UPDATE pipeline.outbox_rejected SET topic = $1", missing)
     await redrive(db)
     assert {one.reason for one in await listed(db, "waiting")} == {"redriven"}
     async with relaying(quick()):
 
         async def is_known() -> bool:
-            found = await listed(db, "waiting")
-            return {one.reason for one in found} == {"topic missing"}
+            return {one.reason for one in await listed(db, "waiting")} == {"topic missing"}
 
         await eventually(is_known)
     (one, _) = await listed(db, "waiting")
@@ -241,7 +173,7 @@ async def test_operators_and_relays_at_once_lose_nothing_and_keep_the_order_of_k
             given_up.extend(await discard(operators[1], Selection(record_key=b"key 3")))
             await asyncio.sleep(0.02)
 
-    chosen = quick(unsent_attempts=2, relay_lease=1, relay_page=20, unsent_pause=0.02)
+    chosen = quick(relay_lease=1, relay_page=20, relay_topic_pause=0.02)
     async with following(kafka, topic) as tail, relaying(chosen), relaying(chosen):
         tasks = [asyncio.create_task(redrive_often()), asyncio.create_task(discard_often())]
         for n in range(200):
@@ -264,7 +196,7 @@ async def test_operators_and_relays_at_once_lose_nothing_and_keep_the_order_of_k
 
 async def _nothing_is_left(db: asyncpg.Connection) -> bool:
     return not await db.fetchval(
-        "SELECT EXISTS (SELECT FROM pipeline.outbox_unsent WHERE discarded_at IS NULL)"
+        "SELECT EXISTS (SELECT FROM pipeline.outbox_rejected WHERE discarded_at IS NULL)"
     )
 
 
@@ -315,7 +247,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     count = 3_500
     await bury(db, count)
     line = ("dead", "events", *command, "--all", "--yes", "--json")
-    shards = "SELECT DISTINCT shard FROM pipeline.outbox_unsent ORDER BY 1"
+    shards = "SELECT DISTINCT shard FROM pipeline.outbox_rejected ORDER BY 1"
     last = [row["shard"] for row in await db.fetch(shards)][-1]
     blocker = await connect()
     async with blocker.transaction():
@@ -341,17 +273,17 @@ async def _somebody_waits(db: asyncpg.Connection, pid: int) -> bool:
 async def test_events_are_chosen_by_what_they_are(db: asyncpg.Connection) -> None:
     await bury(db, 7)
     await db.execute(
-        "UPDATE pipeline.outbox_unsent SET died_at = now() - interval '2 h' WHERE id < 3;"
-        " UPDATE pipeline.outbox_unsent SET reason = 'topic missing', topic = 'gone' WHERE id = 4;"
-        " UPDATE pipeline.outbox_unsent SET type = 'closed' WHERE id = 5;"
-        " UPDATE pipeline.outbox_unsent SET died_at = NULL WHERE id = 7"
+        "UPDATE pipeline.outbox_rejected SET died_at = now() - interval '2 h' WHERE id < 3;"
+        " UPDATE pipeline.outbox_rejected SET reason = 'not valid', topic = 'gone' WHERE id = 4;"
+        " UPDATE pipeline.outbox_rejected SET type = 'closed' WHERE id = 5;"
+        " UPDATE pipeline.outbox_rejected SET died_at = NULL, reason = NULL WHERE id = 7"
     )
     hour_ago = await db.fetchval("SELECT now() - interval '1 h'")
     for which, chosen in (
         (EVERYTHING, {1, 2, 3, 4, 5, 6}),
         (Selection(keys=[2, 3, 7, 99]), {2, 3}),
-        (Selection(reasons=["topic missing"]), {4}),
-        (Selection(reasons=["topic missing", "too large"]), {1, 2, 3, 4, 5, 6}),
+        (Selection(reasons=["not valid"]), {4}),
+        (Selection(reasons=["not valid", "too large"]), {1, 2, 3, 4, 5, 6}),
         (Selection(event_id="event 6"), {6}),
         (Selection(type="closed"), {5}),
         (Selection(topic="gone"), {4}),
@@ -363,7 +295,7 @@ async def test_events_are_chosen_by_what_they_are(db: asyncpg.Connection) -> Non
         assert sum(one.count for one in await DeadEvents(PATIENCE).count(db, "dead", which)) == len(
             chosen
         )
-    assert await numbers(db, "waiting", Selection(reasons=["too large"])) == {7}
+    assert await numbers(db, "waiting", Selection(reasons=["follows another"])) == {7}
     assert await discard(db, Selection(topic="gone")) == [4]
     assert await numbers(db, "discarded") == {4}
     assert set(await redrive(db, Selection(until=hour_ago))) == {1, 2}
@@ -371,6 +303,7 @@ async def test_events_are_chosen_by_what_they_are(db: asyncpg.Connection) -> Non
     # Neither is done twice.
     assert await discard(db, Selection(keys=[1, 4, 7])) == []
     assert await redrive(db, Selection(keys=[1, 4, 7])) == []
+    assert await discard(db, Selection(keys=[3, 7]), "waiting") == [7]
     assert await numbers(db) == {3, 5, 6}
 
 
@@ -383,7 +316,7 @@ async def test_events_come_newest_first_over_as_many_pages_as_there_are(
     assert found == [9, 6, 3, 10, 7, 4, 1, 8, 5, 2]
     assert [int(one.id) for one in await listed(db, limit=5)] == found[:5]
     # What is changed is changed in the order of its key.
-    shard = "SELECT shard FROM pipeline.outbox_unsent WHERE id = $1"
+    shard = "SELECT shard FROM pipeline.outbox_rejected WHERE id = $1"
     changed = await redrive(db)
     assert sorted(changed) == list(range(1, 11))
     assert changed == sorted(
@@ -409,7 +342,7 @@ async def test_list_and_show_tell_what_there_is(
             *numbered(missing, ["three", "four"]),
         ],
     )
-    async with relaying(quick(unsent_attempts=1)):
+    async with relaying(quick()):
         await eventually(are_dead(db, ["one", "two"]))
         await eventually(waits(db, ["three", "four"]))
     one, two = await died(db)
@@ -456,7 +389,7 @@ async def test_list_and_show_tell_what_there_is(
     (three, _) = await listed(db, "waiting")
     told = (await service("events", "show", three.id)).stdout
     assert "waiting" in told
-    assert "or run `service topics create`" in told
+    assert "or run `service topics create`: then it is published; or discard it" in told
     assert "topic missing" in told
 
 
@@ -476,7 +409,7 @@ async def test_redrive_counts_asks_and_says_what_waits(
     assert "the relay notices within " in done.stdout
     assert await numbers(db, "waiting") == {1, 3}
     again = await service("events", "redrive", "1", "--yes")
-    assert (again.exit_code, "1 is no dead event, it waits" in again.stderr) == (1, True)
+    assert (again.exit_code, "1 is not dead, it waits" in again.stderr) == (1, True)
     quiet = await service("events", "redrive", "--all", "--yes", "--wait", "0", "--json")
     assert json.loads(quiet.stdout) == {"found": 1, "redriven": 1, "became": None, "died": None}
 
@@ -496,7 +429,7 @@ async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Comman
     assert (again.exit_code, "was discarded" in again.stderr) == (1, True)
     done = await service("events", "discard", "--because", "all of it", "--all", "--yes", "--json")
     assert json.loads(done.stdout) == {"found": 2, "discarded": 2}
-    by = await db.fetchval("SELECT discarded_by FROM pipeline.outbox_unsent WHERE id = 1")
+    by = await db.fetchval("SELECT discarded_by FROM pipeline.outbox_rejected WHERE id = 1")
     assert by == getpass.getuser()
     assert (await service("list")).stdout == "0 dead\n", "and nothing of events"
     assert "3 discarded" in (await service("events", "list", "--discarded")).stdout
@@ -508,7 +441,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(dead_commands, "PROGRESS", 2)
     await bury(db, 3)
-    await db.execute("UPDATE pipeline.outbox_unsent SET key = 'ada'")
+    await db.execute("UPDATE pipeline.outbox_rejected SET key = 'ada'")
     lose = "SELECT pg_terminate_backend(pg_backend_pid()) WHERE $1::bigint[] = ARRAY[3::bigint]"
     changes = dead_events._REDRIVE
     monkeypatch.setattr(dead_events, "_REDRIVE", lose)

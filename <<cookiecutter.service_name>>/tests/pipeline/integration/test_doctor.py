@@ -14,9 +14,8 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
-from sqlalchemy import MetaData
 
-from operate import doctor, health, roles, server_checks, status, status_commands, topic_checks
+from operate import doctor, health, server_checks, status, status_commands, topic_checks
 from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
@@ -49,9 +48,9 @@ _FILL = {
     ' "offset", timestamp, headers, hash_version, reason, attempts, waited, holds)'
     " SELECT sha256(n::text::bytea), 0, '', 'deposit', 't', 0, n, 0, '[]', 1, 'x', 0, 0, false"
     " FROM generate_series(1, 200) AS n",
-    "outbox_unsent": "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source,"
-    " type, content_type, queue, attempts)"
-    " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1 FROM generate_series(1, 200) AS n",
+    "outbox_rejected": "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id,"
+    " source, type, content_type)"
+    " SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
     "scheduled": "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type,"
     " content_type) SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
 }
@@ -140,7 +139,7 @@ async def test_a_healthy_service_has_nothing(
     assert names.split() == ["level", "check", "found"]
     checks = (*topic_checks.CHECKS, *health.CHECKS, *server_checks.CHECKS)
     assert len(lines) == len(checks) + len(
-        ("kafka", "settings", "schema", "tables", "permissions", "pooler", "clock")
+        ("kafka", "settings", "schema", "tables", "pooler", "clock")
     )
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
@@ -176,7 +175,7 @@ async def test_schema_needs_the_folder_of_the_service(examine: Examine, tmp_path
 async def test_an_outbox_of_another_cluster_is_told(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = (await examine())["cluster"]
     assert (found.level, found.advice) == ("wrong", "run `service relay reset`")
 
@@ -200,82 +199,6 @@ async def test_what_holds_a_partition_is_told(examine: Examine, db: asyncpg.Conn
     found = (await examine())["held partitions"]
     assert found.level == "warning"
     assert found.found.startswith("outbox_p20200101 is due to go: it is not closed yet")
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["service", "relay"],
-        ["service", "relay", "operator"],
-        [*roles.ROLES],
-        ["operator", "retention"],
-        ["service", "retention"],
-    ],
-)
-async def test_a_privilege_that_is_missing_is_granted_by_the_advice(
-    bank: Bank,
-    settings: Callable[..., Settings],
-    direct_url: str,
-    db: asyncpg.Connection,
-    parts: list[str],
-) -> None:
-    chosen = settings(database_url=direct_url, database_pooler=False)
-    role = f"teller_{bank.name[-8:]}"
-    await db.execute(f"CREATE ROLE {role}")
-    try:
-        await roles.grant(db, dict.fromkeys(parts, role), MetaData())
-        async with _connected(chosen) as connection:
-            await connection.execute(f"SET ROLE {role}")
-
-            async def lacking() -> list[Finding]:
-                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
-                return [one for one in found if one.check == "permissions" and one.level != "ok"]
-
-            assert await lacking() == []
-            await db.execute(f"REVOKE DELETE ON pipeline.scheduled FROM {role}")
-            (found,) = await lacking()
-            assert (found.level, found.found) == (
-                "wrong",
-                f"{role} lacks DELETE on pipeline.scheduled",
-            )
-            _, command = found.advice.split("service grant ")
-            named = re.findall(f"--to-([a-z]+) {role}", command)
-            assert set(named) <= set(parts)
-            await roles.grant(db, dict.fromkeys(named, role), MetaData())
-            assert await lacking() == []
-            # The three others together may do what an operator may.
-            assert set(parts) <= (await roles.lacks(connection)).keys()
-    finally:
-        await db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER")
-        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
-
-
-async def test_who_has_lost_the_partitions_is_told_and_so_is_who_may_do_nothing(
-    bank: Bank, settings: Callable[..., Settings], direct_url: str, db: asyncpg.Connection
-) -> None:
-    chosen = settings(database_url=direct_url, database_pooler=False)
-    role = f"teller_{bank.name[-8:]}"
-    await db.execute(f"CREATE ROLE {role}")
-    try:
-        await roles.grant(db, {"retention": role}, MetaData())
-        await db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER")
-        async with _connected(chosen) as connection:
-            await connection.execute(f"SET ROLE {role}")
-
-            async def lacking() -> list[Finding]:
-                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
-                return [one for one in found if one.check == "permissions"]
-
-            found = await lacking()
-            assert [one.found for one in found] == [
-                f"{role} lacks OWNERSHIP on pipeline.{table}" for table in roles.PARTITIONED
-            ]
-            assert found[0].advice.endswith(f"service grant --to-retention {role}")
-            await db.execute(f"REVOKE ALL ON ALL TABLES IN SCHEMA pipeline FROM {role}")
-            (nothing,) = await lacking()
-            assert "may do nothing here" in nothing.found
-    finally:
-        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 async def test_a_pooler_that_the_settings_do_not_know_is_found(
@@ -378,7 +301,7 @@ async def test_topics_that_do_not_fit_are_told(
     assert f"{compacted} is compacted" in lossy["topic retention"].found
     strict = await examine(Bank(deposits=bank.deposits, balances=compacted, name=bank.name))
     assert strict["compaction"].level == "warning"
-    assert f"{compacted} is compacted: it refuses events without a key" in (
+    assert f"{compacted} is compacted: it rejects events without a key" in (
         strict["compaction"].found
     )
 
@@ -604,26 +527,30 @@ async def test_dead_letters_are_told_until_a_person_has_decided(
 async def test_dead_events_are_told_until_a_person_has_decided(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
-    await db.execute(_FILL["outbox_unsent"])
-    await db.execute("UPDATE pipeline.outbox_unsent SET died_at = now()")
+    await db.execute(_FILL["outbox_rejected"])
+    await db.execute("UPDATE pipeline.outbox_rejected SET died_at = now()")
     found = (await examine())["dead events"]
     assert found.level == "warning"
     assert found.found == "dead events need a decision: 200"
     assert "`service dead events list`" in found.advice
-    await db.execute("UPDATE pipeline.outbox_unsent SET discarded_at = now()")
+    await db.execute("UPDATE pipeline.outbox_rejected SET discarded_at = now()")
     assert await examine() == {}
 
 
 async def test_events_that_kafka_refuses_for_long_are_told(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
-    await db.execute(_FILL["outbox_unsent"])
-    await db.execute("UPDATE pipeline.outbox_unsent SET reason = 'topic missing' WHERE id = 1")
+    await db.execute(_FILL["outbox_rejected"])
+    await db.execute("UPDATE pipeline.outbox_rejected SET reason = 'topic missing' WHERE id = 1")
     assert await examine() == {}, "they have just come"
-    await db.execute("UPDATE pipeline.outbox_unsent SET parked_at = now() - interval '16 minutes'")
+    await db.execute(
+        "UPDATE pipeline.outbox_rejected SET parked_at = now() - interval '16 minutes'"
+    )
     found = (await examine())["rejected events"]
     assert found.level == "wrong"
-    assert found.found.startswith("Kafka refuses topic t (topic missing), and 200 events wait, one")
+    assert found.found.startswith(
+        "Kafka takes no events for topic t (topic missing): 200 wait, one"
+    )
     assert "`service dead events list --waiting --summary`" in found.advice
 
 
@@ -701,7 +628,7 @@ async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
     assert "bloat" not in await examine()
 
 
-@pytest.mark.parametrize("table", ["backlog", "outbox_unsent", "scheduled"])
+@pytest.mark.parametrize("table", ["backlog", "outbox_rejected", "scheduled"])
 async def test_dead_rows_of_a_table_that_has_been_emptied_are_told(
     examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
@@ -755,7 +682,7 @@ async def test_a_standby_is_told_and_so_is_what_was_prepared_and_left(
 async def test_without_kafka_the_other_checks_are_made(
     examine: Examine, db: asyncpg.Connection, unused_tcp_port: int
 ) -> None:
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = await examine(kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}")
     assert found.keys() == {"kafka", "cluster"}
     assert "PIPELINE_KAFKA_BOOTSTRAP_SERVERS" in found["kafka"].advice
@@ -775,7 +702,7 @@ async def test_the_exit_code_says_whether_something_is_wrong(
     assert await process.ended() == 0, process.output
     assert re.search("^warning  schema +no alembic.ini here", process.output, re.MULTILINE)
     assert await (await command("--strict")).ended() == 1
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     process = await command("--json")
     assert await process.ended() == 1
     levels = {one["check"]: one["level"] for one in map(json.loads, process.output.splitlines())}

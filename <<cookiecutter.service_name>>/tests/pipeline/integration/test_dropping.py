@@ -13,7 +13,7 @@ import pytest
 from operate.commands import command_line
 from pipeline import Park, Reject
 from pipeline.apply import inbox
-from pipeline.retention import maintenance, partitions
+from pipeline.retention import days, generations, lease, partitions, rotation
 from pipeline.retention.maintenance import Round, maintain
 from pipeline.retention.partitions import Partition, State
 from pipeline.servers import cluster
@@ -54,7 +54,7 @@ async def close_generation(db: asyncpg.Connection, age: timedelta = timedelta())
     """Close the current generation, so long ago."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     await partitions.attach(db, "inbox", f"inbox_g{current + 1}", f"IN ({current + 1})")
-    assert await inbox.rotate(db, current=current)
+    assert await rotation.rotate(db, current=current)
     await db.execute("UPDATE pipeline.inbox_closed SET closed_at = closed_at - $1::interval", age)
 
 
@@ -74,7 +74,7 @@ async def test_a_generation_goes_when_it_was_closed_long_enough_ago(
     await close_generation(db, timedelta(minutes=121))
     await close_generation(db)
     assert (await maintain(db, chosen)).dropped == ["inbox_g1"]
-    assert "inbox_g1" not in await names(db, maintenance._INBOX)
+    assert "inbox_g1" not in await names(db, generations.PATTERN)
     kept = await db.fetchrow("SELECT oldest, current, since FROM pipeline.inbox_generation")
     assert kept is not None
     assert (kept["oldest"], kept["current"]) == (2, 3)
@@ -144,7 +144,7 @@ async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
 ) -> None:
     """Both what is dead and what waits."""
     small = await new_topic(**{"max.message.bytes": "4000"})
-    chosen = quick(unsent_attempts=2)
+    chosen = quick()
     await make_old_day(db)
     await stage_long_ago(db, "dead", small, payload=LARGE)
     await stage_long_ago(db, "waits", missing)
@@ -165,7 +165,7 @@ async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
             await eventually(waits(db, []))
     assert await ids_in(kafka, small) == ["dead"]
     assert await ids_in(kafka, missing) == ["waits"]
-    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_rejected") == 0
 
 
 async def test_a_clock_that_is_ahead_lets_nothing_take_effect_twice(
@@ -187,13 +187,13 @@ async def test_a_generation_into_which_a_transaction_looks_stays(
     settings: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(maintenance, "_GIVEN_WAY_ATTEMPTS", 2)
+    monkeypatch.setattr(generations, "_ATTEMPTS", 2)
     await close_generation(db, timedelta(days=9))
     busy = await connect()
     async with busy.transaction():
         await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
         assert (await maintain(db, settings())).dropped == []
-        assert "inbox_g1" in await names(db, maintenance._INBOX)
+        assert "inbox_g1" in await names(db, generations.PATTERN)
     assert (await maintain(db, settings())).dropped == ["inbox_g1"]
 
 
@@ -207,7 +207,7 @@ async def test_a_day_goes_when_it_is_old_enough_and_published_and_not_before(
     assert "no relay publishes 64 shards" in str(held.needed_by)
     await publish_all(old_day)
     assert (await maintain(old_day, chosen)).dropped == [OLD]
-    assert OLD not in await names(old_day, maintenance._OUTBOX)
+    assert OLD not in await names(old_day, days.PATTERN)
     assert await maintain(old_day, chosen) == Round(ANY)
     assert await old_day.fetchval("SELECT count(*) FROM pipeline.outbox_closed") == 0
 
@@ -218,7 +218,7 @@ async def test_a_day_that_is_not_old_enough_stays(
     await publish_all(old_day)
     done = await maintain(old_day, settings(outbox_age=10 * 365 * 86_400.0))
     assert (done.dropped, done.held) == ([], [])
-    assert OLD in await names(old_day, maintenance._OUTBOX)
+    assert OLD in await names(old_day, days.PATTERN)
 
 
 async def test_a_relay_that_runs_lets_days_go(
@@ -286,7 +286,7 @@ async def test_a_day_is_closed_by_an_id_above_those_of_all_who_may_have_written_
         await stage_long_ago(writer, 2)
         mine = await writer.fetchval("SELECT pg_current_xact_id()")
         # Nobody else may have ended meanwhile: databases share the ids.
-        await old_day.execute(maintenance._CLOSE_DAYS, [IN_OLD.date()])
+        await old_day.execute(days._CLOSE_DAYS, [IN_OLD.date()])
         assert await old_day.fetchval("SELECT xid FROM pipeline.outbox_closed") > mine
 
 
@@ -324,8 +324,8 @@ async def test_a_day_that_somebody_has_locked_holds_up_no_other(
     settings: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wait = maintenance._WAIT_SHORTLY.replace("2s", "100ms")
-    monkeypatch.setattr(maintenance, "_WAIT_SHORTLY", wait)
+    wait = days._WAIT_SHORTLY.replace("2s", "100ms")
+    monkeypatch.setattr(days, "_WAIT_SHORTLY", wait)
     other = await _another_old_day(old_day, settings())
     vacuuming = await connect()
     async with vacuuming.transaction():
@@ -344,7 +344,7 @@ async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and
 ) -> None:
     await maintain(old_day, settings())
     await publish_all(old_day)
-    await old_day.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await old_day.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     (held,) = (await maintain(old_day, settings())).held
     assert "service relay reset" in str(held.needed_by)
     await cluster.reset(old_day, keep_progress=False)
@@ -434,7 +434,7 @@ async def test_a_day_that_a_person_has_detached_stays(
     async with relaying(settings(relay_lease=1)):
         await eventually(lambda: _relays_are_past(old_day))
     (held,) = (await maintain(old_day, settings())).held
-    assert "somebody has detached it" in str(held.needed_by)
+    assert "it was not detached by retention" in str(held.needed_by)
     assert await old_day.fetchval(f"SELECT count(*) FROM pipeline.{OLD}") == 1
 
 
@@ -468,9 +468,9 @@ async def test_two_at_once_do_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when a round takes longer than its lease."""
-    monkeypatch.setattr(maintenance, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
-    days = [f"outbox_p2020010{number}" for number in range(2, 8)]
-    for number, day in enumerate(days, 2):
+    monkeypatch.setattr(lease, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
+    others = [f"outbox_p2020010{number}" for number in range(2, 8)]
+    for number, day in enumerate(others, 2):
         bounds = f"FROM ('2020-01-0{number} 00:00+00') TO ('2020-01-0{number + 1} 00:00+00')"
         await partitions.attach(old_day, "outbox", day, bounds)
     for _ in range(3):
@@ -479,9 +479,9 @@ async def test_two_at_once_do_no_harm(
     await publish_all(old_day)
     keepers = [await connect() for _ in range(4)]
     rounds = await asyncio.gather(*(maintain(one, settings()) for one in keepers))
-    assert {name for one in rounds for name in one.dropped} <= {OLD, *days}
+    assert {name for one in rounds for name in one.dropped} <= {OLD, *others}
     await maintain(old_day, settings())
-    assert not {OLD, *days}.intersection(await names(old_day, maintenance._OUTBOX))
+    assert not {OLD, *others}.intersection(await names(old_day, days.PATTERN))
 
 
 async def test_one_that_is_used_for_long_is_told_of_and_the_others_go(
@@ -534,7 +534,7 @@ async def test_who_is_overtaken_does_no_more_and_says_by_whom(
         await eventually(lambda: _is_pending(old_day, OLD))
         await old_day.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
     assert await at_it == Round("faster", is_ours=False, dropped=[OLD])
-    assert other in await names(old_day, maintenance._OUTBOX)
+    assert other in await names(old_day, days.PATTERN)
     lease = await old_day.fetchrow("SELECT owner FROM pipeline.retention_lease")
     assert tuple(lease or ()) == ("faster",), "it is the other's, also afterwards"
 
@@ -575,10 +575,10 @@ async def test_discarded_dead_letters_are_deleted_when_nobody_can_send_their_mes
     for amount in range(3):
         await desk.apply(Deposit(amount, value=b"rubbish"))
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog WHERE died_at < now()") == 3
-    for offset, days in (1, 40), (2, 20):
+    for offset, age in (1, 40), (2, 20):
         await db.execute(
             'UPDATE pipeline.backlog SET discarded_at = now() - $1::interval WHERE "offset" = $2',
-            timedelta(days=days),
+            timedelta(days=age),
             offset,
         )
     assert (await maintain(db, settings())).discarded == 0, "all is remembered"

@@ -14,10 +14,10 @@ from operate.dead import Selection
 from operate.dead_letters import DeadLetters
 from pipeline import Call, Event, Handlers, Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog
-from pipeline.apply.backlog import Lane
-from pipeline.apply.batch import Item, _digest
+from pipeline.apply.item import Item, _digest
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.staging import EFFECTS
+from pipeline.retry.lanes import Lane
 from pipeline.servers.database import autocommitting
 
 from .desk import Desk, NewDesk

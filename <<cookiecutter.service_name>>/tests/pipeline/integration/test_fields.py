@@ -1,11 +1,13 @@
 """What is handed on by place arrives under its own name: most neighbours are of one type."""
 
+from dataclasses import replace
+
 import asyncpg
 
 from pipeline.apply import backlog, inbox
-from pipeline.apply.backlog import Row, StoredRecord
-from pipeline.apply.batch import Item, order_key
-from pipeline.events.message import Marker, Message
+from pipeline.apply.backlog import Row
+from pipeline.apply.item import Item, StoredRecord, order_key
+from pipeline.events.message import Message
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handler
 
@@ -32,7 +34,6 @@ MESSAGE = Message(
     baggage="baggage",
     hash=b"hash",
 )
-MARKER = Marker(b"key", "consumer", MESSAGE)
 
 
 def of_their_own_names(row: asyncpg.Record, *names: str) -> dict[str, object]:
@@ -41,7 +42,11 @@ def of_their_own_names(row: asyncpg.Record, *names: str) -> dict[str, object]:
 
 
 async def test_a_marker(ledger: tuple[Bank, Desk], db: asyncpg.Connection) -> None:
-    await inbox._insert(db, 1, [MARKER])
+    bank, _ = ledger
+    (handler,) = bank.handlers.of(bank.deposits, "deposited")
+    record = StoredRecord("topic", 1, 2, 3, b"record_key", b"value", [], 0.0)
+    item = Item(replace(handler, consumer="consumer"), b"key", MESSAGE, record)
+    await inbox._insert(db, 1, [item])
     row = await db.fetchrow("SELECT * FROM pipeline.inbox")
     texts = ("key", "hash", "consumer", "source", "id", "type", "topic", "traceparent")
     assert {name: row[name] for name in texts} == of_their_own_names(row, *texts)
@@ -53,9 +58,9 @@ async def test_a_row_of_the_backlog(ledger: tuple[Bank, Desk], db: asyncpg.Conne
     handler: Handler
     (handler,) = bank.handlers.of(bank.deposits, "deposited")
     record = StoredRecord("topic", 1, 2, 3, b"record_key", b"value", [("headers", b"5")], 0.0)
-    fate = Decision("reason", 6, 7.5, None, True, "error", "traceback")
-    item = Item(handler, MARKER, record)
-    await backlog.add(db, [Row(b"key", "consumer", record, fate, item, b"remembered_hash")])
+    decision = Decision("reason", 6, 7.5, None, True, "error", "traceback")
+    item = Item(handler, b"key", MESSAGE, record)
+    await backlog.add(db, [Row(b"key", "consumer", record, decision, item, b"remembered_hash")])
     row = await db.fetchrow("SELECT * FROM pipeline.backlog")
     texts = (
         *("key", "consumer", "topic", "record_key", "value", "source", "id", "type", "hash"),

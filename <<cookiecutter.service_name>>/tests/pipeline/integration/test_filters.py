@@ -12,9 +12,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from rbloom import Bloom
 
-from pipeline.apply import filters, inbox
+from pipeline.apply import filters
 from pipeline.apply.filters import Filters
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
+from pipeline.retention import rotation
 from pipeline.retention.maintenance import maintain
 from pipeline.runtime import Part
 from pipeline.settings import Settings
@@ -55,7 +56,7 @@ def one_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def keys_of(desk: Desk, *deposits: Deposit) -> list[bytes]:
     """Return the markers' keys of the deposits."""
-    return [item.marker.key for item in (await desk.read(*deposits, start=0)).items]
+    return [item.key for item in (await desk.read(*deposits, start=0)).items]
 
 
 async def sifted(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> tuple[set[int], range]:
@@ -158,7 +159,7 @@ async def test_a_generation_whose_filter_is_not_built_yet_is_looked_up_and_the_o
         await desk.apply(Deposit(amount))
         await close_generation(db, settings)
     await desk.apply(Deposit(3))
-    assert await inbox.rotate(db, current=3)
+    assert await rotation.rotate(db, current=3)
     await desk.load_filters()
     every = [Deposit(amount) for amount in (1, 2, 3, 4)]
     assert await sifted(desk, db, *every) == ({0, 1}, range(3, 4))
@@ -532,7 +533,7 @@ async def test_a_generation_that_is_too_large_is_counted_once_told_of_and_never_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unfiltered: list[int] = []
-    monkeypatch.setattr(telemetry, "observe_filters", unfiltered.append)
+    monkeypatch.setattr(metrics.generations_unfiltered, "set", unfiltered.append)
     monkeypatch.setattr(filters, "_KEY_BYTES", 100.0)  # 5,242 keys in half of a MiB
     little = {"inbox_filter_mebibytes": 1}
     desk = await new_desk(bank.handlers, topic=bank.deposits, **little)

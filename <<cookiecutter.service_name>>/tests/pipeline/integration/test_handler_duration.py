@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -31,7 +31,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[tuple[str, str], float]]:
         if longest:
             all_told.append(dict(longest))
 
-    monkeypatch.setattr(telemetry, "handled", handled)
+    monkeypatch.setattr(metrics, "handled", handled)
     return all_told
 
 

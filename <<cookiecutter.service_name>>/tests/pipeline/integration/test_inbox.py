@@ -11,7 +11,8 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline import Transaction
-from pipeline.apply import inbox
+from pipeline.apply import inbox, positions
+from pipeline.retention import rotation
 from pipeline.retention.maintenance import maintain
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
@@ -29,7 +30,7 @@ Connect = Callable[[], Awaitable[asyncpg.Connection]]
 async def close_generation(db: asyncpg.Connection, settings: Callable[..., Settings]) -> None:
     """Close the current generation, as housekeeping does, and make the next ones."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
-    assert await inbox.rotate(db, current=current)
+    assert await rotation.rotate(db, current=current)
     await maintain(db, settings())
 
 
@@ -114,7 +115,7 @@ async def test_the_same_id_with_another_payload_is_a_dead_letter_with_both_hashe
     await desk.apply(Deposit(3), Deposit(1), altered, Deposit(4))
     (row,) = await desk.backlog()
     remembered = await db.fetchval("SELECT hash FROM pipeline.inbox WHERE id = '2'")
-    now = (await desk.read(altered, start=0)).items[0].marker.message.hash
+    now = (await desk.read(altered, start=0)).items[0].message.hash
     assert (row["offset"], row["reason"]) == (4, "identity mismatch")
     assert (row["remembered_hash"], row["hash"]) == (remembered, now)
     assert (row["value"], row["id"]) == (altered.record("", 0).value, "2")
@@ -226,7 +227,7 @@ async def forgotten(db: asyncpg.Connection) -> datetime:
 async def forget(db: asyncpg.Connection, since: datetime) -> None:
     """Close the current generation, and forget it."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
-    assert await inbox.rotate(db, current=current)
+    assert await rotation.rotate(db, current=current)
     await db.execute("UPDATE pipeline.inbox_generation SET oldest = current, since = $1", since)
     await db.execute("DELETE FROM pipeline.inbox WHERE generation = $1", current)
 
@@ -284,7 +285,7 @@ async def test_what_comes_again_is_too_old_as_soon_as_the_consumer_has_forgotten
     await inbox.register(db, bank.handlers.consumers)
     old = Deposit(1, timestamp=at(forgotten - timedelta(days=300)))
     await desk.apply(old)
-    assert await inbox.rotate(db, current=2)
+    assert await rotation.rotate(db, current=2)
     await desk.apply(old)
     assert await desk.park() == {}, "it is known"
     await db.execute("UPDATE pipeline.inbox_generation SET oldest = current")
@@ -337,7 +338,7 @@ async def test_what_is_known_is_a_duplicate_however_old_it_is(
 
 async def test_a_generation_is_not_closed_without_a_successor(db: asyncpg.Connection) -> None:
     await db.execute("DROP TABLE pipeline.inbox_g2")
-    assert not await inbox.rotate(db, current=1)
+    assert not await rotation.rotate(db, current=1)
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 1
 
 
@@ -345,14 +346,14 @@ async def test_a_successor_that_is_made_but_not_attached_does_not_count(
     db: asyncpg.Connection,
 ) -> None:
     await db.execute("ALTER TABLE pipeline.inbox DETACH PARTITION pipeline.inbox_g2")
-    assert not await inbox.rotate(db, current=1)
+    assert not await rotation.rotate(db, current=1)
 
 
 async def test_of_two_that_close_the_same_generation_only_one_does(
     db: asyncpg.Connection, connect: Connect
 ) -> None:
     other = await connect()
-    closed = [await inbox.rotate(one, current=1) for one in (db, other)]
+    closed = [await rotation.rotate(one, current=1) for one in (db, other)]
     assert closed == [True, False]
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
 
@@ -371,10 +372,10 @@ async def test_a_generation_is_not_closed_under_an_open_consume_transaction(
     applying = asyncio.create_task(desk.apply(Deposit(1)))
     await inside.wait()
     with pytest.raises(asyncpg.LockNotAvailableError):
-        await inbox.rotate(db, current=1)
+        await rotation.rotate(db, current=1)
     go_on.set()
     await applying
-    assert await inbox.rotate(db, current=1)
+    assert await rotation.rotate(db, current=1)
     assert await count(db, "pipeline.inbox_g1") == 2
 
 
@@ -417,7 +418,7 @@ async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_a
         while not finished.is_set():
             current = await keeper.fetchval("SELECT current FROM pipeline.inbox_generation")
             try:
-                closed += await inbox.rotate(keeper, current=current)
+                closed += await rotation.rotate(keeper, current=current)
                 await maintain(keeper, settings())
             except asyncpg.LockNotAvailableError:
                 pass
@@ -571,5 +572,5 @@ async def test_the_position_is_read_by_the_same_engine_that_is_stopped_in_betwee
     await desk.apply(Deposit(1))
     async with autocommitting(desk.engine) as driver:
         assert (await desk.position()) == 1
-        await inbox.start_at(driver, desk.slot, 700)
+        await positions.start_at(driver, desk.slot, 700)
         assert (await desk.position()) == 1

@@ -12,9 +12,10 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pipeline import Transaction
-from pipeline.apply import inbox
+from pipeline.apply import inbox, limits, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import GENERATION_LOCK, Generations
+from pipeline.retention import rotation
 from pipeline.retention.maintenance import maintain
 from pipeline.settings import Settings
 
@@ -30,7 +31,7 @@ MANY = 100
 """Transactions at once; the server has 200 connections for all who test."""
 
 
-class StillNeeded(Bank):
+class Held(Bank):
     """A bank that waits at a gate, inside the transaction of the first deposit of 1."""
 
     def __init__(self) -> None:
@@ -44,13 +45,13 @@ class StillNeeded(Bank):
 
 
 @pytest.fixture
-async def held() -> StillNeeded:
+async def held() -> Held:
     """Return a bank whose gate nobody has reached yet."""
-    return StillNeeded()
+    return Held()
 
 
 @pytest.fixture
-async def pair(held: StillNeeded, new_desk: NewDesk) -> tuple[Desk, Desk]:
+async def pair(held: Held, new_desk: NewDesk) -> tuple[Desk, Desk]:
     """Return the desks of two partitions; the account `ada` is there, with a deposit of 0."""
     first, second = [
         await new_desk(held.handlers, topic=held.deposits, partition=number, lock_timeout=4)
@@ -64,7 +65,7 @@ async def rotate(db: asyncpg.Connection) -> bool:
     """Close the current generation as housekeeping does; False if it is in use."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     try:
-        return await inbox.rotate(db, current=current)
+        return await rotation.rotate(db, current=current)
     except asyncpg.LockNotAvailableError:
         return False
 
@@ -81,7 +82,7 @@ async def rotate_without_the_lock(db: asyncpg.Connection) -> bool:
     ids=["the engine", "without the lock"],
 )
 async def test_no_generation_is_closed_under_who_has_read_that_it_is_open(
-    held: StillNeeded,
+    held: Held,
     pair: tuple[Desk, Desk],
     db: asyncpg.Connection,
     close: Callable[[asyncpg.Connection], Awaitable[bool]],
@@ -106,7 +107,7 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "the engine":
         return [0, 1]
     found: ContextVar[Generations] = ContextVar("found")
-    move_position = inbox.move_position
+    move_position = positions.move_position
 
     async def begin(connection: AsyncConnection, _: object) -> None:
         row = await connection.execute(
@@ -123,13 +124,13 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         await move_position(*args, **kwargs)  # type: ignore[arg-type]
         return found.get()
 
-    monkeypatch.setattr(inbox, "begin", begin)
-    monkeypatch.setattr(inbox, "move_position", move)
+    monkeypatch.setattr(limits, "begin", begin)
+    monkeypatch.setattr(positions, "move_position", move)
     return [0, 1, 1]
 
 
 async def test_who_waited_for_a_rotation_knows_of_it(
-    held: StillNeeded,
+    held: Held,
     pair: tuple[Desk, Desk],
     db: asyncpg.Connection,
     connect: Connect,
@@ -153,7 +154,7 @@ async def test_who_waited_for_a_rotation_knows_of_it(
 
 @pytest.mark.parametrize("gives_up", [False, True])
 async def test_another_payload_is_recognised_by_who_waited_for_the_first(
-    held: StillNeeded, pair: tuple[Desk, Desk], db: asyncpg.Connection, gives_up: bool
+    held: Held, pair: tuple[Desk, Desk], db: asyncpg.Connection, gives_up: bool
 ) -> None:
     first, second = pair
     altered = Deposit(100, id="1")
@@ -168,14 +169,14 @@ async def test_another_payload_is_recognised_by_who_waited_for_the_first(
     await (other if gives_up else asyncio.gather(one, other))
     if gives_up:
         await first.apply(Deposit(1))
-    impostors = await first.backlog()
-    assert [row["consumer"] for row in impostors] == ["deposit", "waiting"]
+    mismatched = await first.backlog()
+    assert [row["consumer"] for row in mismatched] == ["deposit", "waiting"]
     hashes = [
-        (await desk.read(deposit, start=0)).items[0].marker.message.hash
+        (await desk.read(deposit, start=0)).items[0].message.hash
         for desk, deposit in ((first, Deposit(1)), (second, altered))
     ]
     known, new = reversed(hashes) if gives_up else hashes
-    for row in impostors:
+    for row in mismatched:
         assert row["reason"] == "identity mismatch"
         assert (row["remembered_hash"], row["hash"]) == (known, new)
     assert await histories(db) == {"ada": [0, 7, 100, 8] if gives_up else [0, 1, 7, 8]}
@@ -190,7 +191,7 @@ async def give_up(applying: asyncio.Task[object]) -> None:
 
 
 async def test_nobody_waits_for_a_marker_for_longer_than_the_lock_time_out(
-    held: StillNeeded, new_desk: NewDesk, db: asyncpg.Connection
+    held: Held, new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """Trap 11."""
     first, second = [
@@ -256,7 +257,7 @@ async def waiting(db: asyncpg.Connection) -> int:
 
 
 @pytest.fixture
-async def hall(held: StillNeeded, new_desk: NewDesk) -> list[Desk]:
+async def hall(held: Held, new_desk: NewDesk) -> list[Desk]:
     """Return a hundred desks, each with a connection of its own."""
     patient = {
         "lock_timeout": 40,
@@ -295,7 +296,7 @@ async def check(db: asyncpg.Connection, amounts: range) -> None:
 
 
 async def test_of_a_hundred_that_wait_for_one_that_gives_up_one_applies(
-    held: StillNeeded, hall: list[Desk], db: asyncpg.Connection
+    held: Held, hall: list[Desk], db: asyncpg.Connection
 ) -> None:
     """Traps 11, 24 and 31: all began before any marker could be seen."""
     amounts = range(1, 11)
@@ -323,7 +324,7 @@ async def test_of_a_hundred_that_wait_for_one_that_gives_up_one_applies(
 
 
 async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_closed(
-    held: StillNeeded,
+    held: Held,
     hall: list[Desk],
     db: asyncpg.Connection,
     connect: Connect,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline import Gaps, Policy
 from pipeline.apply import backlog
-from pipeline.apply.batch import _digest
+from pipeline.apply.item import _digest
 
 from .desk import Desk, NewDesk
 from .lives import Death, Life, Moment, lanes_of, let_leases_end

@@ -10,8 +10,8 @@ from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 
 from pipeline import Event, Transaction
-from pipeline.apply import inbox
-from pipeline.apply.inbox import PositionMoved
+from pipeline.apply import limits
+from pipeline.apply.positions import PositionMoved
 from pipeline.handlers import staging
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
@@ -163,8 +163,8 @@ async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_ma
     )
     await desk.apply(Deposit(1))
     async with desk.engine.connect() as stopped:
-        limits = {"transaction_timeout": "500ms", "lock_timeout": "400ms", "handler": ""}
-        await inbox.begin(stopped, limits)
+        bounds = {"transaction_timeout": "500ms", "lock_timeout": "400ms", "handler": ""}
+        await limits.begin(stopped, bounds)
         driver = (await stopped.get_raw_connection()).driver_connection
         assert isinstance(driver, asyncpg.Connection)
         await driver.execute("SELECT FROM account FOR UPDATE")

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -19,7 +18,6 @@ from .conftest import Command, position_reaches
 from .test_scheduled import LONG_AGO, schedule
 from tests.conftest import Running
 from tests.contract.bank import Deposit
-from tests.servers.databases import administer
 from tests.servers.waiting import eventually
 
 Commands = Callable[[typer.Typer], Command]
@@ -81,18 +79,6 @@ async def test_migrate_tells_the_revisions_that_the_database_is_at(
     assert told == [{"revisions": [row["version_num"] for row in had]}]
 
 
-async def test_grant_tells_who_may_do_what(
-    tells: Tells, server_url: str, db: asyncpg.Connection
-) -> None:
-    name = f"relay_{uuid4().hex[:8]}"
-    await administer(server_url, f"CREATE ROLE {name}")
-    try:
-        assert await tells("grant", "--to-relay", name) == [{"relay": name}]
-    finally:
-        await db.execute(f"DROP OWNED BY {name} CASCADE")
-        await administer(server_url, f"DROP ROLE {name}")
-
-
 async def test_a_reset_tells_how_many_events_are_published_again(
     tells: Tells, command: Command, bank: Bank, db: asyncpg.Connection
 ) -> None:
@@ -150,11 +136,11 @@ async def test_seek_and_replay_tell_where_each_partition_goes_on(
     assert again == [{"moves": [to(1, old=3)], "became": None}]
 
 
-async def test_forgo_and_cancel_tell_what_they_found_also_where_they_miss_something(
+async def test_skip_archive_and_cancel_tell_what_they_found_also_where_they_miss_something(
     tells: Tells, db: asyncpg.Connection
 ) -> None:
     await db.execute("INSERT INTO pipeline.outbox_closed (day) VALUES ('2020-01-01')")
-    let_go = await tells("retention", "forgo", "2020-01-01", "2020-01-02", code=1)
+    let_go = await tells("retention", "skip-archive", "2020-01-01", "2020-01-02", code=1)
     assert let_go == [{"day": "2020-01-01"}]
     await schedule(db, "t", [("a", LONG_AGO), ("b", LONG_AGO + timedelta(hours=1))])
     cancelled = await tells("scheduled", "cancel", "b", "c", "a", code=1)

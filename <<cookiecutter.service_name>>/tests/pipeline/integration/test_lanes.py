@@ -13,15 +13,16 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Retry
 from pipeline.apply import backlog, batch
-from pipeline.apply.backlog import Lane, LaneLost, Taken
-from pipeline.apply.batch import Item
-from pipeline.apply.consume import Consume
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import FromLane
+from pipeline.apply.item import Item
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.retry import lanes
+from pipeline.retry.lane_source import LaneSource
+from pipeline.retry.lanes import Lane, LaneLost, Taken
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
-from pipeline.servers.tasks import TURN, in_background
+from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -38,18 +39,18 @@ LEASE = 1.0
 async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
     """Claim the lane that has something due, and read it."""
     async with autocommitting(desk.engine) as driver:
-        lane = await backlog.claim(driver, "somebody", lease, desk.handlers.consumers)
+        lane = await lanes.claim(driver, "somebody", lease, desk.handlers.consumers)
         assert lane is not None
         consumers = desk.handlers.consumers
-        return lane, await backlog.take(driver, lane, desk.handlers, consumers, 100)
+        return lane, await lanes.take(driver, lane, desk.handlers, consumers, 100)
 
 
-async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[Results]:
+async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[BatchOutcome]:
     """Handle what was read."""
     attempts = retry_while_unavailable(
-        "the test", "PostgreSQL", unless=lambda: False, away=desk.outages.append
+        "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
     )
-    return await desk.consume.apply(FromLane(lane, LEASE, taken), attempts)
+    return await desk.consume.apply(LaneSource(lane, LEASE, taken), attempts)
 
 
 async def waiting(new_desk: NewDesk, *amounts: int) -> tuple[Bank, Desk]:
@@ -83,7 +84,7 @@ async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_vali
     def burn(item: Item) -> Item:
         nonlocal validated
         validated += 1
-        time.sleep(TURN)
+        time.sleep(SLICE_SECONDS)
         return batch.validated(item)
 
     async def look() -> None:
@@ -91,7 +92,7 @@ async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_vali
             seen.append(validated)
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(backlog, "validated", burn)
+    monkeypatch.setattr(lanes, "validated", burn)
     async with in_background(look()):
         _, taken = await claim(desk)
     assert len(taken.items) == validated == 20
@@ -146,7 +147,9 @@ async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(
 
     another = await new_desk(bank.handlers, topic=bank.deposits)
 
-    async def apply_and_meet_a_later_one(consume: Consume, work: FromLane) -> Sequence[Results]:
+    async def apply_and_meet_a_later_one(
+        consume: ConsumeTransactions, work: LaneSource
+    ) -> Sequence[BatchOutcome]:
         results = await apply(consume, work)
         if work.assumed and not seen:
             seen.append(await desk.backlog())
@@ -178,7 +181,9 @@ async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so
         read.append(len(taken.items))
         return taken
 
-    async def apply_and_count(consume: Consume, work: FromLane) -> Sequence[Results]:
+    async def apply_and_count(
+        consume: ConsumeTransactions, work: LaneSource
+    ) -> Sequence[BatchOutcome]:
         if work.assumed and not handled:
             await another.apply(*(Deposit(n) for n in range(20, 60)))
         if not work.assumed:
@@ -202,7 +207,7 @@ async def test_a_row_that_is_due_again_and_again_does_not_keep_a_lane_careful(
     await claim(desk, lease=0.0)  # and die
     careful: list[int] = []
 
-    async def apply(consume: Consume, work: FromLane) -> Sequence[Results]:
+    async def apply(consume: ConsumeTransactions, work: LaneSource) -> Sequence[BatchOutcome]:
         careful.append(bool(work.assumed))
         return await BacklogWorkers._apply(desk.lanes, consume, work)
 

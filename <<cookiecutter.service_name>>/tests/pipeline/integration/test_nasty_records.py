@@ -21,7 +21,7 @@ from pipeline.servers import record_batches
 
 from .desk import NewDesk
 from tests.conftest import Records
-from tests.pipeline.nasty import NASTY, Name, fates, kafka_record
+from tests.pipeline.nasty import NASTY, Name, decisions, kafka_record
 
 LIMIT = 4_000_000
 FOREVER = str(2**63 - 1)
@@ -73,7 +73,7 @@ async def test_every_nasty_record_comes_as_it_was_sent_and_gets_its_fate(
     assert [
         (list(record.headers), record.value, record.key, record.timestamp) for record in found
     ] == [(nasty.headers, nasty.value, nasty.key, nasty.timestamp) for nasty in NASTY]
-    assert (await fates(handlers, topic, found)).total() == len(NASTY)
+    assert (await decisions(handlers, topic, found)).total() == len(NASTY)
 
 
 @pytest.fixture(params=["C extension", "pure Python"])

@@ -11,7 +11,7 @@ from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.structs import OffsetAndMetadata
 
 from pipeline import Transaction
-from pipeline.apply.inbox import PositionMoved
+from pipeline.apply.positions import PositionMoved
 from pipeline.consume.reader import Reader
 from pipeline.observe.health import Health
 from pipeline.runtime import Part

@@ -11,7 +11,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline.runtime import Part, _collect_seldom
-from pipeline.servers.tasks import TURN, in_background
+from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
 from .bank import Bank
 from .desk import NewDesk
@@ -92,7 +92,7 @@ async def test_others_have_their_turn_between_the_messages_of_a_batch(
     amounts, calls = range(1, 21), [0]
 
     async def burn() -> None:
-        until = perf_counter() + TURN
+        until = perf_counter() + SLICE_SECONDS
         while perf_counter() < until:
             pass
 

@@ -15,21 +15,23 @@ from sqlalchemy import make_url
 
 from operate import dead_events
 from operate.dead import Selection
-from pipeline.apply import filters, inbox
+from pipeline.apply import filters, inbox, positions
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Anchor, Generations, Slot
-from pipeline.events.message import Marker, decode
+from pipeline.apply.inbox import Generations
+from pipeline.apply.item import Item
+from pipeline.apply.positions import Anchor, Slot
+from pipeline.events.cloudevents import decode
 from pipeline.observe.health import Health
-from pipeline.relay import rejected, window
-from pipeline.relay.rejection import Refusal
-from pipeline.relay.relay import Relay
+from pipeline.relay import window
+from pipeline.relay.cursor import Cursor
+from pipeline.relay.rejected import Rejected, Rejection
 from pipeline.relay.window import Progress
-from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
 from .outgoing import ALL_SHARDS, event, stage
 from .plans import Explaining, connected, execute, only
 from tests.contract.bank import Deposit
+from tests.pipeline.integration.bank import Bank
 
 pytestmark = pytest.mark.full
 
@@ -43,7 +45,7 @@ BEGIN
         EXECUTE format('ALTER TABLE %s SET (autovacuum_enabled = off)', part);
     END LOOP;
     ALTER TABLE pipeline.position SET (autovacuum_enabled = off);
-    ALTER TABLE pipeline.outbox_unsent SET (autovacuum_enabled = off);
+    ALTER TABLE pipeline.outbox_rejected SET (autovacuum_enabled = off);
     UPDATE pipeline.inbox_generation SET current = 3, oldest = 1;
 END $$;
 
@@ -65,12 +67,12 @@ BEGIN
     END LOOP;
 END $$;
 """
-# All of one topic waits, and of another a hundred keys.
+# One topic has many that wait, and another some.
 _REFUSE = f"""
-INSERT INTO pipeline.outbox_unsent ({window.COLUMNS}, queue, attempts)
+INSERT INTO pipeline.outbox_rejected ({window.COLUMNS})
 SELECT id, created_at, CASE id % 20 WHEN 0 THEN 'large' ELSE 'missing' END, key, payload, event_id,
        source, type, subject, sequence, content_type, traceparent, tracestate, baggage, headers,
-       dataref, datalength, datachecksum, CASE id % 20 WHEN 0 THEN sha256(key) ELSE '' END, 0
+       dataref, datalength, datachecksum
   FROM pipeline.outbox WHERE id % 4 = 0 AND id < 900000
 """
 _NOW = "SELECT pg_current_snapshot()"
@@ -205,10 +207,12 @@ async def test_a_page_of_a_window_with_a_few_events_among_many_that_are_publishe
     assert only(asked).blocks < 3_000
 
 
-def markers(ids: Sequence[str]) -> list[Marker]:
-    """Return markers with the keys that the loaded ones of these ids have."""
-    message = decode(Deposit(1).record("t", 0))
-    return [Marker(md5(id.encode()).digest(), "deposit", message) for id in ids]
+def markers(ids: Sequence[str]) -> list[Item]:
+    """Return messages with the keys that the loaded markers of these ids have."""
+    record = Deposit(1).record("t", 0)
+    bank = Bank(deposits="t", balances="b", name="bank")
+    (handler,) = bank.handlers.of("t", "deposited")
+    return [Item(handler, md5(id.encode()).digest(), decode(record), record) for id in ids]
 
 
 BOTH_CLOSED = Generations(3, 1, None, UUID(int=0))
@@ -254,11 +258,13 @@ async def test_markers_of_duplicates(asked: Explaining, generation: int, stateme
 
 async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining) -> None:
     slot = Slot("group-7", "t", 3)
-    assert await inbox.position(asked, slot) == (1, None)
+    assert await positions.position(asked, slot) == (1, None)
     anchor = Anchor.of(Deposit(1).record("t", 1))
-    assert await inbox.count_start(asked, slot, 1) == 1
-    await inbox.forgive_start(asked, slot, 1)
-    await inbox.move_position(asked, slot, fetched_from=1, next_offset=2, anchor=anchor, starts=0)
+    assert await positions.count_start(asked, slot, 1) == 1
+    await positions.forgive_start(asked, slot, 1)
+    await positions.move_position(
+        asked, slot, fetched_from=1, next_offset=2, anchor=anchor, starts=0
+    )
     assert len(asked.plans) == 4
     for plan in asked.plans:
         assert (plan.indexes, plan.scanned) == ({"position_pkey"}, set())
@@ -268,47 +274,54 @@ async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining)
 async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(
     asked: Explaining,
 ) -> None:
-    engine = create_engine(CHOSEN, name="bank")
-    one = Relay(engine, name="bank", settings=CHOSEN, health=Health(stall_after=3_600))
-    one._server = await asked._db.fetchval("SELECT pg_postmaster_start_time()")
-    for step in (one._renew, one._renew, one._release):
-        await step(asked)
-    assert len(asked.plans) > 5
-    # 64 rows, of which each is written; nothing else, but for a count of all that waits.
-    plans = [plan for plan in asked.plans if plan.statement != rejected._LOOK]
-    assert len(plans) < len(asked.plans)
+    one = Cursor(CHOSEN, "bank")
+    one.server = await asked._db.fetchval("SELECT pg_postmaster_start_time()")
+
+    async def fence(owners: Sequence[str]) -> list[str]:
+        return list(owners)
+
+    for _ in range(2):
+        await one.renew(asked, fence)
+    await one.release(asked)
+    # 64 rows, of which each is written; nothing else.
+    plans = asked.plans
+    assert len(plans) > 5
     assert [plan for plan in plans if plan.scanned or plan.indexes] == []
     # Versions that other tests' transactions may still see are read as well.
     assert max(plan.blocks for plan in plans) < 64 * 30
 
 
-async def test_events_that_wait_for_a_topic_or_for_their_keys(asked: Explaining) -> None:
-    backlog = rejected.Unsent(CHOSEN)
+def new_rejected() -> Rejected:
+    return Rejected(CHOSEN, Health(stall_after=3_600))
+
+
+async def test_events_that_wait_for_a_topic(asked: Explaining) -> None:
+    backlog = new_rejected()
     await backlog.look(asked._db, ALL_SHARDS)
     rows = await backlog.due(asked, ALL_SHARDS)
-    assert len(rows) == 50 * 2
-    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_unsent_queue_idx"}, set())
+    assert len(rows) == 100
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_rejected_waiting_idx"}, set())
     assert only(asked).blocks < 1_000
 
 
 async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> None:
-    backlog = rejected.Unsent(CHOSEN)
+    backlog = new_rejected()
     await backlog.look(asked._db, ALL_SHARDS)
     rows = await backlog.due(asked._db, ALL_SHARDS)
     await backlog.settle(asked, rows, {})
-    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_unsent_pkey"}, set())
+    assert (only(asked).indexes, only(asked).scanned) == ({"outbox_rejected_pkey"}, set())
     assert only(asked).blocks < 1_000
 
 
-async def test_events_that_are_set_aside_from_a_large_outbox(asked: Explaining) -> None:
+async def test_events_that_are_rejected_from_a_large_outbox(asked: Explaining) -> None:
     events = await asked._db.fetch("SELECT * FROM pipeline.outbox WHERE id > 950000 LIMIT 500")
-    why = Refusal("topic missing", "it is", of_topic=True)
-    await rejected.Unsent(CHOSEN).park(asked, events, {event["id"]: why for event in events})
+    why = Rejection("topic missing", "it is")
+    await new_rejected().add(asked, events, {event["id"]: why for event in events})
     assert only(asked).scanned == set()
     assert only(asked).indexes <= {
         "outbox_id_idx",
-        "outbox_unsent_pkey",
-        "outbox_unsent_queue_idx",
+        "outbox_rejected_pkey",
+        "outbox_rejected_waiting_idx",
     }
     assert only(asked).blocks < 500 * 40
 
@@ -317,23 +330,22 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     asked: Explaining,
 ) -> None:
     await asked._db.execute(
-        "UPDATE pipeline.outbox_unsent SET died_at = now(), reason = 'too large' WHERE id < 40000"
+        "UPDATE pipeline.outbox_rejected SET died_at = now(), reason = 'too large' WHERE id < 40000"
     )
     everything = Selection().arguments
-    dead = "SELECT shard FROM pipeline.outbox_unsent WHERE died_at IS NOT NULL LIMIT 1"
+    dead = "SELECT shard FROM pipeline.outbox_rejected WHERE died_at IS NOT NULL LIMIT 1"
     shard = await asked._db.fetchval(dead)
-    chunk = dead_events.DeadEvents(patience=5).chunk_statement()
+    chunk = dead_events.DeadEvents(patience=5).chunk_statement("dead")
     ids = await asked.fetch(chunk, *everything, shard, 1_000)
     assert 50 < len(ids) < 1_000
     await asked.execute(dead_events._REDRIVE, [row["id"] for row in ids])
     await asked.execute(dead_events._DISCARD, [row["id"] for row in ids], "ann", "a test")
     await asked.fetch(dead_events._BECAME, [row["id"] for row in ids])
     chosen, redrive, discard, became = asked.plans
-    assert (chosen.indexes, chosen.scanned) == ({"outbox_unsent_dead_idx"}, set())
+    assert (chosen.indexes, chosen.scanned) == ({"outbox_rejected_dead_idx"}, set())
     assert chosen.blocks < 3 * len(ids)
-    assert redrive.indexes == {"outbox_unsent_pkey", "outbox_unsent_queue_idx"}
     for one in (redrive, discard, became):
-        assert "outbox_unsent_pkey" in one.indexes
+        assert "outbox_rejected_pkey" in one.indexes
         assert one.scanned == set()
         assert one.blocks < len(ids) * 50
 

@@ -6,8 +6,8 @@ import asyncpg
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pipeline.apply.inbox import rotate
 from pipeline.retention.maintenance import maintain
+from pipeline.retention.rotation import rotate
 from pipeline.servers.database import autocommitting, driver_of
 from pipeline.settings import Settings
 

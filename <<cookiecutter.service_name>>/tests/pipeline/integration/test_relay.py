@@ -9,13 +9,13 @@ from typing import Any
 
 import asyncpg
 import pytest
-from opentelemetry.metrics import CallbackOptions
 from sqlalchemy import make_url
 
-from pipeline.observe import telemetry
+from pipeline.observe import metrics
 from pipeline.relay import relay
+from pipeline.relay.cursor import Cursor
 from pipeline.relay.publisher import Publisher
-from pipeline.relay.rejection import Refused
+from pipeline.relay.rejected import Rejections
 from pipeline.relay.window import Progress
 from pipeline.servers import cluster, database
 from pipeline.settings import Settings
@@ -318,7 +318,7 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
 
         async def send(
             self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
-        ) -> Refused:
+        ) -> Rejections:
             await asyncio.sleep(2.5)
             return await super().send(events, may_send)
 
@@ -370,6 +370,7 @@ async def test_nothing_more_is_asked_on_a_connection_that_has_not_answered_in_ti
     db: asyncpg.Connection,
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each question would take as long again, in which the relay says nothing."""
     topic = await new_topic()
@@ -381,18 +382,19 @@ async def test_nothing_more_is_asked_on_a_connection_that_has_not_answered_in_ti
 
         async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
             found = await super()._step(driver, is_poll=is_poll)
-            if self._dirty and not silent:
+            if self._cursor._unwritten and not silent:
                 silent.append(driver)
                 raise TimeoutError
             return found
 
-        async def _write(
-            self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
-        ) -> list[int]:
-            if silent:
-                asked.append(driver)
-            return await super()._write(driver, progress, keep=keep)
+    write = Cursor.write
 
+    async def noted(self: Cursor, driver: asyncpg.Connection, *args: Any, **options: Any) -> Any:
+        if silent:
+            asked.append(driver)
+        return await write(self, driver, *args, **options)
+
+    monkeypatch.setattr(Cursor, "write", noted)
     await stage(db, numbered(topic, range(20)))
     async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), Cut):
         await tail.until_ids(range(20))
@@ -415,7 +417,7 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
 
         async def send(
             self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
-        ) -> Refused:
+        ) -> Rejections:
             await answers.wait()
             return await super().send(events, may_send)
 
@@ -426,7 +428,7 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
             super().__init__(*args, settings=settings, **options)
             self._publisher = Mute(settings, client_id="mute", owner="mute")
 
-    telemetry.forget_outbox()
+    metrics.forget_outbox()
     await stage(db, numbered(topic, range(3)))
     async with following(kafka, topic) as tail, relaying(settings(), MuteRelay):
         await eventually(lambda: age() > 0)
@@ -439,7 +441,8 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
 
 def age() -> float:
     """Return for how long the oldest event waits, by the metrics; less than 0 if they don't say."""
-    return next((one.value for one in telemetry._lag_seconds(CallbackOptions())), -1)
+    seconds = metrics._latest.if_leased(metrics._lag_seconds())
+    return seconds if isinstance(seconds, float) else -1
 
 
 async def test_what_waits_grows_older_without_postgresql_as_long_as_nobody_else_may_send_it(
@@ -451,7 +454,7 @@ async def test_what_waits_grows_older_without_postgresql_as_long_as_nobody_else_
 ) -> None:
     topic = await new_topic()
     url = make_url(database_url)
-    telemetry.forget_outbox()
+    metrics.forget_outbox()
     await stage(db, numbered(topic, [1]))
     async with (
         Door("127.0.0.1", url.port or 0).listening() as door,
@@ -546,10 +549,10 @@ async def test_a_relay_that_renews_its_leases_right_after_a_failover_notices_it(
 
     class Moved(relay.Relay):
         async def _renew(self, driver: asyncpg.Connection) -> None:
-            if self._progress and not failovers:
+            if self._cursor.progress and not failovers:
                 failovers.append(topic)
-                assert self._server is not None
-                self._server -= timedelta(days=1)
+                assert self._cursor.server is not None
+                self._cursor.server -= timedelta(days=1)
             await super()._renew(driver)
 
     await stage(db, numbered(topic, [1]))
@@ -592,7 +595,7 @@ async def test_after_a_dump_is_restored_nothing_is_published_before_a_reset(
     """Trap 2, its second half: with a cursor that is ahead, and with one that is not."""
     topic = await new_topic()
     await stage(db, numbered(topic, range(3)))
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     async with relaying(settings()) as one:
         await eventually(lambda: "service relay reset" in one.reason)
     # Another cluster's transaction ids, as a dump carries them.
@@ -639,7 +642,7 @@ async def test_a_cluster_that_kept_its_transaction_ids_goes_on_where_it_was(
     await stage(db, numbered(topic, [1]))
     async with following(kafka, topic) as tail, relaying(settings()):
         await tail.until_ids([1])
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     await stage(db, numbered(topic, [2]))
     await cluster.reset(db, keep_progress=True)
     async with following(kafka, topic) as tail, relaying(settings()):
@@ -674,7 +677,7 @@ async def test_a_page_is_read_while_another_is_sent_and_if_that_fails_nothing_is
         async def _read(
             self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
         ) -> relay.Pages:
-            if progress is not self._progress:
+            if progress is not self._cursor.progress:
                 ahead.append(len(ahead) % 3 != 1)
                 if not ahead[-1]:
                     raise ConnectionResetError

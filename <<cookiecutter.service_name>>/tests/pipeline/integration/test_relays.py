@@ -10,12 +10,13 @@ import asyncpg
 import pytest
 
 from pipeline.observe.health import Health
-from pipeline.relay import relay, window
-from pipeline.relay.rejection import Refused
+from pipeline.relay import cursor, relay, window
+from pipeline.relay.rejected import Rejections
 from pipeline.relay.window import Page, Progress, Snapshot
 from pipeline.settings import Settings
 
-from .outgoing import Running, allow, event, numbered, relaying, shares, stage
+from .kafka_wire import Wire
+from .outgoing import Running, event, numbered, relaying, shares, stage
 from .writers import KEYS, Writers, faults
 from tests.servers.topics import Tail, following, id_of
 from tests.servers.waiting import PATIENCE, eventually
@@ -67,11 +68,26 @@ async def has_gone_back(db: asyncpg.Connection) -> bool:
     return False
 
 
+class StoppableCursor(cursor.Cursor):
+    """The cursor of a relay that can be stopped."""
+
+    relay: "Stoppable"
+
+    async def write(
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
+    ) -> list[int]:
+        if progress:
+            await self.relay.stand("write")
+        return await super().write(driver, progress, keep=keep)
+
+
 class Stoppable(relay.Relay):
     """A relay that can be stopped where a machine may stop: before a send, or before a write."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._cursor = StoppableCursor(self._settings, self._cursor.owner)
+        self._cursor.relay = self
         self._stops_before = ""
         self._go_on = asyncio.Event()
         self.stands_with: dict[int, Progress] = {}
@@ -92,20 +108,16 @@ class Stoppable(relay.Relay):
         self.go_on()
         super().stop()
 
-    async def _send(self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]) -> Refused:
-        await self._stand("send")
+    async def _send(
+        self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
+    ) -> Rejections:
+        await self.stand("send")
         return await super()._send(driver, events)
 
-    async def _write(
-        self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
-    ) -> list[int]:
-        if progress:
-            await self._stand("write")
-        return await super()._write(driver, progress, keep=keep)
-
-    async def _stand(self, where: str) -> None:
-        if self._stops_before == where and self._progress:
-            self.stands_with = dict(self._progress)
+    async def stand(self, where: str) -> None:
+        """Stand still, if this is where the relay was stopped."""
+        if self._stops_before == where and self._cursor.progress:
+            self.stands_with = dict(self._cursor.progress)
             await self._go_on.wait()
 
 
@@ -114,7 +126,8 @@ async def _others_are_ahead(db: asyncpg.Connection, stopped: Stoppable) -> bool:
     ahead = {
         row["shard"]
         for row in await db.fetch(
-            "SELECT shard, seen FROM pipeline.outbox_cursor WHERE owner <> $1", stopped._owner
+            "SELECT shard, seen FROM pipeline.outbox_cursor WHERE owner <> $1",
+            stopped._cursor.owner,
         )
         if row["shard"] in stopped.stands_with
         and row["seen"] != stopped.stands_with[row["shard"]].seen
@@ -143,7 +156,7 @@ async def writing(writers: Writers, tail: Tail) -> AsyncIterator[None]:
 
 
 BLOWS = ["kill", "stop before send", "stop before write", "stop before write", "cut"]
-REFUSALS = ["refuse", "refuse and kill", "refuse and cut"]
+REJECTIONS = ["forbid", "forbid and kill", "forbid and cut"]
 
 
 async def faults_of(
@@ -166,16 +179,18 @@ async def faults_of(
     async with AsyncExitStack() as stack:
         kafka = chosen.kafka_bootstrap_servers
         tail = await stack.enter_async_context(following(kafka, topic))
+        wire = await stack.enter_async_context(Wire(kafka).listening())
+        through = chosen.model_copy(update={"kafka_bootstrap_servers": wire.address})
 
         async def new_relay() -> Running:
-            return await stack.enter_async_context(relaying(chosen, Stoppable))
+            return await stack.enter_async_context(relaying(through, Stoppable))
 
         relays = [await new_relay() for _ in range(3)]
         await eventually(lambda: _shares_are(db, [20, 22, 22]))
         async with writing(writers, tail):
             for blow in chance.sample(blows, len(blows)):
                 struck = relays.pop(chance.randrange(len(relays)))
-                async with refusing(kafka, topic, db) if "refuse" in blow else nullcontext():
+                async with forbidding(wire, topic, db) if "forbid" in blow else nullcontext():
                     await _strike(blow, struck, db)
                 relays.append(await new_relay() if "kill" in blow else struck)
                 come = len(tail.records)
@@ -198,23 +213,23 @@ async def faults_of(
 
 
 @asynccontextmanager
-async def refusing(kafka: str, topic: str, db: asyncpg.Connection) -> AsyncIterator[None]:
-    """Let the topic refuse large events, from before the block, in which some wait, to its end."""
+async def forbidding(wire: Wire, topic: str, db: asyncpg.Connection) -> AsyncIterator[None]:
+    """Let the topic be forbidden, from before the block, in which some wait, to its end."""
 
     async def some_wait() -> bool:
-        return bool(await db.fetchval("SELECT count(*) > 20 FROM pipeline.outbox_unsent"))
+        return bool(await db.fetchval("SELECT count(*) > 20 FROM pipeline.outbox_rejected"))
 
-    await allow(kafka, topic, 1_000)
+    wire.forbid(topic)
     await eventually(some_wait)
     yield
-    await allow(kafka, topic, 1_000_000)
+    wire.go_on()
 
 
 async def _strike(blow: str, struck: Running, db: asyncpg.Connection) -> None:
     one = struck.relay
     assert isinstance(one, Stoppable)
-    await eventually(lambda: bool(one._progress))
-    match blow.removeprefix("refuse").removeprefix(" and ").split():
+    await eventually(lambda: bool(one._cursor.progress))
+    match blow.removeprefix("forbid").removeprefix(" and ").split():
         case ["kill"]:
             await struck.kill()
         case ["stop", "before", what]:
@@ -246,7 +261,7 @@ async def test_whatever_happens_to_writers_and_relays_every_event_arrives_in_its
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(2))
-async def test_whatever_happens_while_events_are_refused_every_event_arrives_in_its_keys_order(
+async def test_whatever_happens_while_a_topic_is_forbidden_every_event_arrives_in_its_keys_order(
     settings: NewSettings,
     connect: Connect,
     db: asyncpg.Connection,
@@ -255,10 +270,14 @@ async def test_whatever_happens_while_events_are_refused_every_event_arrives_in_
 ) -> None:
     """Traps 6 and 7."""
     chosen = settings(
-        relay_page=20, relay_lease=1, relay_cursor_interval=0.05, concurrency=1, unsent_pause=0.05
+        relay_page=20,
+        relay_lease=1,
+        relay_cursor_interval=0.05,
+        concurrency=1,
+        relay_topic_pause=0.05,
     )
-    assert await faults_of(REFUSALS, chosen, connect, db, await new_topic(4), seed) == set()
-    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
+    assert await faults_of(REJECTIONS, chosen, connect, db, await new_topic(4), seed) == set()
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_rejected") == 0
 
 
 async def test_that_property_notices_a_relay_that_writes_without_its_token(
@@ -270,8 +289,8 @@ async def test_that_property_notices_a_relay_that_writes_without_its_token(
 ) -> None:
     """Trap 5."""
     checked = " AND cursor.token = mine.token"
-    assert relay._WRITE.count(checked) == 1, "the statement is not what this test knows"
-    monkeypatch.setattr(relay, "_WRITE", relay._WRITE.replace(checked, ""))
+    assert cursor._WRITE.count(checked) == 1, "the statement is not what this test knows"
+    monkeypatch.setattr(cursor, "_WRITE", cursor._WRITE.replace(checked, ""))
     chosen = settings(relay_page=100, relay_lease=1, relay_cursor_interval=0.05, concurrency=1)
     blows = ["stop before write"]
     topic = await new_topic(4)
@@ -332,7 +351,7 @@ async def test_the_shards_of_a_relay_that_died_are_taken_over_as_soon_as_its_lea
         taken = await db.fetch(
             "SELECT shard, min(at) AS at, min(token) AS token FROM history"
             " WHERE shard < 32 AND owner = $1 GROUP BY shard",
-            one.relay._owner,
+            one.relay._cursor.owner,
         )
     assert len(taken) == 32
     assert {row["token"] for row in taken} == {8}
@@ -407,7 +426,7 @@ async def test_a_key_of_many_events_goes_by_pages_and_not_event_by_event(
 
         async def _send(
             self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
-        ) -> Refused:
+        ) -> Rejections:
             pages.append(len(events))
             return await super()._send(driver, events)
 
@@ -430,17 +449,17 @@ async def test_a_relay_that_is_busy_for_longer_than_a_lease_stays_ready(
     reasons: list[str] = []
     extended = 0
 
-    class Counting(relay.Relay):
-        """A relay that counts how often it has extended its leases."""
+    extend = cursor.Cursor.extend
 
-        async def _extend(self, driver: asyncpg.Connection) -> list[int]:
-            nonlocal extended
-            extended += 1
-            return await super()._extend(driver)
+    async def counted(self: cursor.Cursor, driver: asyncpg.Connection) -> list[int]:
+        nonlocal extended
+        extended += 1
+        return await extend(self, driver)
 
+    monkeypatch.setattr(cursor.Cursor, "extend", counted)
     monkeypatch.setattr(Health, "not_ready", lambda _, part, reason: reasons.append(reason))
     chosen = settings(relay_lease=3, relay_page=7)
-    async with following(kafka, topic) as tail, relaying(chosen, Counting):
+    async with following(kafka, topic) as tail, relaying(chosen):
         staged = 0
         while extended < 6:
             await stage(db, numbered(topic, range(staged, staged + 300)))

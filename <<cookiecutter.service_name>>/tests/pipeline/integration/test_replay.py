@@ -10,9 +10,9 @@ import pytest
 import typer
 from aiokafka import AIOKafkaProducer
 
-from operate import positions
+from operate import moves
 from operate.commands import command_line
-from operate.positions import Replay, ReplayProgress
+from operate.moves import Replay, ReplayProgress
 from pipeline import Park
 from pipeline.apply import inbox
 from pipeline.runtime import Part
@@ -82,9 +82,9 @@ async def test_what_is_put_off_is_told_and_so_is_what_an_older_generation_rememb
                 await close_generation(own, settings)
             await own.close()
 
-        followed = positions.follow
+        followed = moves.follow
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(positions, "follow", closes_generations)
+            patch.setattr(moves, "follow", closes_generations)
             done = await command("replay", bank.deposits, "--from", "earliest")
     assert "2 messages took effect that had not, 0 were known, 1 wait in the backlog" in done.stdout
 
@@ -99,16 +99,16 @@ async def test_two_at_once_read_all_that_either_wants(
     for amount in range(1, 11):
         await Deposit(amount).send(producer, bank.deposits)
     await store_position(db, bank, 10)
-    planned = positions.plan_replay
+    planned = moves.plan_replay
 
     async def plan(*arguments: Any) -> Replay:
         found = await planned(*arguments)
-        monkeypatch.setattr(positions, "plan_replay", planned)
+        monkeypatch.setattr(moves, "plan_replay", planned)
         other = await command("replay", bank.deposits, "--from", "earliest", "--no-wait")
         assert other.exit_code == 0, other.output
         return found
 
-    monkeypatch.setattr(positions, "plan_replay", plan)
+    monkeypatch.setattr(moves, "plan_replay", plan)
     offset = ("--from", "5", "--partition", "0")
     done = await command("replay", bank.deposits, *offset, "--no-wait")
     assert done.exit_code == 0, done.output

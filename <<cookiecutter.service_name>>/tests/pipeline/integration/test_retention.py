@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.apply import inbox
 from pipeline.observe.health import Health
-from pipeline.retention import maintenance
+from pipeline.retention import generations, maintenance
 from pipeline.retention.maintenance import maintain
-from pipeline.retention.partitions import HOUSEKEEPING_LOCK
+from pipeline.retention.partitions import _LOCK
 from pipeline.runtime import Part, serve
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import Settings
@@ -127,7 +127,7 @@ async def test_a_process_that_waited_for_another_one_sees_what_that_one_has_made
     first, second = await connect(), await connect()
     chosen = settings(outbox_days_ahead=1, inbox_generations_ahead=1)
     async with first.transaction():
-        await first.execute("SELECT pg_advisory_xact_lock($1)", HOUSEKEEPING_LOCK)
+        await first.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
         waiting = asyncio.create_task(maintain(second, chosen))
         await eventually(lambda: _somebody_waits(bare))
         await maintain(first, chosen)
@@ -224,7 +224,7 @@ async def test_a_message_for_which_there_is_no_partition_waits_and_nobody_is_bla
 async def test_a_service_misses_a_partition_before_the_next_round(
     bank: Bank, db: asyncpg.Connection, running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.runtime.AHEAD_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.retention.worker._AHEAD_SECONDS", 0.1)
     async with running(bank.service, Part.RELAY, housekeeping_interval=3_600) as health:
         await eventually(lambda: "housekeeping" not in health.reasons)
         today = days(0)[0]
@@ -256,7 +256,7 @@ async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
     busy, following = await connect(), await connect()
     enter = "SELECT pg_advisory_xact_lock_shared($1)"
     # What it may let them wait for, and some time for a slow machine.
-    await following.execute(f"SET lock_timeout = '{maintenance._HOLD_UP_LONGER_SECONDS + 2}s'")
+    await following.execute(f"SET lock_timeout = '{generations._LONGER_WAIT_SECONDS + 2}s'")
     async with busy.transaction():
         await busy.execute(enter, inbox.GENERATION_LOCK)
         closing = asyncio.create_task(maintain(db, settings(inbox_generation_age=0.001)))
@@ -294,20 +294,15 @@ async def test_a_generation_that_cannot_be_closed_is_told_of(
     db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     async def held() -> list[tuple[str, str | None]]:
-        rows = [one async for one in maintenance.survey(db, settings())]
+        rows = [one async for one in maintenance.list_partitions(db, settings())]
         return [(one.name, one.needed_by) for one in rows if one.is_due]
 
     await maintain(db, settings())
     assert await held() == []
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '3 days'")
-    assert await held() == [("inbox_g1", maintenance._BUSY)]
-    await db.execute("UPDATE pipeline.retention_lease SET finished_at = now() - interval '2 days'")
-    ((_, why),) = await held()
-    assert "nobody has finished a round of retention since" in (why or "")
+    assert await held() == [("inbox_g1", generations._KEPT_OPEN)]
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() + interval '3 days'")
-    ((name, why),) = await held()
-    assert name == "inbox_g1"
-    assert "the database's clock was ahead" in (why or "")
+    assert await held() == [("inbox_g1", generations._KEPT_OPEN)]
     assert [one.name for one in (await maintain(db, settings())).held] == ["inbox_g1"]
     assert await _generations(db) == (1, 1)
 
@@ -359,7 +354,7 @@ async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_se
             raise RuntimeError("no partition for you")
         await original(connection, settings)
 
-    monkeypatch.setattr("pipeline.runtime.make_ahead", fail)
+    monkeypatch.setattr("pipeline.retention.worker.make_ahead", fail)
     health, stopping = Health(stall_after=3_600), asyncio.Event()
     serving = serve(bank.service, settings(), Part.RELAY, health=health, stopping=stopping)
     with pytest.raises(RuntimeError, match="no partition"):
@@ -378,8 +373,8 @@ async def test_an_error_when_old_ones_are_dropped_is_told_of_and_ends_nothing(
         rounds.append(None)
         raise RuntimeError("nothing goes")
 
-    monkeypatch.setattr("pipeline.runtime.tidy", fail)
+    monkeypatch.setattr("pipeline.retention.worker.maintain", fail)
     async with running(bank.service, Part.RELAY, housekeeping_interval=0.05) as health:
         await eventually(lambda: len(rounds) > 3)
         assert "housekeeping" not in health.reasons
-    assert "tidying up failed: RuntimeError: nothing goes" in caplog.text
+    assert "a round of retention failed: RuntimeError: nothing goes" in caplog.text

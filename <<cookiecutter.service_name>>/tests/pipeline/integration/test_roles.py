@@ -15,20 +15,24 @@ from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from operate import dead, dead_events, dead_letters, inbox_commands, positions, roles, status
-from operate.errors import Refused
-from pipeline.apply import backlog, filters, inbox
+from operate import dead, dead_events, dead_letters, inbox_commands, moves, status
+from operate.dead import STATES
+from operate.dead_events import DeadEvents
+from operate.dead_letters import DeadLetters
+from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
+from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import rejected, relay, scheduled, window
-from pipeline.retention import maintenance, partitions
+from pipeline.retention import archive, days, generations, lease, maintenance, partitions, rotation
 from pipeline.retention.archive import Archive
-from pipeline.retention.maintenance import maintain, make_ahead, tidy
+from pipeline.retention.maintenance import maintain, make_ahead
 from pipeline.retention.partitions import NotOwner
+from pipeline.retry import lanes
 from pipeline.settings import Settings
 
 from .bank import Bank
-from .grantees import DIRECTLY, PASSWORD, Roles, splitting
+from .grantees import DIRECTLY, PARTS, PASSWORD, SQL, NotGranted, Roles, grant, splitting
 from .processes import starting
 from .prometheus import series
 from tests.contract.bank import Base, Deposit
@@ -41,36 +45,39 @@ pytestmark = [DIRECTLY, pytest.mark.full]
 COLUMNS = "topic, event_id, source, type, content_type"
 VALUES = "'t', 'e', 's', 'y', 'c'"
 
-SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
+STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 
 PUBLISHED = """
 SELECT bool_and(pg_visible_in_snapshot(xid, seen))
   FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)
 """
 
-PARTS: dict[str, tuple[ModuleType, ...]] = {
-    "service": (inbox, backlog, filters, staging, positions),
+MODULES: dict[str, tuple[ModuleType, ...]] = {
+    "service": (inbox, positions, limits, backlog, lanes, filters, staging, moves),
     "relay": (relay, window, rejected, scheduled, filters),
     "operator": (status, dead, dead_events, dead_letters, inbox_commands),
-    "maintenance": (maintenance, filters),
+    "retention": (archive, days, generations, rotation, lease, maintenance, filters),
 }
 """Modules whose statements each role executes."""
 
 BY_RETENTION = (
-    *(inbox._CLOSE_GENERATION, inbox._FORGET),
+    *(rotation._CLOSE_GENERATION, rotation._FORGET),
     *(filters._FORGET, filters._STORE, filters._NEXT_WITHOUT_FILTER, filters._COUNT),
 )
 
 BY_OTHERS = {
     *BY_RETENTION,
-    *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),  # a person
+    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),  # a person
     scheduled._LIST,
 }
 """Statements of these modules that another role executes."""
 
+STORES = DeadLetters(Handlers(), 1), DeadEvents(1)
+
 BY_A_PERSON = (
-    *(backlog._SEIZE, backlog._SHARE, backlog._REDRIVE, backlog._DISCARD),
+    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
     *(staging.CANCEL, scheduled._LIST),
+    *(store.chunk_statement(state) for store in STORES for state in STATES),
 )
 
 GUIDE = (ROOT / "docs" / "security.md").read_text("utf-8")
@@ -99,18 +106,21 @@ async def start(bank: Bank, kafka: str) -> AsyncIterator[Start]:
 
 
 async def test_everything_that_can_be_granted_has_a_decision(db: asyncpg.Connection) -> None:
-    assert roles.GRANTS.keys() == {row["relname"] for row in await db.fetch(RELATIONS)}
-    for granted in roles.GRANTS.values():
-        assert granted
-        assert granted.keys() <= set(roles.ROLES)
+    named = set(re.findall(r"\bpipeline\.(\w+)", SQL.read_text("utf-8")))
+    assert named == {row["relname"] for row in await db.fetch(RELATIONS)}
 
 
-def test_nobody_may_number_events() -> None:
-    for privileges in roles.GRANTS["outbox"].values():
-        (columns,) = re.findall(r"INSERT \((.*?)\)", privileges) or [""]
-        assert not {"id", "xid"} & set(columns.split(", "))
-        assert not columns or tuple(columns.split(", ")) == StagedEvent._fields
-        assert not re.search(r"UPDATE|DELETE|INSERT(?! \()", privileges)
+async def test_nobody_may_number_events(granted: Roles, db: asyncpg.Connection) -> None:
+    writable = (
+        "SELECT attname FROM pg_attribute WHERE attrelid = 'pipeline.outbox'::regclass"
+        " AND attnum > 0 AND has_column_privilege($1, attrelid, attnum, 'INSERT')"
+    )
+    changes = "SELECT has_any_column_privilege($1, 'pipeline.outbox', 'UPDATE')"
+    for part in ("service", "relay", "operator"):
+        rows = await db.fetch(writable, granted.names[part])
+        event = () if part == "operator" else StagedEvent._fields
+        assert {row["attname"] for row in rows} == set(event)
+        assert not await db.fetchval(changes, granted.names[part])
 
 
 async def test_each_process_does_its_work_under_its_own_role(
@@ -186,7 +196,7 @@ async def set_up(server_url: str) -> AsyncIterator[Roles]:
         url = make_url(server_url).set(database=parcels)
         (before_15,) = re.findall(r"also does `(REVOKE [^`]+)` in that database", GUIDE)
         await administer(url.render_as_string(hide_password=False), before_15)
-        every = ("migration", *roles.ROLES)
+        every = ("migration", *PARTS)
         names = {one: f"{parcels}_{one}" for one in every}
         yield Roles(names, url.render_as_string(hide_password=False))
     finally:
@@ -209,17 +219,21 @@ async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_super
     set_up: Roles, home: Path, start: Start, bank: Bank, producer: AIOKafkaProducer
 ) -> None:
     releasing, hourly = blocks("sh")
-    for role in roles.ROLES:
-        releasing = releasing.replace(f"parcels_{role}", set_up.names[role])
+    migrating, granting = releasing.splitlines()
+    assert granting.split() == [
+        "psql",
+        *(word for part in PARTS for word in ("--set", f"{part}=parcels_{part}")),
+        *("--file", "deploy/postgres/roles.sql", "postgresql://parcels_migration@host/parcels"),
+    ]
     engine = create_async_engine(set_up.of("migration"))
 
     async def release() -> None:
-        for command in releasing.splitlines():
-            _, *arguments = shlex.split(command)
-            process = await start(*arguments, cwd=home, database_url=set_up.of("migration"))
-            assert await process.ended() == 0, process.output
-            async with engine.begin() as connection:
-                await connection.run_sync(Base.metadata.create_all)
+        _, *arguments = shlex.split(migrating)
+        process = await start(*arguments, cwd=home, database_url=set_up.of("migration"))
+        assert await process.ended() == 0, process.output
+        async with engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        await grant(set_up.of("migration"), set_up.parts)
 
     await release()
     consuming = await start("consume", database_url=set_up.of("service"))
@@ -237,7 +251,7 @@ async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_super
     _, *arguments = shlex.split(hourly.splitlines()[0])
     process = await start(*arguments, database_url=set_up.of("retention"))
     assert await process.ended() == 0, process.output
-    for role in roles.ROLES:
+    for role in PARTS:
         process = await start("doctor", database_url=set_up.of(role))
         await process.ended()
         assert not re.search("Traceback|lacks|may do nothing", process.output), process.output
@@ -253,10 +267,10 @@ async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_super
 async def test_who_knows_an_archive_and_may_drop_nothing_tells_those_who_drop(
     granted: Roles, db: asyncpg.Connection, settings: Callable[..., Settings], role: str
 ) -> None:
-    archive = cast(Archive, SimpleNamespace(is_on=True))
+    known = cast(Archive, SimpleNamespace(is_on=True))
     async with granted.connected(role) as connection:
         with pytest.raises(NotOwner):
-            await tidy(connection, settings(), archive=archive)
+            await maintain(connection, settings(), archive=known)
     assert await db.fetchval("SELECT archives FROM pipeline.retention_lease")
 
 
@@ -286,9 +300,9 @@ async def discarded_long_ago(db: asyncpg.Connection) -> None:
         " now() - interval '50 days', now() - interval '40 days')"
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, reason, died_at, discarded_at)"
-        " VALUES (1, now(), 't', 'e', '/s', 'x', 'y', '', 1, 'x', now() - interval '50 days',"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, reason, died_at, discarded_at)"
+        " VALUES (1, now(), 't', 'e', '/s', 'x', 'y', 'x', now() - interval '50 days',"
         " now() - interval '40 days')"
     )
     await db.execute("UPDATE pipeline.inbox_generation SET since = now() - interval '9 days'")
@@ -317,7 +331,7 @@ async def test_retention_makes_and_drops_partitions_which_belong_to_it(
 
     await eventually(is_dropped)
     assert await db.fetchval("SELECT to_regclass('pipeline.outbox_p20200101') IS NULL")
-    for table in ("backlog", "outbox_unsent"):
+    for table in ("backlog", "outbox_rejected"):
         assert await db.fetchval(f"SELECT count(*) FROM pipeline.{table}") == 0
     async with granted.connected("owner") as connection:
         await partitions.attach(connection, "inbox", "inbox_g999", "IN (999)")
@@ -393,26 +407,33 @@ async def test_what_retention_has_left_to_its_next_round_is_no_partition_that_ru
 
 def statements(role: str) -> list[str]:
     """Return those that the role executes, of what the engine has written down."""
-    found = [value for module in PARTS[role] for value in vars(module).values()]
+    found = [value for module in MODULES[role] for value in vars(module).values()]
     found += [one for value in found if isinstance(value, dict) for one in value.values()]
-    mine = [one for one in found if isinstance(one, str) and SQL.match(one)]
+    mine = [one for one in found if isinstance(one, str) and STATEMENT.match(one)]
     mine += {"operator": BY_A_PERSON, "retention": BY_RETENTION}.get(role, ())
     ours = {"operator": set(BY_A_PERSON), "retention": set(BY_RETENTION)}.get(role, set())
     return [one for one in mine if one in ours or (one not in BY_OTHERS and "{" not in one)]
 
 
-@pytest.mark.parametrize("role", PARTS)
+@pytest.mark.parametrize("role", MODULES)
 async def test_a_role_may_do_every_statement_of_its_part(granted: Roles, role: str) -> None:
-    denied = []
     asked = statements(role)
     assert len(asked) > 10
+    assert await denied(granted, role, asked) == []
+
+
+async def denied(
+    granted: Roles, role: str, asked: list[str], how: str = "EXPLAIN (GENERIC_PLAN)"
+) -> list[str]:
+    """Return those of the statements that the role may not execute."""
+    found = []
     async with granted.connected(role) as connection:
         for one in asked:
             try:
-                await connection.execute(f"EXPLAIN (GENERIC_PLAN) {one}")
-            except asyncpg.InsufficientPrivilegeError as error:
-                denied.append((one, str(error)))
-    assert denied == []
+                await connection.execute(f"{how} {one}")
+            except asyncpg.InsufficientPrivilegeError:
+                found.append(one)
+    return found
 
 
 BEYOND_THE_DATABASE = [
@@ -443,12 +464,12 @@ FORBIDDEN = {
         "SELECT FROM pipeline.outbox",
         "DELETE FROM pipeline.outbox",
         "UPDATE pipeline.outbox_cursor SET last_id = 0",
-        "DELETE FROM pipeline.outbox_unsent",
+        "DELETE FROM pipeline.outbox_rejected",
         "DELETE FROM pipeline.position",
         "UPDATE pipeline.inbox_generation SET oldest = 0",
         "DELETE FROM pipeline.inbox_closed",
         "DELETE FROM pipeline.claim",
-        "UPDATE pipeline.outbox_epoch SET system_identifier = NULL",
+        "UPDATE pipeline.outbox_cluster SET system_identifier = NULL",
         "UPDATE pipeline.retention_lease SET owner = NULL",
         "TRUNCATE pipeline.backlog",
         "DROP TABLE pipeline.backlog",
@@ -467,7 +488,7 @@ FORBIDDEN = {
         "DELETE FROM pipeline.outbox_cursor",
         "UPDATE pipeline.scheduled SET topic = 'x'",
         f"INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS}) VALUES ('n', now(), {VALUES})",
-        "UPDATE pipeline.outbox_epoch SET system_identifier = NULL",
+        "UPDATE pipeline.outbox_cluster SET system_identifier = NULL",
         "DROP TABLE pipeline.outbox",
         "CREATE TABLE pipeline.mine (a int)",
     ],
@@ -479,8 +500,8 @@ FORBIDDEN = {
         "DELETE FROM pipeline.backlog",
         "UPDATE pipeline.backlog SET value = ''",
         "UPDATE pipeline.outbox_cursor SET last_id = 0",
-        "UPDATE pipeline.outbox_unsent SET payload = ''",
-        "DELETE FROM pipeline.outbox_unsent",
+        "UPDATE pipeline.outbox_rejected SET payload = ''",
+        "DELETE FROM pipeline.outbox_rejected",
         "UPDATE pipeline.retention_lease SET owner = NULL",
         "SELECT FROM account",
         "DROP TABLE pipeline.backlog",
@@ -497,11 +518,11 @@ FORBIDDEN = {
         "SELECT value FROM pipeline.backlog",
         "SELECT error FROM pipeline.backlog",
         "UPDATE pipeline.backlog SET died_at = now()",
-        "SELECT payload FROM pipeline.outbox_unsent",
+        "SELECT payload FROM pipeline.outbox_rejected",
         "SELECT payload FROM pipeline.scheduled",
         "DELETE FROM pipeline.scheduled",
         "UPDATE pipeline.outbox_cursor SET last_id = 0",
-        "UPDATE pipeline.outbox_epoch SET system_identifier = NULL",
+        "UPDATE pipeline.outbox_cluster SET system_identifier = NULL",
         "DELETE FROM pipeline.outbox_relay",
         "INSERT INTO pipeline.claim (name, event_id) VALUES ('n', 'e')",
         "UPDATE alembic_version SET version_num = 'x'",
@@ -520,15 +541,7 @@ async def test_what_a_role_does_not_need_is_denied(
     granted: Roles, db: asyncpg.Connection, role: str
 ) -> None:
     await db.execute("CREATE SCHEMA neighbour; CREATE TABLE neighbour.ledger ()")
-    allowed = []
-    async with granted.connected(role) as connection:
-        for statement in FORBIDDEN[role]:
-            try:
-                await connection.execute(statement)
-            except asyncpg.InsufficientPrivilegeError:
-                continue
-            allowed.append(statement)
-    assert allowed == []
+    assert await denied(granted, role, FORBIDDEN[role], "") == FORBIDDEN[role]
 
 
 async def test_the_partitions_go_to_another_role_while_the_service_runs(
@@ -546,9 +559,7 @@ async def test_the_partitions_go_to_another_role_while_the_service_runs(
     heir = f"heir_{uuid4().hex[:8]}"
     await administer(server_url, f"CREATE ROLE {heir}; GRANT {heir} TO {granted.names['owner']}")
     try:
-        grant = ("grant", "--to-retention", heir)
-        process = await start(*grant, database_url=granted.of("owner"))
-        assert await process.ended() == 0, process.output
+        await grant(granted.of("owner"), granted.parts | {"retention": heir})
         owners = "SELECT array_agg(DISTINCT tableowner::text) FROM pg_tables WHERE tablename ~ $1"
         assert await db.fetchval(owners, "^(inbox|outbox)(_[gp][0-9]+)?$") == [heir]
         await Deposit(7).send(producer, bank.deposits)
@@ -574,21 +585,20 @@ async def may_read(db: asyncpg.Connection, name: str, table: str) -> bool:
 
 
 async def test_who_stood_for_all_still_does_the_rest_when_another_gets_the_partitions(
-    granted: Roles, server_url: str, db: asyncpg.Connection
+    granted: Roles, server_url: str, settings: Callable[..., Settings]
 ) -> None:
-    all_in_one, retention = granted.names["service"], granted.names["retention"]
-    await administer(server_url, f"GRANT {all_in_one} TO {granted.names['owner']}")
-    rest = {"service": all_in_one, "relay": all_in_one}
+    all_in_one, owner = granted.names["service"], granted.names["owner"]
+    named = granted.parts | {"relay": all_in_one}
+    await administer(server_url, f"GRANT {all_in_one} TO {owner}")
     try:
-        async with granted.connected("owner") as connection:
-            await roles.grant(connection, rest | {"retention": all_in_one}, Base.metadata)
-            with pytest.raises(Refused, match="owns the partitions: name it by --to-retention"):
-                await roles.grant(connection, rest, Base.metadata)
-            await roles.grant(connection, rest | {"retention": retention}, Base.metadata)
+        await grant(granted.of("owner"), named | {"retention": all_in_one})
         async with granted.connected("service") as connection:
-            assert await roles.lacks(connection) == {"service": set(), "relay": set()}
+            await maintain(connection, settings())
+        await grant(granted.of("owner"), named)
+        for part in ("service", "relay"):
+            assert await denied(granted, "service", statements(part)) == []
     finally:
-        await administer(server_url, f"REVOKE {all_in_one} FROM {granted.names['owner']}")
+        await administer(server_url, f"REVOKE {all_in_one} FROM {owner}")
 
 
 async def test_partitions_that_are_in_use_are_not_waited_for_one_by_one(
@@ -597,44 +607,44 @@ async def test_partitions_that_are_in_use_are_not_waited_for_one_by_one(
     heir = f"heir_{uuid4().hex[:8]}"
     await administer(server_url, f"CREATE ROLE {heir}; GRANT {heir} TO {granted.names['owner']}")
     try:
-        async with granted.connected("owner") as connection, db.transaction():
+        async with db.transaction():
             await db.execute("SELECT FROM pipeline.outbox")
-            with pytest.raises(Refused, match=r"pipeline.outbox are in use .* run it again"):
-                await roles.grant(connection, {"retention": heir}, Base.metadata)
+            with pytest.raises(NotGranted, match="lock timeout"):
+                await grant(granted.of("owner"), granted.parts | {"retention": heir})
+        assert await denied(granted, "service", statements("service")) == []
     finally:
         await administer(server_url, f"DROP ROLE {heir}")
 
 
-@pytest.mark.parametrize("beside", [{}, {"--to-service": "service", "--to-operator": "operator"}])
 async def test_who_migrates_and_is_no_member_of_retention_is_told_so(
-    granted: Roles, start: Start, server_url: str, beside: dict[str, str]
+    granted: Roles, server_url: str
 ) -> None:
     stranger = f"stranger_{uuid4().hex[:8]}"
     await administer(server_url, f"CREATE ROLE {stranger}")
     try:
-        others = [word for option, one in beside.items() for word in (option, granted.names[one])]
-        grant = ("grant", *others, "--to-retention", stranger)
-        process = await start(*grant, database_url=granted.of("owner"))
-        assert await process.ended() == 1
-        assert f"has to GRANT {stranger} TO {granted.names['owner']}" in process.output
-        assert "Traceback" not in process.output
+        with pytest.raises(NotGranted, match=f'(SET ROLE|member of role) "{stranger}"'):
+            await grant(granted.of("owner"), granted.parts | {"retention": stranger})
     finally:
         await administer(server_url, f"DROP ROLE {stranger}")
 
 
-async def test_to_grant_takes_what_was_given_before(
-    granted: Roles, start: Start, db: asyncpg.Connection
+async def test_a_superuser_may_grant_too(
+    granted: Roles, direct_url: str, db: asyncpg.Connection
 ) -> None:
-    relay = granted.names["relay"]
-    await db.execute(f"GRANT SELECT (key), DELETE ON pipeline.backlog TO {relay}")
+    await db.execute(f"REVOKE ALL ON pipeline.position FROM {granted.names['service']}")
+    await grant(direct_url, granted.parts)
+    assert await denied(granted, "service", statements("service")) == []
+    assert await denied(granted, "owner", ["CREATE TABLE pipeline.later (a int)"], "") == []
+    assert await may_read(db, granted.names["operator"], "later")
+
+
+async def test_to_grant_takes_what_was_given_before(granted: Roles, db: asyncpg.Connection) -> None:
+    await db.execute(f"GRANT SELECT (key), DELETE ON pipeline.backlog TO {granted.names['relay']}")
     await db.execute("GRANT ALL ON pipeline.backlog TO PUBLIC")
-    process = await start("grant", "--to-relay", relay, database_url=granted.of("owner"))
-    assert await process.ended() == 0, process.output
-    async with granted.connected("relay") as connection:
-        for statement in ("SELECT key FROM pipeline.backlog", "DELETE FROM pipeline.backlog"):
-            with pytest.raises(asyncpg.InsufficientPrivilegeError):
-                await connection.execute(statement)
-        assert await connection.fetchval("SELECT count(*) FROM pipeline.outbox") == 0
+    await grant(granted.of("owner"), granted.parts)
+    taken = ["SELECT key FROM pipeline.backlog", "DELETE FROM pipeline.backlog"]
+    assert await denied(granted, "relay", taken) == taken
+    assert await denied(granted, "relay", ["SELECT FROM pipeline.outbox"]) == []
 
 
 async def test_tables_of_the_service_are_let_in_wherever_the_owner_makes_them(
@@ -645,28 +655,31 @@ async def test_tables_of_the_service_are_let_in_wherever_the_owner_makes_them(
         await db.execute(f"ALTER TABLE public.{table} SET SCHEMA ours")
     name = await db.fetchval("SELECT current_database()")
     await db.execute(f"ALTER DATABASE {name} SET search_path = ours")
-    async with granted.connected("owner") as connection:
-        await roles.grant(connection, {"service": granted.names["service"]}, Base.metadata)
-    async with granted.connected("service") as connection:
-        assert await connection.fetchval("SELECT count(*) FROM account") == 0
+    await grant(granted.of("owner"), granted.parts)
+    later = "CREATE TABLE ours.later (a int GENERATED BY DEFAULT AS IDENTITY, b serial)"
+    assert await denied(granted, "owner", [later], "") == []
+    reading = ["SELECT FROM ours.account", "SELECT FROM ours.later"]
+    assert await denied(granted, "service", [*reading, "INSERT INTO later VALUES (DEFAULT)"]) == []
+    assert await denied(granted, "service", ["SELECT nextval('later_b_seq')"], "") == []
+    assert await denied(granted, "operator", reading) == reading
 
 
-async def test_a_role_that_is_not_there_is_named(granted: Roles, start: Start) -> None:
-    process = await start("grant", "--to-relay", "nobody", database_url=granted.of("owner"))
-    assert await process.ended() == 1
-    assert 'role "nobody" does not exist: an administrator' in process.output
-
-
-@pytest.mark.parametrize("one", ["owner", "retention", "public", 'odd"; DROP TABLE account; --'])
+@pytest.mark.parametrize(
+    ("one", "complaint"),
+    [
+        ("owner", "member of a role that owns tables"),
+        ("public", 'role "public" does not exist'),
+        ("nobody", 'role "nobody" does not exist'),
+        ('odd"; DROP TABLE account; --', "does not exist"),
+    ],
+)
 async def test_who_can_not_be_held_to_a_part_is_refused(
-    granted: Roles, start: Start, db: asyncpg.Connection, one: str
+    granted: Roles, db: asyncpg.Connection, one: str, complaint: str
 ) -> None:
-    name = granted.names.get(one, one)
-    process = await start("grant", "--to-relay", name, database_url=granted.of("owner"))
-    assert await process.ended() == 1
-    assert "make one of its own" in process.output or "does not exist" in process.output
-    assert "Traceback" not in process.output
+    with pytest.raises(NotGranted, match=complaint):
+        await grant(granted.of("owner"), granted.parts | {"relay": granted.names.get(one, one)})
     assert await db.fetchval("SELECT to_regclass('account') IS NOT NULL")
+    assert await denied(granted, "relay", statements("relay")) == []
 
 
 async def test_a_role_of_an_odd_name_is_let_in(
@@ -674,32 +687,17 @@ async def test_a_role_of_an_odd_name_is_let_in(
 ) -> None:
     name = f'Odd "{uuid4().hex[:8]}"; --'
     quoted = '"' + name.replace('"', '""') + '"'
-    await administer(server_url, f"CREATE ROLE {quoted}")
+    await administer(
+        server_url, f"CREATE ROLE {quoted}; GRANT {quoted} TO {granted.names['owner']}"
+    )
     try:
-        async with granted.connected("owner") as connection:
-            await roles.grant(connection, {"relay": name}, Base.metadata)
-        assert await db.fetchval(
-            "SELECT has_table_privilege($1, 'pipeline.outbox', 'SELECT')", name
-        )
+        for part in ("relay", "retention"):
+            await grant(granted.of("owner"), granted.parts | {part: name})
+            assert await may_read(db, name, "outbox")
+        await grant(granted.of("owner"), granted.parts)
     finally:
         await db.execute(f"DROP OWNED BY {quoted}")
         await administer(server_url, f"DROP ROLE {quoted}")
-
-
-@pytest.mark.parametrize("role", roles.ROLES)
-async def test_the_doctor_names_what_a_role_lacks(
-    granted: Roles, db: asyncpg.Connection, role: str
-) -> None:
-    async with granted.connected(role) as connection:
-        assert await roles.lacks(connection) == {role: set()}
-        mine = {
-            one
-            for one in roles.needs(role)
-            if (one.table, one.privilege) == ("inbox_generation", "SELECT")
-        }
-        await db.execute(f"REVOKE SELECT ON pipeline.inbox_generation FROM {granted.names[role]}")
-        assert await roles.lacks(connection) == {role: mine}
-        assert mine
 
 
 async def test_an_operator_reads_partitions_made_later_and_the_others_do_not(

@@ -13,10 +13,10 @@ from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Aggregate, Gaps, Handlers, Park, Policy, Sequenced, Timed, Transaction
-from pipeline.apply import backlog
-from pipeline.apply.consume import Consume
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import FromLane
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.retry import lanes
+from pipeline.retry.lane_source import LaneSource
 from pipeline.servers.database import autocommitting
 
 from .desk import Desk, NewDesk
@@ -209,8 +209,8 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
     await desk.work_off()
     assert await history(db) == [1, 2]
     async with autocommitting(desk.engine) as driver:
-        await backlog.redrive(driver, [three["key"]])
-        await backlog.schedule_heads(driver, [three["lane"]], [three["order_key"]])
+        await lanes.redrive(driver, [three["key"]])
+        await lanes.schedule_heads(driver, [three["lane"]], [three["order_key"]])
     await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
 
@@ -262,7 +262,9 @@ async def test_one_that_waits_spends_no_attempt_beforehand(
     apply = desk.lanes._apply
     seen: list[asyncpg.Record] = []
 
-    async def apply_and_look(consume: Consume, work: FromLane) -> Sequence[Results]:
+    async def apply_and_look(
+        consume: ConsumeTransactions, work: LaneSource
+    ) -> Sequence[BatchOutcome]:
         results = await apply(consume, work)
         if work.assumed:
             seen.extend(await desk.backlog())
@@ -286,8 +288,8 @@ async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_ha
     (four,) = await desk.backlog()
     service.parks = {4}
     async with autocommitting(desk.engine) as driver:
-        await backlog.redrive(driver, [four["key"]])
-        await backlog.schedule_heads(driver, [four["lane"]], [four["order_key"]])
+        await lanes.redrive(driver, [four["key"]])
+        await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
     await desk.work_off()
     assert [row["reason"] for row in await desk.backlog()] == ["parked by its handler"]
     await desk.make_due()

@@ -11,7 +11,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
 
 from pipeline import Handlers, Transaction
-from pipeline.observe import telemetry
+from pipeline.observe import statements
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -28,7 +28,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Return how many statements of each kind were told of, with what has failed."""
     reader = InMemoryMetricReader()
     meter = MeterProvider([reader], shutdown_on_exit=False).get_meter("test")
-    monkeypatch.setattr(telemetry, "_statement_duration", meter.create_histogram("x"))
+    monkeypatch.setattr(statements, "_duration", meter.create_histogram("x"))
 
     def count() -> Counter[str]:
         found: Counter[str] = Counter()

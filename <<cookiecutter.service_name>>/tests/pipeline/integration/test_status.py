@@ -124,7 +124,7 @@ async def test_the_outbox_is_measured_by_what_relays_have_not_published(
             return told == [(list(range(64)), 5)]
 
         await eventually(is_told_of)
-    await db.execute("UPDATE pipeline.outbox_epoch SET system_identifier = 1")
+    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     assert "service relay reset" in (await told(service))["outbox"][0]
 
 
@@ -136,9 +136,9 @@ async def test_what_is_scheduled_refused_and_held_is_told(
         " VALUES ('a', '2030-01-02 03:04+00', 't', 'a', '/s', 'x', 'y')"
     )
     await db.execute(
-        "INSERT INTO pipeline.outbox_unsent (id, created_at, topic, event_id, source, type,"
-        " content_type, queue, attempts, died_at)"
-        " SELECT n, now(), 't', n, '/s', 'x', 'y', '', 1, CASE WHEN n = 1 THEN now() END"
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at)"
+        " SELECT n, now(), 't', n, '/s', 'x', 'y', CASE WHEN n = 1 THEN now() END"
         " FROM generate_series(1, 3) AS n"
     )
     await db.execute(
@@ -147,7 +147,7 @@ async def test_what_is_scheduled_refused_and_held_is_told(
     )
     screen = await told(service)
     assert screen["scheduled"] == ["1, next 2030-01-02 03:04:00Z"]
-    assert screen["refused"] == ["2 waiting, 1 dead"]
+    assert screen["rejected"] == ["2 waiting, 1 dead"]
     assert screen["held"][0].startswith("outbox_p20200101: it is not closed yet")
     assert screen["remembers"] == ["everything, in 1 generation(s)"]
     last = await db.fetchval("SELECT (now() AT TIME ZONE 'UTC')::date + 7")
@@ -202,7 +202,7 @@ async def test_without_kafka_it_tells_what_postgresql_knows(
     ("table", "part"),
     [
         ("backlog", "backlog"),
-        ("outbox_epoch", "outbox"),
+        ("outbox_cluster", "outbox"),
         ("scheduled", "scheduled"),
         ("inbox_generation", "memory"),
         ("inbox_closed", "retention"),

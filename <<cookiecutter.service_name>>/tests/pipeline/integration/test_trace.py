@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pipeline import Event, Handlers, Service, Transaction
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, traces
 from pipeline.relay.window import Page, fresh
 from pipeline.runtime import Part
 
@@ -40,7 +40,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         sampling.ParentBased(exporters._LinkedOrRatio(0)), shutdown_on_exit=False
     )
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+    monkeypatch.setattr(traces, "_tracer", provider.get_tracer("test"))
     return exporter
 
 
@@ -181,7 +181,7 @@ async def test_a_service_that_has_nothing_to_do_records_nothing(
     """Trap 26."""
     provider = TracerProvider(sampling.ALWAYS_ON, shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+    monkeypatch.setattr(traces, "_tracer", provider.get_tracer("test"))
     polls = 0
 
     async def polled(*args: Any) -> Page:

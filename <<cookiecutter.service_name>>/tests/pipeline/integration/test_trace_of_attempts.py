@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pipeline import Call, Event, EventBatch, Handlers, Reject, Transaction
-from pipeline.observe import logs, telemetry
+from pipeline.observe import logs, metrics, traces
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -48,12 +48,12 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> Finished:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampling.ALWAYS_ON, shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+    monkeypatch.setattr(traces, "_tracer", provider.get_tracer("test"))
     return lambda: list(exporter.get_finished_spans())
 
 
 def of(spans: list[ReadableSpan], consumer: str) -> list[ReadableSpan]:
-    return [one for one in spans if (one.attributes or {})[telemetry.CONSUMER] == consumer]
+    return [one for one in spans if (one.attributes or {})[metrics.CONSUMER] == consumer]
 
 
 def linked(span: ReadableSpan) -> list[str]:
@@ -77,7 +77,7 @@ async def test_the_lines_about_a_message_are_of_its_attempt(
 ) -> None:
     bank, desk = ledger
     bank.errors = {1: Reject("no"), 2: ValueError("not yet")}
-    caplog.handler.setFormatter(logs._Json())
+    caplog.handler.setFormatter(logs.JsonLines())
     caplog.set_level(logging.WARNING, "pipeline.apply.outcome")
     await desk.apply(
         Deposit(1, headers=IN_A_TRACE),
@@ -100,7 +100,7 @@ async def test_the_line_about_a_record_that_cannot_be_decoded_has_the_id_and_tra
     ledger: tuple[Bank, Desk], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, desk = ledger
-    caplog.handler.setFormatter(logs._Json())
+    caplog.handler.setFormatter(logs.JsonLines())
     caplog.set_level(logging.WARNING, "pipeline.apply.outcome")
     of_the_past = ("CE_SpecVersion", b"0.3")
     await desk.apply(

@@ -10,6 +10,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import CoordinatorNotAvailableError
 
+from pipeline.relay.cursor import Cursor
 from pipeline.relay.publisher import Publisher
 from pipeline.relay.relay import Relay
 from pipeline.settings import Settings
@@ -41,12 +42,15 @@ class Stopped(Relay):
                 producer.send_batch = late
                 return producer
 
-        self._publisher = Late(self._settings, client_id="bank-relay", owner=self._owner)
+        self._publisher = Late(self._settings, client_id="bank-relay", owner=self._cursor.owner)
 
-    async def _extend(self, driver: asyncpg.Connection) -> list[int]:
-        if self.is_stopped.is_set():
-            await self.sleep_or_event.wait()
-        return await super()._extend(driver)
+        class Still(Cursor):
+            async def extend(self, driver: asyncpg.Connection) -> list[int]:
+                if is_stopped.is_set():
+                    await sleep_or_event.wait()
+                return await super().extend(driver)
+
+        self._cursor = Still(self._settings, self._cursor.owner)
 
 
 @pytest.mark.parametrize("transactional", [False, True])
@@ -98,7 +102,8 @@ async def test_a_transaction_that_a_killed_relay_left_open_holds_up_nobody(
     class KilledRelay(Relay):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self._publisher = Killed(self._settings, client_id="bank-relay", owner=self._owner)
+            owner = self._cursor.owner
+            self._publisher = Killed(self._settings, client_id="bank-relay", owner=owner)
 
     async with following(kafka, topic) as tail:
         async with relaying(chosen, KilledRelay) as killed:
@@ -144,7 +149,8 @@ async def test_a_relay_that_can_not_be_fenced_keeps_nobody_from_its_own_shards(
     class UnheardRelay(Relay):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self._publisher = Unheard(self._settings, client_id="bank-relay", owner=self._owner)
+            owner = self._cursor.owner
+            self._publisher = Unheard(self._settings, client_id="bank-relay", owner=owner)
 
     heard = asyncio.Event()
     topic = await new_topic()
@@ -165,7 +171,7 @@ async def test_a_relay_that_can_not_be_fenced_keeps_nobody_from_its_own_shards(
         rows = await db.fetch(
             "SELECT event_id FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)"
             " WHERE owner = $1",
-            living.relay._owner,
+            living.relay._cursor.owner,
         )
         await tail.until_ids(row["event_id"] for row in rows)
         await eventually(lambda: len(tail.ids) >= len(rows))

@@ -26,6 +26,7 @@ from pipeline import (
     Writer,
     Writing,
 )
+from pipeline.observe import metrics
 from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
 from pipeline.settings import Settings
@@ -86,7 +87,7 @@ async def told(db: asyncpg.Connection) -> list[tuple[Any, ...]]:
 
 
 async def test_writers_that_race_lose_nothing_and_their_events_have_the_order_of_the_versions(
-    engine: AsyncEngine, db: asyncpg.Connection, conflicts: list[None]
+    engine: AsyncEngine, db: asyncpg.Connection, conflicts: list[int]
 ) -> None:
     """Trap 3."""
     writer = Writer(engine, source="/api", max_event_bytes=100_000, attempts=1_000)
@@ -101,15 +102,15 @@ async def test_writers_that_race_lose_nothing_and_their_events_have_the_order_of
 
 
 @pytest.fixture
-def conflicts(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+def conflicts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return what is counted as a conflict."""
-    counted: list[None] = []
-    monkeypatch.setattr("pipeline.observe.telemetry.conflicted", lambda: counted.append(None))
+    counted: list[int] = []
+    monkeypatch.setattr(metrics.conflicts, "add", counted.append)
     return counted
 
 
 async def test_who_always_comes_too_late_writes_nothing_and_is_told(
-    engine: AsyncEngine, db: asyncpg.Connection, conflicts: list[None]
+    engine: AsyncEngine, db: asyncpg.Connection, conflicts: list[int]
 ) -> None:
     await Writer(engine, source="/api", max_event_bytes=100_000).write(want)
 

@@ -14,11 +14,11 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
 from pipeline.apply.batch import Batch, read
-from pipeline.apply.inbox import Anchor
+from pipeline.apply.positions import Anchor
 from pipeline.errors import summarize_error
 from pipeline.events.message import Reason, Undecodable
 from pipeline.servers import tasks
-from pipeline.servers.tasks import TURN, in_background
+from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
 TOPIC = "orders"
 
@@ -74,7 +74,7 @@ def record(
 
 def taken(batch: Batch) -> list[tuple[int, str]]:
     """Return offset and consumer of every item."""
-    return [(item.marker.message.offset, item.handler.consumer) for item in batch.items]
+    return [(item.message.offset, item.handler.consumer) for item in batch.items]
 
 
 async def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of_registration(
@@ -82,9 +82,9 @@ async def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of
 ) -> None:
     batch = await read(handlers, TOPIC, 5, [record(5), record(6)])
     assert taken(batch) == [(5, "ship"), (5, "bill"), (6, "ship"), (6, "bill")]
-    assert (batch.start, batch.end, batch.skipped, batch.quarantined) == (5, 7, [], [])
+    assert (batch.start, batch.end, batch.skipped, batch.undecoded) == (5, 7, [], [])
     assert batch.items[0].event == Placed(order=1)
-    assert len({item.marker.key for item in batch.items}) == 4
+    assert len({item.key for item in batch.items}) == 4
 
 
 async def test_what_is_handled_later_is_not_validated_now() -> None:
@@ -114,14 +114,14 @@ async def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_pa
     records = [record(0, type="other", value=b"no JSON"), record(1), record(2, value=None)]
     batch = await read(handlers, TOPIC, 0, records)
     assert [offset for offset, _ in taken(batch)] == [1, 1]
-    assert (batch.skipped, batch.end, batch.quarantined) == ([0, 2], 3, [])
+    assert (batch.skipped, batch.end, batch.undecoded) == ([0, 2], 3, [])
 
 
 async def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(
     handlers: Handlers,
 ) -> None:
     batch = await read(handlers, TOPIC, 0, [record(0, value=None, type=None)])
-    assert (batch.skipped, batch.end, batch.quarantined) == ([0], 1, [])
+    assert (batch.skipped, batch.end, batch.undecoded) == ([0], 1, [])
 
 
 async def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_for_it(
@@ -138,7 +138,7 @@ async def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_
 async def test_a_tombstone_without_headers_is_named_by_its_place(handlers: Handlers) -> None:
     handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
     batch = await read(handlers, TOPIC, 7, [record(7, value=None, type=None, key=b"a")])
-    assert batch.items[0].marker.message.id == "0-7"
+    assert batch.items[0].message.id == "0-7"
 
 
 async def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_taken(
@@ -149,7 +149,7 @@ async def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_tak
     batch = await read(handlers, TOPIC, 0, [record(0), record(1, type="other"), bare, record(3)])
     assert taken(batch) == [(0, "ship"), (0, "bill"), (3, "ship"), (3, "bill")]
     assert (batch.start, batch.end, batch.skipped) == (0, 4, [1])
-    (one,) = batch.quarantined
+    (one,) = batch.undecoded
     assert one.record is bare
     assert one.reason == Reason.NOT_CLOUDEVENTS
     assert isinstance(one.error, Undecodable)
@@ -163,8 +163,8 @@ async def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
         handlers, TOPIC, 0, [record(0, type="other"), record(1), record(2, value=None)]
     )
     assert [offset for offset, _ in taken(batch)] == [1, 1]
-    assert [(one.record.offset, one.reason) for one in batch.quarantined] == [(0, "unknown type")]
-    assert "'other' of orders" in str(batch.quarantined[0].error)
+    assert [(one.record.offset, one.reason) for one in batch.undecoded] == [(0, "unknown type")]
+    assert "'other' of orders" in str(batch.undecoded[0].error)
     assert (batch.skipped, batch.end) == ([2], 3), "a tombstone has no type to be known"
 
 
@@ -183,7 +183,7 @@ async def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and
 ) -> None:
     """Trap 14."""
     batch = await read(handlers, TOPIC, 0, [record(1), bad, record(3)])
-    assert (batch.end, batch.skipped, batch.quarantined) == (4, [], [])
+    assert (batch.end, batch.skipped, batch.undecoded) == (4, [], [])
     faulty = [item for item in batch.items if item.fault is not None]
     assert [(item.record.offset, item.handler.consumer) for item in faulty] == [
         (2, consumer) for consumer in consumers
@@ -244,7 +244,7 @@ async def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
     same = [record(n, value=json.dumps({"order": 1}).encode(), type=None) for n in (0, 1)]
     batch = await read(handlers, TOPIC, 0, same)
     assert taken(batch) == [(0, "ship"), (0, "bill"), (1, "ship"), (1, "bill")]
-    assert len({item.marker.key for item in batch.items}) == 2
+    assert len({item.key for item in batch.items}) == 2
 
 
 async def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_other(
@@ -256,7 +256,7 @@ async def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_
     assert (part.start, part.end, part.skipped) == (1, 9, [2])
     assert [one.offset for one in part.records] == [2, 3, 5]
     assert [offset for offset, _ in taken(part)] == [3, 3]
-    assert [one.record.offset for one in part.quarantined] == [5]
+    assert [one.record.offset for one in part.undecoded] == [5]
     assert part.anchor == Anchor.of(records[3])
     assert batch.between(5, 6).items == []
     assert batch.between(6, 9).anchor is None
@@ -280,7 +280,7 @@ async def test_others_have_their_turn_while_a_batch_is_read_that_takes_long_to_v
         def _burns(cls, value: int) -> int:
             nonlocal validated
             validated += 1
-            time.sleep(TURN)
+            time.sleep(SLICE_SECONDS)
             return value
 
     async def look() -> None:
@@ -299,7 +299,7 @@ async def test_others_have_their_turn_while_a_batch_is_read_that_takes_long_to_v
 async def test_a_batch_that_takes_no_time_is_read_in_one_turn(
     handlers: Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "TURN", 60.0)
+    monkeypatch.setattr(tasks, "SLICE_SECONDS", 60.0)
     turns = 0
 
     async def look() -> None:

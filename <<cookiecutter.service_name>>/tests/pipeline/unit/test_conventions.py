@@ -21,13 +21,14 @@ from opentelemetry.semconv._incubating.attributes import (
 from opentelemetry.semconv.attributes import db_attributes, error_attributes
 from opentelemetry.semconv.schemas import Schemas
 
-from pipeline.observe import telemetry
+from pipeline.observe import statements, traces
 
 from .test_telemetry import SAMPLED, Spans, message, process, run
 
 OURS = "pipeline."
 """What the conventions have no word for is in a namespace of our own."""
-ENGINE = Path(telemetry.__file__).parents[1]
+OBSERVE = Path(traces.__file__).parent
+ENGINE = OBSERVE.parent
 NOT_IN_THE_PACKAGE: dict[str, str] = {}
 """Names of the conventions that the package has no constant for, and why they are used: none is."""
 
@@ -79,46 +80,47 @@ def _told(docstring: str, what: str) -> str | None:
 CONVENTIONS = conventions()
 
 METRICS = """
-import json, sys
+import json
 from datetime import UTC, datetime
 from time import monotonic
-from opentelemetry import metrics
+from opentelemetry import metrics as api
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 reader = InMemoryMetricReader()
-metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
-from pipeline.observe import telemetry
+provider = MeterProvider([reader], shutdown_on_exit=False)
+api.set_meter_provider(provider)
+from pipeline.observe import metrics, statements, traces
 
 now = datetime.now(UTC)
-telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
-telemetry.batch_applied("scans", "parcel-tracker", 8, 0.03)
-telemetry.handled({("track", "parcel.scanned.v1"): 0.002})
-telemetry.published("routes", 4)
-telemetry.not_published("routes", 3, LookupError())
-telemetry.received("scans", "parcel-tracker", 9)
-with telemetry.sending("routes", 1, 5, []):
+metrics.processed("scans", "track", "new", 5, "parcel-tracker")
+metrics.batch_applied("scans", "parcel-tracker", 8, 0.03)
+metrics.handled({("track", "parcel.scanned.v1"): 0.002})
+metrics.published("routes", 4)
+metrics.not_published("routes", 3, LookupError())
+metrics.received("scans", "parcel-tracker", 9)
+with traces.sending("routes", 1, 5, []):
     pass
-with telemetry.sending("routes", 1, 5, []) as operation:
-    operation.refused(LookupError())
-with telemetry.polling("scans", "parcel-tracker"):
+with traces.sending("routes", 1, 5, []) as operation:
+    operation.failed(LookupError())
+with traces.polling("scans", "parcel-tracker"):
     pass
-telemetry.set_stuck("scans", 3, is_stuck=True)
-telemetry.set_breaker("track", is_open=True)
-telemetry.observe_backlog("track", 12, 3, 61.5)
-telemetry.backlog_applied("track", 59.0)
-telemetry.observe_ready(lambda: True)
-telemetry.assigned(4)
-telemetry.relay_progress(16)
-telemetry.lease_extended(until=monotonic() + 60)
-telemetry.observe_outbox(100, now)
-telemetry.observe_partitions(now, now)
-telemetry.observe_retention(3, now)
-telemetry.observe_filters(1)
-telemetry.observe_unsent(waiting=7, dead=2)
-telemetry.retention_failed()
-telemetry.conflicted()
-telemetry.executed("SELECT 1", 0.001, LookupError())
+metrics.set_stuck("scans", 3, is_stuck=True)
+metrics.set_breaker("track", is_open=True)
+metrics.observe_backlog("track", 12, 3, 61.5)
+metrics.backlog_applied("track", 59.0)
+metrics.observe_ready(lambda: True)
+metrics.partitions_assigned.set(4)
+metrics.relay_shards.set(16)
+metrics.lease_extended(until=monotonic() + 60)
+metrics.observe_outbox(100, now)
+metrics.observe_partitions(now, now)
+metrics.observe_retention(3, now)
+metrics.generations_unfiltered.set(1)
+metrics.observe_rejected(waiting=7, dead=2)
+metrics.retention_failures.add(1)
+metrics.conflicts.add(1)
+statements.executed("SELECT 1", 0.001, LookupError())
 data = reader.get_metrics_data()
 print(json.dumps([
     {
@@ -149,8 +151,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Spans:
     spans = Spans(monkeypatch)
     with pytest.raises(LookupError), process(message(SAMPLED, data=None)):
         raise LookupError
-    with telemetry.sending("routes", 1, 5, [SAMPLED]):
-        telemetry.Statement("SELECT $1", has_values=True).end(LookupError())
+    with traces.sending("routes", 1, 5, [SAMPLED]):
+        statements.Statement("SELECT $1", has_values=True).end(LookupError())
     return spans
 
 
@@ -205,7 +207,7 @@ def test_the_attributes_of_spans_are_the_conventions(recorded: Spans) -> None:
 
 
 def test_spans_tell_the_schema_whose_names_they_have() -> None:
-    tree = ast.parse(Path(telemetry.__file__).read_text())
+    tree = ast.parse(Path(traces.__file__).read_text())
     schemas = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
     assert {name for name in schemas if name in Schemas.__members__} == {"V1_44_0"}
 
@@ -308,15 +310,23 @@ def test_a_metric_of_the_conventions_has_their_instrument_and_unit(
         assert metric["unit"] == known.unit, metric
 
 
+INSTRUMENTS = """
+import json
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+
+provider = MeterProvider(shutdown_on_exit=False)
+metrics.set_meter_provider(provider)
+import pipeline.observe.statements
+(meter,) = provider._meters.values()
+print(json.dumps([one.partition(",")[0] for one in meter._instrument_id_instrument]))
+"""
+
+
 def test_every_instrument_of_the_engine_is_among_those_looked_at(
     metrics: list[dict[str, Any]],
 ) -> None:
-    made = 0
-    for one in ast.walk(ast.parse(Path(telemetry.__file__).read_text())):
-        match one:
-            case ast.Call(func=ast.Attribute(attr=attr)) if attr.startswith("create_"):
-                made += 1
-    assert made == len({metric["name"] for metric in metrics})
+    assert sorted(json.loads(run(INSTRUMENTS).stdout)) == sorted(one["name"] for one in metrics)
 
 
 def test_every_constant_that_the_engine_names_is_among_those_looked_at(
@@ -332,7 +342,9 @@ def test_every_constant_that_the_engine_names_is_among_those_looked_at(
         "error_attributes": error_attributes,
     }
     used: set[str] = set()
-    for one in ast.walk(ast.parse(Path(telemetry.__file__).read_text())):
+    for one in (
+        one for path in OBSERVE.glob("*.py") for one in ast.walk(ast.parse(path.read_text()))
+    ):
         match one:
             case ast.Attribute(value=ast.Name(id=module), attr=attr) if module in modules:
                 value = getattr(modules[module], attr)

@@ -11,7 +11,6 @@ import pytest
 import sqlalchemy.exc
 from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
 from pydantic import BaseModel, ValidationError
-from tenacity import AsyncRetrying
 
 from pipeline.errors import (
     describe_error,
@@ -22,7 +21,7 @@ from pipeline.errors import (
     leaves,
     summarize_error,
 )
-from pipeline.servers.retrying import pause, retry_while_unavailable
+from pipeline.servers.retrying import Attempts, pause, retry_while_unavailable
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
@@ -196,18 +195,20 @@ def test_what_sqlalchemy_raises_may_belong_to_an_earlier_record() -> None:
     assert not is_infrastructure(sqlalchemy.exc.PendingRollbackError())
 
 
-async def work(attempts: AsyncRetrying, *errors: Exception) -> int:
+async def work(attempts: Attempts, *errors: Exception) -> int:
     """Raise the errors one after the other, then succeed; returns the number of tries."""
     left = list(errors)
-    async for attempt in attempts:
-        with attempt:
-            if left:
-                raise left.pop(0)
+
+    async def fail() -> None:
+        if left:
+            raise left.pop(0)
+
+    await attempts(fail)
     return len(errors) - len(left) + 1
 
 
 async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
     sleep = asyncio.sleep
@@ -216,14 +217,15 @@ async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
         pauses.append(seconds)
         await sleep(0)
 
-    summarize_error: list[str] = []
+    monkeypatch.setattr(asyncio, "sleep", note)
+    reasons: list[str] = []
     attempts = retry_while_unavailable(
-        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=summarize_error.append
-    ).copy(sleep=note)
+        "the work", "PostgreSQL at db:5432", unless=lambda: False, report=reasons.append
+    )
     errors = [ConnectionResetError(f"try {n}") for n in range(1, 21)]
     assert await work(attempts, *errors) == 21
     said = "PostgreSQL at db:5432: ConnectionResetError: try"
-    assert summarize_error == [f"{said} {n}" for n in range(1, 21)]
+    assert reasons == [f"{said} {n}" for n in range(1, 21)]
     assert pauses[0] < 1
     assert max(pauses) <= 5
     assert len(set(pauses[-8:])) > 1, "without jitter all come back at the same time"
@@ -242,25 +244,27 @@ async def test_attempts_leave_nothing_to_the_collector() -> None:
         return 1
 
     gc.collect()
-    attempts = retry_while_unavailable("it", "a server", unless=lambda: False, away=lambda _: None)
-    assert await attempts(succeed) == await attempts.copy()(succeed) == 1
+    attempts = retry_while_unavailable(
+        "it", "a server", unless=lambda: False, report=lambda _: None
+    )
+    assert await attempts(succeed) == 1
     del attempts
     assert gc.collect() == 0
 
 
 async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
-    summarize_error: list[str] = []
+    reasons: list[str] = []
     attempts = retry_while_unavailable(
-        "the work", "PostgreSQL at db:5432", unless=lambda: False, away=summarize_error.append
+        "the work", "PostgreSQL at db:5432", unless=lambda: False, report=reasons.append
     )
     with pytest.raises(asyncpg.UniqueViolationError):
         await work(attempts, asyncpg.UniqueViolationError("twice"))
-    assert summarize_error == []
+    assert reasons == []
 
 
 async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> None:
     attempts = retry_while_unavailable(
-        "the work", "PostgreSQL at db:5432", unless=lambda: True, away=lambda reason: None
+        "the work", "PostgreSQL at db:5432", unless=lambda: True, report=lambda reason: None
     )
     with pytest.raises(ConnectionResetError):
         await work(attempts, ConnectionResetError())

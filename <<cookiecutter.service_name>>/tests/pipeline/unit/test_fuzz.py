@@ -24,7 +24,7 @@ from tests.pipeline.nasty import (
     VALUES,
     Nasty,
     binary,
-    fates,
+    decisions,
     kafka_record,
 )
 
@@ -190,7 +190,7 @@ nasty_records = st.builds(
 async def test_any_records_are_taken_skipped_or_set_aside_for_a_reason(
     records: list[Nasty], handlers: Handlers
 ) -> None:
-    found = await fates(
+    found = await decisions(
         handlers, TOPIC, [kafka_record(it, n, TOPIC) for n, it in enumerate(records)]
     )
 
@@ -202,14 +202,16 @@ async def test_any_records_are_taken_skipped_or_set_aside_for_a_reason(
 async def test_any_payload_is_an_event_or_set_aside_for_a_reason(type: str, value: bytes) -> None:
     record = kafka_record(Nasty(binary(type=type), value), 0, TOPIC)
 
-    found = await fates(CLOUD_EVENTS, TOPIC, [record])
+    found = await decisions(CLOUD_EVENTS, TOPIC, [record])
 
     assert +found in ({"taken": 1}, {"invalid payload": 1})
 
 
 @pytest.mark.parametrize("handlers", REGISTRIES.values(), ids=list(REGISTRIES))
 async def test_none_of_the_known_nasty_records_vanishes(handlers: Handlers) -> None:
-    found = await fates(handlers, TOPIC, [kafka_record(it, n, TOPIC) for n, it in enumerate(NASTY)])
+    found = await decisions(
+        handlers, TOPIC, [kafka_record(it, n, TOPIC) for n, it in enumerate(NASTY)]
+    )
 
     assert found.total() == len(NASTY)
     assert found.keys() >= {"taken", "skipped", "invalid payload", Reason.INVALID_ENVELOPE}
@@ -222,7 +224,7 @@ async def test_no_value_breaks_any_kind_of_event(name: str, type: str) -> None:
     wrapped = b'{"specversion":"1.0","id":"1","source":"/","type":"%b","data":%b}'
     within = Nasty([STRUCTURED], wrapped % (type.encode(), VALUES[name] or b"null"))
 
-    found = await fates(
+    found = await decisions(
         CLOUD_EVENTS, TOPIC, [kafka_record(direct, 0, TOPIC), kafka_record(within, 1, TOPIC)]
     )
 

@@ -368,11 +368,11 @@ def test_an_outage_that_lasts_is_told_again_every_minute(
 
 HANG = """
 import asyncio, itertools, time
-from pipeline import runtime
-from pipeline.observe import health, logs
+from pipeline.observe import logs, watchdog
+from pipeline.observe.health import Health
 
-health.LAST_RESORT = 0.5
-runtime._BEAT = 0.1
+watchdog.LAST_RESORT = 0.5
+watchdog.BEAT = 0.1
 
 
 def block_the_loop() -> None:
@@ -380,7 +380,7 @@ def block_the_loop() -> None:
 
 
 async def main() -> None:
-    beating = asyncio.create_task(runtime._beat(health.Health(stall_after=10), 2))
+    beating = asyncio.create_task(watchdog.heartbeat(Health(stall_after=10), 2))
     await asyncio.sleep(0.3)
     block_the_loop()
     beating.cancel()
@@ -409,7 +409,7 @@ def test_a_process_whose_loop_hangs_says_why_it_ends(how: str) -> None:
     assert done.returncode == 1
     *_, line = [json.loads(line) for line in done.stderr.splitlines()]
     assert line["level"] == "CRITICAL"
-    assert line["logger"] == "pipeline.observe.health"
+    assert line["logger"] == "pipeline.observe.watchdog"
     assert re.match(
         r"the event loop has been blocked for \d+ s: PIPELINE_HANG_TIMEOUT ends", line["message"]
     )

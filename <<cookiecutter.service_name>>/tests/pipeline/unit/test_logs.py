@@ -183,8 +183,10 @@ def test_no_error_of_a_chain_quotes_a_payload(
 
 
 @pytest.mark.parametrize("json", [True, False])
-@pytest.mark.parametrize("name", [*sorted(logs._RESERVED), *sorted(logs._OURS), "_private"])
-def test_a_field_may_have_any_name(stderr: io.StringIO, name: str, json: bool) -> None:
+@pytest.mark.parametrize("name", [*sorted(logs._OURS - logs._RESERVED), "_private"])
+def test_a_field_may_be_named_like_one_of_every_line(
+    stderr: io.StringIO, name: str, json: bool
+) -> None:
     logs.configure(level="INFO", json=json)
     log.info("hello", extra={name: "given"})
     assert "hello" in stderr.getvalue()
@@ -308,7 +310,7 @@ def test_libraries_keep_to_a_higher_level_too(stderr: io.StringIO) -> None:
 def test_configuring_again_replaces_the_former_lines(stderr: io.StringIO) -> None:
     logs.configure(level="INFO", json=True)
     logs.configure(level="INFO", json=True)
-    log.info("once", extra=dict.fromkeys(["name"], "twice would nest"))
+    log.info("once")
     assert only_line(stderr)["message"] == "once"
 
 

@@ -33,9 +33,9 @@ from pydantic_core import core_schema
 
 import pipeline
 from pipeline import Event
-from pipeline.events.message import event_headers
+from pipeline.events.cloudevents import event_headers
 from pipeline.handlers.staging import Due, Outbox, StagedEvent, Unpublishable, event_id
-from pipeline.observe import telemetry
+from pipeline.observe import traces
 
 LIMIT = 10_000
 
@@ -65,18 +65,8 @@ def size_in_kafka(row: StagedEvent) -> int:
         magic=2, compression_type=0, is_transactional=0,
         producer_id=2**62, producer_epoch=2**14, base_sequence=2**30, batch_size=10 * LIMIT,
     )  # fmt: skip
-    headers = event_headers(
-        id=row.event_id,
-        source=row.source,
-        type=row.type,
-        time=datetime(2026, 12, 31, 23, 59, 59, 999_999, UTC),
-        subject=row.subject,
-        sequence=row.sequence,
-        content_type=row.content_type,
-        traceparent=row.traceparent,
-        tracestate=row.tracestate,
-        baggage=row.baggage,
-    )
+    time = datetime(2026, 12, 31, 23, 59, 59, 999_999, UTC)
+    headers = event_headers(row._asdict() | {"created_at": time})
     builder.append(0, 2**42, row.key, row.payload, headers=headers)
     return len(builder.build())
 
@@ -336,17 +326,17 @@ def test_an_event_that_a_thread_stages_between_has_its_own_context_and_so_have_t
 ) -> None:
     outbox = Outbox("source", LIMIT)
     ours, theirs = (baggage.set_baggage("n", n, context.Context()) for n in ("ours", "theirs"))
-    inject = telemetry.creation_context
+    inject = traces.creation_context
 
     def stage(id: str, one: context.Context) -> None:
         outbox.stage(Told(), id=id, key=None, sequence=1, context=one)
 
-    def interrupted(one: context.Context) -> telemetry.TraceHeaders:
+    def interrupted(one: context.Context) -> traces.TraceHeaders:
         if one is ours:
             stage("theirs", theirs)
         return inject(one)
 
-    monkeypatch.setattr(telemetry, "creation_context", interrupted)
+    monkeypatch.setattr(traces, "creation_context", interrupted)
     stage("ours", ours)
     stage("theirs", theirs)
     assert [(row.event_id, row.baggage) for row in outbox._staged] == [

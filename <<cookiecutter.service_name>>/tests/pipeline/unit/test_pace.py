@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.apply.batch import Item
-from pipeline.apply.outcome import Results
-from pipeline.apply.source import Pace
+from pipeline.apply.item import Item
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.pace import Pace
 from pipeline.settings import Settings
 
 ALLOWED = 2.0
@@ -26,10 +26,10 @@ def pace() -> Pace:
     )
 
 
-def done(count: int, seconds: float) -> Results:
+def done(count: int, seconds: float) -> BatchOutcome:
     """Return the results of so many messages."""
     item: Item = None  # type: ignore[assignment]
-    return Results(applied=[item] * count, seconds=seconds)
+    return BatchOutcome(applied=[item] * count, seconds=seconds)
 
 
 def test_it_begins_small_and_grows_while_handlers_are_quick(pace: Pace) -> None:
@@ -66,5 +66,5 @@ def test_it_recovers_from_the_slowest_handlers(pace: Pace, seconds: float) -> No
 
 def test_what_no_handler_is_called_for_is_no_reason_to_take_less(pace: Pace) -> None:
     for _ in range(4):
-        pace.learn([Results(seconds=1e-6)])
+        pace.learn([BatchOutcome(seconds=1e-6)])
     assert pace.limit == 1_000

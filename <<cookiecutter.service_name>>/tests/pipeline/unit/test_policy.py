@@ -54,16 +54,16 @@ async def test_a_decision_out_of_a_group_of_tasks_is_a_decision() -> None:
     with pytest.raises(ExceptionGroup) as info:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(raises(Park("not yet", after=60)))
-    fate = fate_of(info.value)
-    assert (fate.reason, fate.attempts) == (PARKED, 0)
-    assert fate.due_in == pytest.approx(60, rel=0.1)
+    decision = fate_of(info.value)
+    assert (decision.reason, decision.attempts) == (PARKED, 0)
+    assert decision.due_in == pytest.approx(60, rel=0.1)
     assert fate_of(group(Reject("never"))).reason == "rejected"
 
 
 def test_a_failure_in_a_group_is_told_with_all_that_is_in_it() -> None:
-    fate = fate_of(group(Reject("never"), ValueError("a bug")))
-    assert (fate.reason, fate.attempts) == ("failed", 1)
-    assert fate.error is not None
-    assert fate.error.startswith("ExceptionGroup: tasks (1 sub-exception); ")
-    assert "Reject: never" in fate.error
-    assert "ValueError: a bug" in fate.error
+    decision = fate_of(group(Reject("never"), ValueError("a bug")))
+    assert (decision.reason, decision.attempts) == ("failed", 1)
+    assert decision.error is not None
+    assert decision.error.startswith("ExceptionGroup: tasks (1 sub-exception); ")
+    assert "Reject: never" in decision.error
+    assert "ValueError: a bug" in decision.error

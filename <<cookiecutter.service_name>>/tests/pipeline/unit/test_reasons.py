@@ -9,17 +9,17 @@ from typing import get_args
 import pipeline
 from operate import dead_events, dead_letters
 from pipeline.events.message import Reason
-from pipeline.events.references import Unavailable
-from pipeline.relay import rejection
+from pipeline.events.references import Unresolved
+from pipeline.relay import rejected
 
 ENGINE = Path(pipeline.__file__).parent
 OPERATE = ENGINE.parent / "operate"
 GIVEN = {
-    # Who is called with a reason, and at which place.
+    # What is called with a reason, and at which place.
     "Decision": 0,
-    "Quarantined": 1,
+    "Undecoded": 1,
     "CulpritUnknown": 0,
-    "judged": 2,
+    "decision_on": 2,
     "dead": 1,
 }
 PASSED_ON = {
@@ -31,7 +31,7 @@ PASSED_ON = {
     "item.fault.reason",
     "one.reason",
     "reason",
-    "unclear.reason",
+    "failure.reason",
     "UNDECIDED",
     "PARKED",
 }
@@ -49,7 +49,7 @@ def reasons(node: ast.expr) -> Iterator[str]:
 
 
 def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
-    given = {str(one) for one in (*Reason, *Unavailable)}
+    given = {*map(str, Reason), *(one.reason for one in Unresolved.__subclasses__())}
     for path in (*ENGINE.rglob("*.py"), *OPERATE.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in GIVEN:
@@ -71,5 +71,5 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
 def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other() -> None:
     source = (OPERATE / "dead_events.py").read_text()
     in_sql = set(re.findall(r"reason(?: =|,) '(\w[^']*)'", source))
-    assert in_sql == {"redriven"}
-    assert {*get_args(rejection.Reason), *in_sql} == set(dead_events.REASONS)
+    assert in_sql == {"follows another", "redriven"}
+    assert {*get_args(rejected.RejectionReason), *in_sql} == set(dead_events.REASONS)

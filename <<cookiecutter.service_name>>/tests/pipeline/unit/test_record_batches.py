@@ -10,7 +10,7 @@ from aiokafka.record import memory_records
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 
 from pipeline.servers import record_batches
-from pipeline.servers.record_batches import AnyMemoryRecords, UnreadableBatch, unpacked_at_most
+from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch, unpacked_at_most
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 LARGE = 64 * 2**20
@@ -31,7 +31,10 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(memory_records, "DefaultRecordBatch", _DefaultRecordBatchPy)
 
 
-def batch(codec: str, *values: bytes, first: int = 0) -> bytes:
+Headers = Sequence[tuple[str, bytes]]
+
+
+def batch(codec: str, *values: bytes, first: int = 0, headers: Headers = ()) -> bytes:
     """Return a batch as a producer sends it and a broker stores it, from offset `first` on."""
     builder = DefaultRecordBatchBuilder(
         magic=2,
@@ -43,14 +46,16 @@ def batch(codec: str, *values: bytes, first: int = 0) -> bytes:
         batch_size=2**31 - 1,
     )
     for offset, value in enumerate(values):
-        builder.append(offset, timestamp=1_700_000_000_000, key=b"k", value=value, headers=[])
+        builder.append(
+            offset, timestamp=1_700_000_000_000, key=b"k", value=value, headers=[*headers]
+        )
     return first.to_bytes(8, "big") + bytes(builder.build())[8:]
 
 
 def fetched(data: bytes, offset: int = 0, *, checks: bool = True) -> PartitionRecords:
     """Return what aiokafka makes of a fetch from the offset on."""
     place = TopicPartition("t", 0)
-    records = AnyMemoryRecords(data)
+    records = FetchedBatches(data)
     return PartitionRecords(place, records, [], offset, None, None, checks, READ_COMMITTED)
 
 

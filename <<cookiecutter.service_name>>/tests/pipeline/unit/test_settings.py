@@ -68,21 +68,10 @@ def test_each_mistake_has_the_name_of_its_variable_and_says_what_to_write(
     for name in told:
         monkeypatch.setenv(f"PIPELINE_{name}", "-1 /")
     monkeypatch.setenv("PIPELINE_BATCH_SIZE", "0")
-    ca, shorter, longer = (
-        f"PIPELINE_{name}" for name in ("DATABASE_CA_FILE", "TRANSACTION_TIMEOUT", "BACKLOG_LEASE")
-    )
-    monkeypatch.setenv(ca, "/nowhere")
-    monkeypatch.setenv(longer, "1")
     with pytest.raises(ValidationError) as errors:
         Settings()
     said = list(mistakes(errors.value, Settings))
-    assert sorted(said) == sorted(
-        [
-            *(f"PIPELINE_{name}: {text}" for name, text in told.items()),
-            f"{ca} is set, and would not be used: PIPELINE_DATABASE_TLS is not set",
-            f"{shorter} < {longer} must hold; they are 8.0 and 1.0 seconds",
-        ]
-    )
+    assert sorted(said) == sorted(f"PIPELINE_{name}: {text}" for name, text in told.items())
 
 
 def test_nothing_is_said_of_how_a_wrong_setting_fits_another(

@@ -21,7 +21,7 @@ from opentelemetry.semconv.attributes import error_attributes, service_attribute
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.events.message import Message
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, statements, traces
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
@@ -54,7 +54,7 @@ def message(traceparent: str | None = None, **fields: Any) -> Message:
 
 
 def process(message: Message) -> Any:
-    return telemetry.ProcessSpans("parcel-tracker").of(message, "track")
+    return traces.ProcessSpans("parcel-tracker").of(message, "track")
 
 
 class Spans:
@@ -70,7 +70,7 @@ class Spans:
             sampling.ParentBased(exporters._LinkedOrRatio(ratio)), shutdown_on_exit=False
         )
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self._monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+        self._monkeypatch.setattr(traces, "_tracer", provider.get_tracer("test"))
 
     def all(self) -> tuple[ReadableSpan, ...]:
         return self._exporter.get_finished_spans()
@@ -106,13 +106,13 @@ def test_a_recorded_message_gets_a_consumer_span_with_the_conventions_names(span
         names.MESSAGING_KAFKA_MESSAGE_KEY: "parcel-1",
         names.MESSAGING_MESSAGE_ID: "m-1",
         names.MESSAGING_CONSUMER_GROUP_NAME: "parcel-tracker",
-        telemetry.CONSUMER: "track",
+        metrics.CONSUMER: "track",
     }
 
 
 def test_a_recorded_message_continues_the_trace_of_its_sender(spans: Spans) -> None:
     with process(message(SAMPLED, tracestate="vendor=1", baggage="tenant=acme")):
-        traceparent, tracestate, carried = telemetry.creation_context()
+        traceparent, tracestate, carried = traces.creation_context()
     span = spans.one()
     assert trace_of(span) == TRACE
     assert span.parent is not None
@@ -129,32 +129,32 @@ def test_a_message_that_is_not_recorded_makes_no_span_and_hands_its_context_on(
 ) -> None:
     with process(message(UNSAMPLED, tracestate=tracestate, baggage=baggage)) as span:
         assert not span.is_recording()
-        assert telemetry.creation_context() == (UNSAMPLED, tracestate, baggage)
+        assert traces.creation_context() == (UNSAMPLED, tracestate, baggage)
     assert spans.all() == ()
 
 
 def test_what_a_handler_adds_to_a_context_that_is_not_recorded_goes_on(spans: Spans) -> None:
     with process(message(UNSAMPLED)):
         token = otel.attach(baggage.set_baggage("tenant", "acme"))
-        assert telemetry.creation_context() == (UNSAMPLED, None, "tenant=acme")
+        assert traces.creation_context() == (UNSAMPLED, None, "tenant=acme")
         otel.detach(token)
-        assert telemetry.creation_context() == (UNSAMPLED, None, None)
+        assert traces.creation_context() == (UNSAMPLED, None, None)
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(int(TRACE, 16), 7, False))):
-            assert telemetry.creation_context() == (f"00-{TRACE}-{7:016x}-00", None, None)
+            assert traces.creation_context() == (f"00-{TRACE}-{7:016x}-00", None, None)
 
 
 @pytest.mark.parametrize("traceparent", [SAMPLED, UNSAMPLED])
 def test_without_an_sdk_the_context_still_travels(traceparent: str) -> None:
     with process(message(traceparent)):
-        assert telemetry.creation_context() == (traceparent, None, None)
+        assert traces.creation_context() == (traceparent, None, None)
     with process(message()):
-        assert telemetry.creation_context() == (None, None, None)
+        assert traces.creation_context() == (None, None, None)
 
 
 def test_a_message_without_context_starts_a_trace_of_its_own(spans: Spans) -> None:
     surrounding = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
     with trace.use_span(surrounding), process(message()):
-        traceparent, _, _ = telemetry.creation_context()
+        traceparent, _, _ = traces.creation_context()
     span = spans.one()
     assert span.parent is None
     assert traceparent is not None
@@ -164,7 +164,7 @@ def test_a_message_without_context_starts_a_trace_of_its_own(spans: Spans) -> No
 def test_a_new_trace_that_is_not_recorded_still_has_an_id_for_the_next_hops(spans: Spans) -> None:
     spans.record(ratio=0)
     with process(message()):
-        traceparent, _, _ = telemetry.creation_context()
+        traceparent, _, _ = traces.creation_context()
     assert spans.all() == ()
     assert traceparent is not None
     assert int(traceparent[-2:], 16) & trace.TraceFlags.SAMPLED == 0
@@ -198,8 +198,8 @@ def test_a_traceparent_of_a_future_version_is_read_as_far_as_it_is_known(spans: 
 def test_baggage_travels_without_a_trace(spans: Spans) -> None:
     with process(message(baggage="tenant=acme")):
         assert baggage.get_baggage("tenant") == "acme"
-        assert telemetry.creation_context()[2] == "tenant=acme"
-    assert telemetry.creation_context() == (None, None, None)
+        assert traces.creation_context()[2] == "tenant=acme"
+    assert traces.creation_context() == (None, None, None)
 
 
 def test_an_error_marks_the_span_with_its_type_and_without_its_text(spans: Spans) -> None:
@@ -235,7 +235,7 @@ def test_messages_that_are_handled_at_once_keep_their_traces_apart() -> None:
     async def handle(traceparent: str, both_inside: asyncio.Barrier) -> None:
         with process(message(traceparent)):
             await both_inside.wait()
-            assert telemetry.creation_context()[0] == traceparent
+            assert traces.creation_context()[0] == traceparent
 
     async def both() -> None:
         barrier = asyncio.Barrier(2)
@@ -248,7 +248,7 @@ def test_messages_that_are_handled_at_once_keep_their_traces_apart() -> None:
 def test_sending_links_to_the_recorded_traces_of_the_batch(spans: Spans) -> None:
     spans.record(ratio=0)
     other = SAMPLED.replace(SPAN, "00f067aa0ba902b7")
-    with telemetry.sending("routes", 1, 5, [None, SAMPLED, UNSAMPLED, SAMPLED, other]):
+    with traces.sending("routes", 1, 5, [None, SAMPLED, UNSAMPLED, SAMPLED, other]):
         pass
     span = spans.one()
     assert span.name == "send routes"
@@ -269,8 +269,8 @@ def test_sending_links_to_the_recorded_traces_of_the_batch(spans: Spans) -> None
 
 
 def test_a_refusal_that_is_dealt_with_is_the_error_of_what_was_sent(spans: Spans) -> None:
-    with telemetry.sending("routes", 1, 5, [SAMPLED]) as operation:
-        operation.refused(LookupError("4111 1111"))
+    with traces.sending("routes", 1, 5, [SAMPLED]) as operation:
+        operation.failed(LookupError("4111 1111"))
     span = spans.one()
     assert span.status.status_code is trace.StatusCode.ERROR
     assert (span.attributes or {})[error_attributes.ERROR_TYPE] == "LookupError"
@@ -281,14 +281,14 @@ def test_a_refusal_that_is_dealt_with_is_the_error_of_what_was_sent(spans: Spans
 def test_sending_what_is_not_recorded_makes_no_span(
     spans: Spans, traceparents: list[str | None]
 ) -> None:
-    with telemetry.sending("routes", None, len(traceparents), traceparents):
+    with traces.sending("routes", None, len(traceparents), traceparents):
         pass
     assert spans.all() == ()
 
 
 def test_the_links_of_a_large_batch_are_bounded(spans: Spans) -> None:
     many = [f"00-{TRACE}-{number:016x}-01" for number in range(1, 500)]
-    with telemetry.sending("routes", None, len(many), many):
+    with traces.sending("routes", None, len(many), many):
         pass
     assert len(spans.one().links) == 128
     assert spans.one().dropped_links == 0
@@ -337,7 +337,7 @@ def collector() -> Iterator[Collector]:
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script, *arguments],
-        env=os.environ | {"PYTHONPATH": str(Path(telemetry.__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(traces.__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=60,
@@ -348,31 +348,31 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 METRICS = """
 from time import monotonic
 from prometheus_client import generate_latest
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
-telemetry.processed("scans", "track", "new", 5, "parcel-tracker")
-telemetry.processed("scans", "track", "new", 2, "parcel-tracker")
-telemetry.processed("scans", "track", "duplicate", 1, "parcel-tracker")
-telemetry.batch_applied("scans", "parcel-tracker", 8, 0.03)
-telemetry.handled({("track", "parcel.scanned.v1"): 0.002, ("bill", "parcel.scanned.v1"): 3.0})
-telemetry.published("routes", 4)
-telemetry.not_published("routes", 3, LookupError())
-telemetry.received("scans", "parcel-tracker", 9)
-telemetry.set_stuck("scans", 3, is_stuck=True)
-telemetry.set_stuck("scans", 4, is_stuck=True)
-telemetry.set_stuck("scans", 4, is_stuck=False)
-telemetry.set_breaker("track", is_open=True)
-telemetry.set_breaker("bill", is_open=True)
-telemetry.set_breaker("bill", is_open=False)
-telemetry.observe_backlog("track", 12, 3, 61.5)
-telemetry.backlog_applied("track", 59.0)
-telemetry.relay_progress(16)
-telemetry.lease_extended(until=monotonic() + 60)
-telemetry.observe_outbox(100, None)
-telemetry.observe_unsent(waiting=7, dead=2)
+shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+metrics.processed("scans", "track", "new", 5, "parcel-tracker")
+metrics.processed("scans", "track", "new", 2, "parcel-tracker")
+metrics.processed("scans", "track", "duplicate", 1, "parcel-tracker")
+metrics.batch_applied("scans", "parcel-tracker", 8, 0.03)
+metrics.handled({("track", "parcel.scanned.v1"): 0.002, ("bill", "parcel.scanned.v1"): 3.0})
+metrics.published("routes", 4)
+metrics.not_published("routes", 3, LookupError())
+metrics.received("scans", "parcel-tracker", 9)
+metrics.set_stuck("scans", 3, is_stuck=True)
+metrics.set_stuck("scans", 4, is_stuck=True)
+metrics.set_stuck("scans", 4, is_stuck=False)
+metrics.set_breaker("track", is_open=True)
+metrics.set_breaker("bill", is_open=True)
+metrics.set_breaker("bill", is_open=False)
+metrics.observe_backlog("track", 12, 3, 61.5)
+metrics.backlog_applied("track", 59.0)
+metrics.relay_shards.set(16)
+metrics.lease_extended(until=monotonic() + 60)
+metrics.observe_outbox(100, None)
+metrics.observe_rejected(waiting=7, dead=2)
 print(generate_latest().decode())
-configured.shutdown()
+shutdown()
 print("after shutdown:", "pipeline_messages" in generate_latest().decode())
 """
 
@@ -436,8 +436,8 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     assert found["pipeline_relay_shards"] == 16
     assert found["pipeline_outbox_lag_events"] == 100
     assert found["pipeline_outbox_lag_duration_seconds"] == 0
-    assert found["pipeline_outbox_unsent pipeline_outcome=waiting"] == 7
-    assert found["pipeline_outbox_unsent pipeline_outcome=dead"] == 2
+    assert found["pipeline_outbox_rejected pipeline_outcome=waiting"] == 7
+    assert found["pipeline_outbox_rejected pipeline_outcome=dead"] == 2
     assert any("service_name=parcel-tracker" in name for name in found if "target_info" in name)
     assert after.strip() == "False"
 
@@ -446,23 +446,23 @@ LAG = """
 from datetime import UTC, datetime, timedelta
 from time import monotonic
 from prometheus_client import generate_latest
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 print(generate_latest().decode() + "===")
-telemetry.lease_extended(until=monotonic() + 60)
-telemetry.observe_outbox(100, datetime.now(UTC) - timedelta(hours=1))
-telemetry.observe_unsent(waiting=7, dead=2)
+metrics.lease_extended(until=monotonic() + 60)
+metrics.observe_outbox(100, datetime.now(UTC) - timedelta(hours=1))
+metrics.observe_rejected(waiting=7, dead=2)
 print(generate_latest().decode() + "===")
 print(generate_latest().decode() + "===")
-telemetry.lease_extended(until=monotonic())
+metrics.lease_extended(until=monotonic())
 print(generate_latest().decode() + "===")
-telemetry.lease_extended(until=monotonic() + 60)
-telemetry.observe_outbox(1, datetime.now(UTC) + timedelta(hours=1))
+metrics.lease_extended(until=monotonic() + 60)
+metrics.observe_outbox(1, datetime.now(UTC) + timedelta(hours=1))
 print(generate_latest().decode() + "===")
-telemetry.forget_outbox()
+metrics.forget_outbox()
 print(generate_latest().decode())
-configured.shutdown()
+shutdown()
 """
 
 
@@ -480,15 +480,15 @@ configured.shutdown()
 )
 def test_a_statement_is_named_by_its_first_word(spans: Spans, text: str, word: str) -> None:
     with process(message(SAMPLED)):
-        telemetry.Statement(text).end()
+        statements.Statement(text).end()
     statement, _ = spans.all()
     assert statement.name == word
 
 
 def test_a_statement_outside_of_a_recorded_span_is_none(spans: Spans) -> None:
-    telemetry.Statement("SELECT 1").end()
+    statements.Statement("SELECT 1").end()
     with process(message(UNSAMPLED)):
-        telemetry.Statement("SELECT 1").end()
+        statements.Statement("SELECT 1").end()
     assert spans.all() == ()
 
 
@@ -510,8 +510,8 @@ def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
     names = [
         "pipeline_outbox_lag_duration_seconds",
         "pipeline_outbox_lag_events",
-        "pipeline_outbox_unsent pipeline_outcome=dead",
-        "pipeline_outbox_unsent pipeline_outcome=waiting",
+        "pipeline_outbox_rejected pipeline_outcome=dead",
+        "pipeline_outbox_rejected pipeline_outcome=waiting",
     ]
     scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
     told = [[name for name in names if name in scrape] for scrape in scrapes]
@@ -520,15 +520,15 @@ def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
 
 EXPORT = """
 import sys
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(
+shutdown = exporters.configure(
     service_name="parcel-tracker", otlp_endpoint=sys.argv[1], sample_ratio=1
 )
-with telemetry.sending("routes", 0, 1, [sys.argv[2]]):
+with traces.sending("routes", 0, 1, [sys.argv[2]]):
     pass
-telemetry.published("routes", 1)
-configured.shutdown()
+metrics.published("routes", 1)
+shutdown()
 """
 
 
@@ -547,11 +547,11 @@ def test_spans_and_metrics_reach_the_receiver_before_the_process_ends(collector:
 
 SAMPLING = """
 import sys
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, statements, traces
 
 nobody, ratio = "http://127.0.0.1:9", float(sys.argv[1])
 exporters.configure(service_name="x", otlp_endpoint=nobody, sample_ratio=ratio)
-print(telemetry._tracer.start_span("the first of a trace").is_recording())
+print(traces._tracer.start_span("the first of a trace").is_recording())
 """
 
 
@@ -564,14 +564,14 @@ def test_of_traces_that_begin_here_as_many_are_recorded_as_is_chosen(
 
 IMPATIENT = """
 import sys, time
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, statements, traces
 
 exporters._SHUTDOWN_SECONDS = 0.2
-configured = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
-with telemetry.sending("routes", 0, 1, [sys.argv[2]]):
+shutdown = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
+with traces.sending("routes", 0, 1, [sys.argv[2]]):
     pass
 before = time.monotonic()
-configured.shutdown()
+shutdown()
 print(time.monotonic() - before)
 """
 
@@ -588,17 +588,17 @@ def test_a_receiver_that_does_not_answer_holds_the_shutdown_up_for_a_bounded_tim
 PARTITIONS = """
 from datetime import UTC, datetime, timedelta
 from prometheus_client import generate_latest
-from pipeline.observe import exporters, telemetry
+from pipeline.observe import exporters, metrics, statements, traces
 
-configured = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 now = datetime.now(UTC)
-telemetry.observe_partitions(now + timedelta(hours=1), None)
+metrics.observe_partitions(now + timedelta(hours=1), None)
 print(generate_latest().decode() + "===")
-telemetry.observe_partitions(now - timedelta(hours=1), now - timedelta(days=8))
-telemetry.observe_retention(3, now - timedelta(hours=7))
-telemetry.conflicted()
+metrics.observe_partitions(now - timedelta(hours=1), now - timedelta(days=8))
+metrics.observe_retention(3, now - timedelta(hours=7))
+metrics.conflicts.add(1)
 print(generate_latest().decode())
-configured.shutdown()
+shutdown()
 """
 
 

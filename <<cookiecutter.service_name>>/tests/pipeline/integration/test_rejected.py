@@ -1,19 +1,20 @@
-"""What Kafka refuses: it waits in the outbound backlog, with its key or topic, and nothing else."""
+"""What Kafka rejects: an event is dead by itself, or waits with its topic; no other does."""
 
 import asyncio
 import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from types import SimpleNamespace
 
 import asyncpg
 import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from operate.dead import Selection
-from pipeline.observe import logs, telemetry
-from pipeline.relay import rejected, relay
-from pipeline.relay.rejection import Refused
+from pipeline.observe import logs, metrics
+from pipeline.observe.health import Health
+from pipeline.relay import relay
+from pipeline.relay.rejected import Rejected, Rejections
 from pipeline.servers import cluster
 from pipeline.settings import Settings
 
@@ -21,6 +22,7 @@ from .kafka_wire import Wire
 from .outgoing import (
     LARGE,
     SMALL,
+    Running,
     all_is_written,
     allow,
     are_dead,
@@ -44,19 +46,9 @@ NewTopic = Callable[..., Awaitable[str]]
 TRACEPARENT = f"00-{TRACE}-{SENDER}-01"
 
 
-async def attempts(db: asyncpg.Connection) -> dict[str, int]:
-    """Return how often each event in the outbound backlog was refused itself."""
-    rows = await db.fetch("SELECT event_id, attempts FROM pipeline.outbox_unsent")
-    return {row["event_id"]: row["attempts"] for row in rows}
-
-
-def has_tried(db: asyncpg.Connection, id: str, times: int) -> Callable[[], Awaitable[bool]]:
-    """Return the question whether an event was refused so often, for `eventually`."""
-
-    async def ask() -> bool:
-        return (await attempts(db)).get(id, 0) >= times
-
-    return ask
+def rejected_by(topic: str, one: Running) -> str | None:
+    """Return what the relay's readiness says of a topic."""
+    return one.health.reasons.get(f"relay to {topic}")
 
 
 @pytest.mark.parametrize("transactional", [False, True])
@@ -84,6 +76,7 @@ async def test_a_missing_topic_holds_up_nothing_but_its_own_events_until_it_exis
                 await good.until_ids(range(30))
                 await eventually(waits(db, range(30)))
                 assert one.reason == ""
+                assert str(rejected_by(missing, one)).startswith("events wait: topic")
                 await stage_both(range(30, 40))
                 await good.until_ids(range(40))
                 await eventually(waits(db, range(40)))
@@ -91,6 +84,7 @@ async def test_a_missing_topic_holds_up_nothing_but_its_own_events_until_it_exis
             async with following(kafka, missing) as late:
                 await late.until_ids(range(40))
                 await eventually(waits(db, []))
+                await eventually(lambda: rejected_by(missing, one) is None)
                 await stage_both(range(40, 50))
                 await late.until_ids(range(50))
     for tail in (good, late):
@@ -135,7 +129,7 @@ async def test_a_topic_that_is_deleted_while_the_relay_runs_is_missing_too(
 
 
 @pytest.mark.parametrize("transactional", [False, True])
-async def test_behind_an_event_that_is_too_large_only_those_of_its_key_wait(
+async def test_an_event_that_is_too_large_is_dead_and_all_others_go_on_in_order(
     quick: NewSettings,
     db: asyncpg.Connection,
     kafka: str,
@@ -145,35 +139,35 @@ async def test_behind_an_event_that_is_too_large_only_those_of_its_key_wait(
     """Trap 6."""
     topic = await new_topic(2, **{"max.message.bytes": "4000"})
     keys = ["ada", "bob", "eve", None]
-    large = {8, 11, 20}  # of ada, of nobody, of ada
+    large = {8, 11, 20}  # of ada, of none, of ada
 
     async def stage_some(numbers: range) -> None:
         for n in numbers:
             payload = LARGE if n in large else SMALL
             await stage(db, [event(topic, n, keys[n % 4], payload)])
 
-    held = [n for n in range(80) if (n >= 8 and n % 4 == 0) or n == 11]
     chosen = quick(relay_page=9, relay_transactional=transactional)
     async with following(kafka, topic) as tail, relaying(chosen) as one:
-        await stage_some(range(40))
-        await eventually(waits(db, [n for n in held if n < 40]))
-        await stage_some(range(40, 80))
-        await tail.until_ids(set(range(80)) - set(held))
-        await eventually(waits(db, held))
-        assert one.reason == ""
-        assert not set(tail.ids) & {str(n) for n in held}
+        await stage_some(range(80))
+        await tail.until_ids(set(range(80)) - large)
+        await eventually(are_dead(db, sorted(large)))
+        assert one.health.is_ready
         await allow(kafka, topic, 100_000)
+        assert len(await redrive(db)) == 3
         await tail.until_ids(range(80))
         await stage_some(range(80, 90))
         await tail.until_ids(range(90))
         await eventually(waits(db, []))
     first = tail.first_ids()
     for place, key in enumerate(["ada", "bob", "eve"]):
-        assert first[key.encode()] == [str(n) for n in range(place, 90, 4)]
+        ids = [int(id) for id in first[key.encode()] if int(id) not in large]
+        assert ids == [n for n in range(place, 90, 4) if n not in large]
+    ada = first[b"ada"]
+    assert ada.index("8") < ada.index("20"), "what is redriven goes in its order"
     assert len(tail.records) == 90
 
 
-async def test_a_topic_that_refuses_many_events_of_a_page_waits_as_a_whole_and_says_so(
+async def test_a_topic_that_rejects_many_events_of_a_page_has_to_wait_and_says_so(
     quick: NewSettings,
     db: asyncpg.Connection,
     kafka: str,
@@ -181,64 +175,63 @@ async def test_a_topic_that_refuses_many_events_of_a_page_waits_as_a_whole_and_s
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     topic = await new_topic(**{"max.message.bytes": "4000"})
-    # Each is smaller than the last one that was refused, and so has to be tried.
+    # Each is smaller than the last one that was rejected, and so has to be tried.
     large = [event(topic, n, f"key {n}", b"x" * (9_000 - 100 * n)) for n in range(30)]
     await stage(db, [*large, *numbered(topic, ["x"])])
     with caplog.at_level(logging.WARNING, "pipeline.relay.rejected"):
-        async with following(kafka, topic) as tail, relaying(quick(unsent_pause=0.01)):
+        async with following(kafka, topic) as tail, relaying(quick(relay_topic_pause=0.01)):
             # Each of the twenty that are found costs a producer of its own.
             await eventually(lambda: "x" in tail.ids, patience=120)
+            await eventually(are_dead(db, range(30)))
             await allow(kafka, topic, 100_000)
+            await redrive(db)
             await eventually(lambda: len(set(tail.ids)) == 31, patience=120)
-    # It says nothing of events that were not refused themselves.
-    line = f"relay: events wait: topic {topic} has refused 20 events of a page: too large"
-    assert line in caplog.messages
+    assert (
+        f"relay: events wait: topic {topic} has rejected 20 batches of a page:"
+        " see `service dead events list`"
+    ) in caplog.messages
 
 
-async def test_the_lines_about_an_event_that_waits_and_has_died_name_it_and_are_of_its_trace(
+async def test_the_line_about_a_dead_event_names_it_and_is_of_its_trace(
     quick: NewSettings,
     db: asyncpg.Connection,
     new_topic: NewTopic,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     topic = await new_topic(**{"max.message.bytes": "4000"})
-    caplog.handler.setFormatter(logs._Json())
+    caplog.handler.setFormatter(logs.JsonLines())
     caplog.set_level(logging.WARNING, "pipeline.relay.rejected")
-    async with relaying(quick(unsent_attempts=2)):
+    async with relaying(quick()):
         large = event(topic, "the large", "a" * 200, LARGE, traceparent=TRACEPARENT)
         await stage(db, [large])
         await eventually(are_dead(db, ["the large"]))
-    waiting_line, dead_line = map(json.loads, caplog.text.splitlines())
-    assert waiting_line["message"].startswith(
-        "relay: events wait: event the large is larger than topic"
-    )
-    assert dead_line["message"].startswith(
-        f"relay: event the large for topic {topic} is a dead lett"
-    )
-    for line in waiting_line, dead_line:
-        assert {name: line[name] for name in ("topic", "message_id", "message_type", "key")} == {
-            "topic": topic,
-            "message_id": "the large",
-            "message_type": "balance.changed",
-            "key": "a" * 100,
-        }
-        assert (line["reason"], line["trace_id"], line["span_id"]) == ("too large", TRACE, SENDER)
+    (line,) = map(json.loads, caplog.text.splitlines())
+    assert line["message"].startswith(f"relay: event the large for topic {topic} is a dead letter")
+    assert {name: line[name] for name in ("topic", "message_id", "message_type", "key")} == {
+        "topic": topic,
+        "message_id": "the large",
+        "message_type": "balance.changed",
+        "key": "a" * 100,
+    }
+    assert (line["reason"], line["trace_id"], line["span_id"]) == ("too large", TRACE, SENDER)
 
 
-async def test_an_event_without_a_key_waits_for_no_other_and_is_waited_for_by_none(
+async def test_a_topic_of_the_brokers_own_makes_its_events_dead_and_no_others(
     quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
-    topic = await new_topic(**{"max.message.bytes": "4000"})
-    async with following(kafka, topic) as tail, relaying(quick(unsent_pause=3_600)):
-        await stage(db, [event(topic, 0, None, LARGE), event(topic, 1, None), event(topic, 2)])
-        await tail.until_ids([1, 2])
-        await eventually(waits(db, [0]))
-        await stage(db, [event(topic, 3, None), event(topic, 4, ""), event(topic, 5)])
-        await tail.until_ids(range(1, 6))
-        assert await waiting(db) == ["0"]
+    topic = await new_topic()
+    # The brokers make theirs when a group is used for the first time.
+    async with AIOKafkaConsumer(topic, group_id=topic, bootstrap_servers=kafka) as consumer:
+        await consumer.position(TopicPartition(topic, 0))
+    async with following(kafka, topic) as tail, relaying(quick()) as one:
+        await stage(db, [*numbered("__consumer_offsets", range(3)), *numbered(topic, range(3, 6))])
+        await tail.until_ids(range(3, 6))
+        await eventually(are_dead(db, range(3)))
+        assert one.health.is_ready
+    assert {dead.reason for dead in await died(db)} == {"topic not writable"}
 
 
-async def test_a_key_that_waited_with_its_topic_waits_by_itself_when_its_own_event_is_refused(
+async def test_an_event_that_waited_for_its_topic_is_dead_when_it_is_rejected_itself(
     quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
 ) -> None:
     async with relaying(quick()):
@@ -247,34 +240,29 @@ async def test_a_key_that_waited_with_its_topic_waits_by_itself_when_its_own_eve
         await eventually(waits(db, [0, 1, 2, 3, "x", "y"]))
         await create_topic(kafka, missing, 1, **{"max.message.bytes": "4000"})
         async with following(kafka, missing) as tail:
-            await tail.until_ids(["x", "y"])
+            await tail.until_ids([1, 2, 3, "x", "y"])
+            await eventually(are_dead(db, [0]))
             await stage(db, [*numbered(missing, [4]), *numbered(missing, ["z"], "bob")])
-            await tail.until_ids(["z"])
-            await eventually(waits(db, range(5)))
-            await allow(kafka, missing, 100_000)
-            await tail.until_ids(range(5))
-    assert tail.ids == ["x", "y", "z", *"01234"]
+            await tail.until_ids([4, "z"])
+    assert tail.ids == ["1", "2", "3", "x", "y", "4", "z"]
 
 
-async def test_what_waits_is_sent_in_order_by_whoever_takes_the_shards_over(
-    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+async def test_what_waits_is_sent_in_order_by_the_relay_that_takes_the_shards_over(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
 ) -> None:
-    topic = await new_topic(**{"max.message.bytes": "4000"})
-    async with following(kafka, topic) as tail:
-        async with relaying(quick(relay_lease=3_600)) as first:
-            await stage(db, [event(topic, 0, payload=LARGE), *numbered(topic, range(1, 5))])
-            await eventually(waits(db, range(5)))
-            await first.kill()
-        await stage(db, [*numbered(topic, range(5, 8)), event(topic, "x", "bob")])
-        await let_leases_end(db)
-        async with relaying(quick(relay_lease=3_600)) as second:
-            await tail.until_ids(["x"])
-            await eventually(waits(db, range(8)))
-            await second.stop()
-        await stage(db, numbered(topic, range(8, 10)))
-        await allow(kafka, topic, 100_000)
-        async with relaying(quick()), relaying(quick()):
-            await tail.until_ids(range(10))
+    async with relaying(quick(relay_lease=3_600)) as first:
+        await stage(db, numbered(missing, range(5)))
+        await eventually(waits(db, range(5)))
+        await first.kill()
+    await stage(db, [*numbered(missing, range(5, 8)), event(missing, "x", "bob")])
+    await let_leases_end(db)
+    async with relaying(quick(relay_lease=3_600)) as second:
+        await eventually(waits(db, [*range(8), "x"]))
+        await second.stop()
+    await stage(db, numbered(missing, range(8, 10)))
+    await create_topic(kafka, missing)
+    async with following(kafka, missing) as tail, relaying(quick()), relaying(quick()):
+        await tail.until_ids([*range(10), "x"])
     assert tail.first_ids() == {b"ada": [str(n) for n in range(10)], b"bob": ["x"]}
     assert len(tail.records) == 11
 
@@ -284,20 +272,20 @@ async def test_a_relay_that_dies_before_it_has_noted_what_it_sent_leaves_repeats
 ) -> None:
     sent = asyncio.Event()
 
-    class Forgetful(rejected.Unsent):
+    class Forgetful(Rejected):
         async def settle(
             self,
             connection: asyncpg.Connection,
-            rows: Sequence[asyncpg.Record],
-            refused: Refused,
+            events: Sequence[asyncpg.Record],
+            why: Rejections,
         ) -> None:
-            if not refused:
+            if not why:
                 sent.set()
                 await asyncio.Event().wait()
-            await super().settle(connection, rows, refused)
+            await super().settle(connection, events, why)
 
     async with relaying(quick()) as one:
-        one.relay._unsent = Forgetful(quick())
+        one.relay._rejected = Forgetful(quick(), one.health)
         await stage(db, numbered(missing, range(150)))
         await eventually(waits(db, range(150)))
         await create_topic(kafka, missing)
@@ -311,7 +299,7 @@ async def test_a_relay_that_dies_before_it_has_noted_what_it_sent_leaves_repeats
     assert len(tail.records) > 160
 
 
-async def test_what_a_relay_sets_aside_is_stored_only_while_the_shards_are_its_own(
+async def test_what_kafka_rejects_is_stored_only_while_the_shards_are_its_own(
     quick: NewSettings,
     db: asyncpg.Connection,
     connect: Callable[[], Awaitable[asyncpg.Connection]],
@@ -320,31 +308,31 @@ async def test_what_a_relay_sets_aside_is_stored_only_while_the_shards_are_its_o
     stored: list[int] = []
     another = await connect()
 
-    class Replaced(rejected.Unsent):
-        async def park(
+    class Replaced(Rejected):
+        async def add(
             self,
             connection: asyncpg.Connection,
             events: Sequence[asyncpg.Record],
-            refused: Refused,
+            why: Rejections,
         ) -> None:
             stored.append(len(events))
-            await super().park(connection, events, refused)
+            await super().add(connection, events, why)
 
     class ReplacedRelay(relay.Relay):
         """One whose shards are taken while it sends for the first time."""
 
         async def _send(
             self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
-        ) -> Refused:
-            refused = await super()._send(driver, events)
+        ) -> Rejections:
+            rejections = await super()._send(driver, events)
             if not taken:
                 taken.append(await another.execute("UPDATE pipeline.outbox_cursor SET token = 70"))
-            return refused
+            return rejections
 
     taken: list[str] = []
     await stage(db, numbered(missing, range(3)))
     async with relaying(quick(), ReplacedRelay) as one:
-        one.relay._unsent = Replaced(quick())
+        one.relay._rejected = Replaced(quick(), one.health)
         await eventually(waits(db, range(3)))
     assert stored == [3]
     assert await db.fetchval("SELECT min(token) FROM pipeline.outbox_cursor") == 71
@@ -361,7 +349,7 @@ async def test_ten_thousand_events_that_waited_for_a_topic_go_by_pages_and_not_o
 
         async def _send(
             self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
-        ) -> Refused:
+        ) -> Rejections:
             pages.append(len(events))
             return await super()._send(driver, events)
 
@@ -384,70 +372,60 @@ async def test_ten_thousand_events_that_waited_for_a_topic_go_by_pages_and_not_o
 
 
 _WAIT_LARGE = """
-INSERT INTO pipeline.outbox_unsent (id, created_at, topic, key, payload, event_id, source, type,
-                                    content_type, queue, attempts)
+INSERT INTO pipeline.outbox_rejected (id, created_at, topic, key, payload, event_id, source, type,
+                                      content_type)
 SELECT n, now(), 't', key,
        convert_to(repeat('x', CASE WHEN n <= 200 THEN 10 ELSE 900000 END), 'UTF8'), n,
-       '/bank', 'x', 'y', sha256(key), 1
+       '/bank', 'x', 'y'
   FROM generate_series(1, 240) AS n, LATERAL (SELECT ('key-' || n % 2)::bytea) AS of_n (key)
 """
 
 
-async def test_large_events_after_small_ones_are_read_a_few_at_a_time_and_of_each_key_some(
+async def test_large_events_after_small_ones_are_read_a_few_at_a_time(
     db: asyncpg.Connection, settings: NewSettings
 ) -> None:
-    """A queue of which nothing is read counts as empty: later events of its key would overtake."""
     await db.execute(_WAIT_LARGE)
-    one = rejected.Unsent(settings())
+    one = Rejected(settings(), Health(stall_after=3_600))
     shards = list(range(64))
     await one.look(db, shards)
     seen: list[int] = []
     while rows := await one.due(db, shards):
-        assert {bytes(row["key"]) for row in rows} == {b"key-0", b"key-1"}
         assert sum(len(row["payload"]) for row in rows) < 11_000_000
         seen += [row["id"] for row in rows]
         await one.settle(db, rows, {})
-    assert sorted(seen) == list(range(1, 241))
-    for key in (0, 1):
-        of_key = [id for id in seen if id % 2 == key]
-        assert of_key == sorted(of_key)
+    assert seen == list(range(1, 241))
 
 
-@pytest.mark.parametrize("budget", [1, 3])
-async def test_an_event_that_is_refused_too_often_is_a_dead_letter_and_those_behind_it_go_on(
-    quick: NewSettings,
-    db: asyncpg.Connection,
-    kafka: str,
-    new_topic: NewTopic,
-    budget: int,
+async def test_a_dead_event_is_discarded_or_redriven_in_vain_and_then_published(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
     topic = await new_topic(**{"max.message.bytes": "4000"})
     some = [event(topic, n, payload=LARGE if n in (1, 3) else SMALL) for n in range(6)]
     await stage(db, some)
-    chosen = quick(unsent_attempts=budget)
-    async with following(kafka, topic) as tail, relaying(chosen):
+    async with following(kafka, topic) as tail, relaying(quick()):
         await tail.until_ids([0, 2, 4, 5])
-        await eventually(waits(db, []))
-        assert tail.ids == ["0", "2", "4", "5"]
+        await eventually(are_dead(db, [1, 3]))
         first, second = await died(db)
-        assert (first.event_id, second.event_id) == ("1", "3")
         assert (first.key, first.size) == ({"text": "ada"}, len(LARGE))
         assert first.reason == "too large"
         assert "raise the topic's max.message.bytes" in str(first.error)
-        # A person gives one up, and lets the other be tried again, in vain and then not.
-        assert await discard(db, Selection(keys=[int(first.id)])) == [int(first.id)]
-        assert await redrive(db, Selection(keys=[int(first.id), int(second.id)])) == [
-            int(second.id)
-        ]
-        await eventually(lambda: _is_dead_again(db, second))
+        ids = [int(first.id), int(second.id)]
+        assert await discard(db, Selection(keys=ids[:1])) == ids[:1]
+        assert await redrive(db, Selection(keys=ids)) == ids[1:]
+
+        async def is_dead_again() -> bool:
+            return any(again.died_at != second.died_at for again in await died(db))
+
+        await eventually(is_dead_again)
         await allow(kafka, topic, 100_000)
         await redrive(db)
         await tail.until_ids([3])
         await stage(db, numbered(topic, [6]))
         await tail.until_ids([6])
         await eventually(waits(db, []))
+    assert tail.ids == ["0", "2", "4", "5", "3", "6"]
     assert await died(db) == []
-    left = await db.fetchrow("SELECT * FROM pipeline.outbox_unsent")
+    left = await db.fetchrow("SELECT * FROM pipeline.outbox_rejected")
     assert (left["event_id"], left["discarded_by"], left["discarded_why"]) == (
         "1",
         "zoë",
@@ -455,29 +433,20 @@ async def test_an_event_that_is_refused_too_often_is_a_dead_letter_and_those_beh
     )
 
 
-async def _is_dead_again(db: asyncpg.Connection, one: SimpleNamespace) -> bool:
-    return any(again.id == one.id and again.died_at != one.died_at for again in await died(db))
-
-
-async def test_events_whose_topic_is_missing_for_too_long_are_dead_letters_and_may_be_redriven(
-    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
+async def test_events_that_wait_for_a_topic_that_will_never_be_are_discarded(
+    quick: NewSettings, db: asyncpg.Connection, missing: str
 ) -> None:
-    keys = ["ada", "bob", None]
-    await stage(db, [event(missing, n, keys[n % 3]) for n in range(250)])
-    async with relaying(quick(unsent_age=0.001)):
-        await eventually(are_dead(db, range(250)))
-    assert {one.reason for one in await died(db)} == {"topic missing"}
-    await create_topic(kafka, missing)
-    assert len(await redrive(db)) == 250
-    async with following(kafka, missing) as tail, relaying(quick()):
-        await tail.until_ids(range(250))
-        await eventually(waits(db, []))
-    first = tail.first_ids()
-    assert first[b"ada"] == [str(n) for n in range(0, 250, 3)]
-    assert first[b"bob"] == [str(n) for n in range(1, 250, 3)]
+    async with relaying(quick()) as one:
+        await stage(db, numbered(missing, range(5)))
+        await eventually(waits(db, range(5)))
+        assert len(await discard(db, state="waiting")) == 5
+        await eventually(lambda: rejected_by(missing, one) is None)
+        await stage(db, numbered(missing, [5]))
+        await eventually(waits(db, [5]))
+    assert await died(db) == []
 
 
-async def test_a_dead_event_that_is_redriven_joins_those_of_its_key_that_wait_with_their_topic(
+async def test_a_dead_event_that_is_redriven_goes_before_later_ones_that_wait_for_its_topic(
     quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
 ) -> None:
     await stage(db, [*numbered(missing, range(3)), event(missing, "x", None)])
@@ -485,42 +454,40 @@ async def test_a_dead_event_that_is_redriven_joins_those_of_its_key_that_wait_wi
         await eventually(waits(db, [0, 1, 2, "x"]))
         await one.stop()
     await db.execute(
-        "UPDATE pipeline.outbox_unsent SET died_at = clock_timestamp(), attempts = 9,"
-        " reason = 'too large', error = 'it was', queue = coalesce(sha256(key), '-')"
+        "UPDATE pipeline.outbox_rejected SET died_at = clock_timestamp(), reason = 'too large'"
         " WHERE event_id IN ('0', 'x')"
     )
     assert len(await redrive(db)) == 2
     assert await waiting(db) == ["0", "1", "2", "x"]
-    assert await db.fetch("SELECT DISTINCT queue FROM pipeline.outbox_unsent") == [(b"",)]
-    assert set((await attempts(db)).values()) == {0}
     await create_topic(kafka, missing)
     async with following(kafka, missing) as tail, relaying(quick()):
         await tail.until_ids([0, 1, 2, "x"])
     assert tail.first_ids() == {b"ada": ["0", "1", "2"], None: ["x"]}
-    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_unsent") == 0
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_rejected") == 0
 
 
-async def test_an_outage_spends_no_attempt(
-    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+async def test_an_outage_lets_no_event_die(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str, new_topic: NewTopic
 ) -> None:
     """Trap 16."""
-    topic = await new_topic(**{"max.message.bytes": "4000"})
-    async with Wire(kafka).listening() as wire, following(kafka, topic) as tail:
-        chosen = quick(kafka_bootstrap_servers=wire.address)
-        async with relaying(chosen) as one:
-            await stage(db, [event(topic, 0, payload=LARGE), *numbered(topic, range(1, 4))])
-            await eventually(has_tried(db, "0", 2))
-            wire.shut()
-            await eventually(lambda: one.relay._failures > 1)
-            before = await attempts(db)
-            failures = one.relay._failures
-            await eventually(lambda: one.relay._failures > failures + 2)
-            assert await attempts(db) == before
-            wire.go_on()
-            await eventually(has_tried(db, "0", before["0"] + 1))
-            await allow(kafka, topic, 100_000)
+    topic = await new_topic()
+    async with (
+        Wire(kafka).listening() as wire,
+        relaying(quick(kafka_bootstrap_servers=wire.address)) as one,
+    ):
+        await stage(db, numbered(missing, range(4)))
+        await eventually(waits(db, range(4)))
+        wire.shut()
+        await stage(db, numbered(topic, range(4)))
+        await eventually(lambda: one.relay._failures > 3)
+        assert await waiting(db) == list("0123")
+        await create_topic(kafka, missing)
+        wire.go_on()
+        async with following(kafka, topic) as tail, following(kafka, missing) as late:
             await tail.until_ids(range(4))
-    assert tail.first_ids() == {b"ada": list("0123")}
+            await late.until_ids(range(4))
+    assert tail.first_ids() == late.first_ids() == {b"ada": list("0123")}
+    assert await died(db) == []
 
 
 @pytest.mark.parametrize("transactional", [False, True])
@@ -547,7 +514,7 @@ async def test_a_topic_that_may_not_be_written_waits_by_itself(
                     await tail.until_ids(range(5))
                 assert tail.first_ids() == {b"ada": list("01234")}
     assert f"topic {topic} may not be written" in caplog.text
-    assert await attempts(db) == {}
+    assert await waiting(db) == []
 
 
 async def test_events_that_come_again_after_a_reset_wait_once(
@@ -567,18 +534,18 @@ async def test_events_that_come_again_after_a_reset_wait_once(
     assert tail.ids == list("01234")
 
 
-async def test_it_is_told_how_many_events_wait_and_how_many_are_dead(
+async def test_metrics_count_the_events_that_wait_and_the_dead_ones(
     quick: NewSettings,
     db: asyncpg.Connection,
     new_topic: NewTopic,
     missing: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[int, int]] = []
+    counted: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        telemetry, "observe_unsent", lambda waiting, dead: told.append((waiting, dead))
+        metrics, "observe_rejected", lambda waiting, dead: counted.append((waiting, dead))
     )
     topic = await new_topic(**{"max.message.bytes": "4000"})
     await stage(db, [event(topic, "x", payload=LARGE), *numbered(missing, range(3))])
-    async with relaying(quick(unsent_attempts=1)):
-        await eventually(lambda: (3, 1) in told)
+    async with relaying(quick()):
+        await eventually(lambda: (3, 1) in counted)

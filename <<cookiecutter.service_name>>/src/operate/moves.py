@@ -14,8 +14,8 @@ from typing import Literal
 import asyncpg
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from pipeline.apply import inbox
-from pipeline.apply.inbox import Slot
+from pipeline.apply import positions
+from pipeline.apply.positions import Slot
 from pipeline.servers import clients
 from pipeline.service import Service
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -80,7 +80,7 @@ class Move:
     """The offset after the last one."""
 
 
-async def moves(
+async def plan_moves(
     connection: asyncpg.Connection,
     settings: Settings,
     service: Service,
@@ -98,7 +98,7 @@ async def moves(
     if partition is not None and partition not in numbers:
         raise Refused(f"{topic} has the partitions {numbers[0]} to {numbers[-1]}")
     chosen = [TopicPartition(topic, n) for n in numbers if partition in (None, n)]
-    async with clients.asking(settings) as client:
+    async with clients.offsets_client(settings) as client:
         first = await client.beginning_offsets(chosen)
         end = await client.end_offsets(chosen)
         if isinstance(to, datetime):
@@ -113,7 +113,7 @@ async def moves(
                 f"{topic}/{one.partition} has the offsets {first[one]} to {end[one]}: not {new}"
             )
         slot = Slot(service.name, topic, one.partition)
-        stored = await inbox.position(connection, slot)
+        stored = await positions.position(connection, slot)
         old = stored.next_offset if stored else None
         found.append(Move(slot, old, new, first[one], end[one]))
     return found
@@ -129,7 +129,7 @@ async def offsets_since(
 
 
 async def _partitions(settings: Settings, topic: str) -> list[int]:
-    async with clients.managing(settings) as admin:
+    async with clients.admin_client(settings) as admin:
         (found,) = await admin.describe_topics([topic])
     if not found["partitions"]:
         raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
@@ -192,7 +192,7 @@ async def plan_replay(
     to: Place,
 ) -> Replay:
     """Return what would be read again. Raises `Refused` if that is nothing."""
-    found = await moves(connection, settings, service, topic, partition, to)
+    found = await plan_moves(connection, settings, service, topic, partition, to)
     back = [one for one in found if one.old is not None and one.new < one.old]
     if not back:
         raise Refused(
@@ -213,7 +213,7 @@ async def plan_replay(
         # Rounded up: messages name it to the second, and it has to be enough as `--from`.
         since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
         ends = {TopicPartition(topic, one.slot.partition): one.end for one in back}
-        async with clients.asking(settings) as client:
+        async with clients.offsets_client(settings) as client:
             first = list((await offsets_since(client, ends, since)).values())
         forgotten = sum(
             max(0, min(offset, one.old or 0) - one.new)
@@ -228,7 +228,7 @@ async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterato
     while done < replay.records:
         now = 0
         for one in replay.moves:
-            stored = await inbox.position(connection, one.slot)
+            stored = await positions.position(connection, one.slot)
             at = stored.next_offset if stored else one.new
             now += min(max(at, one.new), one.old or 0) - one.new
         if now > done:

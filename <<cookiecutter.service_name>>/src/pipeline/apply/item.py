@@ -1,0 +1,138 @@
+"""An item: one message for one of its handlers, and what is known of it."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+from opentelemetry.context import Context
+
+from pipeline.events.event import Event
+from pipeline.events.message import LONGEST_KEPT_KEY, Message, Record
+from pipeline.events.payload import HASH_VERSION
+from pipeline.handlers.ordering import sequence_of
+from pipeline.handlers.policy import DIED, Reject
+from pipeline.handlers.registry import Handler
+
+
+class IdentityMismatch(Exception):
+    """An event came again with the same source and id, but with another payload."""
+
+    def __init__(self, message: Message, remembered: bytes) -> None:
+        super().__init__(
+            f"{message.type} {message.id!r} of {message.source!r} came before with payload hash"
+            f" {remembered.hex()}, and now comes with {message.hash.hex()}:"
+            " its producer must give a changed event a new id"
+        )
+        self.remembered = remembered
+
+
+class Known(NamedTuple):
+    """What the inbox or the backlog stores of a message that came before."""
+
+    hash: bytes
+    hash_version: int
+
+    def check(self, message: Message) -> None:
+        """Raise `IdentityMismatch` if the message has another payload."""
+        # Hashes of two versions can't be compared: the id alone says that it is the same event.
+        # Without data there is no hash.
+        is_comparable = self.hash_version == HASH_VERSION and self.hash and message.hash
+        if is_comparable and self.hash != message.hash:
+            raise IdentityMismatch(message, self.hash)
+
+
+class StoredRecord(NamedTuple):
+    """A record of the backlog, as it was read from Kafka."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
+    stored_for: float
+    """Seconds that it has been in the backlog."""
+
+
+class Item(NamedTuple):
+    """One message for one of its handlers."""
+
+    handler: Handler
+    key: bytes
+    """The marker's key: a hash of consumer, source and id."""
+    message: Message
+    record: Record
+    event: Event | None = None
+    """None if the payload is not validated yet, or is invalid: then `fault` says why."""
+    fault: BaseException | None = None
+    attempts: int = 0
+    """Attempts before this one."""
+    waited: float = 0.0
+    """Seconds that its policy has let it wait so far."""
+    row: bytes | None = None
+    """Key of its row, if it comes from the backlog."""
+    stored: Known | None = None
+    """What its row stores of its payload, if it comes from the backlog."""
+    was_young: bool = False
+    """Whether it was not too old when it was stored in the backlog."""
+    reason: str = ""
+    """Why it is in the backlog, if it comes from there."""
+    last_error: str | None = None
+    """Type and text of its latest error."""
+    trace: str | None = None
+    """`traceparent` that is stored with its row: its first attempt's, or else its sender's."""
+    called: Context | None = None
+    """Context of the call that was made for it before the transaction."""
+
+    @property
+    def consumer(self) -> str:
+        """Name under which the inbox remembers the message."""
+        return self.handler.consumer
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a process has died while it handled the message."""
+        return self.reason == DIED
+
+    @property
+    def sequence(self) -> int:
+        """CloudEvents' sequence, where the handler goes by it; 0: the order is that of records."""
+        if self.handler.gaps is None:
+            return 0
+        with suppress(Reject):
+            return sequence_of(self.message)
+        return 0
+
+    @property
+    def order_key(self) -> bytes:
+        """Hash of (consumer, topic, key): messages with the same one are handled in order."""
+        return order_key(self.consumer, self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A record that can't be given to any handler."""
+
+    record: Record
+    reason: str
+    error: Exception
+
+
+def order_key(consumer: str, record: Record) -> bytes:
+    """Return the 16 bytes of (consumer, topic, key); of the record's place if it has no key."""
+    if record.key is None:
+        return _digest(consumer, record.topic, f"-{record.partition}:{record.offset}".encode())
+    made = _kept_digest if len(record.key) <= LONGEST_KEPT_KEY else _digest
+    return made(consumer, record.topic, b"+" + record.key)
+
+
+def _digest(consumer: str, topic: str, key: bytes) -> bytes:
+    text = f"{len(consumer)}:{len(topic)}:{consumer}{topic}".encode()
+    return blake2b(text + key, digest_size=16).digest()
+
+
+_kept_digest = lru_cache(maxsize=65_536)(_digest)

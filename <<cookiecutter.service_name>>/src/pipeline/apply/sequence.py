@@ -1,0 +1,81 @@
+"""Events of a row in the order of their CloudEvents sequence: early, overtaken, conflicting."""
+
+from dataclasses import replace
+from typing import cast
+
+from pipeline.handlers.ordering import (
+    SequenceConflict,
+    Sequenced,
+    SequenceGap,
+    name_of,
+    sequence_of,
+)
+from pipeline.handlers.policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Decision, dead, early
+from pipeline.handlers.rows import Rows
+
+from .item import Item, StoredRecord
+from .outcome import BatchOutcome
+
+
+async def gap_before(
+    item: Item, rows: Rows, outcome: BatchOutcome, waiting: set[bytes]
+) -> int | None:
+    """Return how many events are missing before the one to apply; None: it is not applied now.
+
+    Then the outcome says what becomes of it. `waiting` are the order keys of those that came too
+    early in this transaction. Raises `Reject` for an event without a sequence.
+    """
+    sequence = sequence_of(item.message)
+    row = await followed(item, rows)
+    gap = sequence - ((row and row.followed) or 0) - 1
+    if row is not None and gap < 0:
+        _supersede(item, row, outcome)
+        return None
+    decision = _decide_on_early(item, gap, follows=item.order_key in waiting) if gap > 0 else None
+    if decision is None:
+        return gap
+    outcome.decided.append((item, decision))
+    if not decision.is_dead or decision.holds:
+        waiting.add(item.order_key)
+    return None
+
+
+async def followed(item: Item, rows: Rows) -> Sequenced | None:
+    """Return the row whose events have the sequence."""
+    loads = item.handler.loads
+    assert loads is not None
+    assert item.event is not None
+    return cast(Sequenced | None, await rows.get(loads.entity, loads.key_of(item.event)))
+
+
+def note_applied(item: Item, row: Sequenced) -> None:
+    """Store in the row that the event was applied."""
+    row.followed = item.sequence
+    row.followed_by = name_of(item.message)
+
+
+def _supersede(item: Item, row: Sequenced, outcome: BatchOutcome) -> None:
+    if item.sequence == row.followed and row.followed_by not in (None, name_of(item.message)):
+        error = SequenceConflict(item.sequence, str(row.followed_by))
+        outcome.decided.append((item, dead(item.handler.policy, "sequence conflict", error)))
+    else:
+        outcome.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
+
+
+def _decide_on_early(item: Item, gap: int, *, follows: bool) -> Decision | None:
+    """Return what becomes of an event before which others are missing; None: it is applied."""
+    if follows:  # also after its own deadline
+        return FOLLOWER
+    gaps, policy = item.handler.gaps, item.handler.policy
+    assert gaps is not None
+    error = SequenceGap(item.sequence, gap)
+    waited = item.record.stored_for if isinstance(item.record, StoredRecord) else 0.0
+    # An attempt that was stored beforehand does not count: no handler was called.
+    was_tried = item.attempts > 0 and item.reason not in (GAP, DIED)
+    attempts = item.attempts if was_tried else 0
+    if waited < gaps.wait:
+        return early(error, attempts=attempts, waited=item.waited, due_in=gaps.wait - waited)
+    # Also what an operator has redriven, who knows of the gap, and what was tried since.
+    if gaps.then == "apply" or item.reason in (REDRIVEN, PARKED) or was_tried:
+        return None
+    return replace(dead(policy, GAP, error, attempts=attempts), holds=gaps.then == "hold")

@@ -1,0 +1,292 @@
+"""CloudEvents: reading a record as an event, and the headers of one that is published.
+
+The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence`,
+`dataref` and distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: values
+are UTF-8.
+"""
+
+import base64
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, Protocol
+
+import orjson
+
+from .identity import Plain, plain_id
+from .message import UNSTORABLE, Message, Reason, Record, Undecodable
+from .payload import is_json, parse, payload_hash
+from .references import Reference
+
+_REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
+_required = itemgetter(*_REQUIRED)
+_OPTIONAL = ("ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_datacontenttype")
+_REFERENCE = ("ce_dataref", "ce_datalength", "ce_datachecksum")
+_TRACES = (("traceparent", "tracestate"), ("ce_traceparent", "ce_tracestate"))
+"""Parent and state, by HTTP's names first."""
+_TRACE = (*_TRACES[0], *_TRACES[1], "baggage")
+
+_AS_TEXT = (
+    ("ce_subject", "subject"),
+    ("traceparent", "traceparent"),
+    ("tracestate", "tracestate"),
+    ("baggage", "baggage"),
+    *((f"ce_{name}", name) for name in ("dataref", "datalength", "datachecksum")),
+)
+"""Headers, and the columns of the outbox that they are made of."""
+
+_RFC3339 = re.compile(
+    r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)", re.ASCII
+)
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_TRACEPARENT = re.compile(
+    r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+    r"(?:-[!-~]*)?"  # of versions to come
+)
+
+
+def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = None) -> Message:
+    """Read a record as an event: CloudEvents in binary or structured mode, or as `plain` says.
+
+    Header names count in any case, the last of several with one name wins, an empty value is none,
+    and malformed trace context is dropped. `hash` is the payload's, where it has been computed
+    before. Raises `Undecodable`, and nothing else.
+    """
+    headers, data, is_structured = _headers_and_data(record)
+    content_type = headers.get("content-type") or headers.get("ce_datacontenttype")
+    # Nearly all have the first one, which is quicker to look up.
+    if is_structured or "ce_specversion" in headers or not headers.keys().isdisjoint(_REQUIRED):
+        source, id, type = _identity(headers)
+    elif plain is not None:
+        source, id, type = f"kafka:{record.topic}", plain_id(record, plain, headers), plain.type
+    else:
+        raise Undecodable(
+            Reason.NOT_CLOUDEVENTS,
+            f"the headers {', '.join(_REQUIRED)} are missing: let the producer send CloudEvents,"
+            f" or say how {record.topic!r} names its events, with"
+            " Plain(type=…, identity=Header(…) or PayloadFields(…) or Position())",
+        )
+    reference = None
+    if not data and "ce_dataref" in headers and "ce_id" in headers:
+        reference, data = _reference(headers), b""
+    time = headers.get("ce_time")
+    traceparent, tracestate = _trace(headers)
+    return Message(
+        record.topic,
+        record.partition,
+        record.offset,
+        record.timestamp,
+        record.key,
+        source,
+        id,
+        type,
+        None if time is None else _time(time),
+        headers.get("ce_subject"),
+        headers.get("ce_sequence"),
+        headers.get("ce_dataschema"),
+        content_type,
+        data,
+        traceparent,
+        tracestate,
+        headers.get("baggage"),
+        b"" if reference else hash or payload_hash(type, content_type, data),
+        reference,
+    )
+
+
+def _headers_and_data(record: Record) -> tuple[dict[str, str], bytes | None, bool]:
+    """Return headers and data as binary mode has them, and whether they were structured."""
+    try:
+        headers = {name.lower(): value.decode() for name, value in record.headers if value}
+    except UnicodeDecodeError:
+        headers = _lenient(record)
+    data = record.value
+    media_type = headers.get("content-type", "")
+    is_structured = media_type[:23].lower() == "application/cloudevents"
+    if is_structured:
+        attributes, data = _unwrap(media_type, data)
+        headers = {name: headers[name] for name in _TRACE if name in headers} | attributes
+    values = "".join(headers.values())
+    if not values.isascii() or "\0" in values:
+        headers = _storable(headers)
+    return headers, data, is_structured
+
+
+def names_of(record: Record) -> tuple[str | None, str | None]:
+    """Return the CloudEvents id and `traceparent` that are in the headers, decodable or not."""
+    headers = _lenient(record)
+    id = headers.get("ce_id")
+    return None if id is None or UNSTORABLE.search(id) else id, _trace(headers)[0]
+
+
+def _lenient(record: Record) -> dict[str, str]:
+    """Return the headers, with surrogates for bytes that are not UTF-8."""
+    return {
+        name.lower(): value.decode("utf-8", "surrogateescape")
+        for name, value in record.headers
+        if value
+    }
+
+
+class Row(Protocol):
+    """A row of the outbox, or what has the values of one."""
+
+    def __getitem__(self, column: str, /) -> Any: ...
+
+
+def event_headers(event: Row) -> list[tuple[str, bytes]]:
+    """Return the headers of an event in binary mode; what is None gets none.
+
+    Values go out as they are: staging has checked them. Raises `ValueError` for a naive time.
+    """
+    time = event["created_at"]
+    if time.tzinfo is not UTC:
+        if time.tzinfo is None:
+            raise ValueError(f"the time of event {event['event_id']!r} has no time zone: {time}")
+        time = time.astimezone(UTC)
+    headers = [
+        *_constant_headers(event["source"], event["type"], event["content_type"]),
+        ("ce_id", event["event_id"].encode()),
+        ("ce_time", orjson.dumps(time)[1:-1]),  # in a fourth of isoformat()'s time
+    ]
+    if event["sequence"] is not None:
+        headers.append(("ce_sequence", b"%020d" % event["sequence"]))
+    for name, column in _AS_TEXT:
+        value = event[column]
+        if value is not None:
+            headers.append((name, str(value).encode()))
+    return headers
+
+
+@lru_cache(maxsize=1_024)
+def _constant_headers(
+    source: str, type: str, content_type: str | None
+) -> tuple[tuple[str, bytes], ...]:
+    headers = ("ce_specversion", b"1.0"), ("ce_source", source.encode()), ("ce_type", type.encode())
+    return headers if content_type is None else (*headers, ("content-type", content_type.encode()))
+
+
+def _identity(headers: Mapping[str, str]) -> tuple[str, str, str]:
+    try:
+        version, id, source, type = _required(headers)
+    except KeyError as error:  # of the first one that is missing
+        name = error.args[0]
+        raise Undecodable(
+            Reason.MISSING_ATTRIBUTE,
+            f"the CloudEvents attribute {name[3:]} is missing or empty: let the producer set it"
+            f" (in binary mode as header {name})",
+        ) from None
+    if version != "1.0":
+        raise Undecodable(
+            Reason.UNSUPPORTED_SPECVERSION,
+            f"specversion is {version[:80]!r}: let the producer send CloudEvents 1.0",
+        )
+    return source, id, type
+
+
+def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes]:
+    """Return the headers and the value that a structured event has in binary mode."""
+    try:
+        if media_type.partition(";")[0].strip().lower() != "application/cloudevents+json":
+            raise ValueError(f"content-type is {media_type[:80]!r}")
+        event = parse(value or b"")
+        if not isinstance(event, dict):
+            raise ValueError("the value is no JSON object")
+        if "data" in event and not event.get("datacontenttype"):
+            event["datacontenttype"] = "application/json"
+        headers: dict[str, str] = {}
+        for name in (
+            *(*_REQUIRED, *_OPTIONAL, *_REFERENCE),
+            *("ce_traceparent", "ce_tracestate"),
+        ):
+            attribute = event.get(name[3:])
+            if isinstance(attribute, orjson.Fragment):  # an Integer, as it is in binary mode
+                attribute = orjson.dumps(attribute).decode()
+            if isinstance(attribute, str):
+                headers[name] = attribute
+            elif attribute is not None and name not in _TRACE:
+                raise Undecodable(
+                    Reason.INVALID_ATTRIBUTE,
+                    f"the attribute {name[3:]} is no string: let the producer send one",
+                )
+        return {n: v for n, v in headers.items() if v}, _data(event, headers)
+    except (TypeError, ValueError) as error:
+        raise Undecodable(
+            Reason.INVALID_ENVELOPE,
+            f"no event in structured mode: {error}. Let the producer send each event in a record of"
+            " its own as application/cloudevents+json, or in binary mode; batches aren't read",
+        ) from error
+
+
+def _data(event: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
+    data, encoded = event.get("data"), event.get("data_base64")
+    content_type = headers.get("ce_datacontenttype")
+    if encoded is not None:
+        if data is not None:
+            raise ValueError("both data and data_base64 are set")
+        return base64.b64decode(encoded, validate=True)
+    if "data" in event and is_json(content_type):
+        return orjson.dumps(data)
+    if data is None or isinstance(data, str):
+        return (data or "").encode()
+    raise ValueError(f"data of the type {content_type!r} is no string")
+
+
+def _storable(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers without trace context that can't be stored; raise for other attributes."""
+    storable = dict(headers)
+    for name, value in headers.items():
+        if UNSTORABLE.search(value):
+            if name in _TRACE:
+                del storable[name]
+            elif name in (*_REQUIRED, *_OPTIONAL, *_REFERENCE, "content-type"):
+                raise Undecodable(
+                    Reason.INVALID_ATTRIBUTE,
+                    f"{name} is not UTF-8 or holds a NUL: {value[:80]!r}; let the producer send"
+                    " text",
+                )
+    return storable
+
+
+def refers(record: Record) -> bool:
+    """Whether a record may say where its data is instead of bringing it."""
+    return any(name.lower() == "ce_dataref" for name, _ in record.headers)
+
+
+def _reference(headers: Mapping[str, str]) -> Reference:
+    length = headers.get("ce_datalength")
+    if length is not None and not _LENGTH.fullmatch(length):
+        raise Undecodable(
+            Reason.INVALID_ATTRIBUTE,
+            f"datalength is {length[:80]!r}: let the producer send the number of bytes",
+        )
+    return Reference(
+        headers["ce_dataref"],
+        None if length is None else int(length),
+        headers.get("ce_datachecksum"),
+    )
+
+
+def _trace(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
+    for parent, state in _TRACES:
+        traceparent = headers.get(parent)
+        if traceparent is not None and _TRACEPARENT.fullmatch(traceparent):
+            return traceparent, headers.get(state)
+    return None, None
+
+
+def _time(text: str) -> datetime:
+    try:
+        if not _RFC3339.fullmatch(text):
+            raise ValueError("not RFC 3339")
+        if text[17:19] == "60":  # A leap second, which Python doesn't know: the second before.
+            text = f"{text[:17]}59{text[19:]}"
+        time = datetime.fromisoformat(text.upper())
+        return time if time.tzinfo is UTC else time.astimezone(UTC)
+    except (ValueError, OverflowError) as error:
+        raise Undecodable(
+            Reason.INVALID_ATTRIBUTE,
+            f"time is {text[:80]!r} ({error}): let the producer send 2026-01-31T23:59:59Z",
+        ) from error

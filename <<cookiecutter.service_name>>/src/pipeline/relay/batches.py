@@ -1,0 +1,124 @@
+"""Batches: how a page of events becomes Kafka's records, and what is left when one is rejected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import asyncpg
+from aiokafka import AIOKafkaProducer
+from aiokafka.partitioner import murmur2
+from aiokafka.producer.message_accumulator import BatchBuilder
+
+from pipeline.events.cloudevents import event_headers
+from pipeline.events.message import LONGEST_KEPT_KEY, headers_of
+
+from .rejected import Rejection
+
+_AT_MOST = 20
+"""Rejections of one partition in a page, before its topic has to wait: each costs a producer."""
+
+Filled = tuple[BatchBuilder, int]
+"""A batch, and how many events are in it."""
+
+
+@dataclass
+class Chain:
+    """Events of one Kafka partition that are still to be sent, in order."""
+
+    topic: str
+    partition: int
+    events: list[asyncpg.Record]
+    sent: int = 0
+    """How many of the first ones Kafka has acknowledged in this round."""
+    at_most: int | None = None
+    """Events in a batch, since one was rejected and the event at fault is searched for."""
+    rejections: int = 0
+
+    def fill(self, producer: AIOKafkaProducer, skipped: int = 0) -> Filled:
+        """Return a batch of the next events, behind those `skipped`; the first one always fits."""
+        begin = self.sent + skipped
+        end = len(self.events) if self.at_most is None else begin + self.at_most
+        batch = producer.create_batch()
+        count = 0
+        for event in self.events[begin:end]:
+            added = batch.append(
+                timestamp=None, key=event["key"], value=event["payload"], headers=_headers(event)
+            )
+            if added is None:
+                break
+            count += 1
+        return batch, count
+
+    def take(self, count: int) -> None:
+        """Note that the next events are acknowledged."""
+        self.sent += count
+        if self.at_most is not None:
+            self.at_most *= 2
+
+
+@dataclass
+class Sending:
+    """What has been found out about a page while it is sent."""
+
+    is_transactional: bool
+    rejections: dict[int, Rejection] = field(default_factory=dict)
+    is_void: bool = False
+    """Whether a rejection has spoilt the transaction that the events are sent in."""
+    _closed: dict[str, Rejection] = field(default_factory=dict)
+    """Topics that take nothing now."""
+    _limits: dict[str, int] = field(default_factory=dict)
+    """Size of the smallest batch that was too large for a topic."""
+
+    def is_too_large(self, topic: str, size: int) -> bool:
+        """Whether a batch that is not larger was found too large already."""
+        return topic in self._limits and size >= self._limits[topic]
+
+    def reject(self, chain: Chain, rejection: Rejection, count: int, size: int) -> None:
+        """Draw the consequences of a rejected batch: for its topic, its halves, or its event."""
+        is_new = not self.is_too_large(chain.topic, size)
+        if rejection.reason == "too large" and is_new:
+            self._limits[chain.topic] = size
+        chain.rejections += is_new
+        if rejection.of_topic:
+            self._closed[chain.topic] = rejection
+        elif count > 1:
+            chain.at_most = count // 2
+        else:
+            self.rejections[chain.events.pop(chain.sent)["id"]] = rejection
+        if chain.rejections >= _AT_MOST:
+            text = (
+                f"topic {chain.topic} has rejected {_AT_MOST} batches of a page:"
+                " see `service dead events list`"
+            )
+            many = Rejection("topic rejects many", text)
+            self._closed.setdefault(chain.topic, many)
+
+    def left(self, chains: Sequence[Chain]) -> list[Chain]:
+        """Return the chains with something to send, and leave out what a topic does not take."""
+        for chain in chains:
+            if rejection := self._closed.get(chain.topic):
+                self.rejections |= {event["id"]: rejection for event in chain.events}
+                chain.events = []
+        return [chain for chain in chains if chain.events]
+
+
+def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
+    return event_headers(event) if event["headers"] is None else headers_of(event["headers"])
+
+
+def partition_of(key: bytes | None, id: int, partitions: int) -> int:
+    """Return the partition that every Kafka client's default partitioner chooses for the key.
+
+    Events without a key take turns.
+    """
+    if key is None:
+        return id % partitions
+    found = _kept_partition if len(key) <= LONGEST_KEPT_KEY else _partition_of_key
+    return found(key, partitions)
+
+
+def _partition_of_key(key: bytes, partitions: int) -> int:
+    return int(murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+_kept_partition = lru_cache(maxsize=65_536)(_partition_of_key)

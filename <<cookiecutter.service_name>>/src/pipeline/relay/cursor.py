@@ -1,0 +1,283 @@
+"""The cursor: how far each shard of the outbox is published, stored under leases.
+
+A lease ends by the database's clock and, for this process, by its own monotonic clock. Every write
+compares the token of the lease, so that a relay that lost a shard changes nothing of its progress.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from time import monotonic
+
+import asyncpg
+
+from pipeline.observe import metrics
+from pipeline.schema import SHARDS
+from pipeline.servers.cluster import IS_OURS, OtherCluster
+from pipeline.servers.database import lease_ended
+from pipeline.settings import Settings
+
+from .window import Progress
+
+log = logging.getLogger(__name__)
+
+Fence = Callable[[Sequence[str]], Awaitable[list[str]]]
+"""Makes the brokers reject what these relays still send; returns those for which that was done."""
+
+
+class LeaseExpired(Exception):
+    """The lease ended before the work under it: another relay may own the shards."""
+
+
+class ServerChanged(Exception):
+    """Behind a pooler another server has taken over: what it has seen is only in its cursor."""
+
+    def __init__(self) -> None:
+        super().__init__("the database server was restarted or replaced: reading the cursor again")
+
+
+_SERVER = "SELECT pg_postmaster_start_time()"
+
+_ANNOUNCE = """
+INSERT INTO pipeline.outbox_relay (owner, lease_until, published)
+VALUES ($1, clock_timestamp() + make_interval(secs => $2), $3)
+    ON CONFLICT (owner)
+    DO UPDATE SET lease_until = excluded.lease_until, published = excluded.published
+"""
+
+_COUNT_RELAYS = f"""
+WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE {lease_ended("$1")})
+SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE NOT {lease_ended("$1")}) AS alive,
+       (SELECT extract(epoch FROM min(lease_until) - clock_timestamp())::float
+          FROM pipeline.outbox_cursor WHERE lease_until >= clock_timestamp()) AS first_ends,
+       {IS_OURS} AS is_ours,
+       pg_postmaster_start_time() AS server
+"""
+
+_GONE = f"""
+SELECT array_agg(DISTINCT owner) AS owners, max(lease_until) AS until
+  FROM pipeline.outbox_cursor
+ WHERE {lease_ended("$2")} AND owner <> $1
+"""
+
+_CLAIM = f"""
+UPDATE pipeline.outbox_cursor
+   SET owner = $1, token = token + 1, lease_until = clock_timestamp() + make_interval(secs => $2)
+ WHERE shard IN (
+       SELECT shard FROM pipeline.outbox_cursor
+        WHERE (lease_until IS NULL OR {lease_ended("$2")}
+               OR (owner = $1 AND shard <> ALL ($4)))
+          AND (owner IS NULL OR owner = $1 OR (owner = ANY ($5) AND lease_until <= $6))
+          AND pg_postmaster_start_time() = $7 AND {IS_OURS}
+        ORDER BY shard LIMIT $3
+          FOR UPDATE SKIP LOCKED)
+RETURNING shard, token, seen, target, last_id, high_id
+"""
+
+_WRITE = """
+UPDATE pipeline.outbox_cursor AS cursor
+   SET seen = $3, target = $4, last_id = $5, high_id = $6,
+       lease_until = CASE WHEN $7 THEN clock_timestamp() + make_interval(secs => $8) END,
+       owner = CASE WHEN $7 THEN owner END
+  FROM unnest($1::smallint[], $2::bigint[]) AS mine (shard, token)
+ WHERE cursor.shard = mine.shard AND cursor.token = mine.token
+   AND pg_postmaster_start_time() = $9
+RETURNING cursor.shard
+"""
+
+_LEAVE = "DELETE FROM pipeline.outbox_relay WHERE owner = $1"
+
+
+class Cursor:
+    """The shards that one relay owns, and how far it has published each."""
+
+    def __init__(self, settings: Settings, owner: str) -> None:
+        self._settings = settings
+        self.owner = owner
+        self.progress: dict[int, Progress] = {}
+        self.published = 0
+        """Events that were acknowledged since the process began."""
+        self.server: datetime | None = None
+        """When the server that holds the cursor was started."""
+        self.turn = asyncio.Lock()
+        """Held by what uses the connection while a page is sent."""
+        self._tokens: dict[int, int] = {}
+        self._lease_ends = 0.0
+        self._extend_at = 0.0
+        self._renew_at = 0.0
+        self._write_at = 0.0
+        self._unwritten: set[int] = set()
+
+    async def begin(self, driver: asyncpg.Connection) -> None:
+        """Begin with what the database says: what was in memory may not be true any more."""
+        self.server = await driver.fetchval(_SERVER)
+
+    def forget(self) -> None:
+        """Own no shard from now on. The database is not changed: leases end by themselves."""
+        self.progress.clear()
+        self._tokens.clear()
+        self._unwritten.clear()
+        self._renew_at = 0.0
+        metrics.relay_shards.set(0)
+
+    def holds_lease(self) -> bool:
+        """Whether no other relay can own the shards yet."""
+        return monotonic() < self._lease_ends
+
+    @property
+    def is_renewal_due(self) -> bool:
+        """Whether it is time for `renew`."""
+        return monotonic() >= self._renew_at
+
+    @property
+    def seconds_to_extension(self) -> float:
+        """Seconds until the lease is to be extended; 0 where it is time."""
+        return max(0.0, self._extend_at - monotonic())
+
+    def advance(self, then: Mapping[int, Progress], moved: Iterable[int]) -> None:
+        """Note progress; that of the shards `moved` is stored by the next write."""
+        self.progress.update(then)
+        self._unwritten.update(moved)
+
+    async def renew(self, driver: asyncpg.Connection, fence: Fence) -> bool:
+        """Extend the leases, take or give shards to an even share; returns whether some were taken.
+
+        Raises `OtherCluster` and `ServerChanged`.
+        """
+        lease = self._settings.relay_lease
+        await self.extend(driver)
+        alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
+        if not is_ours:
+            raise OtherCluster
+        if server != self.server:
+            raise ServerChanged
+        share = math.ceil(SHARDS / max(1, alive))
+        known = set(self.progress)
+        if len(known) > share:
+            await self.write(driver, self.of(sorted(known)[share:]), keep=False)
+        elif len(known) < share:
+            await self._claim(driver, share)
+            gone = await driver.fetchrow(_GONE, self.owner, lease)
+            if gone["owners"] and len(self.progress) < share:
+                fenced = await fence(gone["owners"])
+                await self._claim(driver, share, fenced, gone["until"])
+        # A relay that lives extends its leases long before: the first to end is a dead one's.
+        self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
+        metrics.relay_shards.set(len(self.progress))
+        return bool(self.progress.keys() - known)
+
+    async def _claim(
+        self,
+        driver: asyncpg.Connection,
+        share: int,
+        gone: Sequence[str] = (),
+        until: datetime | None = None,
+    ) -> None:
+        """Take shards that are free, and those of relays that are gone since `until` or before."""
+        known = list(self.progress)
+        for row in await driver.fetch(
+            _CLAIM,
+            self.owner,
+            self._settings.relay_lease,
+            share - len(known),
+            known,
+            list(gone),
+            until,
+            self.server,
+        ):
+            self._tokens[row["shard"]] = row["token"]
+            self.progress[row["shard"]] = Progress(
+                row["seen"], row["target"], row["last_id"], row["high_id"]
+            )
+
+    async def extend_in_time(self, driver: asyncpg.Connection) -> bool:
+        """Extend the leases if a third of their time is over; returns whether that was done."""
+        if monotonic() < self._extend_at:
+            return False
+        if await self.extend(driver):
+            raise LeaseExpired("shards went to another relay before all events were sent")
+        return True
+
+    async def extend(self, driver: asyncpg.Connection) -> list[int]:
+        """Extend the leases; returns the shards that went to another relay."""
+        lease = self._settings.relay_lease
+        # From before the first statement: the database's clock started later, never earlier.
+        begun = monotonic()
+        async with self.turn:
+            await driver.execute(_ANNOUNCE, self.owner, lease, self.published)
+            lost = await self.write(driver, self.progress)
+        self._lease_ends = begun + lease
+        metrics.lease_extended(self._lease_ends)
+        self._extend_at = begun + lease / 3
+        return lost
+
+    async def write(
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
+    ) -> list[int]:
+        """Store the progress of shards and extend their leases, or give them back.
+
+        Returns the shards that were another relay's already.
+        """
+        lost: list[int] = []
+        for one, members in grouped(progress).items():
+            rows = await driver.fetch(
+                _WRITE,
+                members,
+                [self._tokens[shard] for shard in members],
+                one.seen,
+                one.target,
+                one.last_id,
+                one.high_id,
+                keep,
+                self._settings.relay_lease,
+                self.server,
+            )
+            still_ours = {row["shard"] for row in rows}
+            for shard in members:
+                self._unwritten.discard(shard)
+                if not keep or shard not in still_ours:
+                    del self.progress[shard], self._tokens[shard]
+            lost += [shard for shard in members if shard not in still_ours]
+        if lost:
+            log.warning("relay: shards %s went to another relay", lost)
+        self._write_at = monotonic() + self._settings.relay_cursor_interval
+        return lost
+
+    async def write_in_time(self, driver: asyncpg.Connection) -> None:
+        """Store what has moved, unless the last write was a moment ago: the rows are hot."""
+        if self._unwritten and monotonic() >= self._write_at:
+            await self.write_moved(driver)
+
+    async def write_moved(self, driver: asyncpg.Connection) -> None:
+        """Store the progress of the shards that have moved since the last write."""
+        await self.write(driver, self.of(self._unwritten))
+
+    @asynccontextmanager
+    async def writing(
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
+    ) -> AsyncIterator[None]:
+        """Store the progress and what the block writes in one transaction, else `LeaseExpired`."""
+        async with self.turn, driver.transaction():
+            if await self.write(driver, progress):
+                raise LeaseExpired("shards went to another relay before rejections were stored")
+            yield
+
+    async def release(self, driver: asyncpg.Connection) -> None:
+        """Store all progress and give the shards to other relays."""
+        await self.write(driver, self.progress, keep=False)
+        await driver.execute(_LEAVE, self.owner)
+
+    def of(self, shards: Iterable[int]) -> dict[int, Progress]:
+        """Return the progress of some shards."""
+        return {shard: self.progress[shard] for shard in sorted(shards)}
+
+
+def grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:
+    """Return the shards that are equally far, which are read and written as one."""
+    groups: dict[Progress, list[int]] = {}
+    for shard, one in progress.items():
+        groups.setdefault(one, []).append(shard)
+    return groups

@@ -1,0 +1,125 @@
+"""Generations of the inbox: closed and forgotten by age; what is forgotten is dropped."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
+from random import uniform
+from typing import TypeVar
+
+import asyncpg
+
+from pipeline.settings import CLOCK_MARGIN, Settings
+
+from . import partitions, rotation
+from .lease import Lease
+from .partitions import PartitionStatus
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PATTERN = "inbox_g[0-9]+"
+
+_ATTEMPTS, _LONGER_ATTEMPTS = 20, 5
+_WAIT_SECONDS, _LONGER_WAIT_SECONDS = 0.1, 2.0
+"""How long an attempt lets every message wait: the last ones longer, for long transactions."""
+
+_REMEMBERED = "it is not forgotten yet, which waits for a moment without messages"
+_KEPT_OPEN = (
+    "it is not closed: transactions of messages leave no moment for that, retention does not run,"
+    " or the database's clock was ahead when it was opened"
+)
+
+_GENERATION = """
+SELECT current, oldest, opened_at, since, clock_timestamp() AS now, finished_at, held
+  FROM pipeline.inbox_generation, pipeline.retention_lease
+"""
+
+_CLOSED_GENERATIONS = "SELECT generation, closed_at FROM pipeline.inbox_closed"
+
+
+async def read(connection: asyncpg.Connection) -> asyncpg.Record:
+    """Return which generations there are, the database's time, and the last round of retention."""
+    return await connection.fetchrow(_GENERATION)
+
+
+async def list_partitions(
+    connection: asyncpg.Connection, settings: Settings
+) -> AsyncIterator[PartitionStatus]:
+    """Yield the status of every generation."""
+    generation = await read(connection)
+    age = timedelta(seconds=settings.inbox_age)
+    closed_at = dict(await connection.fetch(_CLOSED_GENERATIONS))
+    for one in await partitions.like(connection, PATTERN):
+        number = int(one.name.removeprefix("inbox_g"))
+        if number < generation["oldest"]:
+            # No transaction looks into it: those that run began after that.
+            yield PartitionStatus("inbox", one, True, generation["since"])
+        else:
+            due_at = closed_at[number] + age if number in closed_at else None
+            is_due = due_at is not None and due_at < generation["now"]
+            needed_by = _REMEMBERED if is_due else None
+            if number == generation["current"] and _is_overdue(generation, settings):
+                is_due, due_at, needed_by = True, generation["opened_at"], _KEPT_OPEN
+            is_ahead = number > generation["current"]
+            yield PartitionStatus("inbox", one, is_due, due_at, needed_by, is_ahead)
+
+
+def _is_overdue(generation: asyncpg.Record, settings: Settings) -> bool:
+    """Whether the current generation should have been closed, or was opened in the future."""
+    age = timedelta(seconds=settings.inbox_generation_age)
+    interval = timedelta(seconds=settings.housekeeping_interval)
+    open_for: timedelta = generation["now"] - generation["opened_at"]
+    return open_for > 2 * age + interval or open_for < -CLOCK_MARGIN
+
+
+async def rotate(connection: asyncpg.Connection, settings: Settings, lease: Lease) -> bool:
+    """Close the generation that takes new markers, if it is old enough; returns whether it did."""
+    generation = await read(connection)
+    current = generation["current"]
+    age = timedelta(seconds=settings.inbox_generation_age)
+    if generation["now"] - generation["opened_at"] <= age:
+        return False
+
+    async def close(wait: float) -> bool:
+        return await rotation.rotate(connection, current=current, wait=wait)
+
+    failure = f"inbox generation {current} is not closed"
+    is_closed = await _between_messages(failure, lease, close) or False
+    if is_closed:
+        log.info("inbox generation %s is closed", current)
+    return is_closed
+
+
+async def forget(connection: asyncpg.Connection, settings: Settings, lease: Lease) -> None:
+    """Forget the generations that were closed long ago."""
+    before = (await read(connection))["now"] - timedelta(seconds=settings.inbox_age)
+    closed = await connection.fetch(_CLOSED_GENERATIONS)
+    if not any(closed_at < before for _, closed_at in closed):
+        return  # the lock would hold up every message
+
+    async def forget_closed(wait: float) -> int | None:
+        return await rotation.forget(connection, before=before, margin=CLOCK_MARGIN, wait=wait)
+
+    last = await _between_messages("old inbox generations are not forgotten", lease, forget_closed)
+    if last is not None:
+        log.info("inbox generations up to %s are forgotten", last)
+
+
+async def _between_messages(
+    failure: str, lease: Lease, change: Callable[[float], Awaitable[T]]
+) -> T | None:
+    """Return the result of a change that holds up every message for the seconds it is called with.
+
+    It gives way after a short wait and is tried again; None if no attempt succeeds.
+    """
+    for attempt in range(_ATTEMPTS):
+        is_last = attempt >= _ATTEMPTS - _LONGER_ATTEMPTS
+        await lease.take()
+        try:
+            return await change(_LONGER_WAIT_SECONDS if is_last else _WAIT_SECONDS)
+        except asyncpg.LockNotAvailableError:
+            await asyncio.sleep(uniform(0.1, 0.5))
+    log.warning("%s: transactions of messages leave no moment; the next round tries again", failure)
+    return None

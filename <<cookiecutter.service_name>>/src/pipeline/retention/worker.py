@@ -1,0 +1,125 @@
+"""The part of a process that makes partitions ahead and runs rounds of retention."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from time import monotonic
+
+import asyncpg
+from alembic.script import ScriptDirectory
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline.apply import inbox
+from pipeline.errors import describe_error, is_infrastructure, is_of_the_database
+from pipeline.events.references import Claims
+from pipeline.observe import metrics
+from pipeline.observe.health import Health
+from pipeline.servers import revisions
+from pipeline.servers.database import autocommitting
+from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.settings import Settings
+
+from .archive import Archive
+from .maintenance import maintain, make_ahead
+from .partitions import NotOwner
+
+log = logging.getLogger(__name__)
+
+_PART = "housekeeping"
+_AHEAD_SECONDS = 60.0
+"""Longest time between two checks that partitions are there: messages would wait for one."""
+
+
+class RetentionWorker:
+    """Keeps partitions ahead of their use, and drops those that are too old."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        settings: Settings,
+        *,
+        consumers: Collection[str],
+        archive: Archive | None,
+        claims: Claims | None,
+        health: Health,
+        stopping: asyncio.Event,
+    ) -> None:
+        """`consumers` are those that the process runs, to be registered at the inbox."""
+        self._engine = engine
+        self._settings = settings
+        self._consumers = consumers
+        self._archive = archive
+        self._claims = claims
+        self._health = health
+        self._stopping = stopping
+
+    async def start(self, migrations: ScriptDirectory | None) -> None:
+        """Return when the schema is checked and partitions are there, or when the process stops.
+
+        Nothing else may begin before, and meet a missing column or partition. Raises `NotMigrated`.
+        """
+
+        async def begin(connection: asyncpg.Connection) -> None:
+            await revisions.check(connection, migrations)
+            await self._prepare(connection, warns=True)
+
+        self._health.not_ready(_PART, "schema and partitions are not checked yet")
+        await self._while_unavailable(begin)
+
+    async def run(self) -> None:
+        """Run until cancelled. An error of a round is logged; one of making ahead is raised.
+
+        Nothing is made ahead while a round archives a day: that takes hours at most, and what is
+        ahead suffices for days.
+        """
+        interval = self._settings.housekeeping_interval
+        round_at = 0.0
+        while True:
+            await self._while_unavailable(self._prepare)
+            if monotonic() >= round_at:
+                round_at = monotonic() + interval
+                await self._run_round()
+            await asyncio.sleep(min(interval, _AHEAD_SECONDS))
+
+    async def _run_round(self) -> None:
+        try:
+            async with autocommitting(self._engine) as connection:
+                done = await maintain(connection, self._settings, archive=self._archive)
+                if self._claims is not None and done.is_ours:
+                    await self._claims.sweep(connection)
+        except NotOwner as error:
+            log.debug("left to another role: %s", error)
+        except Exception as error:
+            metrics.retention_failures.add(1)
+            is_expected = is_infrastructure(error) or is_of_the_database(error)
+            log.error(
+                "a round of retention failed: %s",
+                describe_error(error),
+                exc_info=None if is_expected else error,
+            )
+
+    async def _prepare(self, connection: asyncpg.Connection, *, warns: bool = False) -> None:
+        await make_ahead(connection, self._settings, warns=warns)
+        if self._consumers:
+            await inbox.register(connection, self._consumers)
+
+    async def _connected(self, work: Callable[[asyncpg.Connection], Awaitable[object]]) -> None:
+        async with autocommitting(self._engine) as connection:
+            await work(connection)
+
+    async def _while_unavailable(
+        self, work: Callable[[asyncpg.Connection], Awaitable[object]]
+    ) -> None:
+        """Repeat the work while the database is unavailable, which readiness reports."""
+        try:
+            await retry_while_unavailable(
+                _PART,
+                self._settings.postgresql,
+                unless=self._stopping.is_set,
+                report=lambda reason: self._health.not_ready(_PART, reason),
+            )(self._connected, work)
+        except Exception:
+            if not self._stopping.is_set():
+                raise
+        else:
+            self._health.ready(_PART)

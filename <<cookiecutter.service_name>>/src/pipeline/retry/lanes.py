@@ -1,0 +1,394 @@
+"""Lanes of the backlog: leased by workers, read and settled in the order of their keys."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import asyncpg
+
+from pipeline.apply.backlog import Row, makes_calls
+from pipeline.apply.batch import items_of, validated
+from pipeline.apply.inbox import Generations, SourceLost
+from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
+from pipeline.events.message import headers_of
+from pipeline.events.payload import HASH_VERSION
+from pipeline.handlers.policy import DIED, GAP, REDRIVEN, UNKNOWN, Policy, after_failure, dead
+from pipeline.handlers.registry import Handlers
+from pipeline.servers.database import lease_ended
+from pipeline.servers.tasks import TimeSlice
+
+_RUN_BYTES = 16 * 2**20
+"""What the rows of one transaction may take in memory, about."""
+
+
+_DEMOTED = 10_000
+"""Rows of a key that one statement stops from being due, so that none takes long."""
+
+
+class LaneLost(SourceLost):
+    """The lane's lease is not ours any more: another worker, or a person, has taken it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A lane as its worker holds it."""
+
+    number: int
+    token: int
+    starts: int
+    """Workers that have begun and not come back, this one included."""
+    claimed_at: datetime
+    """By the database's clock: those have seen nothing that was stored since."""
+
+
+_CLAIM = f"""
+UPDATE pipeline.backlog_lane
+   SET owner = $1, token = token + 1, starts = starts + 1,
+       lease_until = clock_timestamp() + make_interval(secs => $2)
+ WHERE lane = (
+       SELECT lane FROM pipeline.backlog_lane l
+        WHERE (lease_until IS NULL OR {lease_ended("$2")})
+          AND (SELECT true FROM pipeline.backlog b
+                WHERE b.lane = l.lane AND due_at <= statement_timestamp()
+                  AND COALESCE(consumer = ANY ($3), false)
+                ORDER BY due_at LIMIT 1)
+        ORDER BY released_at LIMIT 1
+          FOR UPDATE SKIP LOCKED)
+RETURNING lane, token, starts, clock_timestamp()
+"""
+
+
+_HOLD = """
+WITH held AS (
+    UPDATE pipeline.backlog_lane
+       SET lease_until = clock_timestamp() + make_interval(secs => $3)
+     WHERE lane = $1 AND token = $2
+    RETURNING 1
+)
+SELECT current, oldest, since, opening, EXISTS (SELECT FROM held) AS ours
+  FROM pipeline.inbox_generation
+"""
+
+
+_RELEASE = """
+UPDATE pipeline.backlog_lane
+   SET owner = NULL, lease_until = NULL, starts = 0, released_at = clock_timestamp()
+ WHERE lane = $1 AND token = $2
+"""
+
+
+_TAKE = """
+WITH due AS MATERIALIZED (
+    SELECT order_key, min(due_at) AS due_at
+      FROM (SELECT order_key, due_at FROM pipeline.backlog
+             WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
+               AND COALESCE(received_at <= $5 OR received_at > statement_timestamp(), true)
+             ORDER BY due_at LIMIT $3) AS first
+     GROUP BY order_key
+)
+SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
+       type, hash, hash_version, traceparent, reason, attempts, waited, error,
+       date_part('epoch', clock_timestamp() - received_at) AS stored_for,
+       COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
+  FROM (SELECT due.due_at AS key_due_at, b.*,
+               sum(octet_length(value)) OVER (
+                   ORDER BY due.due_at, b.order_key, sequence, partition, "offset"
+                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+          FROM due CROSS JOIN LATERAL (
+               SELECT * FROM pipeline.backlog b
+                WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
+                ORDER BY sequence, partition, "offset"
+                LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b) AS run
+ WHERE bytes_before < $4 OR bytes_before IS NULL
+ ORDER BY key_due_at, order_key, sequence, partition, "offset"
+"""
+
+
+_DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
+
+
+_SET = """
+UPDATE pipeline.backlog AS b
+   SET reason = new.reason, attempts = new.attempts, waited = new.waited, holds = new.holds,
+       error = new.error, traceback = new.traceback,
+       remembered_hash = new.remembered_hash,
+       traceparent = COALESCE(new.traceparent, b.traceparent),
+       due_at = clock_timestamp() + make_interval(secs => new.due_in),
+       died_at = CASE WHEN new.due_in IS NULL THEN clock_timestamp() END
+  FROM unnest($1::bytea[], $2::text[], $3::integer[], $4::float[], $5::float[], $6::boolean[],
+              $7::text[], $8::text[], $9::bytea[], $10::text[])
+       AS new (key, reason, attempts, waited, due_in, holds, error, traceback, remembered_hash,
+               traceparent)
+ WHERE b.key = new.key
+"""
+
+
+_ONLY_HEADS_ARE_DUE = """
+WITH head AS MATERIALIZED (
+    SELECT wanted.key AS order_key, b.key, b.died_at
+      FROM unnest($1::bytea[]) AS wanted (key) CROSS JOIN LATERAL (
+           SELECT key, died_at FROM pipeline.backlog b
+            WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)
+            ORDER BY sequence, partition, "offset" LIMIT 1) AS b
+), behind AS MATERIALIZED (
+    SELECT b.key FROM head CROSS JOIN LATERAL (
+           SELECT key FROM pipeline.backlog b
+            WHERE b.order_key = head.order_key AND b.due_at <= statement_timestamp()
+              AND b.lane = ANY ($2) AND b.key <> head.key) AS b
+     LIMIT $3
+), demoted AS (
+    UPDATE pipeline.backlog SET due_at = NULL WHERE key IN (SELECT key FROM behind)
+)
+UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
+  FROM head
+ WHERE b.key = head.key AND head.died_at IS NULL
+   AND (b.due_at IS NULL OR b.reason = $4 AND b.order_key = ANY ($5))
+"""
+
+
+_FENCE = """
+UPDATE pipeline.backlog_lane
+   SET token = token + 1, owner = NULL, lease_until = NULL,
+       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
+ WHERE lane = $1
+"""
+
+
+_SHARE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
+
+
+_REDRIVE = """
+UPDATE pipeline.backlog
+   SET reason = CASE WHEN error LIKE 'ProcessDied:%' THEN $2 ELSE $3 END,
+       attempts = 0, waited = 0, due_at = NULL, died_at = NULL, holds = false
+ WHERE key = ANY ($1)
+"""
+
+
+_DISCARD = """
+UPDATE pipeline.backlog
+   SET discarded_at = clock_timestamp(), discarded_by = $2, discarded_why = $3, holds = false
+ WHERE key = ANY ($1)
+"""
+
+
+_COUNT = """
+SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
+       count(*) FILTER (WHERE died_at IS NOT NULL AND discarded_at IS NULL),
+       COALESCE(extract(epoch FROM clock_timestamp()
+                        - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float
+  FROM pipeline.backlog GROUP BY consumer
+"""
+
+
+async def claim(
+    connection: asyncpg.Connection, owner: str, lease: float, consumers: Collection[str]
+) -> Lane | None:
+    """Take a lane that has something due for these consumers; the one that waits longest first.
+
+    A lane of a worker that died is free when its lease, in seconds, has run out.
+    """
+    row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers))
+    return Lane(*row) if row else None
+
+
+async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Generations:
+    """Hold the lane to the end of the transaction. Raises `LaneLost`."""
+    row = await connection.fetchrow(_HOLD, lane.number, lane.token, lease)
+    if row is None or not row["ours"]:
+        raise LaneLost(f"backlog lane {lane.number} went to somebody else")
+    return Generations(row["current"], row["oldest"], row["since"], row["opening"])
+
+
+async def release(connection: asyncpg.Connection, lane: Lane) -> None:
+    """Give the lane back, in order."""
+    await connection.execute(_RELEASE, lane.number, lane.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Rows of a lane whose turn it is, the first ones of each key, in its order."""
+
+    items: Sequence[Item]
+    """Messages to handle; those that may kill the process are not validated yet."""
+    redecoded: Mapping[bytes, Sequence[Item]]
+    """What records that were nobody's turn out to be now, by their row's key."""
+    unhandleable: Sequence[Row]
+    """Rows that can't be given to any handler of this process."""
+    keys: Sequence[bytes]
+    """Order keys of all rows seen, also of those that turned out not to be due."""
+
+
+class NoHandler(Exception):
+    """No handler of the consumer takes the message any more."""
+
+
+async def take(
+    connection: asyncpg.Connection,
+    lane: Lane,
+    handlers: Handlers,
+    consumers: Collection[str],
+    limit: int,
+    *,
+    before: datetime | None = None,
+) -> Taken:
+    """Read what is due; keys take turns, and share the `limit`.
+
+    With `before`, only keys of which a row is due that may have been stored by then.
+    """
+    rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before)
+    keys: list[bytes] = []
+    items: list[Item] = []
+    redecoded: dict[bytes, Sequence[Item]] = {}
+    unhandleable: list[Row] = []
+    waiting: set[bytes] = set()
+    turn = TimeSlice()
+    for row in rows:
+        if turn.is_over:
+            await turn.end()
+        key = row["order_key"]
+        if not keys or keys[-1] != key:
+            keys.append(key)
+        if row["must_wait"]:
+            waiting.add(key)
+        if key in waiting:
+            continue
+        found = _read(handlers, row, validates=lane.starts <= 1 and row["reason"] != DIED)
+        if isinstance(found, Row):
+            unhandleable.append(found)
+            if not found.decision.is_dead:
+                waiting.add(key)
+        elif row["consumer"]:
+            items += found
+        else:
+            redecoded[row["key"]] = found
+    return Taken(items, redecoded, unhandleable, keys)
+
+
+def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
+    """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
+    record = stored_record(row, stored_for=row["stored_for"])
+    consumer = row["consumer"]
+    hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
+    found = items_of(handlers, record, validates=False, hash=hash)
+    if isinstance(found, Undecoded):
+        decision = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+        return Row(row["key"], consumer, record, decision)
+    if not consumer and found:
+        return [item._replace(was_young=True) for item in found]
+    for item in found:
+        if item.consumer == consumer:
+            return [
+                (validated(item) if validates else item)._replace(
+                    attempts=row["attempts"],
+                    waited=row["waited"],
+                    row=row["key"],
+                    stored=Known(row["hash"], row["hash_version"]),
+                    was_young=True,
+                    reason=row["reason"],
+                    last_error=row["error"],
+                    trace=row["traceparent"],
+                )
+            ]
+    who = consumer or "the service"
+    error = NoHandler(f"{who} has no handler for {row['type'] or 'this'!r} of {record.topic}")
+    if not consumer:
+        return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
+    # In the middle of a deployment another process may have one.
+    decision = after_failure(
+        Policy(), error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
+    )
+    if row["reason"] == UNKNOWN:  # and so it stays
+        decision = replace(decision, reason=UNKNOWN)
+    return Row(row["key"], consumer, record, decision)
+
+
+def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
+    """Return the record of a row that has been stored for so many seconds."""
+    return StoredRecord(
+        row["topic"],
+        row["partition"],
+        row["offset"],
+        row["timestamp"],
+        row["record_key"],
+        row["value"],
+        headers_of(row["headers"]),
+        stored_for,
+    )
+
+
+async def settle(
+    connection: asyncpg.Connection,
+    lane: Lane,
+    *,
+    done: Collection[bytes],
+    changed: Sequence[Row],
+    keys: Collection[bytes],
+    went_on: Collection[bytes],
+) -> None:
+    """Delete the rows that are done and change others, by their keys, then let heads be due.
+
+    `went_on` are the order keys of which something was done.
+    """
+    if done:
+        await connection.execute(_DELETE, list(done))
+    if changed:
+        await connection.execute(
+            _SET,
+            [row.key for row in changed],
+            [row.decision.reason for row in changed],
+            [row.decision.attempts for row in changed],
+            [row.decision.waited for row in changed],
+            [row.decision.due_in for row in changed],
+            [row.decision.holds for row in changed],
+            [row.decision.error for row in changed],
+            [row.decision.traceback for row in changed],
+            [row.remembered for row in changed],
+            [row.first_trace for row in changed],
+        )
+    await schedule_heads(connection, [lane.number], keys, went_on)
+
+
+async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
+    """Return by consumer: messages that wait, dead letters, seconds since the oldest was stored."""
+    return [tuple(row) for row in await connection.fetch(_COUNT)]
+
+
+async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
+    """Hold the lane to the end of the transaction, as nobody's worker, to change what is dead.
+
+    Waits for the transaction of the worker that has it, whose later ones raise `LaneLost`. That
+    worker has not died, so it is not counted among those that did. One that makes calls keeps the
+    lane: it knows how they end, and has read only what is alive.
+    """
+    await connection.execute(_SHARE if makes_calls(lane) else _FENCE, lane)
+
+
+async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
+    """Let dead rows be tried again, with a new budget.
+
+    Seize their lane before, and let heads be due after.
+    """
+    await connection.execute(_REDRIVE, keys, DIED, REDRIVEN)
+
+
+async def discard(
+    connection: asyncpg.Connection, keys: Sequence[bytes], *, operator: str, why: str
+) -> None:
+    """Close dead rows; they stay for long, to be known again. Seize their lane before."""
+    await connection.execute(_DISCARD, keys, operator, why)
+
+
+async def schedule_heads(
+    connection: asyncpg.Connection,
+    lanes: Collection[int],
+    keys: Collection[bytes],
+    went_on: Collection[bytes] = (),
+) -> None:
+    """Make the first row of each order key the only one that is due. Hold the lanes before.
+
+    One that waits for another of its sequence may be the next, where its key `went_on`.
+    """
+    await connection.execute(
+        _ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED, GAP, list(went_on)
+    )

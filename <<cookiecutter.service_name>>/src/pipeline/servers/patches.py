@@ -1,0 +1,201 @@
+"""Patches of aiokafka: what changes its behaviour, or reaches below its public interface.
+
+What it does, and the issue upstream where one is known:
+
+1. A write to a connection that was reset raises uvloop's `RuntimeError`. It ends the task that
+   fetches: the consumer stands still, and looks well. (aiokafka #1038)
+2. `start` logs why a broker rejects the client, and raises that there is no broker.
+3. `start` leaves its connection open if it is cancelled.
+4. `stop` waits for unavailable brokers without a limit. (aiokafka #1101)
+5. A client that is closed still opens connections for requests, or lets them wait for ever.
+6. A batch is unpacked without a limit, and at a header whose name is not UTF-8 it raises, every
+   time: nothing behind it is ever read. See `record_batches`.
+7. A consumer for which no records come polls the brokers as often as any other, and does not report
+   that its fetching task has ended, or that no broker answers.
+
+`test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
+"""
+
+import asyncio
+import ssl
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition, conn
+from aiokafka.client import AIOKafkaClient
+from aiokafka.consumer import fetcher
+from aiokafka.errors import KafkaConnectionError, KafkaError
+
+from pipeline.errors import describe_error
+
+from .record_batches import FetchedBatches
+
+MAX_WAIT_MS, IDLE_MAX_WAIT_MS = 100, 1000
+"""How long a broker waits for records before it answers that there are none. A partition whose
+records were just taken waits for the fetch that is under way."""
+_BUSY_SECONDS = 2.0
+"""A consumer is idle after this long without records."""
+
+rejections: ContextVar[dict[str, str]] = ContextVar("rejections")
+"""Errors of the brokers that were connected to, by address, of the client that is started."""
+
+fetcher.MemoryRecords = FetchedBatches
+
+
+class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no types
+    """A connection to a broker that raises `KafkaConnectionError` when it was reset."""
+
+    async def connect(self) -> Any:
+        try:
+            return await super().connect()
+        except (KafkaError, OSError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, KafkaError | ssl.SSLError):
+                rejections.get({})[f"{self.host}:{self.port}"] = describe_error(cause)
+            raise
+
+    def send(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().send(*args, **options)
+        except RuntimeError as error:
+            self.close(reason=conn.CloseReason.CONNECTION_BROKEN)
+            raise KafkaConnectionError(f"{self} was reset: {error}") from error
+
+
+conn.AIOKafkaConnection = Connection
+
+
+class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
+    """Client shared by producers and consumers. After `close`, pending and new requests are
+    cancelled."""
+
+    is_closed = False
+
+    @classmethod
+    def of(cls, one: Any) -> "Client":
+        """Return the client of a producer, a consumer or an admin client, patched."""
+        client: Any = one.client if isinstance(one, AIOKafkaProducer) else one._client
+        client.__class__ = cls
+        patched: Client = client
+        return patched
+
+    async def _get_conn(self, *args: Any, **options: Any) -> Any:
+        connection = None if self.is_closed else await super()._get_conn(*args, **options)
+        if self.is_closed:
+            if connection is not None:
+                connection.close()
+            raise asyncio.CancelledError
+        return connection
+
+    def force_metadata_update(self) -> asyncio.Future[bool]:
+        update: asyncio.Future[bool] = super().force_metadata_update()
+        if self.is_closed:
+            self._md_update_fut.cancel()
+        return update
+
+    def cut_off(self) -> None:
+        """Cancel all requests, without waiting for a broker to read what was written."""
+        self.is_closed = True
+        if self._sync_task is not None:
+            self._sync_task.cancel()
+        if self._md_update_fut is not None:
+            self._md_update_fut.cancel()
+        for connection in self._conns.values():
+            if connection.connected():
+                connection._writer.transport.abort()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await super().close()
+
+
+def close_bootstrap_connection(error: BaseException) -> None:
+    """Close the connection that a `start` which failed with the error has left open."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if connection := frame.f_locals.get("bootstrap_conn"):
+            connection.close()
+
+
+def cancel_batches(producer: AIOKafkaProducer) -> None:
+    """Cancel the batches that wait for a broker to acknowledge them."""
+    accumulator = producer._message_accumulator
+    for batches in accumulator._batches.values():
+        accumulator._pending_batches.update(batches)  # where a batch's own callback looks for it
+    for batch in accumulator._pending_batches:
+        batch.future.cancel()
+
+
+class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
+    """A consumer that polls less often while no records come, which is most of its cost then."""
+
+    _busy_until = 0.0
+
+    async def arrival(self, partition: TopicPartition, seconds: float) -> int:
+        """Wait so long for records of the partition; `getmany` unpacks them, this doesn't.
+
+        Returns the offset before which all transactions of producers have ended; 0 if none came.
+        """
+        arrived = self._fetcher._records
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while partition not in arrived:
+                    await self._fetcher._create_fetch_waiter()
+        result = arrived.get(partition)
+        if not isinstance(result, fetcher.FetchResult):  # nothing, or an error
+            return 0
+        return result._assignment.state_value(partition).lso or 0
+
+    async def getmany(
+        self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
+    ) -> dict[TopicPartition, list[ConsumerRecord]]:
+        found: dict[TopicPartition, list[ConsumerRecord]] = await super().getmany(
+            *partitions, timeout_ms=timeout_ms, max_records=max_records
+        )
+        if found:
+            self._busy_until = time.monotonic() + _BUSY_SECONDS
+        is_busy = time.monotonic() < self._busy_until
+        self._fetcher._fetch_max_wait_ms = MAX_WAIT_MS if is_busy else IDLE_MAX_WAIT_MS
+        return found
+
+    async def stable_offsets(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, int]:
+        """Return the offset in each partition before which no producer's transaction is open.
+
+        `read_committed` reads up to there. If no transaction is open it is the end.
+        """
+        offsets = self._fetcher
+        level, offsets._isolation_level = offsets._isolation_level, fetcher.READ_COMMITTED
+        try:
+            found: dict[TopicPartition, int] = await self.end_offsets(partitions)
+            return found
+        finally:
+            offsets._isolation_level = level
+
+    def raise_if_ended(self) -> None:
+        """Raise the error with which the task that fetches has ended, if it has."""
+        if self._fetcher.error_future.done():
+            self._fetcher.error_future.result()
+
+    def problem(self, partitions: Iterable[TopicPartition], patience: float) -> str | None:
+        """Return why the brokers can't be used, by what the client knows; None if they can.
+
+        `patience`: seconds since the last answer after which they count as unavailable, of a client
+        that has joined its group. While it joins it does not notice that they are.
+        """
+        cluster = self._client.cluster
+        silence = time.time() - cluster._last_successful_refresh_ms / 1_000
+        if silence > patience:
+            return f"the brokers have not answered for {silence:.0f} s"
+        if self._coordinator.coordinator_id is None:
+            return "the group has no coordinator"
+        leaderless = [
+            f"{one.topic}/{one.partition}"
+            for one in partitions
+            if cluster.leader_for_partition(one) in (None, -1)
+        ]
+        return f"no leader for {', '.join(sorted(leaderless))}" if leaderless else None

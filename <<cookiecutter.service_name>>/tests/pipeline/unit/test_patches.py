@@ -1,0 +1,85 @@
+"""aiokafka without the engine's patches: a test that fails says that a patch can go.
+
+What needs a broker is in `test_clients`.
+"""
+
+import asyncio
+import ssl
+from typing import Any
+
+import pytest
+from aiokafka import conn
+from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import CorruptRecordException, KafkaConnectionError
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.record.memory_records import MemoryRecords
+
+from pipeline.servers import patches
+
+from .test_record_batches import LARGE, batch
+
+PlainConnection: Any = patches.Connection.__base__
+
+
+class Reset:
+    """A writer whose connection was reset, under uvloop."""
+
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(PlainConnection, RuntimeError), (patches.Connection, KafkaConnectionError)]
+)
+async def test_a_write_to_a_connection_that_was_reset_is_no_error_of_kafkas_without_the_patch(
+    kind: Any, error: type[Exception]
+) -> None:
+    connection = kind("127.0.0.1", 9)
+    connection._writer = Reset()
+    connection._versions = {MetadataRequest.API_KEY: (0, 1)}
+    connection.close = lambda reason: None
+    with pytest.raises(error):
+        connection.send(MetadataRequest([]))
+    connection._writer = None
+
+
+async def test_why_a_broker_cannot_be_used_is_not_raised_without_the_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conn, "AIOKafkaConnection", PlainConnection)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"no TLS here")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        client = AIOKafkaClient(
+            bootstrap_servers=f"127.0.0.1:{server.sockets[0].getsockname()[1]}",
+            security_protocol="SSL",
+            ssl_context=ssl.create_default_context(),
+        )
+        with pytest.raises(KafkaConnectionError, match="Unable to bootstrap") as raised:
+            await client.bootstrap()
+    assert raised.value.__cause__ is raised.value.__context__ is None
+    await client.close()
+
+
+async def test_a_request_of_a_closed_client_never_ends_without_the_patch() -> None:
+    for kind in (AIOKafkaClient, patches.Client):
+        client = kind(bootstrap_servers="127.0.0.1:9")
+        await client.close()
+        update = client.force_metadata_update()
+        await asyncio.wait({update}, timeout=0.2)
+        assert update.cancelled() == (kind is patches.Client)
+        update.cancel()
+
+
+def test_a_batch_is_unpacked_without_a_limit_without_the_patch() -> None:
+    (record,) = MemoryRecords(batch("gzip", bytes(LARGE))).next_batch()
+    assert len(record.value) == LARGE
+
+
+def test_a_name_of_a_header_that_is_not_utf8_cannot_be_read_without_the_patch() -> None:
+    data = batch("none", b"v", headers=[("name", b"x")]).replace(b"name", b"n\xffme")
+    with pytest.raises((UnicodeDecodeError, CorruptRecordException)):
+        list(MemoryRecords(data).next_batch())
