@@ -435,6 +435,25 @@ async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Comman
     assert "3 discarded" in (await service("events", "list", "--discarded")).stdout
 
 
+async def test_those_that_wait_for_a_topic_are_discarded_only_where_that_is_said(
+    db: asyncpg.Connection, service: Command
+) -> None:
+    await bury(db, 3)
+    await db.execute(
+        "UPDATE pipeline.outbox_rejected SET died_at = NULL, topic = 'gone' WHERE id < 3"
+    )
+    because = ("--because", "no such topic", "--yes")
+    refused = await service("events", "discard", "1", *because)
+    assert (refused.exit_code, "1 is not dead, it waits" in refused.stderr) == (1, True)
+    refused = await service("events", "discard", "3", "--waiting", *because)
+    assert (refused.exit_code, "3 is not waiting, it is dead" in refused.stderr) == (1, True)
+    done = await service("events", "discard", "--waiting", "--topic", "gone", *because)
+    assert "discarded 2 of 2" in done.stderr
+    assert await numbers(db, "discarded") == {1, 2}
+    refused = await service("discard", "--waiting", *because)
+    assert (refused.exit_code, "No such option" in refused.output) == (2, True)
+
+
 async def test_a_command_that_loses_the_database_says_how_far_it_came(
     db: asyncpg.Connection, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
