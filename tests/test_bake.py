@@ -189,9 +189,9 @@ def test_an_edited_engine_is_a_warning_of_make_check_and_no_error(
     assert "warning: the engine was edited:\n  changed  src/pipeline/apply/inbox.py\n" in said
     assert "engine_tests=yes" in said
     (edited.parent / "new.py").write_text("", "utf-8")
-    (project.path / "src" / "page" / "asked.py").unlink()
+    (project.path / "src" / "page" / "parameters.py").unlink()
     said = project.run(sys.executable, "dev/engine.py")
-    assert "\n  added    src/pipeline/apply/new.py\n  missing  src/page/asked.py\n" in said
+    assert "\n  added    src/pipeline/apply/new.py\n  missing  src/page/parameters.py\n" in said
 
 
 def test_an_edited_engine_is_left_to_its_own_tests_where_they_are(
@@ -568,7 +568,7 @@ def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) 
         shown = bash(set_up, f"for _ in $(seq 20); do {show} && exit; sleep 1; done; exit 1")
 
     assert shown.returncode == 0, shown.stdout
-    assert re.search(r"^consumer  count-openings$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^consumer +count-openings$", shown.stdout, re.MULTILINE)
 
 
 @pytest.mark.full

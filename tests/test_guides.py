@@ -192,8 +192,26 @@ def test_every_picture_that_a_page_shows_exists() -> None:
     assert [one for one in pictures if not one.is_file()] == []
 
 
+def columns(module: str, name: str) -> set[str]:
+    """Return the columns that a store of dead letters or dead events selects."""
+    found: set[str] = set()
+    for node in ast.parse((ENGINE.parent / module).read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for one in node.body:
+                if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) in (
+                    "entry",
+                    "detail",
+                ):
+                    select = re.sub(
+                        r"\([^()]*(?:\([^()]*\)[^()]*)*\)", "", ast.literal_eval(one.value)
+                    )
+                    expressions = select.replace("::text", "").split(",")
+                    found |= {each.split()[-1].strip('"') for each in expressions}
+    return found | {"state", "since", "advice"}
+
+
 def test_every_reason_is_in_the_guide_for_operators() -> None:
-    known = set(ast.literal_eval(assigned("operate/dead.py", "REASONS")))
+    known = set(ast.literal_eval(assigned("operate/dead_letters.py", "REASONS")))
     chapter = OPERATING.partition("## The reasons")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `([^`]+)` ", chapter, re.MULTILINE)) == known
 
@@ -203,12 +221,11 @@ def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operato
     assert set(re.findall(r"^\| `([^`]+)` ", EVENTS, re.MULTILINE)) == known
 
 
+GROUP = {"count", "reason", "consumer", "type", "topic", "oldest", "newest"}
+
+
 def test_the_fields_of_events_for_scripts_are_those_that_the_commands_write() -> None:
-    written = {
-        *fields("operate/dead_events.py", "RejectedEvent"),
-        *fields("operate/dead_events.py", "EventDetail"),
-        *fields("operate/dead_events.py", "EventGroup"),
-    } - {"event"}
+    written = columns("operate/dead_events.py", "DeadEvents") | GROUP - {"consumer"}
     paragraph = re.search(r"^With `--json` .*", EVENTS, re.DOTALL | re.MULTILINE)
     assert paragraph
     named = set(re.findall(r"`([a-z_]+)`", paragraph[0]))
@@ -216,16 +233,34 @@ def test_the_fields_of_events_for_scripts_are_those_that_the_commands_write() ->
 
 
 def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
+    assert set(fields("operate/dead.py", "Group")) == GROUP
     written = {
-        *fields("operate/dead.py", "Letter"),
-        *fields("operate/dead.py", "Detail"),
-        *fields("operate/dead.py", "Group"),
+        *columns("operate/dead_letters.py", "DeadLetters"),
+        *GROUP,
         *("found", "redriven", "became", "died", "discarded"),
-    } - {"letter"}
+    }
     paragraph = re.search(r"^For scripts, .*?(?=\n\n)", OPERATING, re.DOTALL | re.MULTILINE)
     assert paragraph
     named = set(re.findall(r"`([a-z_]+)`", paragraph[0]))
     assert named - {"list", "show", "redrive", "discard"} == written
+
+
+@pytest.mark.parametrize(
+    ("threshold", "alert", "line"),
+    [
+        ("OUTBOX_LAG", "OutboxLag", "> {:.0f}"),
+        ("BACKLOG_AGE", "BacklogAge", "> {:.0f}"),
+        ("NO_PARTITION_AHEAD", "NoPartitionAhead", "< {} * 86400"),
+        ("EVENTS_REJECTED", "EventsRejected", "for: {:.0f}m"),
+    ],
+)
+def test_the_doctor_and_the_alerts_have_the_same_thresholds(
+    threshold: str, alert: str, line: str
+) -> None:
+    value = ast.literal_eval(assigned("operate/health.py", threshold))
+    alerts = (RAW / "deploy" / "prometheus" / "alerts.yaml").read_text("utf-8")
+    rule = alerts.partition(f"- alert: {alert}\n")[2].partition("- alert: ")[0]
+    assert line.format(value / 60 if line.startswith("for") else value) in rule
 
 
 def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from object_store import Missing, Store
-from operate.operations import Refused
-from operate.terminal import Json, run_to_end, tell_program
+from operate.errors import Refused
+from operate.output import print_json
+from operate.terminal import Json, run_to_end
 from pipeline.redaction import redact
 
 from . import reading
@@ -70,7 +71,7 @@ async def _list(archive: Archive, *, as_json: bool) -> None:
     for day in await _days(archive, store, as_json=as_json):
         one = await reading.listed(archive, store, day)
         if as_json:
-            tell_program(one)
+            print_json(one)
         elif one.wrong or not one.finished_at:
             typer.echo(f"{day}  {one.wrong or 'not finished'}")
         else:
@@ -94,7 +95,7 @@ async def _verify(archive: Archive, chosen: Sequence[date], *, as_json: bool) ->
 
 def _print(verdict: Verdict, *, as_json: bool) -> None:
     if as_json:
-        tell_program(verdict)
+        print_json(verdict)
         return
     well = f"{verdict.rows:,} events in {verdict.size:,} bytes are as written"
     for said in verdict.wrong or (well,):
@@ -109,7 +110,7 @@ async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
             async for event in reading.find(archive, store, day, id):
                 if event["payload"] is not None:
                     event["payload"] = redact(event["payload"])
-                tell_program(event)
+                print_json(event)
                 found += 1
         except Missing:
             undecodable = True

@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
-from operate.operations import Refused
-from operate.terminal import Json, connected, read_settings, run_to_end, tell_program
+from operate.errors import Refused
+from operate.output import print_json
+from operate.terminal import Json, connected, read_settings, run_to_end
 from pipeline import Service
 from pipeline.settings import Settings
 
@@ -42,7 +43,7 @@ async def _sweep(service: Service, settings: Settings, *, dry_run: bool, as_json
         except NotOurs as error:
             raise Refused(str(error)) from None
     if as_json:
-        tell_program(done)
+        print_json(done)
         return
     verb = "would be deleted" if dry_run else "deleted"
     typer.echo(f"{verb:9} {done.old:,} payloads whose events were published long ago")

@@ -1,375 +1,283 @@
-"""The commands `service dead …`."""
+"""The commands `service dead …` and `service dead events …`: list, show, redrive, discard."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Annotated
+import getpass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
 
 import asyncpg
 import typer
 
-from pipeline.service import Service
-from pipeline.settings import Settings
+from .dead import Became, Entry, Group, Selection, State, Store
+from .dead_events import DeadEvents
+from .dead_letters import DeadLetters
+from .dead_options import Confirmation, Filters, Ids, LetterFilters
+from .errors import Refused
+from .output import format_value, one_line, print_fields, print_json, print_table
+from .terminal import Invocation, operation
 
-from . import dead, dead_event_commands, dead_events
-from .dead import Detail, Group, Letter, Redriven, State, Which
-from .prompts import (
-    All,
-    Because,
-    Discarded,
-    DryRun,
-    How,
-    Limit,
-    Newer,
-    Older,
-    Operator,
-    Progress,
-    Summary,
-    Wait,
-    Waiting,
-    Yes,
-    at,
-    given_up,
-    how_to_go_about,
-    is_agreed,
-    one_of,
-    refuse_unless_dead,
-    signed,
-    state_of,
-    tell_all,
-    tell_total,
-    tell_what_became,
-    text_of,
-    total,
-)
-from .tables import one_line, tell_table
-from .terminal import Json, connected, read_settings, run_to_end, tell_program
+T = TypeVar("T")
+Kind = type[Store[Any]]
 
-_SHORT = 16
-"""Characters of an id that are shown."""
-_NAMES = ("attempts", "reason", "consumer", "type", "from", "key")
-"""Of what is listed of each."""
-
-_Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
-_Reasons = Annotated[
-    list[str] | None,
-    typer.Option("--reason", parser=one_of(list(dead.REASONS)), help="may be repeated"),
-]
-_Consumer = Annotated[
-    str | None, typer.Option(help="name of a consumer; '' for records that are nobody's")
-]
-_EventId = Annotated[str | None, typer.Option(help="the event's own id, as the log names it")]
-_Type = Annotated[str | None, typer.Option(help="type of the event")]
-_Topic = Annotated[str | None, typer.Option(help="topic that it came from")]
-_Key = Annotated[str | None, typer.Option(help="the record's key")]
+PROGRESS = 10_000
+"""After so many changes there is a line on standard error."""
+_DEAD_AGAIN = 3
+"""Exit code."""
+_IS: dict[State, str] = {
+    "waiting": "waits, and is tried again by itself",
+    "dead": "is dead",
+    "discarded": "was discarded",
+}
+_STAYS = {
+    "consumer": "this service has no consumer {one.consumer!r}: they would wait for ever",
+    "reason": "it is not known whether they were applied: see --reason {one.reason!r}",
+}
+"""Why `redrive` excludes dead letters."""
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What the options say of the letters that are meant."""
-
-    ids: Sequence[str] | None
-    reasons: Sequence[str] | None
-    consumer: str | None
-    event_id: str | None
-    type: str | None
-    topic: str | None
-    key: str | None
-    older_than: timedelta | None
-    newer_than: timedelta | None
-
-    async def which(self, connection: asyncpg.Connection) -> Which:
-        """Return them as they are at this moment."""
-        newest = self.newer_than
-        return Which(
-            keys=await dead.keys_of(connection, self.ids) if self.ids else None,
-            reasons=self.reasons or None,
-            consumers=None if self.consumer is None else [self.consumer],
-            event_id=self.event_id,
-            type=self.type,
-            topic=self.topic,
-            record_key=None if self.key is None else self.key.encode(),
-            since=None if newest is None else await dead.ago(connection, newest),
-            # What dies from now on is not meant.
-            until=await dead.ago(connection, self.older_than or timedelta(0)),
-        )
-
-
-def group(service: Service) -> typer.Typer:
-    """Return the commands for a service."""
-    app = typer.Typer(help="Messages that only a person can do more for.", no_args_is_help=True)
-
-    events = dead_event_commands.group(service)
-    app.add_typer(events, name="events")
-
-    @app.command("list", epilog="For example: service dead list --summary")
-    def list_letters(
-        reason: _Reasons = None,
-        consumer: _Consumer = None,
-        event_id: _EventId = None,
-        type: _Type = None,
-        topic: _Topic = None,
-        key: _Key = None,
-        older_than: Older = None,
-        newer_than: Newer = None,
-        waiting: Waiting = False,
-        discarded: Discarded = False,
-        summary: Summary = False,
-        limit: Limit = 50,
-        as_json: Json = False,
-    ) -> None:
-        """List dead letters, the newest first; with --json each is a line."""
-        state = state_of(waiting=waiting, discarded=discarded)
-        asked = _Asked(None, reason, consumer, event_id, type, topic, key, older_than, newer_than)
-        work = _summary if summary else _list
-        run_to_end(work(service, read_settings(service), state, asked, limit, as_json=as_json))
-
-    @app.command(epilog="For example: service dead show 7d0f2c5e")
-    def show(
-        id: Annotated[str, typer.Argument(help="as `list` shows it")], as_json: Json = False
-    ) -> None:
-        """Tell all that is stored of one, and what to do about it; also of one that waits."""
-        run_to_end(_show(service, read_settings(service), id, as_json=as_json))
-
-    @app.command(epilog="For example: service dead redrive --consumer post-notice")
-    def redrive(
-        ids: _Ids = None,
-        reason: _Reasons = None,
-        consumer: _Consumer = None,
-        event_id: _EventId = None,
-        type: _Type = None,
-        topic: _Topic = None,
-        key: _Key = None,
-        older_than: Older = None,
-        newer_than: Newer = None,
-        wait: Wait = 30.0,
-        dry_run: DryRun = False,
-        everything: All = False,
-        yes: Yes = False,
-        as_json: Json = False,
-    ) -> None:
-        """Try them again, in order and with a new budget, and say what became of them.
-
-        The exit code is 3 if some are dead again.
-        """
-        asked = _Asked(ids, reason, consumer, event_id, type, topic, key, older_than, newer_than)
-        how = how_to_go_about(
-            vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
-        )
-        run_to_end(_redrive(service, read_settings(service), asked, wait, how))
-
-    @app.command(epilog="For example: service dead discard 7d0f2c5e --because 'sent again as 3'")
-    def discard(
-        because: Because,
-        ids: _Ids = None,
-        reason: _Reasons = None,
-        consumer: _Consumer = None,
-        event_id: _EventId = None,
-        type: _Type = None,
-        topic: _Topic = None,
-        key: _Key = None,
-        older_than: Older = None,
-        newer_than: Newer = None,
-        operator: Operator = None,
-        dry_run: DryRun = False,
-        everything: All = False,
-        yes: Yes = False,
-        as_json: Json = False,
-    ) -> None:
-        """Give them up: they stay stored, and known when they come again; their keys go on."""
-        asked = _Asked(ids, reason, consumer, event_id, type, topic, key, older_than, newer_than)
-        by = signed(because, operator)
-        how = how_to_go_about(
-            vars(asked).values(), everything=everything, dry_run=dry_run, yes=yes, as_json=as_json
-        )
-        run_to_end(_discard(service, read_settings(service), asked, by, because, how))
-
-    return app
-
-
-async def _list(
-    service: Service, settings: Settings, state: State, asked: _Asked, limit: int, *, as_json: bool
+async def list_entries(
+    invocation: Invocation,
+    kind: Kind,
+    filters: Filters,
+    waiting: Annotated[bool, typer.Option("--waiting", help="those that wait instead")] = False,
+    discarded: Annotated[bool, typer.Option("--discarded", help="those discarded")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="only count by groups")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="so many at most")] = 50,
 ) -> None:
-    rows = []
-    async with connected(service, settings) as connection:
-        which = await asked.which(connection)
-        async for letter in dead.letters(connection, state, which, limit):
-            if as_json:
-                tell_program(letter)
-            else:
-                rows.append(_row(letter))
-        if as_json:
+    """List what is dead, the newest first; with --json each is a line."""
+    if waiting and discarded:
+        raise typer.BadParameter("--waiting and --discarded exclude each other")
+    state: State = "waiting" if waiting else "discarded" if discarded else "dead"
+    store = kind.of(invocation.service, invocation.settings)
+    async with invocation.connected() as connection:
+        selection = await filters.select(connection, store)
+        if invocation.as_json and not summary:
+            async for one in store.entries(connection, state, selection, limit):
+                print_json(one)
             return
-        since = "due" if state == "waiting" else "since"
-        tell_table(("id", since, *_NAMES), rows, right=("attempts",))
-        tell_total(len(rows), total(await dead.count(connection, state, which)), state)
-        await _tell_of_events(connection, state)
-
-
-async def _summary(
-    service: Service, settings: Settings, state: State, asked: _Asked, limit: int, *, as_json: bool
-) -> None:
-    async with connected(service, settings) as connection:
-        groups = await dead.count(connection, state, await asked.which(connection))
-        if as_json:
-            tell_program(*groups[:limit])
+        groups = await store.count(connection, state, selection)
+        if invocation.as_json:
+            print_json(*groups[:limit])
             return
-        _tell_groups(groups[:limit])
-        typer.echo(f"{total(groups):,} {state}")
-        await _tell_of_events(connection, state)
+        if summary:
+            _print_groups(groups[:limit])
+            shown = total = _total(groups)
+        else:
+            entries = store.entries(connection, state, selection, limit)
+            rows = [[format_value(one[name]) for name in kind.listed] async for one in entries]
+            print_table(kind.listed, rows, right=("attempts", "offset"))
+            shown, total = len(rows), _total(groups)
+        more = f", the newest of {total:,}: --limit shows more" if total > shown else ""
+        typer.echo(f"{shown:,} {state}{more}")
+        if kind is DeadLetters and state == "dead":
+            await _mention_events(invocation, connection)
 
 
-async def _tell_of_events(connection: asyncpg.Connection, state: State) -> None:
-    """Say where the other dead letters are."""
-    if state == "dead" and (number := await dead_events.number(connection)):
-        typer.echo(f"dead events, too: {number:,}; see `service dead events list`")
-
-
-async def _show(service: Service, settings: Settings, id: str, *, as_json: bool) -> None:
-    async with connected(service, settings) as connection:
-        detail = await dead.detail(connection, id)
-    if as_json:
-        fields = asdict(detail)
-        tell_program(fields.pop("letter") | fields)
-    else:
-        _tell(detail)
-
-
-async def _redrive(
-    service: Service, settings: Settings, asked: _Asked, wait: float, how: How
-) -> None:
-    became = None
-    async with connected(service, settings) as connection:
-        everything = await _of_the_dead(connection, asked)
-        which = dead.redrivable(everything, service.handlers)
-        groups = _without_what_stays(await dead.count(connection, "dead", everything), which)
-        progress = Progress("redriven", total(groups))
-        if is_agreed("redrive", groups, _tell_groups, how):
-            redriven: list[Redriven] = []
-            with progress.told():
-                async for some in dead.redrive(
-                    connection, service.handlers, which, patience=settings.backlog_lease
-                ):
-                    progress.add(len(some))
-                    redriven += some if wait else []
-            became = await dead.follow(connection, redriven, wait) if wait else None
-    waiting = (
-        f"Some wait after {wait:g} s: see `service dead list --waiting`,"
-        " and whether the service runs."
+async def _mention_events(invocation: Invocation, connection: asyncpg.Connection) -> None:
+    events = await DeadEvents.of(invocation.service, invocation.settings).count(
+        connection, "dead", Selection()
     )
-    tell_what_became(became, progress, how, short=_SHORT, waiting=waiting)
+    if events:
+        typer.echo(f"dead events, too: {_total(events):,}; see `service dead events list`")
 
 
-async def _discard(
-    service: Service,
-    settings: Settings,
-    asked: _Asked,
-    operator: str,
-    because: str,
-    how: How,
+async def show(
+    invocation: Invocation,
+    kind: Kind,
+    id: Annotated[str, typer.Argument(help="as `list` shows it")],
 ) -> None:
-    async with connected(service, settings) as connection:
-        which = await _of_the_dead(connection, asked)
-        groups = await dead.count(connection, "dead", which)
-        progress = Progress("discarded", total(groups))
-        if is_agreed("discard", groups, _tell_groups, how):
-            with progress.told():
-                async for number in dead.discard(
-                    connection,
-                    which,
-                    operator=operator,
-                    why=because,
-                    patience=settings.backlog_lease,
-                ):
-                    progress.add(number)
-    if how.as_json:
-        progress.tell_program()
+    """Show all that is stored of one, and what to do about it; also of one that waits."""
+    async with invocation.connected() as connection:
+        entry = await kind.of(invocation.service, invocation.settings).show(connection, id)
+    if invocation.as_json:
+        print_json(entry)
+    else:
+        _print_entry(entry)
 
 
-async def _of_the_dead(connection: asyncpg.Connection, asked: _Asked) -> Which:
-    """Return what is asked for. Raises `Refused` for one that is named and is not dead."""
-    for id in asked.ids or ():
-        letter = (await dead.detail(connection, id)).letter
-        refuse_unless_dead(letter.state, f"{id} is no dead letter", f"service dead show {id}")
-    return await asked.which(connection)
+async def redrive(
+    invocation: Invocation,
+    kind: Kind,
+    filters: Filters,
+    confirmation: Confirmation,
+    ids: Ids = None,
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for what they become")] = 30.0,
+) -> None:
+    """Try them again, in order and with a new budget, and report what became of them.
+
+    The exit code is 3 if some are dead again.
+    """
+    confirmation.check(are_chosen=bool(ids) or filters.are_given)
+    store, became = kind.of(invocation.service, invocation.settings), None
+    async with invocation.connected() as connection:
+        everything = await _select(connection, kind, store, "dead", filters, ids)
+        selection = store.redrivable(everything)
+        groups = await store.count(connection, "dead", everything)
+        groups = _without_excluded(groups, selection)
+        redriven: Sequence[Any] = ()
+        if _is_confirmed(invocation, "Redrive", groups, confirmation):
+            chunks = store.redrive(connection, selection)
+            redriven = await _count_changes("redriven", _total(groups), chunks)
+            became = await store.follow(connection, redriven, wait) if wait else None
+    if invocation.as_json:
+        counts, died = (became.counts, became.died) if became else (None, None)
+        done = {"found": _total(groups), "redriven": len(redriven)}
+        print_json(done | {"became": counts, "died": died})
+    elif became:
+        _print_became(became)
+        if became.counts["waiting"]:
+            typer.echo(f"Some wait after {wait:g} s: {store.hint}")
+    if became and became.counts["dead"]:
+        raise typer.Exit(_DEAD_AGAIN)
 
 
-def _without_what_stays(groups: Sequence[Group], which: Which) -> list[Group]:
-    """Return what is redriven, and say what is not, and why."""
+async def discard(
+    invocation: Invocation,
+    kind: Kind,
+    filters: Filters,
+    confirmation: Confirmation,
+    because: Annotated[str, typer.Option(help="why; it is kept")],
+    ids: Ids = None,
+    operator: Annotated[str | None, typer.Option(help="name to keep", show_default="you")] = None,
+    waiting: Annotated[bool, typer.Option("--waiting", help="those that wait instead")] = False,
+) -> None:
+    """Give them up: their rows stay, and what waits for them goes on."""
+    by = _user() if operator is None else operator
+    for name, text in (("--because", because), ("--operator", by)):
+        if not text.strip():
+            raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
+    confirmation.check(are_chosen=bool(ids) or filters.are_given)
+    store = kind.of(invocation.service, invocation.settings)
+    state: State = "waiting" if waiting else "dead"
+    async with invocation.connected() as connection:
+        selection = await _select(connection, kind, store, state, filters, ids)
+        groups = await store.count(connection, state, selection)
+        discarded: Sequence[Any] = ()
+        if _is_confirmed(invocation, "Discard", groups, confirmation, state):
+            chunks = store.discard(connection, selection, operator=by, why=because, state=state)
+            discarded = await _count_changes("discarded", _total(groups), chunks)
+    if invocation.as_json:
+        print_json({"found": _total(groups), "discarded": len(discarded)})
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # as in a container whose user has no name
+        return ""
+
+
+async def _select(
+    connection: asyncpg.Connection,
+    kind: Kind,
+    store: Store[Any],
+    state: State,
+    filters: Filters,
+    ids: Sequence[str] | None,
+) -> Selection:
+    """Return what is chosen. Raises `Refused` for an id of an entry in another state."""
+    for id in ids or ():
+        found: State = (await store.show(connection, id))["state"]
+        if found != state:
+            raise Refused(
+                f"{id} is not {state}, it {_IS[found]}: see `service {kind.command} show {id}`"
+            )
+    return await filters.select(connection, store, ids)
+
+
+def _without_excluded(groups: Sequence[Group], selection: Selection) -> list[Group]:
+    """Return what is redriven, and report what is not, and why."""
     redriven = []
     for one in groups:
-        if one.consumer not in (which.consumers or ()):
-            why = f"this service has no consumer {one.consumer!r}: they would wait for ever"
-        elif one.reason in which.but_reasons:
-            why = f"nobody can tell whether they were applied: see --reason {one.reason!r}"
+        if selection.consumers is not None and one.consumer not in selection.consumers:
+            why = _STAYS["consumer"]
+        elif one.reason in (selection.except_reasons or ()):
+            why = _STAYS["reason"]
         else:
             redriven.append(one)
             continue
-        typer.echo(f"left out: {one_line('  '.join(_cells(one)[:-2]))}; {why}", err=True)
+        named = "  ".join(map(format_value, (one.count, one.reason, one.consumer, one.topic)))
+        typer.echo(f"left out: {one_line(named)}; {why.format(one=one)}", err=True)
     return redriven
 
 
-def _tell_groups(groups: Sequence[Group]) -> None:
-    names = ("count", "reason", "consumer", "type", "topic", "oldest", "newest")
-    tell_table(names, map(_cells, groups), right=("count",))
+def _is_confirmed(
+    invocation: Invocation,
+    verb: str,
+    groups: Sequence[Group],
+    confirmation: Confirmation,
+    state: State = "dead",
+) -> bool:
+    """Show what will be changed, and ask whether to go on. Raises `typer.Abort` if not."""
+    number = _total(groups)
+    if not invocation.as_json:
+        _print_groups(groups)
+        typer.echo(f"{number:,} {state}")
+    if not number or confirmation.dry_run:
+        return False
+    if not confirmation.yes:
+        invocation.confirm(f"{verb} {number:,}?")
+    return True
 
 
-def _cells(one: Group) -> list[str]:
-    named = (one.reason, one.consumer or "(nobody)", one.type or "-", one.topic)
-    return [f"{one.count:,}", *named, at(one.oldest), at(one.newest)]
+def _print_entry(entry: Entry) -> None:
+    """Write the columns of an entry, its headers, and then its texts of several lines."""
+    values = dict(entry)
+    texts = [values.pop(name, None) for name in ("traceback", "value", "payload")]
+    headers = {f"header {name}": value for name, value in values.pop("headers", ())}
+    print_fields(values | headers, *(format_value(text) for text in texts if text is not None))
 
 
-def _row(letter: Letter) -> list[str]:
-    """Return the letter in a line."""
-    when = letter.discarded_at or letter.died_at or letter.due_at
-    return [
-        letter.id[:_SHORT],
-        at(when) if when else "behind another",
-        str(letter.attempts),
-        letter.reason,
-        letter.consumer or "(nobody)",
-        letter.type or "-",
-        f"{letter.topic}/{letter.partition}@{letter.offset}",
-        text_of(letter.key),
-    ]
+def _print_groups(groups: Sequence[Group]) -> None:
+    names = [one.name for one in fields(Group)]
+    if all(one.consumer is None for one in groups):  # they are events
+        names.remove("consumer")
+    rows = ([format_value(getattr(one, name)) for name in names] for one in groups)
+    print_table(names, rows, right=("count",))
 
 
-def _tell(detail: Detail) -> None:
-    letter = detail.letter
-    event = letter.type and f"{letter.type} {letter.message_id} of {letter.source}"
-    lines = {
-        "id": letter.id,
-        "state": _state(detail),
-        "reason": f"{letter.reason}, at attempt {letter.attempts}",
-        "to do": detail.advice,
-        "error": letter.error,
-        "consumer": letter.consumer or "nobody: no handler has seen it",
-        "event": event,
-        "from": f"{letter.topic}/{letter.partition} at offset {letter.offset}",
-        "key": letter.key and text_of(letter.key),
-        "written": _written(detail.timestamp),
-        "received": at(letter.received_at),
-        "payload": detail.hash and f"hash {detail.hash}",
-        "before": detail.remembered_hash and f"hash {detail.remembered_hash}",
-        "trace": detail.traceparent,
-        **{f"header {name}": text_of(value) for name, value in detail.headers},
-    }
-    traceback = [detail.traceback.rstrip()] if detail.traceback else []
-    tell_all(lines, *traceback, text_of(detail.value))
+def _print_became(became: Became) -> None:
+    counts = [f"{number:,} {outcome}" for outcome, number in became.counts.items() if number]
+    if counts:
+        typer.echo(", ".join(counts))
+    for one in became.died:
+        typer.echo(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
 
 
-def _state(detail: Detail) -> str:
-    letter = detail.letter
-    if letter.discarded_at:
-        return given_up(letter.discarded_at, detail.discarded_by, detail.discarded_why)
-    if letter.died_at:
-        key = "its key waits for it" if letter.holds else "its key goes on"
-        return f"dead since {at(letter.died_at)}; {key}"
-    return f"waiting, due {at(letter.due_at)}" if letter.due_at else "waiting, behind another"
+def _total(groups: Sequence[Group]) -> int:
+    return sum(one.count for one in groups)
 
 
-def _written(milliseconds: int) -> str:
+async def _count_changes(verb: str, found: int, chunks: AsyncIterator[Sequence[T]]) -> Sequence[T]:
+    """Return everything that chunks have changed; report how many, now and then and at the end."""
+    changed: list[T] = []
+    reported = 0
     try:
-        return at(datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=milliseconds))
-    except OverflowError:  # producers may send any number
-        return f"{milliseconds} ms since 1970"
+        async for some in chunks:
+            changed += some
+            if len(changed) - reported >= PROGRESS:
+                reported = len(changed)
+                typer.echo(f"{verb} {reported:,} of {found:,}", err=True)
+    except BaseException:
+        typer.echo(f"{verb} {len(changed):,} of {found:,}; run it again to go on", err=True)
+        raise
+    typer.echo(f"{verb} {len(changed):,} of {found:,}", err=True)
+    return changed
+
+
+def _group(kind: Kind, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
+    """Return the commands for a kind of entries; `discarded` are no options of `discard`."""
+    group = typer.Typer(help=help, no_args_is_help=True)
+    line = f"service {kind.command}"
+    chosen: dict[str, Any] = {"kind": kind, "filters": filters}
+    changed = chosen | {"confirmation": Confirmation}
+    operation(group, "list", example=f"{line} list --summary", **chosen)(list_entries)
+    operation(group, example=f"{line} show {kind.example}", kind=kind)(show)
+    operation(group, example=f"{line} redrive --topic orders --newer-than 2h", **changed)(redrive)
+    example = f"{line} discard {kind.example} --because 'sent again by hand'"
+    operation(group, example=example, **changed, **discarded)(discard)
+    return group
+
+
+app = _group(DeadLetters, LetterFilters, "Messages that need a person's decision.", waiting=False)
+app.add_typer(_group(DeadEvents, Filters, "Events that Kafka rejects."), name="events")

@@ -1,7 +1,6 @@
 """The commands `service retention …`: what is kept and until when, and what holds it back."""
 
-from datetime import date, datetime
-from functools import partial
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -9,63 +8,29 @@ import typer
 from pipeline.retention import archive, maintenance
 from pipeline.retention.partitions import PartitionStatus
 from pipeline.servers import revisions
-from pipeline.service import Service
-from pipeline.settings import Settings
 
-from .operations import Refused
-from .tables import tell_table
-from .terminal import Json, connected, read_settings, run_to_end, tell_program
+from .errors import Refused
+from .output import print_json, print_table
+from .terminal import Invocation, operation
 
-
-def group(service: Service) -> typer.Typer:
-    """Return the commands for a service."""
-    app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
-
-    @app.command(epilog="For example: service retention run --json")
-    def run(as_json: Json = False) -> None:
-        """Do what a running service does every hour: make partitions, drop what is too old."""
-        run_to_end(_run(service, read_settings(service), as_json=as_json))
-
-    @app.command(epilog="For example: service retention status --json")
-    def status(as_json: Json = False) -> None:
-        """List days of the outbox and generations of the inbox; changes nothing."""
-        run_to_end(_status(service, read_settings(service), as_json=as_json))
-
-    @app.command(epilog="For example: service retention skip-archive 2026-11-20")
-    def skip_archive(
-        days: Annotated[
-            list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
-        ] = None,
-        everything: Annotated[
-            bool, typer.Option("--all", help="every day that is over, and those to come")
-        ] = False,
-        as_json: Json = False,
-    ) -> None:
-        """Let days of the outbox be dropped without being archived.
-
-        --all is for an archive that was given up: take it out of the settings before.
-        """
-        if bool(days) == everything:
-            raise typer.BadParameter("name the days, or say --all")
-        chosen = [day.date() for day in days or ()]
-        run_to_end(_skip_archive(service, read_settings(service), chosen, as_json=as_json))
-
-    return app
+app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
 
 
-async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
-    async with connected(service, settings) as connection:
+@operation(app, example="service retention run --json")
+async def run(invocation: Invocation) -> None:
+    """Do what a running service does every hour: make partitions, drop what is too old."""
+    async with invocation.connected() as connection:
         await revisions.check(connection, revisions.here())
         done = await maintenance.maintain(
-            connection, settings, archive=service.archive, say=partial(typer.echo, err=as_json)
+            connection, invocation.settings, archive=invocation.service.archive, say=invocation.say
         )
-    if as_json:
-        tell_program(done)
+    if invocation.as_json:
+        print_json(done)
         return
     for name in done.dropped:
         typer.echo(f"dropped  {name}")
     for one in done.held:
-        typer.echo(f"held     {one.name}  {_describe(one)}")
+        typer.echo(f"held     {one.name}  {describe(one)}")
     if done.discarded:
         typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
     if not done.is_ours:
@@ -74,30 +39,47 @@ async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
         typer.echo("Nothing is old enough to be dropped.")
 
 
-async def _skip_archive(
-    service: Service, settings: Settings, days: list[date], *, as_json: bool
+@operation(app, example="service retention status --json")
+async def status(invocation: Invocation) -> None:
+    """List days of the outbox and generations of the inbox; changes nothing."""
+    async with invocation.connected() as connection:
+        found = [one async for one in maintenance.list_partitions(connection, invocation.settings)]
+    if invocation.as_json:
+        print_json(*found)
+    else:
+        print_table(("name", "kept"), ([one.name, describe(one)] for one in found))
+
+
+@operation(app, example="service retention skip-archive 2026-11-20")
+async def skip_archive(
+    invocation: Invocation,
+    days: Annotated[
+        list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="every day that is over, and those to come")
+    ] = False,
 ) -> None:
-    async with connected(service, settings) as connection:
-        skipped = await archive.skip(connection, days or None)
-    if as_json:
-        tell_program(*({"day": day} for day in skipped))
+    """Let days of the outbox be dropped without being archived.
+
+    --all is for an archive that was given up: take it out of the settings before.
+    """
+    if bool(days) == everything:
+        raise typer.BadParameter("name the days, or say --all")
+    chosen = [day.date() for day in days or ()]
+    async with invocation.connected() as connection:
+        skipped = await archive.skip(connection, chosen or None)
+    if invocation.as_json:
+        print_json(*({"day": day} for day in skipped))
     else:
         for day in skipped:
             typer.echo(f"{day} is dropped without being archived")
-    if missing := [day for day in days if day not in skipped]:
+    if missing := [day for day in chosen if day not in skipped]:
         raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
 
 
-async def _status(service: Service, settings: Settings, *, as_json: bool) -> None:
-    async with connected(service, settings) as connection:
-        found = [one async for one in maintenance.list_partitions(connection, settings)]
-    if as_json:
-        tell_program(*found)
-        return
-    tell_table(("name", "kept"), ((one.name, _describe(one)) for one in found))
-
-
-def _describe(one: PartitionStatus) -> str:
+def describe(one: PartitionStatus) -> str:
+    """Return until when a partition is kept, and why."""
     if one.due_at is None:
         return "made ahead" if one.is_ahead else "takes new markers"
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"

@@ -1,7 +1,7 @@
-"""What a person on call wants to know first, each by a small question of its own.
+"""How far a service is: each part is measured by a small statement of its own.
 
-Large tables are not counted through: a count ends at `AT_MOST`, and no question takes longer than
-five seconds. What can't be told is said, and the rest is told all the same.
+Large tables are not counted to the end: a count stops above `AT_MOST`, and a statement after five
+seconds. A part that can't be measured is named with the reason; the others are measured still.
 """
 
 import asyncio
@@ -20,31 +20,36 @@ from pipeline.service import Service
 from pipeline.settings import Settings
 
 AT_MOST = 10_000
-"""A count that is larger was cut off: there are more."""
+"""A larger count was cut off: there are more."""
 
 _SECONDS = 5.0
 
 _POSITIONS = """
-SELECT topic, partition, next_offset, moved_at, duplicates FROM pipeline.position
+SELECT topic, partition, next_offset AS position, moved_at, duplicates FROM pipeline.position
  WHERE consumer_group = $1 ORDER BY topic, partition
 """
 
-WAITING = """
+# Consumers that this service does not have are counted apart: others must not hide them.
+_WAITING = """
 SELECT consumer, count(*) AS count,
        extract(epoch FROM clock_timestamp() - min(received_at))::float AS oldest
-  FROM (SELECT consumer, received_at FROM pipeline.backlog WHERE died_at IS NULL LIMIT $1) AS few
- GROUP BY consumer ORDER BY consumer
+  FROM ((SELECT consumer, received_at FROM pipeline.backlog
+          WHERE died_at IS NULL AND consumer = ANY ($2) LIMIT $1)
+        UNION ALL
+        (SELECT consumer, received_at FROM pipeline.backlog
+          WHERE died_at IS NULL AND consumer <> ALL ($2) LIMIT $1)) AS few
+ GROUP BY consumer
 """
 
 _DEAD = """
 SELECT consumer, count(*) AS count
   FROM (SELECT consumer FROM pipeline.backlog
          WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
- GROUP BY consumer ORDER BY consumer
+ GROUP BY consumer
 """
 
 # What a relay has sent since it last wrote its cursor still counts: a quarter of a second's worth.
-OUTBOX = """
+_OUTBOX = """
 SELECT count(*) AS count,
        COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
   FROM (SELECT created_at
@@ -53,10 +58,10 @@ SELECT count(*) AS count,
                         ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
            AND NOT pg_visible_in_snapshot(xid, seen)
            AND (target IS NULL OR id > last_id OR NOT pg_visible_in_snapshot(xid, target))
-         ORDER BY xid LIMIT $1) AS unsent
+         ORDER BY xid LIMIT $1) AS unpublished
 """
 
-RELAYS = """
+_RELAYS = """
 SELECT owner, array_agg(shard ORDER BY shard) AS shards,
        COALESCE(published, 0) AS published, relay.lease_until
   FROM (SELECT shard, CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
@@ -65,12 +70,17 @@ SELECT owner, array_agg(shard ORDER BY shard) AS shards,
  GROUP BY owner, published, relay.lease_until ORDER BY owner NULLS FIRST
 """
 
-_UNSENT = """
-SELECT (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
-                               WHERE died_at IS NULL LIMIT $1) AS few) AS waiting,
-       (SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
-                               WHERE died_at IS NOT NULL AND discarded_at IS NULL
-                               LIMIT $1) AS few) AS dead
+_REJECTED = """
+SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
+       extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest
+  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
+         WHERE died_at IS NULL LIMIT $1) AS few
+ GROUP BY topic ORDER BY topic
+"""
+
+_DEAD_EVENTS = """
+SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
+                       WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
 """
 
 _SCHEDULED = """
@@ -87,23 +97,32 @@ class Reading:
 
     topic: str
     partition: int
-    position: int | None
+    position: int | None = None
     """The offset that it goes on from; None if it was never read."""
-    end: int | None
-    lag: int | None
+    first: int | None = None
+    """The first offset that the brokers have."""
+    end: int | None = None
+    lag: int | None = None
     """Offsets from the position to the end of the topic; None also if it lies beyond the end."""
-    moved_at: datetime | None
+    moved_at: datetime | None = None
     duplicates: int = 0
-    """Messages that came here and had come before, ever since."""
+    """Duplicates since the partition was first read."""
     open_transaction: int | None = None
-    """The offset at which a producer's transaction is open, where that is why it does not go on."""
+    """The offset of a producer's open transaction, where that keeps the partition from moving."""
     reader: str | None = None
-    """Who reads it: the host, and the end of the name in the group; None: nobody does."""
+    """The member that reads it: its host, and the end of its name in the group; None: no member."""
+
+    @property
+    def is_out_of_range(self) -> bool:
+        """Whether the brokers do not have the position."""
+        if self.position is None or self.first is None or self.end is None:
+            return False
+        return not self.first <= self.position <= self.end
 
 
 @dataclass
 class Backlog:
-    """What the backlog holds for a consumer; the empty name: what is nobody's yet."""
+    """What the backlog holds for a consumer; the empty name: records that no handler has seen."""
 
     waiting: int = 0
     dead: int = 0
@@ -112,31 +131,46 @@ class Backlog:
 
 
 @dataclass
+class Rejected:
+    """Events that wait for their topic to take them."""
+
+    topic: str
+    reasons: str | None
+    count: int
+    oldest: float
+    """Seconds for which the oldest has waited."""
+
+
+@dataclass
 class Relay:
-    """A relay that lives."""
+    """A relay that runs."""
 
     shards: list[int]
     published: int = 0
-    """Events that Kafka has taken from it since it was started, as it says three times a lease."""
+    """Events that Kafka has taken from it since its start, updated three times in a lease."""
     lease_until: datetime | None = None
-    """The end of the lease that it took when it said so last."""
+    """The end of its lease at the last update."""
 
 
 @dataclass
 class Status:
-    """What PostgreSQL and Kafka tell of a service. Counts above `AT_MOST` mean more."""
+    """What PostgreSQL and Kafka have of a service. Counts above `AT_MOST` mean more."""
 
     service: str
     at: datetime
+    """By the database's clock, in UTC."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """What could not be told, and why."""
+    """Parts that could not be measured, and why."""
     readings: list[Reading] = field(default_factory=list)
     are_readers_known: bool = False
+    consumers: frozenset[str] = frozenset()
+    """Those that have a handler here."""
     backlog: dict[str, Backlog] = field(default_factory=dict)
+    """By consumer."""
     is_waiting_cut_off: bool = False
-    """Whether more wait than are counted, of whichever consumers."""
+    """Whether more wait than are counted, of any consumers."""
     is_dead_cut_off: bool = False
-    """Whether more are dead than are counted, of whichever consumers."""
+    """Whether more are dead than are counted, of any consumers."""
     outbox_events: int = 0
     """Events that are not published."""
     outbox_seconds: float = 0.0
@@ -146,8 +180,8 @@ class Status:
     relays: dict[str, Relay] = field(default_factory=dict)
     """By owner of shards."""
     shards_without_relay: int = 0
-    unsent: int = 0
-    unsent_dead: int = 0
+    rejected: list[Rejected] = field(default_factory=list)
+    dead_events: int = 0
     scheduled: int = 0
     next_due: datetime | None = None
     remembered_since: datetime | None = None
@@ -158,46 +192,54 @@ class Status:
     held: dict[str, str] = field(default_factory=dict)
     """Partitions that are due to go, and what holds them back."""
 
+    @property
+    def waiting_events(self) -> int:
+        """Events that wait for their topics to take them."""
+        return sum(one.count for one in self.rejected)
+
 
 async def look(connection: asyncpg.Connection, service: Service, settings: Settings) -> Status:
-    """Ask PostgreSQL and Kafka. Raises what PostgreSQL fails with when it can't be used at all."""
+    """Return the status. Raises what PostgreSQL fails with when it can't be used at all."""
     async with asyncio.timeout(_SECONDS):
-        found = Status(service.name, await connection.fetchval("SELECT clock_timestamp()"))
-    ask = _Ask(connection, service, settings, found)
-    for part, question in (
-        ("positions", ask.positions),
-        ("backlog", ask.backlog),
-        ("outbox", ask.outbox),
-        ("relays", ask.relays),
-        ("unsent", ask.unsent),
-        ("scheduled", ask.scheduled),
-        ("memory", ask.memory),
-        ("retention", ask.retention),
+        now = await connection.fetchval("SELECT clock_timestamp()")
+    consumers = frozenset(service.handlers.consumers)
+    found = Status(service.name, now.astimezone(UTC), consumers=consumers)
+    measure = _Measure(connection, service, settings, found)
+    for part in (
+        measure.positions,
+        measure.backlog,
+        measure.outbox,
+        measure.relays,
+        measure.rejected,
+        measure.scheduled,
+        measure.memory,
+        measure.retention,
     ):
-        await _unless_unknown(found, part, question)
-    for part, question in (("topics", ask.topics), ("readers", ask.readers)):
+        await _unless_unknown(found, part)
+    for part in (measure.topics, measure.readers):
         try:
-            await question()
+            await part()
         except (KafkaError, OSError, TimeoutError) as error:
-            found.unknown[part] = f"{settings.kafka}: {describe_error(error)}"
-            break  # it would not answer the next one either
+            found.unknown[part.__name__] = f"{settings.kafka}: {describe_error(error)}"
+            break  # the brokers would not answer the next request either
     return found
 
 
-async def _unless_unknown(
-    found: Status, part: str, question: Callable[[], Awaitable[None]]
-) -> None:
+async def _unless_unknown(found: Status, part: Callable[[], Awaitable[None]]) -> None:
+    name = part.__name__
     try:
         async with asyncio.timeout(_SECONDS):
-            await question()
+            await part()
     except TimeoutError:
-        found.unknown[part] = f"PostgreSQL has not answered in {_SECONDS:.0f} s"
+        found.unknown[name] = f"PostgreSQL has not answered in {_SECONDS:.0f} s"
     except (asyncpg.InsufficientPrivilegeError, asyncpg.QueryCanceledError) as error:
-        found.unknown[part] = describe_error(error)
+        found.unknown[name] = describe_error(error)
 
 
 @dataclass
-class _Ask:
+class _Measure:
+    """Measures the parts of a status, each in the method of its name."""
+
     connection: asyncpg.Connection
     service: Service
     settings: Settings
@@ -206,22 +248,13 @@ class _Ask:
     async def positions(self) -> None:
         rows = await self.connection.fetch(_POSITIONS, self.service.name)
         self.found.readings = [
-            Reading(
-                topic=row["topic"],
-                partition=row["partition"],
-                position=row["next_offset"],
-                end=None,
-                lag=None,
-                moved_at=row["moved_at"],
-                duplicates=row["duplicates"],
-            )
-            for row in rows
-            if row["topic"] in self.service.handlers.topics
+            Reading(**row) for row in rows if row["topic"] in self.service.handlers.topics
         ]
 
     async def backlog(self) -> None:
-        backlog = {name: Backlog() for name in sorted(self.service.handlers.consumers)}
-        waiting = await self.connection.fetch(WAITING, AT_MOST + 1)
+        names = sorted(self.service.handlers.consumers)
+        backlog = {name: Backlog() for name in names}
+        waiting = await self.connection.fetch(_WAITING, AT_MOST + 1, names)
         for row in waiting:
             one = backlog.setdefault(row["consumer"], Backlog())
             one.waiting, one.oldest = row["count"], row["oldest"]
@@ -234,21 +267,20 @@ class _Ask:
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)
-        row = await self.connection.fetchrow(OUTBOX, AT_MOST + 1)
+        row = await self.connection.fetchrow(_OUTBOX, AT_MOST + 1)
         self.found.outbox_events, self.found.outbox_seconds = row["count"], row["oldest"]
 
     async def relays(self) -> None:
-        for row in await self.connection.fetch(RELAYS):
-            if row["owner"] is None:
-                self.found.shards_without_relay = len(row["shards"])
+        for owner, *relay in await self.connection.fetch(_RELAYS):
+            if owner is None:
+                self.found.shards_without_relay = len(relay[0])
             else:
-                self.found.relays[row["owner"]] = Relay(
-                    row["shards"], row["published"], row["lease_until"]
-                )
+                self.found.relays[owner] = Relay(*relay)
 
-    async def unsent(self) -> None:
-        row = await self.connection.fetchrow(_UNSENT, AT_MOST + 1)
-        self.found.unsent, self.found.unsent_dead = row["waiting"], row["dead"]
+    async def rejected(self) -> None:
+        rows = await self.connection.fetch(_REJECTED, AT_MOST + 1)
+        self.found.rejected = [Rejected(**row) for row in rows]
+        self.found.dead_events = await self.connection.fetchval(_DEAD_EVENTS, AT_MOST + 1)
 
     async def scheduled(self) -> None:
         row = await self.connection.fetchrow(_SCHEDULED, AT_MOST + 1)
@@ -258,20 +290,33 @@ class _Ask:
         row = await self.connection.fetchrow(_MEMORY)
         self.found.remembered_since = row["since"]
         self.found.generations = row["current"] - row["oldest"] + 1
-        self.found.ahead_until = await ahead_until(self.connection)
+        days = [
+            one.name.removeprefix("outbox_p")
+            for one in await partitions.like(self.connection, "outbox_p[0-9]{8}")
+            if one.state is State.ATTACHED
+        ]
+        self.found.ahead_until = date.fromisoformat(max(days)) if days else None
+
+    async def retention(self) -> None:
+        async for one in maintenance.list_partitions(self.connection, self.settings):
+            if one.is_due and one.needed_by:
+                self.found.held[one.name] = one.needed_by
 
     async def topics(self) -> None:
         """Needs the positions."""
         described = await topics.describe(self.settings, self.service.handlers.topics)
-        self.found.readings = _compared(self.found.readings, described)
+        known = {(one.topic, one.partition): one for one in self.found.readings}
+        for topic in described.values():
+            for partition, end in topic.end.items():
+                one = known.setdefault((topic.name, partition), Reading(topic.name, partition))
+                one.first, one.end = topic.first[partition], end
+                begins = one.first if one.position is None else one.position
+                one.open_transaction = topic.blocked_at(partition, begins)
+                one.lag = None if begins > end else end - begins
+        self.found.readings = [known[place] for place in sorted(known)]
         if missing := self.service.handlers.topics.difference(described):
             names = ", ".join(sorted(missing))
             self.found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"
-        for one in self.found.readings:
-            if one.position is not None and one.end is not None and one.position > one.end:
-                self.found.unknown[f"{one.topic}/{one.partition}"] = (
-                    f"offset {one.position} is beyond the end, {one.end} (PartitionStuck)"
-                )
 
     async def readers(self) -> None:
         """Needs the topics."""
@@ -279,150 +324,3 @@ class _Ask:
         self.found.are_readers_known = True
         for one in self.found.readings:
             one.reader = readers.get((one.topic, one.partition))
-
-    async def retention(self) -> None:
-        async for one in maintenance.list_partitions(self.connection, self.settings):
-            if one.is_due and one.needed_by:
-                self.found.held[one.name] = one.needed_by
-
-
-async def ahead_until(connection: asyncpg.Connection) -> date | None:
-    """Return the last day for which the outbox has a partition."""
-    days = [
-        one.name.removeprefix("outbox_p")
-        for one in await partitions.like(connection, "outbox_p[0-9]{8}")
-        if one.state is State.ATTACHED
-    ]
-    return date.fromisoformat(max(days)) if days else None
-
-
-def _compared(readings: list[Reading], described: dict[str, topics.Topic]) -> list[Reading]:
-    """Add where partitions end, and those that were never read."""
-    known = {(one.topic, one.partition): one for one in readings}
-    for topic in described.values():
-        for partition, end in topic.end.items():
-            one = known.setdefault(
-                (topic.name, partition), Reading(topic.name, partition, None, None, None, None)
-            )
-            one.end = end
-            begins = topic.first[partition] if one.position is None else one.position
-            one.open_transaction = topic.blocked_at(partition, begins)
-            one.lag = None if begins > end else end - begins
-    return [known[place] for place in sorted(known)]
-
-
-def told(status: Status) -> list[str]:
-    """Return lines for a screen of 80 columns and 24 lines."""
-    lines = [f"{status.service}  {status.at.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z", ""]
-    by_topic: dict[str, list[Reading]] = {}
-    for one in status.readings:
-        by_topic.setdefault(one.topic, []).append(one)
-    # What is behind comes first: a screen holds five of each.
-    behind = sorted(by_topic, key=lambda topic: -max(one.lag or 0 for one in by_topic[topic]))
-    lines += _some([_of_topic(status, topic, by_topic[topic]) for topic in behind], 5)
-    busy = sorted(status.backlog.items(), key=lambda one: -(one[1].waiting + one[1].dead))
-    lines += _some([_of_consumer(status, name) for name, _ in busy], 5)
-    for name, part, text in (
-        ("outbox", "outbox", _of_outbox(status)),
-        ("relays", "relays", _of_relays(status)),
-        ("refused", "unsent", _of_unsent(status)),
-        ("scheduled", "scheduled", _of_scheduled(status)),
-        ("remembers", "memory", _of_memory(status)),
-        ("ahead", "memory", f"partitions until {status.ahead_until}"),
-    ):
-        lines.append(_line(name, "not known, see below" if part in status.unknown else text))
-    held = [
-        f"{one.topic}/{one.partition}: a producer's transaction is open at {one.open_transaction}"
-        for one in status.readings
-        if one.open_transaction is not None
-    ]
-    held += [f"{name}: {why}" for name, why in status.held.items()]
-    lines += _some([_line("held", text) for text in held], 2)
-    lines += _some([_line("unknown", f"{part}: {why}") for part, why in status.unknown.items()], 3)
-    return [line if len(line) <= 80 else f"{line[:79]}…" for line in lines]
-
-
-def _some(lines: list[str], at_most: int) -> list[str]:
-    if len(lines) <= at_most:
-        return lines
-    return [*lines[: at_most - 1], f"{'':10} and {len(lines) - at_most + 1} more: see --json"]
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:10} {text}"
-
-
-def _of_topic(status: Status, topic: str, readings: list[Reading]) -> str:
-    lags = [one.lag for one in readings if one.lag is not None]
-    moved = max((one.moved_at for one in readings if one.moved_at), default=None)
-    ago = f"moved {_span((status.at - moved).total_seconds())} ago" if moved else "never read"
-    if not lags:
-        return _line("reads", f"{topic}  {len(readings)} partitions, lag not known, {ago}")
-    worst = max(readings, key=lambda one: one.lag or 0)
-    where = f" (partition {worst.partition}: {worst.lag:,})" if worst.lag and len(lags) > 1 else ""
-    by = f", {_readers(readings)}" if status.are_readers_known else ""
-    return _line("reads", f"{topic}  lag {sum(lags):,}{where}, {ago}{by}")
-
-
-def _readers(readings: list[Reading]) -> str:
-    readers = {one.reader for one in readings}
-    if readers == {None}:
-        return "no reader"
-    alone = sum(one.reader is None for one in readings)
-    count = len(readers - {None})
-    return f"{count} reader{'s' * (count > 1)}" + (f", {alone} without one" if alone else "")
-
-
-def _of_consumer(status: Status, name: str) -> str:
-    one = status.backlog[name]
-    waiting = _number(one.waiting, is_cut_off=status.is_waiting_cut_off)
-    dead = _number(one.dead, is_cut_off=status.is_dead_cut_off)
-    least = "at least " if status.is_waiting_cut_off else ""  # it is of some of them
-    age = f", oldest {least}{_span(one.oldest)}" if one.waiting else ""
-    return _line("backlog", f"{name or 'nobody'}  {waiting} waiting, {dead} dead{age}")
-
-
-def _of_unsent(status: Status) -> str:
-    return f"{_number(status.unsent)} waiting, {_number(status.unsent_dead)} dead"
-
-
-def _of_scheduled(status: Status) -> str:
-    due = status.next_due
-    return _number(status.scheduled) + (
-        f", next {due.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z" if due else ""
-    )
-
-
-def _of_memory(status: Status) -> str:
-    since = status.remembered_since
-    memory = f"all since {since.astimezone(UTC):%Y-%m-%d %H:%M}Z" if since else "everything"
-    count = status.generations
-    return f"{memory}, in {count} {'generation' if count == 1 else 'generations'}"
-
-
-def _of_outbox(status: Status) -> str:
-    if not status.is_this_cluster:
-        return "another cluster's, nothing is sent: `service relay reset`"
-    age = f", oldest {_span(status.outbox_seconds)}" if status.outbox_events else ""
-    return f"{_number(status.outbox_events)} to publish{age}"
-
-
-def _of_relays(status: Status) -> str:
-    if not status.relays:
-        return "none: run `service relay`"
-    alone = status.shards_without_relay
-    nobodys = f", {alone} shards without one" if alone else ""
-    shards = sum(len(one.shards) for one in status.relays.values())
-    return f"{len(status.relays)} with {shards} shards{nobodys}"
-
-
-def _number(count: int, *, is_cut_off: bool = False) -> str:
-    return f"{min(count, AT_MOST):,}{'+' if is_cut_off or count > AT_MOST else ''}"
-
-
-def _span(seconds: float) -> str:
-    """Tell a time in its largest unit."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(0.0, seconds):,.0f} s"

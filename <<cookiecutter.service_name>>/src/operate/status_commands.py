@@ -1,97 +1,185 @@
-"""The commands `service status` and `service doctor`: how it is, and what is wrong with it."""
+"""The commands `service status` and `service doctor`."""
 
 import asyncio
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Annotated
 
 import asyncpg
 import typer
 
 from pipeline.errors import summarize_error
-from pipeline.service import Service
-from pipeline.settings import Settings
 
 from . import doctor, status
-from .tables import tell_table
-from .terminal import Away, Json, connected, read_settings, run_to_end, tell_program
+from .errors import Unavailable
+from .health import Finding
+from .output import format_count, format_time, one_line, print_json, print_table
+from .status import AT_MOST, Reading, Status
+from .terminal import Invocation, operation
 
 _CLEAR = "\x1b[2J\x1b[H"
+_WIDTH = 80
+
+app = typer.Typer()
 
 
-def add_to(app: typer.Typer, service: Service) -> None:
-    """Add the commands for a service."""
-
-    @app.command("status", epilog="For example: service status --watch")
-    def show(
-        watch: Annotated[bool, typer.Option("--watch", help="again and again, to Ctrl+C")] = False,
-        every: Annotated[float, typer.Option(min=0.5, help="seconds between two looks")] = 2.0,
-        as_json: Json = False,
-    ) -> None:
-        """Show on one screen how far everything is. Counts end at 10,000+.
-
-        Each process knows its own breakers: ask /health/ready for those that are open.
-        """
-        again_after = every if watch else None
-        run_to_end(_show(service, read_settings(service), again_after, as_json=as_json))
-
-    @app.command("doctor", epilog="For example: service doctor --strict --json")
-    def examine(
-        strict: Annotated[bool, typer.Option("--strict", help="warnings fail, too")] = False,
-        as_json: Json = False,
-    ) -> None:
-        """Look for what is wrong, and say what to do about it; changes nothing.
-
-        The exit code is 1 when something is wrong.
-        """
-        run_to_end(_examine(service, read_settings(service), is_strict=strict, as_json=as_json))
-
-
-async def _show(
-    service: Service, settings: Settings, again_after: float | None, *, as_json: bool
+@operation(app, "status", example="service status --watch")
+async def show(
+    invocation: Invocation,
+    watch: Annotated[bool, typer.Option("--watch", help="again and again, to Ctrl+C")] = False,
+    every: Annotated[float, typer.Option(min=0.5, help="seconds between two looks")] = 2.0,
 ) -> None:
+    """Show on one screen how far everything is. Counts end at 10,000+.
+
+    Each process knows its own breakers: /health/ready names those that are open.
+    """
     while True:
         try:
-            async with connected(service, settings) as connection:
+            async with invocation.connected() as connection:
                 while True:
-                    found = await status.look(connection, service, settings)
-                    if as_json:
-                        tell_program(found)
+                    found = await status.look(connection, invocation.service, invocation.settings)
+                    if invocation.as_json:
+                        print_json(found)
                     else:
-                        typer.echo((_CLEAR if again_after else "") + "\n".join(status.told(found)))
-                    if again_after is None:
+                        typer.echo((_CLEAR if watch else "") + "\n".join(screen(found)))
+                    if not watch:
                         return
-                    await asyncio.sleep(again_after)
-        except Away as error:  # who watches an outage wants to see its end
-            if again_after is None:
+                    await asyncio.sleep(every)
+        except Unavailable as error:  # an outage that is watched is watched to its end
+            if not watch:
                 raise
             typer.echo(error, err=True)
-            await asyncio.sleep(again_after)
+            await asyncio.sleep(every)
 
 
-async def _examine(service: Service, settings: Settings, *, is_strict: bool, as_json: bool) -> None:
+@operation(app, "doctor", example="service doctor --strict --json")
+async def examine(
+    invocation: Invocation,
+    strict: Annotated[bool, typer.Option("--strict", help="warnings fail, too")] = False,
+) -> None:
+    """Look for what is wrong, and report what to do about it; changes nothing.
+
+    The exit code is 1 when something is wrong.
+    """
     try:
-        async with connected(service, settings) as connection:
-            found = await _findings(connection, service, settings)
-    except Away as error:
+        async with invocation.connected() as connection:
+            found = await _findings(connection, invocation)
+    except Unavailable as error:
         advice = "start the server, or correct PIPELINE_DATABASE_URL; then the rest is checked"
-        away = doctor.Finding("postgresql", "wrong", summarize_error(error), advice)
-        found = [away, *await _findings(None, service, settings)]
-    if as_json:
-        tell_program(*found)
+        away = Finding("wrong", summarize_error(error), advice, check="postgresql")
+        found = [away, *await _findings(None, invocation)]
+    if invocation.as_json:
+        print_json(*found)
     else:
-        tell_table(("level", "check", "found"), (row for one in found for row in _rows(one)))
+        print_table(("level", "check", "found"), (row for one in found for row in _rows(one)))
     levels = {one.level for one in found}
-    if "wrong" in levels or (is_strict and "warning" in levels):
+    if "wrong" in levels or (strict and "warning" in levels):
         raise typer.Exit(1)
 
 
-def _rows(finding: doctor.Finding) -> Iterator[tuple[str, str, str]]:
+async def _findings(connection: asyncpg.Connection | None, invocation: Invocation) -> list[Finding]:
+    examined = doctor.examine(connection, invocation.service, invocation.settings)
+    return [one async for one in examined]
+
+
+def _rows(finding: Finding) -> Iterator[tuple[str, str, str]]:
     yield finding.level, finding.check, finding.found
     if finding.advice:
         yield "", "", f"-> {finding.advice}"
 
 
-async def _findings(
-    connection: asyncpg.Connection | None, service: Service, settings: Settings
-) -> list[doctor.Finding]:
-    return [one async for one in doctor.examine(connection, service, settings)]
+def screen(found: Status) -> list[str]:
+    """Return lines for a screen of 80 columns and 24 lines."""
+    topics: dict[str, list[Reading]] = {}
+    for one in found.readings:
+        topics.setdefault(one.topic, []).append(one)
+    # The furthest behind come first: a screen has room for five.
+    behind = sorted(topics.values(), key=lambda some: -max(one.lag or 0 for one in some))
+    busy = sorted(found.backlog, key=lambda name: -_size(found, name))
+    held = [
+        f"{one.topic}/{one.partition}: a producer's transaction is open at {one.open_transaction}"
+        for one in found.readings
+        if one.open_transaction is not None
+    ]
+    held += [f"{name}: {why}" for name, why in found.held.items()]
+    unknown = [
+        f"{one.topic}/{one.partition}: the brokers have no offset {one.position}"
+        for one in found.readings
+        if one.is_out_of_range
+    ]
+    unknown += [f"{part}: {why}" for part, why in found.unknown.items()]
+    lines = [f"{found.service}  {format_time(found.at)}", ""]
+    lines += _lines("reads", [_topic(found, some) for some in behind], 5)
+    lines += _lines("backlog", [_consumer(found, name) for name in busy], 5)
+    for name, part, text in _parts(found):
+        lines += _lines(name, ["not known, see below" if part in found.unknown else text], 1)
+    lines += _lines("held", held, 2) + _lines("unknown", unknown, 3)
+    return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines]
+
+
+def _lines(name: str, texts: list[str], at_most: int) -> list[str]:
+    lines = [one_line(f"{name:10} {text}") for text in texts]
+    if len(lines) <= at_most:
+        return lines
+    return [*lines[: at_most - 1], f"{'':10} and {len(lines) - at_most + 1} more: see --json"]
+
+
+def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
+    """Yield a line's name, the part of the status that it needs, and its text."""
+    age = f", oldest {_span(found.outbox_seconds)}" if found.outbox_events else ""
+    to_publish = f"{format_count(found.outbox_events, AT_MOST)} to publish{age}"
+    other = "another cluster's, nothing is sent: `service relay reset`"
+    yield "outbox", "outbox", to_publish if found.is_this_cluster else other
+    shards = sum(len(one.shards) for one in found.relays.values())
+    without = found.shards_without_relay
+    alone = f", {without} shards without one" if without else ""
+    relays = f"{len(found.relays)} with {shards} shards{alone}"
+    yield "relays", "relays", relays if found.relays else "none: run `service relay`"
+    waiting = format_count(found.waiting_events, AT_MOST)
+    dead = format_count(found.dead_events, AT_MOST)
+    yield "rejected", "rejected", f"{waiting} waiting, {dead} dead"
+    due = f", next {format_time(found.next_due)}" if found.next_due else ""
+    yield "scheduled", "scheduled", f"{format_count(found.scheduled, AT_MOST)}{due}"
+    since = found.remembered_since
+    memory = f"all since {format_time(since)}" if since else "everything"
+    yield "remembers", "memory", f"{memory}, in {found.generations} generation(s)"
+    yield "ahead", "memory", f"partitions until {found.ahead_until}"
+
+
+def _topic(found: Status, readings: list[Reading]) -> str:
+    topic = readings[0].topic
+    moved = max((one.moved_at for one in readings if one.moved_at), default=None)
+    ago = f"moved {_ago(found, moved)} ago" if moved else "never read"
+    lags = [one.lag for one in readings if one.lag is not None]
+    if not lags:
+        return f"{topic}  {len(readings)} partitions, lag not known, {ago}"
+    worst = max(readings, key=lambda one: one.lag or 0)
+    where = f" (partition {worst.partition}: {worst.lag:,})" if worst.lag and len(lags) > 1 else ""
+    readers = {one.reader for one in readings} - {None}
+    by = f", {len(readers) or 'no'} reader{'s' * (len(readers) > 1)}"
+    return f"{topic}  lag {sum(lags):,}{where}, {ago}{by if found.are_readers_known else ''}"
+
+
+def _consumer(found: Status, name: str) -> str:
+    one = found.backlog[name]
+    waiting = f"{min(one.waiting, AT_MOST):,}{'+' if found.is_waiting_cut_off else ''}"
+    dead = f"{min(one.dead, AT_MOST):,}{'+' if found.is_dead_cut_off else ''}"
+    least = "at least " if found.is_waiting_cut_off else ""  # only some were counted
+    age = f", oldest {least}{_span(one.oldest)}" if one.waiting else ""
+    return f"{name or '(none)'}  {waiting} waiting, {dead} dead{age}"
+
+
+def _size(found: Status, name: str) -> int:
+    return found.backlog[name].waiting + found.backlog[name].dead
+
+
+def _ago(found: Status, time: datetime) -> str:
+    return _span((found.at - time).total_seconds())
+
+
+def _span(seconds: float) -> str:
+    """Return a time in its largest unit."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(0.0, seconds):,.0f} s"

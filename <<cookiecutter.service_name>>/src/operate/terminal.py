@@ -1,13 +1,16 @@
-"""What every command of the command line rests on: settings, a loop, a connection, an end."""
+"""What commands rest on: settings, an event loop, a connection, errors as one sentence."""
 
 import asyncio
+import inspect
 import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
+from inspect import Parameter
 from typing import Annotated, Any, TypeVar, cast
 
 import asyncpg
@@ -15,7 +18,6 @@ import typer
 from aiokafka.errors import KafkaError
 from alembic.util import CommandError
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
@@ -38,30 +40,37 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .operations import Refused
+from .errors import Refused, Unavailable
 
 log = logging.getLogger(__name__)
 
 Json = Annotated[bool, typer.Option("--json", help="for programs: a line each")]
 
-Tell = Callable[[str], None]
-"""Says to a person what has gone wrong."""
+Report = Callable[[str], None]
+"""Reports an error to a person, or to the log."""
 
 PREFIX = "PIPELINE_"
-"""Of every variable that is a setting, of the engine or of a package beside it."""
+"""Prefix of every variable that is a setting, of the engine or of an optional package."""
 
 _AS_JSON = TypeAdapter(bool | None)
 
 _NOT_LET_IN = ("28", "3D", "42501")
-"""How PostgreSQL's errors begin for a wrong user, password or name of the database; and the one for
-what the user may not do."""
+"""How PostgreSQL's error codes begin for a wrong user, password or database, and for a privilege
+that the user lacks."""
 
+_EXPECTED = (
+    Misconfigured,
+    NotMigrated,
+    CannotListen,
+    RemembersTooLittle,
+    CommandError,
+    KafkaError,
+    Refused,
+    OSError,
+)
+"""Errors whose text alone tells an operator what to do."""
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
-
-
-class Away(Exception):
-    """A server can't be used; the text names it, and the variable that says where it is."""
 
 
 class Program(typer.Typer):
@@ -81,19 +90,97 @@ class Program(typer.Typer):
             sys.exit(1)
 
 
-def _tell(text: str) -> None:
+@dataclass(frozen=True)
+class Invocation:
+    """What a command is run with."""
+
+    service: Service
+    settings: Settings
+    as_json: bool
+    """Whether standard output is for programs."""
+
+    def connected(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
+        """Lend a connection on which every statement is a transaction of its own."""
+        return connected(self.service, self.settings)
+
+    def say(self, text: str) -> None:
+        """Write a sentence for people: beside standard output where that is for programs."""
+        typer.echo(text, err=self.as_json)
+
+    def confirm(self, question: str) -> None:
+        """Ask, and go on only after a yes. Raises `typer.Abort`."""
+        if not typer.confirm(question, err=True):
+            raise typer.Abort
+
+
+def service_of(context: typer.Context) -> Service:
+    """Return the service whose command line was called."""
+    return cast(Service, context.obj)
+
+
+Operation = Callable[..., Coroutine[Any, Any, None]]
+
+
+def operation(
+    app: typer.Typer, name: str | None = None, *, example: str, **given: object
+) -> Callable[[Operation], Operation]:
+    """Register an asynchronous function as a command that has `--json`.
+
+    Its first parameter is the `Invocation`. The parameters in `given` are no options: they get
+    the value given here. A dataclass given here becomes an option for each of its fields, and the
+    parameter gets an instance.
+    """
+
+    def register(function: Operation) -> Operation:
+        _, *parameters = inspect.signature(function).parameters.values()
+        groups = {
+            name: one for name, one in given.items() if isinstance(one, type) and is_dataclass(one)
+        }
+
+        def run(context: typer.Context, *, as_json: bool, **options: Any) -> None:
+            values = dict(given)
+            for parameter, kind in groups.items():
+                names = [one.name for one in fields(kind)]
+                values[parameter] = kind(**{name: options.pop(name) for name in names})
+            service = service_of(context)
+            invocation = Invocation(service, read_settings(service), as_json)
+            run_to_end(function(invocation, **options, **values))
+
+        options = [one for one in parameters if one.name not in given]
+        for kind in groups.values():
+            options += [
+                Parameter(
+                    one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+                )
+                for one in fields(kind)
+            ]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
+                *(one.replace(kind=Parameter.KEYWORD_ONLY) for one in options),
+                Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json),
+            ]
+        )
+        called = name or function.__name__.replace("_", "-")
+        app.command(called, help=inspect.getdoc(function), epilog=f"For example: {example}")(run)
+        return function
+
+    return register
+
+
+def _report(text: str) -> None:
     typer.echo(redaction.redact_error(text), err=True)
 
 
-def read_settings(service: Service, tell: Tell = _tell) -> Settings:
-    """Read the settings, or say everything that is wrong with them and those of the packages."""
-    return read_settings_and(service, Settings, tell)[0]
+def read_settings(service: Service, report: Report = _report) -> Settings:
+    """Return the settings, or report everything that is wrong with them and the packages'."""
+    return read_settings_and(service, Settings, report)[0]
 
 
 def read_settings_and(
-    service: Service, others: type[SettingsT], tell: Tell = _tell
+    service: Service, others: type[SettingsT], report: Report = _report
 ) -> tuple[Settings, SettingsT]:
-    """Read the settings and others, or say everything that is wrong with all of them."""
+    """Return the settings and others, or report everything that is wrong with all of them."""
     kinds: list[type[BaseSettings]] = [Settings, *service.settings, others]
     found: dict[type[BaseSettings], BaseSettings] = {}
     wrong: list[str] = []
@@ -104,90 +191,75 @@ def read_settings_and(
             wrong += mistakes(error, kind)
     wrong += _unknown_variables()
     if wrong:
-        tell("\n  ".join(("The settings are wrong:", *wrong)))
+        report("\n  ".join(("The settings are wrong:", *wrong)))
         raise typer.Exit(2)
     return cast(Settings, found[Settings]), cast(SettingsT, found[others])
 
 
 def _unknown_variables() -> Iterator[str]:
-    """Say which variables look like settings and are nobody's: mistyped, they would do nothing."""
+    """Yield a sentence for each variable that looks like a setting and has no effect."""
     known = variables()
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
-            # Without what all have in common, by which all are near.
+            # Compared without the prefix, which makes all names similar.
             rests = [one.removeprefix(PREFIX) for one in known]
             near = get_close_matches(name.upper().removeprefix(PREFIX), rests, n=1)
             hint = f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
             yield f"{name}: there is no such setting; {hint}"
 
 
-def tell_program(*found: object) -> None:
-    """Write what was found, or done, for programs: a line of JSON for each."""
-    for one in found:
-        typer.echo(to_json(one))
-
-
 @contextmanager
-def serving() -> Iterator[Tell]:
-    """Let the log have what ends a process that serves, also what nobody expected.
+def serving() -> Iterator[Report]:
+    """Log what ends a process that serves, unexpected errors too.
 
-    Lends what tells a sentence, in a line of the log if that is JSON. So the log begins here,
+    Lends what reports a sentence: in a line of the log if that is JSON. The log begins here,
     before the settings are read.
     """
     try:
         given = {name.upper(): value for name, value in os.environ.items()}
         as_json = _AS_JSON.validate_python(given.get(f"{PREFIX}LOG_JSON"))
-    except ValidationError:  # which is told with the other mistakes
+    except ValidationError:  # reported with the other mistakes in the settings
         as_json = None
     logs.configure(level="INFO", json=as_json)
-    say = partial(log.critical, "%s") if logs.is_json(as_json) else _tell
+    write = partial(log.critical, "%s") if logs.is_json(as_json) else _report
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         error = sys.exc_info()[1]
-        # A sentence that is not ours says little, if not where.
+        # The text of an operating system's error says little without the place in the code.
         if isinstance(error, OSError) and not isinstance(error, StoreUnavailable):
             log.critical("the system has ended the process", exc_info=error)
-        say(text)
+        write(text)
 
     try:
-        yield tell
+        yield report
     except typer.Exit:
         raise
     except Exception as error:
-        log.critical("what nobody expected has ended the process", exc_info=error)
+        log.critical("an unexpected error has ended the process", exc_info=error)
         raise typer.Exit(1) from error
 
 
-def run_to_end(work: Coroutine[Any, Any, None], tell: Tell = _tell) -> None:
-    """Run to the end on uvloop where there is one."""
-    with in_a_sentence(tell), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+def run_to_end(work: Coroutine[Any, Any, None], report: Report = _report) -> None:
+    """Run to the end, on uvloop where it is available."""
+    with in_a_sentence(report), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(work)
 
 
 @contextmanager
-def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
-    """End the command with exit code 1 and one sentence when it fails as one may expect."""
+def in_a_sentence(report: Report = _report) -> Iterator[None]:
+    """End the command with exit code 1 and one sentence after an expected error."""
     try:
         yield
-    except (Away, StoreUnavailable) as error:  # they say whose outage it is
-        tell(summarize_error(error))
-    except (
-        Misconfigured,
-        NotMigrated,
-        CannotListen,
-        RemembersTooLittle,
-        CommandError,
-        KafkaError,
-        Refused,
-        OSError,
-    ) as error:
-        tell(describe_error(error))
+    except (Unavailable, StoreUnavailable) as error:  # their text names the server
+        report(summarize_error(error))
+    except _EXPECTED as error:
+        report(describe_error(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = sqlstate_of(error) or ""
         if state.startswith(_NOT_LET_IN):
-            tell(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
+            report(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
         elif is_infrastructure(error):
-            tell(f"PostgreSQL: {describe_error(error)}")
+            report(f"PostgreSQL: {describe_error(error)}")
         else:
             raise
     else:
@@ -195,33 +267,30 @@ def in_a_sentence(tell: Tell = _tell) -> Iterator[None]:
     raise typer.Exit(1)
 
 
-def of_postgresql(settings: Settings) -> AbstractContextManager[None]:
-    """Say that it is PostgreSQL that fails, unless another server does. Raises `Away`."""
-    return _of(
-        f"{settings.postgresql} (PIPELINE_DATABASE_URL)",
-        lambda error: (
-            is_infrastructure(error) and not isinstance(error, StoreUnavailable | KafkaError)
-        ),
-    )
-
-
-def of_kafka(settings: Settings) -> AbstractContextManager[None]:
-    """Say that it is Kafka that fails. Raises `Away`."""
-    return _of(
-        f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)",
-        lambda error: isinstance(error, KafkaError | OSError),
-    )
+@contextmanager
+def of_postgresql(settings: Settings) -> Iterator[None]:
+    """Name PostgreSQL in its errors. Raises `Unavailable`."""
+    try:
+        yield
+    except (StoreUnavailable, KafkaError, BrokenPipeError):  # not an error of PostgreSQL
+        raise
+    except Exception as error:
+        if not is_infrastructure(error):
+            raise
+        server = f"{settings.postgresql} (PIPELINE_DATABASE_URL)"
+        raise Unavailable(f"{server}: {describe_error(error)}") from error
 
 
 @contextmanager
-def _of(server: str, is_its: Callable[[Exception], bool]) -> Iterator[None]:
+def of_kafka(settings: Settings) -> Iterator[None]:
+    """Name Kafka in its errors. Raises `Unavailable`."""
     try:
         yield
-    except Exception as error:
-        # A pipe is broken where nobody reads any more what a command writes.
-        if isinstance(error, BrokenPipeError) or not is_its(error):
-            raise
-        raise Away(f"{server}: {describe_error(error)}") from error
+    except BrokenPipeError:  # the reader of standard output has ended
+        raise
+    except (KafkaError, OSError) as error:
+        server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
+        raise Unavailable(f"{server}: {describe_error(error)}") from error
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

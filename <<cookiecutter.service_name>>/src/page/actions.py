@@ -4,22 +4,24 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import Any
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from operate import dead, dead_events
-from operate.dead import Which
-from operate.operations import Refused
+from operate.dead import Selection, Store
+from operate.dead_events import DeadEvents
+from operate.dead_letters import DeadLetters
+from operate.errors import Refused
 from pipeline import Service
 from pipeline.errors import describe_error
 from pipeline.relay import scheduled
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
-from . import asked
+from . import parameters
 from .rendering import Templates
 from .sessions import Operator
 
@@ -40,86 +42,69 @@ class Actions:
         self._engine = engine
         self._templates = templates
 
-    async def redrive(
+    def letters(self) -> DeadLetters:
+        """Return the store of dead letters."""
+        return DeadLetters.of(self._service, self._settings)
+
+    def events(self) -> DeadEvents:
+        """Return the store of dead events."""
+        return DeadEvents.of(self._service, self._settings)
+
+    async def redrive_letter(
         self, request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
         """Try a dead letter again."""
-        async with autocommitting(self._engine) as connection:
-            id, which = await _one(connection, request)
-            with _recorded("redrive", operator, id):
-                changed = dead.redrive(
-                    connection,
-                    self._service.handlers,
-                    dead.redrivable(which, self._service.handlers),
-                    patience=self._settings.backlog_lease,
-                )
-                redriven = [one async for some in changed for one in some]
-                if not redriven:
-                    raise Refused(
-                        f"{id} was not redriven: it has left, or its consumer is not here"
-                    )
-            became = await dead.follow(connection, redriven, _REDRIVE_SECONDS)
-        counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
-        return self._templates.note(operator, f"{id[:16]} was redriven; by now {counts}.")
-
-    async def discard(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Give a dead letter up."""
-        why = asked.why(form)
-        async with autocommitting(self._engine) as connection:
-            id, which = await _one(connection, request)
-            with _recorded("discard", operator, id):
-                numbers = dead.discard(
-                    connection,
-                    which,
-                    operator=operator.name,
-                    why=why,
-                    patience=self._settings.backlog_lease,
-                )
-                if not sum([number async for number in numbers]):
-                    raise Refused(f"{id} has just left the backlog")
-        return RedirectResponse(f"/dead/{id}", HTTPStatus.SEE_OTHER)
+        return await self._redrive(self.letters(), request, operator)
 
     async def redrive_event(
         self, request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
         """Try to publish a dead event again."""
-        id = asked.number(request)
-        with _recorded("redrive event", operator, str(id)):
-            async with autocommitting(self._engine) as connection:
-                changed = dead_events.redrive(
-                    connection,
-                    dead_events.Which(ids=[id]),
-                    patience=dead_events.patience_of(self._settings),
-                )
-                if not [one async for some in changed for one in some]:
-                    raise Refused(f"{id} is no dead event")
-        return self._templates.note(operator, f"{id} was redriven: a relay tries it again.")
+        return await self._redrive(self.events(), request, operator)
+
+    async def discard_letter(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Give a dead letter up."""
+        return await self._discard(self.letters(), request, operator, form)
 
     async def discard_event(
         self, request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
         """Give a dead event up."""
-        id, why = asked.number(request), asked.why(form)
-        with _recorded("discard event", operator, str(id)):
-            async with autocommitting(self._engine) as connection:
-                changed = dead_events.discard(
-                    connection,
-                    dead_events.Which(ids=[id]),
-                    operator=operator.name,
-                    why=why,
-                    patience=dead_events.patience_of(self._settings),
-                )
-                if not [one async for some in changed for one in some]:
-                    raise Refused(f"{id} is no dead event")
-        return RedirectResponse(f"/events/{id}", HTTPStatus.SEE_OTHER)
+        return await self._discard(self.events(), request, operator, form)
+
+    async def _redrive(self, store: Store[Any], request: Request, operator: Operator) -> Response:
+        async with autocommitting(self._engine) as connection:
+            id, selection = await _one(connection, store, request)
+            with _recorded(f"redrive {store.name}", operator, id):
+                chunks = store.redrive(connection, store.redrivable(selection))
+                redriven = [one async for some in chunks for one in some]
+                if not redriven:
+                    raise Refused(
+                        f"{id} was not redriven: it has left, or its consumer is not here"
+                    )
+            became = await store.follow(connection, redriven, _REDRIVE_SECONDS)
+        counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
+        return self._templates.note(operator, f"{id} was redriven; by now {counts}.")
+
+    async def _discard(
+        self, store: Store[Any], request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        why = parameters.why(form)
+        async with autocommitting(self._engine) as connection:
+            id, selection = await _one(connection, store, request)
+            with _recorded(f"discard {store.name}", operator, id):
+                chunks = store.discard(connection, selection, operator=operator.name, why=why)
+                if not [one async for some in chunks for one in some]:
+                    raise Refused(f"{id} has just left")
+        return RedirectResponse(request.url.path.rpartition("/")[0], HTTPStatus.SEE_OTHER)
 
     async def cancel(
         self, request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
         """Cancel an event that is scheduled."""
-        name, why = form.get("name", ""), asked.why(form)
+        name, why = form.get("name", ""), parameters.why(form)
         with _recorded("cancel", operator, name[:1_000], why=why):
             async with autocommitting(self._engine) as connection:
                 if not await scheduled.cancel(connection, [name]):
@@ -127,12 +112,15 @@ class Actions:
         return RedirectResponse("/scheduled", HTTPStatus.SEE_OTHER)
 
 
-async def _one(connection: asyncpg.Connection, request: Request) -> tuple[str, Which]:
-    """Return the dead letter that a form is about. Raises `Refused` if it is none."""
-    letter = (await dead.detail(connection, request.path_params["id"])).letter
-    if letter.state != "dead":
-        raise Refused(f"{letter.id} is {letter.state}: it is no dead letter any more")
-    return letter.id, Which(keys=[bytes.fromhex(letter.id)])
+async def _one(
+    connection: asyncpg.Connection, store: Store[Any], request: Request
+) -> tuple[str, Selection]:
+    """Return the entry that a form is about. Raises `Refused` if it is not dead."""
+    id = request.path_params["id"]
+    entry = await store.show(connection, id)
+    if entry["state"] != "dead":
+        raise Refused(f"{id} is {entry['state']}: it is no {store.name} any more")
+    return entry["id"], Selection(keys=await store.keys_of(connection, [id]))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pipeline import Service
 from pipeline.settings import Settings
 
 from .actions import Actions
-from .gate import Changes, Gate, Shows
+from .auth import Auth, Changes, Shows
 from .guard import Guard
 from .reading import Reading
 from .rendering import Templates
@@ -33,14 +33,14 @@ class Page:
         templates = Templates(service.name, page)
         sessions = Sessions(page, service.name)
         self._page = page
-        self._gate = Gate(settings, page, templates, sessions)
+        self._auth = Auth(settings, page, templates, sessions)
         self._watch = Watch(service, settings, page, engine, templates, sessions)
-        self._reading = Reading(settings, page, engine, templates, self._watch)
+        self._reading = Reading(service, settings, page, engine, templates, self._watch)
         self._actions = Actions(service, settings, engine, templates)
 
     def app(self) -> ASGIApp:
         """Return what answers."""
-        reading, actions, gate = self._reading, self._actions, self._gate
+        reading, actions, auth = self._reading, self._actions, self._auth
         shows: dict[str, Shows] = {
             "/": reading.overview,
             "/live": self._watch.stream,
@@ -53,25 +53,25 @@ class Page:
             "/retention": reading.retention,
         }
         changes: dict[str, Changes] = {
-            "/dead/{id}/redrive": actions.redrive,
-            "/dead/{id}/discard": actions.discard,
+            "/dead/{id}/redrive": actions.redrive_letter,
+            "/dead/{id}/discard": actions.discard_letter,
             "/events/{id}/redrive": actions.redrive_event,
             "/events/{id}/discard": actions.discard_event,
             "/scheduled/cancel": actions.cancel,
-            "/logout": gate.log_out,
+            "/logout": auth.log_out,
         }
         app = Starlette(
             routes=[
-                Route("/login", gate.ask_login, methods=["GET"]),
-                Route("/login", gate.log_in, methods=["POST"]),
-                *(Route(path, gate.showing(does)) for path, does in shows.items()),
+                Route("/login", auth.ask_login, methods=["GET"]),
+                Route("/login", auth.log_in, methods=["POST"]),
+                *(Route(path, auth.showing(does)) for path, does in shows.items()),
                 *(
-                    Route(path, gate.changing(does), methods=["POST"])
+                    Route(path, auth.changing(does), methods=["POST"])
                     for path, does in changes.items()
                 ),
                 Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
             ],
-            exception_handlers={404: gate.missing},
+            exception_handlers={404: auth.missing},
             lifespan=self._lifespan,
         )
         # A path has one spelling: nobody is sent on to an address that he has made up.

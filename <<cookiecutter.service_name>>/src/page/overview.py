@@ -8,6 +8,8 @@ from itertools import groupby
 
 import asyncpg
 
+from operate.health import Finding, judge
+from operate.output import format_count
 from operate.status import AT_MOST, Reading, Relay, Status
 
 _WAITING = """
@@ -45,6 +47,11 @@ class Look:
     published: float | None
     """Events a second that relays have published, of all together."""
 
+    @property
+    def wrong(self) -> list[Finding]:
+        """What is wrong, by the checks that `service doctor` makes, too."""
+        return [one for one in judge(self.status) if one.level == "wrong"]
+
     def _known(self, part: str, count: int) -> int | None:
         return None if part in self.status.unknown else count
 
@@ -76,8 +83,8 @@ class Look:
 
     @property
     def dead_events(self) -> int | None:
-        """Events that Kafka has refused for good."""
-        return self._known("unsent", self.status.unsent_dead)
+        """Events that Kafka has rejected."""
+        return self._known("rejected", self.status.dead_events)
 
     @property
     def scheduled(self) -> int | None:
@@ -153,7 +160,7 @@ def number(count: int | None) -> str:
     """Return a count, and whether it was cut off."""
     if count is None:
         return "not known"
-    return f"{min(count, AT_MOST):,}+" if count > AT_MOST else f"{count:,}"
+    return format_count(count, AT_MOST)
 
 
 WIDTH, HEIGHT = 120, 28

@@ -1,17 +1,22 @@
 """What is shown: each page, as it is asked for."""
 
+from typing import Any
+
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
-from operate import dead, dead_events
-from operate.dead import Which
+from operate.dead import STATES, Entry, Selection, State, Store
+from operate.dead_events import DeadEvents
+from operate.dead_letters import DeadLetters
+from operate.output import content_of
+from pipeline import Service
 from pipeline.relay import scheduled
 from pipeline.retention import maintenance
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
-from . import asked, overview
+from . import overview, parameters
 from .rendering import Templates
 from .sessions import Operator
 from .settings import PageSettings
@@ -25,12 +30,15 @@ class Reading:
 
     def __init__(
         self,
+        service: Service,
         settings: Settings,
         page: PageSettings,
         engine: AsyncEngine,
         templates: Templates,
         watch: Watch,
     ) -> None:
+        self._letters = DeadLetters.of(service, settings)
+        self._events = DeadEvents.of(service, settings)
         self._settings = settings
         self._page = page
         self._engine = engine
@@ -43,10 +51,10 @@ class Reading:
 
     async def letters(self, request: Request, operator: Operator) -> Response:
         """Show dead letters, those that are searched for."""
-        wanted = asked.search(request)
-        state = asked.state(request)
+        wanted = parameters.search(request)
+        state = parameters.state(request)
         key = wanted["key"]
-        which = Which(
+        selection = Selection(
             reasons=[wanted["reason"]] if wanted["reason"] else None,
             consumers=[wanted["consumer"]] if wanted["consumer"] else None,
             event_id=wanted["event"] or None,
@@ -54,25 +62,30 @@ class Reading:
             topic=wanted["topic"] or None,
             record_key=key.encode() if key else None,
         )
-        async with autocommitting(self._engine) as connection:
-            letters = [one async for one in dead.letters(connection, state, which, _LISTED + 1)]
+        letters = await self._list(self._letters, state, selection)
         return self._templates.page(
             "letters.html",
             operator,
             letters=letters[:_LISTED],
             are_more=len(letters) > _LISTED,
-            asked=wanted,
+            parameters=wanted,
             state=state,
-            states=asked.STATES,
-            reasons=list(dead.REASONS),
+            states=STATES,
+            reasons=list(self._letters.reasons),
         )
 
     async def letter(self, request: Request, operator: Operator) -> Response:
         """Show one of them, as it came and as it failed."""
         async with autocommitting(self._engine) as connection:
-            detail = await dead.detail(connection, request.path_params["id"])
-        trace = self._trace(detail.traceparent)
-        return self._templates.page("letter.html", operator, one=detail, trace=trace)
+            entry = await self._letters.show(connection, request.path_params["id"])
+        trace = self._trace(entry["traceparent"])
+        return self._templates.page("letter.html", operator, one=entry, trace=trace)
+
+    async def _list(self, store: Store[Any], state: State, selection: Selection) -> list[Entry]:
+        """Return the newest entries, and one more than are shown."""
+        async with autocommitting(self._engine) as connection:
+            found = store.entries(connection, state, selection, _LISTED + 1)
+            return [one async for one in found]
 
     def _trace(self, traceparent: str | None) -> str | None:
         """Return where a trace is shown; what came from outside gets into it only as an id."""
@@ -82,27 +95,24 @@ class Reading:
         return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
 
     async def events(self, request: Request, operator: Operator) -> Response:
-        """Show events that Kafka has refused."""
-        state = asked.state(request)
-        async with autocommitting(self._engine) as connection:
-            which = dead_events.Which()
-            found = dead_events.events(connection, state, which, _LISTED + 1)
-            events = [one async for one in found]
+        """Show events that Kafka has rejected."""
+        state = parameters.state(request)
+        events = await self._list(self._events, state, Selection())
         return self._templates.page(
             "events.html",
             operator,
             events=events[:_LISTED],
             are_more=len(events) > _LISTED,
             state=state,
-            states=asked.STATES,
+            states=STATES,
         )
 
     async def event(self, request: Request, operator: Operator) -> Response:
         """Show one of them."""
         async with autocommitting(self._engine) as connection:
-            detail = await dead_events.detail(connection, asked.number(request))
-        trace = self._trace(detail.traceparent)
-        return self._templates.page("event.html", operator, one=detail, trace=trace)
+            entry = await self._events.show(connection, request.path_params["id"])
+        trace = self._trace(entry["traceparent"])
+        return self._templates.page("event.html", operator, one=entry, trace=trace)
 
     async def backlog(self, request: Request, operator: Operator) -> Response:
         """Show keys that wait."""
@@ -110,8 +120,8 @@ class Reading:
             found = await overview.waiting(connection, _LISTED + 1)
         keys = []
         for one in found[:_LISTED]:
-            key = dead.shown(one.record_key)
-            link = asked.link("waiting", key, consumer=one.consumer, topic=one.topic)
+            key = content_of(one.record_key)
+            link = parameters.link("waiting", key, consumer=one.consumer, topic=one.topic)
             keys.append((one, key, link))
         are_more = len(found) > _LISTED
         return self._templates.page("backlog.html", operator, keys=keys, are_more=are_more)

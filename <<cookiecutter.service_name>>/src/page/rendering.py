@@ -3,7 +3,7 @@
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
-from . import overview, shown
+from . import formatting, overview
 from .sessions import Operator
 from .settings import PageSettings
 
@@ -20,12 +20,12 @@ class Templates:
             lstrip_blocks=True,
         )
         self._environment.globals.update(
-            visible=shown.visible,
-            content=shown.content,
-            plain=shown.plain,
-            moment=shown.moment,
-            ago=shown.ago,
-            ranges=shown.ranges,
+            visible=formatting.visible,
+            content=formatting.content,
+            plain=formatting.plain,
+            moment=formatting.moment,
+            ago=formatting.ago,
+            ranges=formatting.ranges,
             lines=overview.lines,
             number=overview.number,
             width=overview.WIDTH,

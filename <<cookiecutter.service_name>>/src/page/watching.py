@@ -18,7 +18,7 @@ from pipeline.servers.database import autocommitting
 from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
 
-from . import trouble
+from . import errors
 from .overview import Course
 from .rendering import Templates
 from .sessions import Operator, Sessions
@@ -62,7 +62,7 @@ class Watch:
             try:
                 await self._look()
             except Exception as error:
-                said = trouble.told(error, self._settings)
+                said = errors.describe(error, self._settings)
                 why = said or describe_error(error)
                 if why != self._course.failed:  # else it was told
                     if said is None:
@@ -107,7 +107,7 @@ class Watch:
         try:
             text = self._templates.text("now.html", **await self.now())
         except Exception as error:
-            said = trouble.told(error, self._settings)
+            said = errors.describe(error, self._settings)
             if said is None:
                 raise
             text = f'<p role="alert" class="bad">{html.escape(said)}</p>'

@@ -7,14 +7,13 @@ from uuid import uuid4
 
 import asyncpg
 import pytest
-import typer
 from servers.s3proxy import S3Proxy
 from servers.state import Record, StateDirectory
 
 from archive import days
 from archive.commands import group
 from object_store import Store
-from operate import retention_commands
+from operate.commands import command_line
 from pipeline.handlers.staging import StagedEvent
 from pipeline.retention import partitions
 from pipeline.retention.maintenance import Round, maintain
@@ -157,12 +156,12 @@ async def house(
 
 
 @pytest.fixture
-def service(commands: Callable[[typer.Typer], Command]) -> Command:  # noqa: F811
+def service(commands: Callable[..., Command]) -> Command:  # noqa: F811
     """Call `service archive …`."""
     return commands(group(app.archive))
 
 
 @pytest.fixture
-def retention(commands: Callable[[typer.Typer], Command]) -> Command:  # noqa: F811
+def retention(commands: Callable[..., Command]) -> Command:  # noqa: F811
     """Call `service retention …`."""
-    return commands(retention_commands.group(app.service))
+    return commands(command_line(app.service), "retention")

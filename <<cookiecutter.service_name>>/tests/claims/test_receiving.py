@@ -14,7 +14,7 @@ import asyncpg
 import pytest
 
 from claims.check import Claims
-from operate.dead import REASONS
+from operate.dead_letters import REASONS
 from pipeline import Policy
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import BreakerOpen

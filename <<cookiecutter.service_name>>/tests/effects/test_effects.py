@@ -11,8 +11,8 @@ import asyncpg
 import pytest
 
 from effects import Call, Effects
-from operate import dead
-from operate.dead import Which
+from operate.dead import Selection
+from operate.dead_letters import DeadLetters
 from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog
 from pipeline.apply.item import Item, _digest
@@ -754,21 +754,20 @@ async def test_what_may_have_taken_place_is_redriven_only_if_it_is_asked_for(
     await desk.apply(Deposit(1), Deposit(2, "bob"))
     await desk.call()
     outside.errors = {}
-    assert await redriven(desk, Which()) == 1
+    assert await redriven(desk, Selection()) == 1
     await desk.call()
     assert sorted(outside.calls) == [1, 2, 2]
-    assert await redriven(desk, Which(reasons=[UNKNOWN])) == 1
+    assert await redriven(desk, Selection(reasons=[UNKNOWN])) == 1
     await desk.call()
     assert sorted(outside.calls) == [1, 1, 2, 2]
     assert await desk.backlog() == []
 
 
-async def redriven(desk: Desk, which: Which) -> int:
+async def redriven(desk: Desk, which: Selection) -> int:
     """Have dead letters tried again, and return how many they were."""
-    handlers = desk.handlers
+    store = DeadLetters(desk.handlers, patience=5)
     async with autocommitting(desk.engine) as driver:
-        chosen = dead.redrivable(which, handlers)
-        chunks = [one async for one in dead.redrive(driver, handlers, chosen, patience=5)]
+        chunks = [one async for one in store.redrive(driver, store.redrivable(which))]
     return sum(map(len, chunks))
 
 
@@ -788,7 +787,7 @@ async def test_a_persons_command_leaves_calls_alone_that_are_under_way(
 
     await eventually(is_dead)
     outside.errors = {}
-    assert await redriven(desk, Which()) == 1
+    assert await redriven(desk, Selection()) == 1
     release.set()
     await calling
     assert sorted(outside.calls) == [1, 2, 2]

@@ -96,7 +96,7 @@ async def buried(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> str:
     """Store deposits as dead letters, and return the id of the first."""
     await bury(desk, *deposits)
     id: str = await db.fetchval(
-        "SELECT encode(key, 'hex') FROM pipeline.backlog ORDER BY \"offset\" LIMIT 1"
+        "SELECT left(encode(key, 'hex'), 16) FROM pipeline.backlog ORDER BY \"offset\" LIMIT 1"
     )
     return id
 

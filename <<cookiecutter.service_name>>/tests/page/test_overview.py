@@ -52,7 +52,7 @@ def test_what_relays_publish_is_measured_by_when_they_told_of_it() -> None:
 
 def test_what_is_not_known_is_no_number() -> None:
     course = Course()
-    for unknown in ("nothing", "positions", "backlog", "outbox", "unsent", "scheduled"):
+    for unknown in ("nothing", "positions", "backlog", "outbox", "rejected", "scheduled"):
         course.add(at(len(course.looks), 5, unknown=unknown))
     names = ("read", "duplicates", "waiting", "dead", "outbox", "dead_events", "scheduled")
     told = [[name for name in names if getattr(one, name) is None] for one in course.looks]

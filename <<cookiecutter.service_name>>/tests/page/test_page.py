@@ -140,8 +140,8 @@ async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who
     row = await db.fetchrow("SELECT discarded_by, discarded_why FROM pipeline.backlog")
     assert tuple(row) == ("ann", "no more")
     assert recorded(caplog) == [
-        ("asked for on the page: discard", "ann", id),
-        ("done on the page: discard", "ann", id),
+        ("asked for on the page: discard dead letter", "ann", id),
+        ("done on the page: discard dead letter", "ann", id),
     ]
     assert (
         await ann.post(f"/dead/{id}/redrive", data={"csrf": await csrf(ann)})
@@ -161,8 +161,8 @@ async def test_a_dead_letter_is_redriven_and_handled(
     assert answer.status_code == 200
     assert "was redriven" in answer.text
     assert recorded(caplog) == [
-        ("asked for on the page: redrive", "ann", id),
-        ("done on the page: redrive", "ann", id),
+        ("asked for on the page: redrive dead letter", "ann", id),
+        ("done on the page: redrive dead letter", "ann", id),
     ]
     await desk.work_off()
     assert bank.calls == [1]
@@ -226,10 +226,10 @@ async def test_dead_events_are_shown_discarded_and_redriven(
     )
     assert [tuple(row) for row in rows] == [(False, "ann"), (True, None)]
     assert recorded(caplog) == [
-        ("asked for on the page: discard event", "ann", "1"),
-        ("done on the page: discard event", "ann", "1"),
-        ("asked for on the page: redrive event", "ann", "2"),
-        ("done on the page: redrive event", "ann", "2"),
+        ("asked for on the page: discard dead event", "ann", "1"),
+        ("done on the page: discard dead event", "ann", "1"),
+        ("asked for on the page: redrive dead event", "ann", "2"),
+        ("done on the page: redrive dead event", "ann", "2"),
     ]
 
 

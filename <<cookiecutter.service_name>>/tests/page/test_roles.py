@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy.exc
 from sqlalchemy import make_url
 
-from page import trouble
+from page import errors
 from pipeline.settings import Settings
 
 from .conftest import PAGES, Opened, buried, csrf, log_in
@@ -100,7 +100,7 @@ async def test_a_wrong_password_is_told(opened: Opened, direct_url: str) -> None
 def test_locks_and_a_pool_that_is_full_are_no_outage(
     settings: Callable[..., Settings], error: Exception, said: str
 ) -> None:
-    assert said in (trouble.told(error, settings()) or "")
+    assert said in (errors.describe(error, settings()) or "")
 
 
 async def test_a_database_without_tables_is_told(opened: Opened, db: asyncpg.Connection) -> None:

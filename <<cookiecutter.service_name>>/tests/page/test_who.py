@@ -8,7 +8,7 @@ import asyncpg
 import httpx
 import pytest
 
-from page import asked, sessions
+from page import parameters, sessions
 
 from .conftest import ORIGIN, PAGES, TOKEN, Opened, assert_guarded, buried, csrf, log_in
 from tests.contract.bank import Deposit
@@ -88,7 +88,7 @@ async def test_who_comes_and_goes_is_logged_also_where_only_warnings_are(
     told = [
         (one.message, vars(one).get("operator"), vars(one)["client"])
         for one in caplog.records
-        if one.name == "page.gate"
+        if one.name == "page.auth"
     ]
     assert told == [
         ("a login to the page was refused", None, "127.0.0.1"),
@@ -235,7 +235,7 @@ async def test_a_form_that_does_not_end_is_not_waited_for(
         yield b"csrf="
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(asked, "_FORM_SECONDS", 0.1)
+    monkeypatch.setattr(parameters, "_FORM_SECONDS", 0.1)
     kind = {"content-type": "application/x-www-form-urlencoded"}
     async with asyncio.timeout(60):
         answer = await ann.post("/logout", content=endless(), headers=kind)

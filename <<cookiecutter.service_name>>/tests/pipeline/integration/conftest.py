@@ -12,7 +12,7 @@ import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner, Result
 
-from operate import dead_commands
+from operate.commands import command_line
 from pipeline import Handlers
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.filters import Filters
@@ -104,7 +104,7 @@ Command = Callable[..., Awaitable[Result]]
 @pytest.fixture
 def commands(
     database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[typer.Typer], Command]:
+) -> Callable[..., Command]:
     """Call commands in a thread, as a process would."""
     monkeypatch.setenv("PIPELINE_DATABASE_URL", database_url)
     monkeypatch.setenv("PIPELINE_DATABASE_POOLER", str(POOLED))
@@ -113,9 +113,12 @@ def commands(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(HOME)
 
-    def of(group: typer.Typer) -> Command:
+    def of(group: object, *first: str) -> Command:
+        assert isinstance(group, typer.Typer)
+
         async def command(*arguments: str, input: str | None = None) -> Result:
-            return await asyncio.to_thread(CliRunner().invoke, group, arguments, input=input)
+            line = [*first, *arguments]
+            return await asyncio.to_thread(CliRunner().invoke, group, line, input=input)
 
         return command
 
@@ -123,9 +126,9 @@ def commands(
 
 
 @pytest.fixture
-def service(bank: Bank, commands: Callable[[typer.Typer], Command]) -> Command:
+def service(bank: Bank, commands: Callable[..., Command]) -> Command:
     """Call `service dead …` of a service that has this bank's handlers."""
-    return commands(dead_commands.group(bank.service))
+    return commands(command_line(bank.service), "dead")
 
 
 def complaint(done: Result) -> str:

@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import asyncpg
 import pytest
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from operate import dead_events
-from operate.dead import State
-from operate.dead_events import RejectedEvent, Which
+from operate.dead import Selection, State
+from operate.dead_events import DeadEvents
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.observe.health import Health
@@ -28,7 +28,7 @@ from tests.servers.topics import administrator
 from tests.servers.waiting import PATIENCE, eventually
 
 ALL_SHARDS = list(range(SHARDS))
-EVERYTHING = Which()
+EVERYTHING = Selection()
 SMALL, LARGE = b"x" * 10, b"x" * 9_000
 """Payloads; topics of tests that allow 4,000 bytes don't take the second one."""
 
@@ -120,10 +120,11 @@ def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitab
     return ask
 
 
-async def died(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[RejectedEvent]:
+async def died(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[SimpleNamespace]:
     """Return dead events, in the order in which they were staged."""
-    found = [one async for one in dead_events.events(db, "dead", which, 10_000)]
-    return sorted(found, key=lambda one: one.id)
+    found = DeadEvents(PATIENCE).entries(db, "dead", which, 10_000)
+    events = [SimpleNamespace(**one) async for one in found]
+    return sorted(events, key=lambda one: int(one.id))
 
 
 def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitable[bool]]:
@@ -135,20 +136,20 @@ def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awai
     return ask
 
 
-async def redrive(db: asyncpg.Connection, which: Which = EVERYTHING) -> list[int]:
+async def redrive(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[int]:
     """Redrive dead events, as the command does."""
-    chunks = dead_events.redrive(db, which, patience=PATIENCE)
+    chunks = DeadEvents(PATIENCE).redrive(db, which)
     return [id async for ids in chunks for id in ids]
 
 
 async def discard(
-    db: asyncpg.Connection, which: Which = EVERYTHING, state: State = "dead"
+    db: asyncpg.Connection, which: Selection = EVERYTHING, state: State = "dead"
 ) -> list[int]:
     """Discard events, as the command does."""
-    chunks = dead_events.discard(
-        db, which, operator="zoë", why="sent by hand", patience=PATIENCE, state=state
+    chunks = DeadEvents(PATIENCE).discard(
+        db, which, operator="zoë", why="sent by hand", state=state
     )
-    return [id async for ids in chunks for id in ids]
+    return [row["id"] async for rows in chunks for row in rows]
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,13 @@ POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Momen
 BY_COMMANDS = (
     "operate.dead",
     "operate.dead_events",
+    "operate.dead_letters",
     "operate.doctor",
-    "pipeline.servers.cluster",
-    "operate.operations",
-    "operate.replay",
+    "operate.inbox_commands",
+    "operate.moves",
+    "operate.server_checks",
     "operate.status",
+    "pipeline.servers.cluster",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 

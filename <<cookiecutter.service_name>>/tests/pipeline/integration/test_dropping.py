@@ -9,9 +9,8 @@ from unittest.mock import ANY
 
 import asyncpg
 import pytest
-import typer
 
-from operate import retention_commands
+from operate.commands import command_line
 from pipeline import Park, Reject
 from pipeline.apply import inbox
 from pipeline.retention import days, generations, lease, partitions, rotation
@@ -608,9 +607,9 @@ async def test_tables_of_others_are_left_alone(
 
 
 async def test_the_commands_tell_what_is_kept_until_when_and_what_holds_it_back(
-    old_day: asyncpg.Connection, unborn: Bank, commands: Callable[[typer.Typer], Command]
+    old_day: asyncpg.Connection, unborn: Bank, commands: Callable[..., Command]
 ) -> None:
-    service = commands(retention_commands.group(unborn.service))
+    service = commands(command_line(unborn.service), "retention")
     kept = await service("status")
     assert kept.exit_code == 0
     today = datetime.now(UTC)

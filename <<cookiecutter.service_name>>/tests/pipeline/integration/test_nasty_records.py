@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +13,7 @@ from aiokafka.record import memory_records
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy, _DefaultRecordBatchPy
 from pydantic_core import to_json
 
-from operate import dead
+from operate.dead_letters import DeadLetters
 from pipeline import Event, Handlers, Transaction
 from pipeline.apply.batch import read
 from pipeline.events.message import headers_of
@@ -126,7 +125,7 @@ async def test_every_nasty_record_takes_effect_or_is_stored_as_it_came(
         nasty = NASTY[row["offset"]]
         assert (headers_of(row["headers"]), row["value"]) == (nasty.headers, nasty.value)
         assert (row["record_key"], row["timestamp"]) == (nasty.key, nasty.timestamp)
-        detail = await dead.detail(db, row["key"].hex())
-        assert to_json(asdict(detail))
+        entry = await DeadLetters(handlers, patience=5).show(db, row["key"].hex())
+        assert to_json(entry)
     taken = {one.item.record.offset for one in outcomes}
     assert len(taken | {row["offset"] for row in stored}) > len(NASTY) / 2

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import make_url
 
 from operate import dead_events
+from operate.dead import Selection
 from pipeline.apply import filters, inbox, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import Generations
@@ -331,17 +332,18 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     await asked._db.execute(
         "UPDATE pipeline.outbox_rejected SET died_at = now(), reason = 'too large' WHERE id < 40000"
     )
-    everything = dead_events.Which().arguments
-    shards = await asked._db.fetch(dead_events._SHARDS["dead"], *everything)
-    shard = shards[0]["shard"]
-    ids = await asked.fetch(dead_events._CHUNK["dead"], *everything, shard, 0, 1_000)
+    everything = Selection().arguments
+    dead = "SELECT shard FROM pipeline.outbox_rejected WHERE died_at IS NOT NULL LIMIT 1"
+    shard = await asked._db.fetchval(dead)
+    chunk = dead_events.DeadEvents(patience=5).chunk_statement("dead")
+    ids = await asked.fetch(chunk, *everything, shard, 1_000)
     assert 50 < len(ids) < 1_000
     await asked.execute(dead_events._REDRIVE, [row["id"] for row in ids])
     await asked.execute(dead_events._DISCARD, [row["id"] for row in ids], "ann", "a test")
     await asked.fetch(dead_events._BECAME, [row["id"] for row in ids])
-    chunk, redrive, discard, became = asked.plans
-    assert (chunk.indexes, chunk.scanned) == ({"outbox_rejected_dead_idx"}, set())
-    assert chunk.blocks < 3 * len(ids)
+    chosen, redrive, discard, became = asked.plans
+    assert (chosen.indexes, chosen.scanned) == ({"outbox_rejected_dead_idx"}, set())
+    assert chosen.blocks < 3 * len(ids)
     for one in (redrive, discard, became):
         assert "outbox_rejected_pkey" in one.indexes
         assert one.scanned == set()

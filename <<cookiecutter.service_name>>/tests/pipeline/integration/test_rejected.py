@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from operate.dead_events import Which
+from operate.dead import Selection
 from pipeline.observe import logs, metrics
 from pipeline.observe.health import Health
 from pipeline.relay import relay
@@ -409,8 +409,9 @@ async def test_a_dead_event_is_discarded_or_redriven_in_vain_and_then_published(
         assert (first.key, first.size) == ({"text": "ada"}, len(LARGE))
         assert first.reason == "too large"
         assert "raise the topic's max.message.bytes" in str(first.error)
-        assert await discard(db, Which(ids=[first.id])) == [first.id]
-        assert await redrive(db, Which(ids=[first.id, second.id])) == [second.id]
+        ids = [int(first.id), int(second.id)]
+        assert await discard(db, Selection(keys=ids[:1])) == ids[:1]
+        assert await redrive(db, Selection(keys=ids)) == ids[1:]
 
         async def is_dead_again() -> bool:
             return any(again.died_at != second.died_at for again in await died(db))

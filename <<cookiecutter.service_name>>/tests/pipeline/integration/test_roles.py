@@ -15,9 +15,13 @@ from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from operate import dead, dead_events, operations, replay, status
+from operate import dead, dead_events, dead_letters, inbox_commands, moves, status
+from operate.dead import STATES
+from operate.dead_events import DeadEvents
+from operate.dead_letters import DeadLetters
 from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
+from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import rejected, relay, scheduled, window
 from pipeline.retention import archive, days, generations, lease, maintenance, partitions, rotation
@@ -49,9 +53,9 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "service": (inbox, positions, limits, backlog, lanes, filters, staging, replay),
+    "service": (inbox, positions, limits, backlog, lanes, filters, staging, moves),
     "relay": (relay, window, rejected, scheduled, filters),
-    "operator": (status, dead, dead_events, operations),
+    "operator": (status, dead, dead_events, dead_letters, inbox_commands),
     "retention": (archive, days, generations, rotation, lease, maintenance, filters),
 }
 """Modules whose statements each role executes."""
@@ -68,9 +72,12 @@ BY_OTHERS = {
 }
 """Statements of these modules that another role executes."""
 
+STORES = DeadLetters(Handlers(), 1), DeadEvents(1)
+
 BY_A_PERSON = (
     *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
     *(staging.CANCEL, scheduled._LIST),
+    *(store.chunk_statement(state) for store in STORES for state in STATES),
 )
 
 GUIDE = (ROOT / "docs" / "security.md").read_text("utf-8")

@@ -11,9 +11,8 @@ from uuid import uuid4
 
 import asyncpg
 import pytest
-import typer
 
-from operate import scheduled_commands
+from operate.commands import command_line
 from pipeline import Event, Handlers, Reject, Transaction
 from pipeline.handlers.readback import Unpublishable
 from pipeline.relay import scheduled
@@ -379,9 +378,9 @@ async def test_what_is_due_is_found_by_an_index_however_much_waits(db: asyncpg.C
 
 
 async def test_the_commands_list_what_waits_and_take_it_back(
-    db: asyncpg.Connection, unborn: Bank, commands: Callable[[typer.Typer], Command]
+    db: asyncpg.Connection, unborn: Bank, commands: Callable[..., Command]
 ) -> None:
-    service = commands(scheduled_commands.group(unborn.service))
+    service = commands(command_line(unborn.service), "scheduled")
     assert "No event is scheduled." in (await service("list")).stdout
     name = f"reminder-{uuid4().hex[:6]}"
     await schedule(db, "t", [(name, LONG_AGO), ("other", LONG_AGO + HOUR)])

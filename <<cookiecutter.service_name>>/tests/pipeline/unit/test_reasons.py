@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pipeline
-from operate import dead, dead_events
+from operate import dead_events, dead_letters
 from pipeline.apply.claim_check import Unavailability
 from pipeline.events.message import Reason
 from pipeline.relay import rejected
@@ -65,7 +65,7 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                 "UNKNOWN",
             ):
                 given |= set(reasons(node.value))
-    assert given == set(dead.REASONS)
+    assert given == set(dead_letters.REASONS)
 
 
 def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other() -> None:

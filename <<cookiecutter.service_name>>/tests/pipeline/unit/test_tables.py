@@ -2,7 +2,7 @@
 
 import pytest
 
-from operate.tables import tell_table
+from operate.output import print_table
 
 LONG = "aggregate versions differ: " + "a reason of many words " * 10
 
@@ -10,7 +10,7 @@ LONG = "aggregate versions differ: " + "a reason of many words " * 10
 def test_elsewhere_than_on_a_terminal_each_row_is_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tell_table(
+    print_table(
         ("id", "count", "why"), [("7d0f2c5e", "12", LONG), ("a", "7", "x")], right=("count",)
     )
     names, first, second = capsys.readouterr().out.splitlines()
@@ -25,7 +25,7 @@ def test_a_narrow_terminal_cuts_nothing_off(
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    tell_table(("id", "why"), [("7d0f2c5e1b1d4c57", LONG)])
+    print_table(("id", "why"), [("7d0f2c5e1b1d4c57", LONG)])
     names, *lines = capsys.readouterr().out.splitlines()
     assert "\x1b[1m" in names
     assert lines[0].startswith("7d0f2c5e1b1d4c57  aggregate"), "an id can be copied whole"
@@ -35,10 +35,10 @@ def test_a_narrow_terminal_cuts_nothing_off(
 
 
 def test_what_a_payload_holds_is_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_table(("key",), [("[red]\x1b[2J:smile:\nnext",)])
+    print_table(("key",), [("[red]\x1b[2J:smile:\nnext",)])
     assert capsys.readouterr().out.splitlines()[1:] == [r"[red]\x1b[2J:smile:\nnext"]
 
 
 def test_without_rows_there_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_table(("id",), [])
+    print_table(("id",), [])
     assert capsys.readouterr().out == ""

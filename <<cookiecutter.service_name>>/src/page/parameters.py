@@ -1,20 +1,18 @@
 """What a request asks for, which may be anything."""
 
 import asyncio
-import re
 from collections.abc import Mapping
 from urllib.parse import parse_qs, urlencode
 
 from starlette.requests import ClientDisconnect, Request
 
-from operate.dead import Shown, State
-from operate.operations import Refused
+from operate.dead import STATES, State
+from operate.errors import Refused
+from operate.output import Content
 
-STATES: tuple[State, ...] = ("dead", "waiting", "discarded")
 SEARCHED = ("reason", "consumer", "event", "type", "topic", "key")
 _LARGEST_FORM = 20_000
 _FORM_SECONDS = 10.0
-_LARGEST_ID = 2**63 - 1
 _LONGEST_KEY = 1_000
 
 
@@ -45,14 +43,6 @@ def why(given: Mapping[str, str]) -> str:
     return text[:1_000]
 
 
-def number(request: Request) -> int:
-    """Return which event is asked for. Raises `Refused` if there can be none."""
-    id = request.path_params["id"]
-    if not re.fullmatch("[0-9]{1,19}", id) or int(id) > _LARGEST_ID:
-        raise Refused(f"{id[:40]!r} is not the number of an event")
-    return int(id)
-
-
 def state(request: Request) -> State:
     """Return which state is asked for: dead, unless it is one of the others."""
     given = request.query_params.get("state")
@@ -67,7 +57,7 @@ def search(request: Request) -> Mapping[str, str]:
     return found
 
 
-def link(state: State, key: Shown, **more: str) -> str | None:
+def link(state: State, key: Content, **more: str) -> str | None:
     """Return the address of a search for a key; None for a key that none can ask for."""
     text = (key or {}).get("text", "")
     if not text or text != text.strip() or "\0" in text or len(text) > _LONGEST_KEY:

@@ -8,11 +8,11 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from operate.operations import Refused
+from operate.errors import Refused
 from pipeline.errors import describe_error
 from pipeline.settings import Settings
 
-from . import asked, trouble
+from . import errors, parameters
 from .rendering import Templates
 from .sessions import Operator, Sessions, is_name
 from .settings import PageSettings
@@ -27,7 +27,7 @@ Shows = Callable[[Request, Operator], Awaitable[Response]]
 Changes = Callable[[Request, Operator, Mapping[str, str]], Awaitable[Response]]
 
 
-class Gate:
+class Auth:
     """Lets in who is known, and changes only what a form of the page asks for."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Gate:
                 return self._stranger()
             if not self._sessions.is_own(request):
                 return self._foreign(request, operator)
-            form = await asked.form(request)
+            form = await parameters.form(request)
             if form is None or not self._sessions.is_meant(operator, form.get("csrf", "")):
                 said = "This form is not of your session: go back, load the page again."
                 return self._templates.note(operator, said, HTTPStatus.FORBIDDEN)
@@ -73,7 +73,7 @@ class Gate:
         except Refused as error:
             return self._templates.note(operator, f"Refused: {error}", HTTPStatus.CONFLICT)
         except Exception as error:
-            said = trouble.told(error, self._settings)
+            said = errors.describe(error, self._settings)
             if said is None:
                 raise
             log.warning("PostgreSQL does not answer the page: %s", describe_error(error))
@@ -109,7 +109,7 @@ class Gate:
         """Begin a session for who has the token."""
         if not self._sessions.is_own(request):
             return self._foreign(request, None)
-        form = await asked.form(request)
+        form = await parameters.form(request)
         if self._page.token is None or form is None:
             return self._templates.note(
                 None, "Log in on the page's own form.", HTTPStatus.FORBIDDEN

@@ -2,7 +2,7 @@
 
 import pytest
 
-from page.shown import LONGEST, content, plain, ranges
+from page.formatting import LONGEST, content, plain, ranges
 
 
 def test_json_is_laid_out_and_every_token_of_it_is_as_it_came() -> None:

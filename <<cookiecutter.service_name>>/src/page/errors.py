@@ -11,7 +11,7 @@ _NOT_LET_IN = ("28", "3D", "42501")
 """For a wrong user, password or name of the database; and for what the user may not do."""
 
 
-def told(error: Exception, settings: Settings) -> str | None:
+def describe(error: Exception, settings: Settings) -> str | None:
     """Return what is wrong and what to do; None for what is the page's own mistake."""
     state = sqlstate_of(error) or ""
     if state in _NO_TABLES:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 
-from operate.dead import Shown
+from operate.output import Content
 
 LONGEST = 20_000
 """Characters of a payload that are shown; the rest is counted."""
@@ -36,7 +36,7 @@ def _seen(letter: str) -> str:
     return f"⟨U+{ord(letter):04X}⟩"
 
 
-def content(data: Shown, limit: int = LONGEST) -> str:
+def content(data: Content, limit: int = LONGEST) -> str:
     """Return bytes as text: JSON with its lines, what is no text in hexadecimal digits."""
     if data is not None and "text" in data and len(data["text"]) <= limit:
         # Only what is shown whole is worth it, and parsing something huge takes long.
@@ -46,7 +46,7 @@ def content(data: Shown, limit: int = LONGEST) -> str:
     return plain(data, limit)
 
 
-def plain(data: Shown, limit: int = LONGEST) -> str:
+def plain(data: Content, limit: int = LONGEST) -> str:
     """Return bytes as text in one piece, as one has to write it to search for it."""
     if data is None:
         return "(nothing)"

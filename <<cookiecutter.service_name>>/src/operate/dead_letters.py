@@ -1,0 +1,242 @@
+"""Dead letters: messages of the backlog that a person has to decide on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import asyncpg
+
+from pipeline.apply.backlog import mismatch_key
+from pipeline.apply.batch import items_of
+from pipeline.apply.item import Item, Undecoded
+from pipeline.events.message import headers_of, marker_key, printable
+from pipeline.handlers.policy import UNKNOWN
+from pipeline.handlers.registry import Handlers
+from pipeline.retry import lanes
+from pipeline.service import Service
+from pipeline.settings import Settings
+
+from .dead import Entry, Outcome, Selection, Settled, Store
+from .errors import Refused
+from .output import content_of
+
+TOO_OLD = "too old"
+
+REASONS: Mapping[str, str] = {
+    # Records that no handler has seen.
+    "missing attribute": "have the producer send it, then discard this one",
+    "invalid attribute": "have the producer send it right, then discard this one",
+    "invalid envelope": "have the producer send one event in each record, then discard this one",
+    "unsupported specversion": "have the producer send CloudEvents 1.0, then discard this one",
+    "not CloudEvents": "say by handlers.plain(…) how the topic names its events, then redrive",
+    "missing identity": "name the topic's events by something that all have, then redrive",
+    "unknown type": "deploy a handler, or leave handlers.demand_types(…) out, then redrive",
+    # Messages that a handler was not given.
+    "invalid payload": "make the event's model take it, then redrive; or discard it",
+    "data missing": "put the object back, then redrive; or have it sent by a new id, and discard",
+    "data changed": "put back what the event was sent with, then redrive; or discard it",
+    "data elsewhere": "let PIPELINE_CLAIM_URL be the store that the producer uses, then redrive",
+    "data too large": "raise PIPELINE_CLAIM_MEMORY, then redrive; or discard it",
+    "identity mismatch": "ask the producer which is right, and for a new id; then discard this one",
+    "sequence conflict": "see what the producer counts by, then discard, or have it sent again",
+    "too old": "find out whether it was applied; if not, redrive it by its id; if so, discard it",
+    "no handler": "deploy the handler; if it is dead, redrive it then, or discard it",
+    # Messages that a handler has failed on.
+    "attempts used up": "mend what the error names, deploy it, then redrive",
+    "waited too long": "see to what it waited for, then redrive",
+    "sequence gap": "have the producer send what is missing before it; if that is lost, redrive it"
+    " to go on without",
+    "outcome unknown": "find out at the service outside whether it took place; if not, redrive it;"
+    " if so, discard it",
+    "rejected": "its handler has rejected it: mend the data or the handler, then redrive;"
+    " or discard it",
+    # What waits.
+    "failed": "nothing: it is tried again by its schedule",
+    "transaction failed": "nothing: it is tried again by its schedule",
+    "takes too long": "nothing: it is tried again by its schedule",
+    "locked out": "nothing: it is tried again; look for what holds the locks of its rows",
+    "process died": "nothing: it is tried alone; look into the log of the process that died",
+    "parked by its handler": "nothing: it is tried again when its handler said so",
+    "follows another": "nothing: it goes on after what its key waits for",
+    "undecided": "nothing: it is tried at once, by itself",
+    "deferred": "nothing: it is handled in its turn",
+    "redriven": "nothing: it is handled in its turn",
+}
+"""Every reason for which something is in the backlog, and what a person is to do about it."""
+
+_KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT 2"
+
+_ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
+
+_STORED = """
+SELECT key, left(encode(key, 'hex'), 16) AS id, topic, partition, "offset", reason, error,
+       died_at IS NOT NULL AS is_dead
+  FROM pipeline.backlog WHERE key = ANY ($1)
+"""
+
+_MARKED = """
+SELECT key, topic, partition, "offset"
+  FROM pipeline.inbox
+ WHERE generation = ANY (ARRAY(
+           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))
+   AND key = ANY ($1)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Redriven:
+    """A row that was redriven."""
+
+    keys: Sequence[bytes]
+    """Its own, and those of the rows that it may become."""
+    markers: Sequence[bytes]
+    """The keys of its message's inbox markers, at each of its consumers."""
+    place: tuple[str, int, int]
+
+
+class DeadLetters(Store[Redriven]):
+    """Messages of the backlog. A chunk holds a lane, so that its worker settles nothing."""
+
+    name = "dead letter"
+    command = "dead"
+    example = "7d0f2c5e"
+    reasons = REASONS
+    outcomes = ("waiting", "dead", "applied", "duplicate", "gone")
+    hint = "see `service dead list --waiting`, and whether the service runs."
+    listed = ("id", "since", "attempts", "reason", "consumer", "type", "topic", "offset", "key")
+
+    table = "pipeline.backlog"
+    key = "key"
+    key_type = "bytea"
+    waiting_since = "received_at"
+    reason = "reason"
+    consumer = "consumer"
+    event_id = "id"
+    record_key = "record_key"
+    entry = """left(encode(key, 'hex'), 16) AS id, reason, error, attempts, consumer, type, source,
+        id AS event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
+        discarded_at, holds"""
+    detail = """timestamp, waited, encode(hash, 'hex') AS hash, traceparent, traceback,
+        encode(remembered_hash, 'hex') AS remembered_hash, discarded_by, discarded_why, headers,
+        value"""
+    lock = "lane"
+    order = 'order_key, sequence, partition, "offset"'
+    chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
+
+    def __init__(self, handlers: Handlers, patience: float) -> None:
+        super().__init__(patience)
+        self._handlers = handlers
+
+    @classmethod
+    def of(cls, service: Service, settings: Settings) -> Self:
+        """Return the store of a service."""
+        return cls(service.handlers, patience=settings.backlog_lease)
+
+    async def keys_of(self, connection: asyncpg.Connection, ids: Sequence[str]) -> list[bytes]:
+        """Return the keys that begin with these hex digits. Raises `Refused`."""
+        keys = []
+        for id in ids:
+            try:
+                if not 8 <= len(id) <= 32:
+                    raise ValueError(id)
+                first, last = (bytes.fromhex(id.ljust(32, digit)) for digit in "0f")
+            except ValueError:
+                raise Refused(
+                    f"{id!r} is not the id of a dead letter: 8 to 32 hex digits"
+                ) from None
+            found = await connection.fetch(_KEYS, first, last)
+            if len(found) != 1:
+                how_many = "more than one row has" if found else "no row has"
+                raise Refused(f"{how_many} an id that begins with {id}: see `service dead list`")
+            keys.append(found[0]["key"])
+        return keys
+
+    def redrivable(self, selection: Selection) -> Selection:
+        """Return the selection without what would wait for ever, and what may have been applied.
+
+        The first are messages of consumers that the service does not have. What is too old, and a
+        call that may have taken place, is redriven only if it is named by its id or that reason.
+        """
+        known = ["", *self._handlers.consumers]
+        chosen = [one for one in known if selection.consumers is None or one in selection.consumers]
+        named = (TOO_OLD, UNKNOWN) if selection.keys is not None else selection.reasons or ()
+        excluded = [reason for reason in (TOO_OLD, UNKNOWN) if reason not in named]
+        return replace(selection, consumers=chosen, except_reasons=excluded)
+
+    def _read(self, row: asyncpg.Record) -> Entry:
+        entry = super()._read(row)
+        if "headers" in entry:
+            headers = headers_of(entry["headers"])
+            entry["headers"] = [(printable(name), content_of(value)) for name, value in headers]
+        return entry
+
+    async def _lock(self, connection: asyncpg.Connection, number: int) -> None:
+        await lanes.fence_lane(connection, number)
+
+    async def _redrive(
+        self, connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
+    ) -> Sequence[Redriven]:
+        redriven = [await self._redriven(connection, row) for row in rows]
+        await lanes.redrive(connection, [row["key"] for row in rows])
+        await _schedule_heads(connection, rows)
+        return redriven
+
+    async def _discard(
+        self,
+        connection: asyncpg.Connection,
+        rows: Sequence[asyncpg.Record],
+        operator: str,
+        why: str,
+    ) -> Sequence[asyncpg.Record]:
+        keys = [row["key"] for row in rows]
+        await lanes.discard(connection, keys, operator=operator, why=why)
+        await _schedule_heads(connection, rows)
+        return rows
+
+    async def _redriven(self, connection: asyncpg.Connection, row: asyncpg.Record) -> Redriven:
+        key, place = row["key"], _place(row)
+        if row["consumer"]:
+            return Redriven([key], [marker_key(row["consumer"], row["source"], row["id"])], place)
+        # A record that no handler has seen becomes a message to each of its handlers.
+        items = await self._read_again(connection, key)
+        markers = [item.key for item in items]
+        mismatches = [mismatch_key(item) for item in items]
+        return Redriven([key, *markers, *mismatches], markers, place)
+
+    async def _read_again(self, connection: asyncpg.Connection, key: bytes) -> Sequence[Item]:
+        row = await connection.fetchrow(_ROW, key)
+        record = lanes.stored_record(row, stored_for=0.0)
+        found = items_of(self._handlers, record, validates=False)
+        return [] if isinstance(found, Undecoded) else found
+
+    async def _settle(
+        self, connection: asyncpg.Connection, some: Sequence[Redriven]
+    ) -> Settled[Redriven]:
+        keys = list({key for one in some for key in (*one.keys, *one.markers)})
+        stored = {row["key"]: row for row in await connection.fetch(_STORED, keys)}
+        # Markers are read later: a row that leaves the backlog in between is found by its marker.
+        marked = {row["key"]: _place(row) for row in await connection.fetch(_MARKED, keys)}
+        return [(one, *_outcome(one, stored, marked)) for one in some]
+
+
+async def _schedule_heads(connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]) -> None:
+    numbers, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
+    await lanes.schedule_heads(connection, numbers, order_keys)
+
+
+def _outcome(
+    one: Redriven,
+    stored: Mapping[bytes, asyncpg.Record],
+    marked: Mapping[bytes, tuple[str, int, int]],
+) -> tuple[Outcome, asyncpg.Record | None]:
+    rows = [row for key in one.keys if (row := stored.get(key)) and _place(row) == one.place]
+    if rows:
+        return ("dead", rows[0]) if all(row["is_dead"] for row in rows) else ("waiting", None)
+    places = [marked[key] for key in one.markers if key in marked]
+    if one.place in places:
+        return "applied", None
+    return ("duplicate" if places else "gone"), None
+
+
+def _place(row: asyncpg.Record) -> tuple[str, int, int]:
+    return row["topic"], row["partition"], row["offset"]

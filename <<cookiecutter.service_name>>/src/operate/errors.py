@@ -1,0 +1,9 @@
+"""Errors that end a command with one sentence."""
+
+
+class Refused(Exception):
+    """The request can't be carried out; the text says why, and what can be."""
+
+
+class Unavailable(Exception):
+    """A server can't be used; the text names it, and the variable that says where it is."""

@@ -1,0 +1,197 @@
+"""Positions in Kafka's topics: moving them, and following a replay from an earlier one.
+
+A replay reads records again. The inbox makes that safe: what took effect is known and skipped. What
+the inbox has forgotten would be a dead letter for its age, so that is counted before.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from time import monotonic
+from typing import Literal
+
+import asyncpg
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from pipeline.apply import positions
+from pipeline.apply.positions import Slot
+from pipeline.servers import clients
+from pipeline.service import Service
+from pipeline.settings import CLOCK_MARGIN, Settings
+
+from .errors import Refused
+
+_LOOK_SECONDS = 1.0
+_STALLED_SECONDS = 30.0
+
+_MARGIN = 1 / 8
+"""Part of the time for which the inbox remembers. A replay takes long: what is forgotten within
+this time counts as forgotten."""
+
+# Nothing is too old for consumers that have begun since the last generation that counts.
+_MEMORY = """
+SELECT CASE WHEN EXISTS (
+           SELECT FROM unnest($3::text[]) AS reader (consumer)
+             LEFT JOIN pipeline.inbox_consumer USING (consumer)
+            WHERE generation IS NULL OR generation < oldest OR generation <= soon.last)
+       THEN GREATEST(since, soon.closed_at + $2::interval) END AS since
+  FROM pipeline.inbox_generation
+ CROSS JOIN (SELECT max(generation) AS last, max(closed_at) AS closed_at
+               FROM pipeline.inbox_closed
+              WHERE closed_at < clock_timestamp() - $1::interval) AS soon
+"""
+
+Place = Literal["earliest", "latest"] | int | datetime
+"""Where a partition is to go on: the first record that the brokers have, the next one that is
+written, an offset, or the first record of a time."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A partition that goes on from another offset; `old` is None if it was never read."""
+
+    slot: Slot
+    old: int | None
+    new: int
+    first: int
+    """The first offset that the brokers have."""
+    end: int
+    """The offset after the last one."""
+
+
+async def plan_moves(
+    connection: asyncpg.Connection,
+    settings: Settings,
+    service: Service,
+    topic: str,
+    partition: int | None,
+    to: Place,
+) -> list[Move]:
+    """Return how positions would move. Raises `Refused` for what the topic does not have."""
+    if topic not in service.handlers.topics:
+        known = ", ".join(sorted(service.handlers.topics)) or "none"
+        raise Refused(f"the service does not read topic {topic}; it reads {known}")
+    numbers = await _partitions(settings, topic)
+    if partition is None and isinstance(to, int) and len(numbers) > 1:
+        raise Refused(f"{topic} has {len(numbers)} partitions: name one by --partition")
+    if partition is not None and partition not in numbers:
+        raise Refused(f"{topic} has the partitions {numbers[0]} to {numbers[-1]}")
+    chosen = [TopicPartition(topic, n) for n in numbers if partition in (None, n)]
+    async with clients.offsets_client(settings) as client:
+        first = await client.beginning_offsets(chosen)
+        end = await client.end_offsets(chosen)
+        if isinstance(to, datetime):
+            places: Mapping[TopicPartition, int] = await offsets_since(client, end, to)
+        else:
+            places = {"earliest": first, "latest": end}.get(str(to), dict.fromkeys(chosen, to))
+    found = []
+    for one in chosen:
+        new = places[one]
+        if not first[one] <= new <= end[one]:
+            raise Refused(
+                f"{topic}/{one.partition} has the offsets {first[one]} to {end[one]}: not {new}"
+            )
+        slot = Slot(service.name, topic, one.partition)
+        stored = await positions.position(connection, slot)
+        old = stored.next_offset if stored else None
+        found.append(Move(slot, old, new, first[one], end[one]))
+    return found
+
+
+async def offsets_since(
+    client: AIOKafkaConsumer, end: Mapping[TopicPartition, int], time: datetime
+) -> dict[TopicPartition, int]:
+    """Return the offsets of the first records that are not older; where all are, the end."""
+    milliseconds = max(0, round(time.timestamp() * 1_000))
+    found = await client.offsets_for_times(dict.fromkeys(end, milliseconds))
+    return {one: found[one].offset if found[one] else end[one] for one in end}
+
+
+async def _partitions(settings: Settings, topic: str) -> list[int]:
+    async with clients.admin_client(settings) as admin:
+        (found,) = await admin.describe_topics([topic])
+    if not found["partitions"]:
+        raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
+    return sorted(one["partition"] for one in found["partitions"])
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Partitions that are to be read again."""
+
+    moves: Sequence[Move]
+    since: datetime | None
+    """What is older may have been forgotten, or will be within an eighth of the time for which the
+    inbox remembers; None: nothing was that a consumer of the topic has taken."""
+    forgotten: int
+    """Offsets that are older than that."""
+
+    @property
+    def records(self) -> int:
+        """Offsets that are to be read again; fewer records, where some are missing."""
+        return sum((one.old or 0) - one.new for one in self.moves)
+
+
+@dataclass(frozen=True)
+class ReplayProgress:
+    """How far a replay is."""
+
+    done: int
+    """Offsets."""
+    is_stalled: bool
+    """Whether nothing has moved for a while."""
+
+
+async def plan_replay(
+    connection: asyncpg.Connection,
+    settings: Settings,
+    service: Service,
+    topic: str,
+    partition: int | None,
+    to: Place,
+) -> Replay:
+    """Return what would be read again. Raises `Refused` if that is nothing."""
+    found = await plan_moves(connection, settings, service, topic, partition, to)
+    back = [one for one in found if one.old is not None and one.new < one.old]
+    if not back:
+        raise Refused(
+            f"nothing of {topic} was read after {to}: to go forward, `service topics seek`"
+        )
+    since = await connection.fetchval(
+        _MEMORY,
+        timedelta(seconds=settings.inbox_age * (1 - _MARGIN)),
+        CLOCK_MARGIN,
+        sorted(service.handlers.refusing_old(topic)),
+    )
+    forgotten = 0
+    if since is not None:
+        # Rounded up: messages name it to the second, and it has to be enough as `--from`.
+        since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
+        ends = {TopicPartition(topic, one.slot.partition): one.end for one in back}
+        async with clients.offsets_client(settings) as client:
+            first = list((await offsets_since(client, ends, since)).values())
+        forgotten = sum(
+            max(0, min(offset, one.old or 0) - one.new)
+            for one, offset in zip(back, first, strict=True)
+        )
+    return Replay(back, since, forgotten)
+
+
+async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[ReplayProgress]:
+    """Yield how far it is each time that it has moved, until all is read again."""
+    done, moved_at = -1, monotonic()
+    while done < replay.records:
+        now = 0
+        for one in replay.moves:
+            stored = await positions.position(connection, one.slot)
+            at = stored.next_offset if stored else one.new
+            now += min(max(at, one.new), one.old or 0) - one.new
+        if now > done:
+            done, moved_at = now, monotonic()
+            yield ReplayProgress(done, is_stalled=False)
+        elif monotonic() > moved_at + _STALLED_SECONDS:
+            moved_at = monotonic()
+            yield ReplayProgress(done, is_stalled=True)
+        if done < replay.records:
+            await asyncio.sleep(_LOOK_SECONDS)

@@ -1,0 +1,155 @@
+"""The commands `service topics …` and `service replay`."""
+
+from datetime import datetime
+from typing import Annotated
+
+import typer
+from aiokafka.admin import NewTopic
+from aiokafka.errors import for_code
+
+from pipeline.apply import positions
+from pipeline.servers import clients
+
+from . import moves
+from .errors import Refused
+from .moves import Move, Place, Replay
+from .output import print_json
+from .terminal import Invocation, of_kafka, operation
+
+_REPLICAS = 3
+"""Where there are as many brokers: one may fail, and what was acknowledged is kept."""
+_TOPIC_EXISTS = 36
+"""Kafka's error code TOPIC_ALREADY_EXISTS."""
+
+app = typer.Typer(help="Kafka topics of the service.", no_args_is_help=True)
+replay_app = typer.Typer()
+
+
+def _place(text: str) -> Place:
+    """Return the place in a topic that a text names."""
+    if text == "earliest":
+        return "earliest"
+    if text == "latest":
+        return "latest"
+    if text.isdecimal():
+        return int(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not earliest, latest, an offset, or a time such as 2026-11-01T08:00+00:00"
+        ) from None
+    if time.tzinfo is None:
+        raise typer.BadParameter(f"{text!r} has no zone: write {text}+00:00 for UTC")
+    return time
+
+
+_METAVAR = "earliest|latest|OFFSET|TIME"
+_Topic = Annotated[str, typer.Argument(help="a topic that the service reads")]
+_Partition = Annotated[int | None, typer.Option(min=0, help="only this one")]
+
+
+@operation(app, example="service topics create --partitions 16")
+async def create(
+    invocation: Invocation,
+    partitions: Annotated[int, typer.Option(min=1, help="partitions of a new topic")] = 8,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="of each partition; else three, or as many as there are brokers"),
+    ] = None,
+) -> None:
+    """Create the topics that are missing; those that exist are left alone.
+
+    In production say how many partitions: to change that later breaks the order of keys.
+    """
+    settings = invocation.settings
+    names = invocation.service.topics | ({settings.dead_letter_topic or ""} - {""})
+    with of_kafka(settings):
+        async with clients.admin_client(settings) as admin:
+            if replicas is None:
+                replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
+            new = [NewTopic(name, partitions, replicas) for name in sorted(names)]
+            answer = await admin.create_topics(new)
+    done: dict[str, list[str]] = {"created": [], "existed": []}
+    made = f"created with {partitions} partitions, replicas: {replicas}"
+    # aiokafka returns the error codes of topics instead of raising.
+    for name, code, *_ in answer.topic_errors:
+        if code not in (0, _TOPIC_EXISTS):
+            raise for_code(code)(f"topic {name} was not created")
+        done["existed" if code else "created"].append(name)
+        invocation.say(f"{name}: {'exists' if code else made}")
+    if invocation.as_json:
+        print_json(done | {"partitions": partitions, "replicas": replicas})
+
+
+@operation(app, example="service topics seek scans --partition 3 --to earliest --dry-run")
+async def seek(
+    invocation: Invocation,
+    topic: _Topic,
+    to: Annotated[str, typer.Option(metavar=_METAVAR, help="where to go on")],
+    partition: _Partition = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="change nothing")] = False,
+) -> None:
+    """Go on elsewhere in a topic: what was handled before is not handled again."""
+    place, settings, service = _place(to), invocation.settings, invocation.service
+    async with invocation.connected() as connection:
+        with of_kafka(settings):
+            found = await moves.plan_moves(connection, settings, service, topic, partition, place)
+        for one in found:
+            if not dry_run:
+                await positions.seek(connection, one.slot, one.new)
+            invocation.say(_moved(one, "would go" if dry_run else "goes"))
+    if invocation.as_json:
+        print_json(*found)
+
+
+@operation(replay_app, example="service replay scans --from 2026-11-01T08:00+00:00")
+async def replay(
+    invocation: Invocation,
+    topic: _Topic,
+    since: Annotated[str, typer.Option("--from", metavar=_METAVAR, help="where to begin")],
+    partition: _Partition = None,
+    too_old: Annotated[
+        bool, typer.Option("--too-old", help="also what may have been forgotten")
+    ] = False,
+    wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
+) -> None:
+    """Read a topic again: what took effect before is skipped, what has not is handled."""
+    place, settings, service = _place(since), invocation.settings, invocation.service
+    async with invocation.connected() as connection:
+        with of_kafka(settings):
+            planned = await moves.plan_replay(
+                connection, settings, service, topic, partition, place
+            )
+        if planned.forgotten and not too_old:
+            raise Refused(_forgotten(planned))
+        for one in planned.moves:
+            await positions.rewind(connection, one.slot, one.new)
+            invocation.say(_moved(one, "goes"))
+        if wait:
+            async for progress in moves.follow(connection, planned):
+                stalled = ": does the service run?" if progress.is_stalled else ""
+                invocation.say(
+                    f"{progress.done:,} of {planned.records:,} offsets are read again{stalled}"
+                )
+    if invocation.as_json:
+        print_json(*planned.moves)
+
+
+def _forgotten(planned: Replay) -> str:
+    return (
+        f"{planned.forgotten:,} of {planned.records:,} offsets are from before {planned.since},"
+        " and the inbox does not remember what it handled then, or not for much longer:"
+        " they would be dead letters as too old. Begin with"
+        f" --from {planned.since:%Y-%m-%dT%H:%M:%SZ}, or add --too-old"
+    )
+
+
+def _moved(one: Move, verb: str) -> str:
+    old = "the beginning" if one.old is None else one.old
+    passed = one.new - max(one.first, one.old or one.first)
+    lost = f"; passes over {passed} offsets, which are lost to this service" if passed > 0 else ""
+    return (
+        f"{one.slot.topic}/{one.slot.partition} {verb} from {old} to {one.new}"
+        f" (the brokers have {one.first} to {one.end}){lost}"
+    )
