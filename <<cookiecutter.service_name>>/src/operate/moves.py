@@ -24,6 +24,8 @@ from .errors import Refused
 
 _LOOK_SECONDS = 1.0
 _STALLED_SECONDS = 30.0
+_COUNT_SECONDS = 600.0
+"""The markers of a day have no index by time."""
 
 _MARGIN = 1 / 8
 """Part of the time for which the inbox remembers. A replay takes long: what is forgotten within
@@ -35,11 +37,29 @@ SELECT CASE WHEN EXISTS (
            SELECT FROM unnest($3::text[]) AS reader (consumer)
              LEFT JOIN pipeline.inbox_consumer USING (consumer)
             WHERE generation IS NULL OR generation < oldest OR generation <= soon.last)
-       THEN GREATEST(since, soon.closed_at + $2::interval) END AS since
+       THEN GREATEST(since, soon.closed_at + $2::interval) END AS since,
+       clock_timestamp() AS begun_at, current AS generation,
+       (SELECT sum(duplicates)::bigint FROM pipeline.position
+         WHERE consumer_group = $4 AND topic = $5 AND partition = ANY ($6)) AS duplicates
   FROM pipeline.inbox_generation
  CROSS JOIN (SELECT max(generation) AS last, max(closed_at) AS closed_at
                FROM pipeline.inbox_closed
               WHERE closed_at < clock_timestamp() - $1::interval) AS soon
+"""
+
+_OUTCOME = """
+  WITH again AS (
+       SELECT * FROM unnest($1::integer[], $2::bigint[], $3::bigint[])
+                  AS again (partition, first, beyond))
+SELECT (SELECT count(*) FROM pipeline.inbox JOIN again USING (partition)
+         WHERE generation >= $7 AND topic = $4 AND "offset" >= first AND "offset" < beyond
+           AND created_at >= $6) AS applied,
+       (SELECT sum(duplicates)::bigint - $8 FROM pipeline.position
+         WHERE consumer_group = $5 AND topic = $4 AND partition = ANY ($1)) AS known,
+       count(*) FILTER (WHERE died_at IS NULL) AS waiting,
+       count(*) FILTER (WHERE died_at >= $6 AND reason = 'too old') AS buried
+  FROM pipeline.backlog JOIN again USING (partition)
+ WHERE topic = $4 AND "offset" >= first AND "offset" < beyond
 """
 
 Place = Literal["earliest", "latest"] | int | datetime
@@ -126,6 +146,12 @@ class Replay:
     inbox remembers; None: nothing was that a consumer of the topic has taken."""
     forgotten: int
     """Offsets that are older than that."""
+    begun_at: datetime
+    """By the database's clock."""
+    generation: int
+    """The one that took new markers then."""
+    duplicates: int
+    """Duplicates that these partitions had before."""
 
     @property
     def records(self) -> int:
@@ -143,6 +169,20 @@ class ReplayProgress:
     """Whether nothing has moved for a while."""
 
 
+@dataclass(frozen=True)
+class ReplayOutcome:
+    """What became of the messages that were read again."""
+
+    applied: int
+    """Took effect only now."""
+    known: int
+    """Duplicates."""
+    waiting: int
+    """In the backlog; they take effect later."""
+    buried: int
+    """Dead letters now, as too old."""
+
+
 async def plan_replay(
     connection: asyncpg.Connection,
     settings: Settings,
@@ -158,12 +198,16 @@ async def plan_replay(
         raise Refused(
             f"nothing of {topic} was read after {to}: to go forward, `service topics seek`"
         )
-    since = await connection.fetchval(
+    memory = await connection.fetchrow(
         _MEMORY,
         timedelta(seconds=settings.inbox_age * (1 - _MARGIN)),
         CLOCK_MARGIN,
         sorted(service.handlers.refusing_old(topic)),
+        service.name,
+        topic,
+        [one.slot.partition for one in back],
     )
+    since, begun_at, generation, duplicates = memory
     forgotten = 0
     if since is not None:
         # Rounded up: messages name it to the second, and it has to be enough as `--from`.
@@ -175,7 +219,7 @@ async def plan_replay(
             max(0, min(offset, one.old or 0) - one.new)
             for one, offset in zip(back, first, strict=True)
         )
-    return Replay(back, since, forgotten)
+    return Replay(back, since, forgotten, begun_at, generation, duplicates)
 
 
 async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[ReplayProgress]:
@@ -195,3 +239,21 @@ async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterato
             yield ReplayProgress(done, is_stalled=True)
         if done < replay.records:
             await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def outcome(connection: asyncpg.Connection, replay: Replay) -> ReplayOutcome:
+    """Count what became of what was read again."""
+    found = replay.moves
+    row = await connection.fetchrow(
+        _OUTCOME,
+        [one.slot.partition for one in found],
+        [one.new for one in found],
+        [one.old for one in found],
+        found[0].slot.topic,
+        found[0].slot.group,
+        replay.begun_at,
+        replay.generation,
+        replay.duplicates,
+        timeout=_COUNT_SECONDS,
+    )
+    return ReplayOutcome(**row)

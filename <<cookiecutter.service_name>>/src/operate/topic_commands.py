@@ -12,7 +12,7 @@ from pipeline.servers import clients
 
 from . import moves
 from .errors import Refused
-from .moves import Move, Place, Replay
+from .moves import Move, Place, Replay, ReplayOutcome
 from .output import print_json
 from .terminal import Invocation, of_kafka, operation
 
@@ -116,6 +116,7 @@ async def replay(
 ) -> None:
     """Read a topic again: what took effect before is skipped, what has not is handled."""
     place, settings, service = _place(since), invocation.settings, invocation.service
+    became = None
     async with invocation.connected() as connection:
         with of_kafka(settings):
             planned = await moves.plan_replay(
@@ -132,8 +133,11 @@ async def replay(
                 invocation.say(
                     f"{progress.done:,} of {planned.records:,} offsets are read again{stalled}"
                 )
+            became = await moves.outcome(connection, planned)
     if invocation.as_json:
-        print_json(*planned.moves)
+        print_json({"moves": planned.moves, "became": became})
+    elif became:
+        _report(became)
 
 
 def _forgotten(planned: Replay) -> str:
@@ -153,3 +157,16 @@ def _moved(one: Move, verb: str) -> str:
         f"{one.slot.topic}/{one.slot.partition} {verb} from {old} to {one.new}"
         f" (the brokers have {one.first} to {one.end}){lost}"
     )
+
+
+def _report(became: ReplayOutcome) -> None:
+    waiting = f", {became.waiting:,} wait in the backlog" if became.waiting else ""
+    typer.echo(
+        f"{became.applied:,} messages took effect that had not, {became.known:,} were known"
+        f"{waiting}; others were dead letters, or have no handler"
+    )
+    if became.buried:
+        typer.echo(
+            f"{became.buried:,} messages were too old, and are dead letters now:"
+            ' `service dead list --reason "too old"`'
+        )

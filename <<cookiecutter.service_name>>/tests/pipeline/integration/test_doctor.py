@@ -582,6 +582,66 @@ async def test_messages_of_a_consumer_that_is_gone_are_told(
     assert "deploy it again" in found.advice
 
 
+async def test_the_largest_tables_are_told(
+    command: Callable[..., Awaitable[Process]], db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        "INSERT INTO pipeline.outbox (topic, event_id, source, type, content_type, payload)"
+        " SELECT 'balances', n, '/bank', 'changed', 'text/plain',"
+        "        convert_to(repeat(md5(n::text), 40), 'UTF8')"
+        " FROM generate_series(1, 5000) AS n"
+    )
+    process = await command()
+    (line,) = [one for one in process.output.splitlines() if " sizes  " in one]
+    assert line.startswith("ok ")
+    assert float(line.partition("indexes: outbox ")[2].split()[0]) > 5, line
+
+
+async def test_a_slot_that_nobody_reads_is_dropped_by_the_advice(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    name = f"slot_{uuid4().hex[:8]}"
+    await db.execute("SELECT pg_create_physical_replication_slot($1, true)", name)
+    try:
+        found = (await examine())["replication slots"]
+        assert found.level == "warning"
+        assert name in found.found
+    finally:
+        await db.execute(found.advice.partition("or ")[2])
+    assert "replication slots" not in await examine()
+
+
+async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    await db.execute("ALTER TABLE pipeline.backlog_lane SET (autovacuum_enabled = off)")
+    await db.execute(
+        "DO $$ BEGIN FOR i IN 1..400 LOOP"
+        " UPDATE pipeline.backlog_lane SET token = token + 1; END LOOP; END $$"
+    )
+    await db.execute("SELECT pg_stat_force_next_flush()")
+    found = (await examine())["bloat"]
+    assert found.level == "warning"
+    assert found.advice.endswith("VACUUM pipeline.backlog_lane")
+    await db.execute(found.advice.partition("then ")[2])
+    await db.execute("SELECT pg_stat_force_next_flush()")
+    assert "bloat" not in await examine()
+
+
+@pytest.mark.parametrize("table", ["backlog", "outbox_rejected", "scheduled"])
+async def test_dead_rows_of_a_table_that_has_been_emptied_are_told(
+    examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    with_argument(monkeypatch, "bloat", server_checks._HOT, 100)
+    await db.execute(f"ALTER TABLE pipeline.{table} SET (autovacuum_enabled = off)")
+    await db.execute(_FILL[table])
+    await db.execute(f"DELETE FROM pipeline.{table}")
+    await db.execute("SELECT pg_stat_force_next_flush()")
+    found = (await examine())["bloat"]
+    assert found.found == f"pipeline.{table} has 200 dead rows for 0"
+    assert found.advice.endswith(f"VACUUM pipeline.{table}")
+
+
 async def test_settings_that_no_service_starts_with_are_told(examine: Examine, bank: Bank) -> None:
     found = (await examine(dead_letter_topic=bank.deposits))["settings"]
     assert found.level == "wrong"

@@ -130,9 +130,10 @@ async def test_seek_and_replay_tell_where_each_partition_goes_on(
         seek = ("topics", "seek", bank.deposits, "--partition", "0", "--to", "earliest")
         assert await tells(*seek, "--dry-run") == [to(0, old=3)]
         replayed = await tells("replay", bank.deposits, "--from", "1")
-    assert replayed == [to(1, old=3)]
+    became = {"applied": 0, "known": 2, "waiting": 0, "buried": 0}
+    assert replayed == [{"moves": [to(1, old=3)], "became": became}]
     again = await tells("replay", bank.deposits, "--from", "1", "--no-wait")
-    assert again == [to(1, old=3)]
+    assert again == [{"moves": [to(1, old=3)], "became": None}]
 
 
 async def test_skip_archive_and_cancel_tell_what_they_found_also_where_they_miss_something(

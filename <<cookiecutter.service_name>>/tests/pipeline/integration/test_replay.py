@@ -1,7 +1,7 @@
 """A topic is read again from an earlier place: nothing takes effect twice, and nothing is lost."""
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,12 +12,15 @@ from aiokafka import AIOKafkaProducer
 
 from operate import moves
 from operate.commands import command_line
-from operate.moves import Replay
+from operate.moves import Replay, ReplayProgress
+from pipeline import Park
 from pipeline.apply import inbox
 from pipeline.runtime import Part
+from pipeline.settings import Settings
 
 from .bank import Bank
 from .conftest import Command, position_of, position_reaches
+from .test_inbox import close_generation
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
 from tests.servers.waiting import eventually
@@ -50,7 +53,40 @@ async def test_what_took_effect_is_skipped_and_what_did_not_is_applied(
     assert done.exit_code == 0, done.output
     assert f"{bank.deposits}/0 goes from 10 to 0" in done.stdout
     assert "10 of 10 offsets are read again" in done.stdout
+    assert "1 messages took effect that had not, 9 were known" in done.stdout
     assert (await histories(db))["ada"] == [*range(1, 11), 7]
+
+
+async def test_what_is_put_off_is_told_and_so_is_what_an_older_generation_remembers(
+    bank: Bank,
+    command: Command,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    settings: Callable[..., Settings],
+    direct_url: str,
+) -> None:
+    bank.errors = {2: Park("not yet", after=600)}
+    for amount in range(3):
+        await Deposit(amount, f"of {amount}").send(producer, bank.deposits)
+    await store_position(db, bank, 3)
+    async with running(bank.service, Part.CONSUME):
+
+        async def closes_generations(*given: Any) -> AsyncIterator[ReplayProgress]:
+            async for one in followed(*given):
+                yield one
+            own = await asyncpg.connect(
+                direct_url.replace("+asyncpg", "")
+            )  # the command has a loop of its own
+            for _ in range(3):
+                await close_generation(own, settings)
+            await own.close()
+
+        followed = moves.follow
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moves, "follow", closes_generations)
+            done = await command("replay", bank.deposits, "--from", "earliest")
+    assert "2 messages took effect that had not, 0 were known, 1 wait in the backlog" in done.stdout
 
 
 async def test_two_at_once_read_all_that_either_wants(
@@ -150,9 +186,9 @@ async def test_what_is_forgotten_before_a_long_replay_ends_counts_as_forgotten(
     await db.execute("UPDATE pipeline.inbox_generation SET since = $1", closed_at)
     await db.execute("INSERT INTO pipeline.inbox_consumer VALUES ('deposit', 0)")
     async with running(bank.service, Part.CONSUME):
-        await command("replay", bank.deposits, "--from", "earliest", "--too-old")
-    dead = "SELECT count(*) FROM pipeline.backlog WHERE reason = 'too old'"
-    assert (await db.fetchval(dead), (await histories(db))["ada"]) == (2, [2, 3])
+        done = await command("replay", bank.deposits, "--from", "earliest", "--too-old")
+    assert "2 messages took effect that had not" in done.stdout
+    assert "2 messages were too old, and are dead letters now" in done.stdout
 
 
 async def test_what_a_consumer_has_never_taken_is_read_again_however_old_it_is(
