@@ -650,7 +650,8 @@ def test_the_release_that_the_page_describes_migrates_before_processes_change(
 
 def test_the_page_counts_connections_as_the_engine_does(image: Image) -> None:
     count = (
-        "from pipeline.database import create_engine; from pipeline.settings import Settings;"
+        "from pipeline.servers.database import create_engine;"
+        "from pipeline.settings import Settings;"
         "print(create_engine(Settings(), name='').pool.size())"
     )
     url = "postgresql+asyncpg://a@b/c"

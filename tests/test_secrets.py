@@ -96,8 +96,8 @@ from claims.commands import group as claims_commands
 from page.commands import group as page_commands
 from page.settings import PageSettings
 from pipeline import Event, Handlers, Policy, Transaction
-from pipeline.commands import command_line
-from pipeline.events import declared_events
+from operate.commands import command_line
+from pipeline.events.event import declared_events
 from pipeline.settings import Settings
 
 from parcel_tracker.handlers import client, handlers, webhook
