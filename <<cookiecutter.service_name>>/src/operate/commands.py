@@ -281,7 +281,7 @@ async def _make_ahead(service: Service, settings: Settings, *, as_json: bool) ->
     async with connected(service, settings) as connection:
         await make_ahead(connection, settings)
         if as_json:
-            tell_program({"revisions": await revisions.reached(connection)})
+            tell_program({"revisions": await revisions.applied_revisions(connection)})
             return
     typer.echo("The tables are at the newest schema, and partitions are made for the days ahead.")
 

@@ -231,7 +231,7 @@ async def _server(patient: Patient) -> Findings:
 
 
 async def _schema(patient: Patient) -> Findings:
-    migrations = revisions.here()
+    migrations = revisions.load_migrations()
     if migrations is None:
         yield _warning(
             "no alembic.ini here, so that it is not known which schema is the newest",
@@ -250,7 +250,7 @@ async def _tables(patient: Patient) -> Findings:
         for column in table.columns
     ]
     columns = [list(names) for names in zip(*declared, strict=True)] or [[], [], []]
-    migrations = revisions.here()
+    migrations = revisions.load_migrations()
     is_behind = migrations and await revisions.missing(patient.connection, migrations)
     write = "write the migration (`alembic revision --autogenerate --head service@head -m …`), and "
     for row in await patient.connection.fetch(_LACKING, *columns):

@@ -55,9 +55,9 @@ def group(service: Service) -> typer.Typer:
 
 async def _run(service: Service, settings: Settings, *, as_json: bool) -> None:
     async with connected(service, settings) as connection:
-        await revisions.check(connection, revisions.here())
-        done = await maintenance.maintain(
-            connection, settings, archive=service.archive, say=partial(typer.echo, err=as_json)
+        await revisions.check(connection, revisions.load_migrations())
+        done = await maintenance.run_retention(
+            connection, settings, archive=service.archive, report=partial(typer.echo, err=as_json)
         )
     if as_json:
         tell_program(done)
