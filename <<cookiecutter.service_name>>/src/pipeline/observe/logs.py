@@ -138,7 +138,7 @@ class JsonLines(logging.Formatter):
 
 
 class _Readable(logging.Formatter):
-    """Formats a record as a line for people, with the traceback and the stack below it."""
+    """Formats a record as one readable line, with the traceback and the stack below it."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_timestamp(record)} {record.levelname:<7} {record.name}"
