@@ -198,7 +198,7 @@ LOADS: Mapping[str, Load] = {
     "days that end": Load(
         events=2_000,
         seconds=18,
-        # Nobody publishes while the day ends, nor until housekeeping has come by.
+        # Nobody publishes while the day ends, nor until retention has come by.
         schedule=[
             *(Fault(at - 0.5, "pause", name, 4.5) for at in (3, 9, 15) for name in RELAYS),
             *(Fault(at, "retention", "postgres") for at in (3, 9, 15)),

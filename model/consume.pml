@@ -96,7 +96,7 @@ byte ended;
  * who could notice waits for the lock meanwhile. What will raise `oldest`, before it drops a
  * generation, does it in the same way.
  */
-active proctype Housekeeping()
+active proctype Retention()
 {
     byte event;
 

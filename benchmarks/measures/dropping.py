@@ -1,6 +1,6 @@
 """Dropping: whether a service at work notices that retention drops what is large.
 
-One round of the service's own housekeeping finds a generation and a day that are due. Somebody
+One round of the service's own retention finds a generation and a day that are due. Somebody
 reads both in a long transaction, for which it has to wait.
 """
 
@@ -31,7 +31,7 @@ _WINDOWS = 3.5
 _AT_LEAST = 50_000
 """Messages, however short the windows are."""
 _DUE = 1.5
-"""Windows after the start of the service, and as many later: the rounds of its housekeeping."""
+"""Windows after the start of the service, and as many later: the rounds of its retention."""
 _LET_GO = 1.0
 """Windows after the first message, when both may go: in the next round they do."""
 _READ = 0.3

@@ -156,7 +156,7 @@ class Past:
         await self._connection.execute(_ALL_IS_PUBLISHED)
 
     async def settle(self, rig: Rig, site: Site, generations: int) -> None:
-        """Let the housekeeping of a relay build the filters of so many, and clean up behind all."""
+        """Let the retention of a relay build the filters of so many, and clean up behind all."""
         service = rig.process(site, command="relay")
         async with running(service):
             await guarded(self._have_filters(generations), [service])

@@ -97,9 +97,9 @@ def _print(verdict: Verdict, *, as_json: bool) -> None:
     if as_json:
         print_json(verdict)
         return
-    well = f"{verdict.rows:,} events in {verdict.size:,} bytes are as written"
-    for said in verdict.wrong or (well,):
-        typer.echo(f"{verdict.day}  {said}")
+    whole = f"{verdict.rows:,} events in {verdict.size:,} bytes are as written"
+    for text in verdict.wrong or (whole,):
+        typer.echo(f"{verdict.day}  {text}")
 
 
 async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:

@@ -26,13 +26,13 @@ PAGE_ROWS = 2_000
 PAGE_BYTES = 4 * 2**20
 """What is read at a time: no more rows, and little more bytes, but one row at least."""
 BEAT_SECONDS = 2.0
-"""How often progress is reported while an answer is waited for."""
+"""How often progress is reported while the store has not answered."""
 STORE_SECONDS = 600.0
 """Time limit of an operation on the store, of many requests if an object is large."""
 REQUEST_SECONDS = 60.0
 """Time limit of a request, and of its retries."""
 OPEN_SECONDS = 30.0
-"""Time limit for looking whether the folder is there: a mount may hang."""
+"""Time limit of the check that the folder exists: a mount may hang."""
 
 # The sizes are known without reading the values.
 _PAGE = """
@@ -114,7 +114,7 @@ class Archive:
         A finished part is not written again. Raises `NotTheSame` and `StoreUnavailable`; an archive
         must be configured.
         """
-        # In a thread: to look for a folder on a mount that hangs would stop everything.
+        # In a thread: a mount that hangs would block the event loop.
         try:
             store = await asyncio.wait_for(asyncio.to_thread(self.open), OPEN_SECONDS)
         except TimeoutError:
@@ -211,7 +211,7 @@ class _Day:
         """Return the parts that were finished before, as far as they are those of this table."""
         names = await self._reporting(self._names())
         parts: list[Part] = []
-        for name in names:  # several of a number where several were at it
+        for name in names:  # several with one number if several processes wrote the day
             if name.startswith(f"part-{len(parts):05}-"):
                 part = await self._found(name, _end(parts, ids))
                 parts += [part] if part else []

@@ -1,7 +1,7 @@
-"""What lies in the archive: parts, gzip files of JSON lines, and a manifest for each day.
+"""The format of the archive: parts, gzip files of JSON lines, and a manifest for each day.
 
 The manifest is written last, and makes the day complete. A part is named after its number and its
-content, so that whoever writes another one never writes over one that a manifest names.
+content, so that a process that writes another one never replaces one that a manifest names.
 """
 
 import gzip

@@ -26,7 +26,7 @@ class Verdict:
     size: int = 0
     """In bytes, compressed."""
     wrong: list[str] = field(default_factory=list)
-    """What is missing or changed, in words; nothing of a day that is well."""
+    """What is missing or changed, in words; empty for a day that is whole."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ async def days(archive: Archive, store: Store) -> list[date]:
 
 
 def gaps(found: Sequence[date]) -> list[Verdict]:
-    """Say what is wrong with the days between the first and the last of which nothing is there."""
+    """Return a verdict for each day between the first and the last of which nothing is there."""
     if not found:
         return []
     first, there = min(found), set(found)
@@ -66,7 +66,7 @@ def gaps(found: Sequence[date]) -> list[Verdict]:
 
 
 async def manifest(archive: Archive, store: Store, day: date) -> Manifest:
-    """Return what is said of a day. Raises `Damaged`, and `Missing` where it is not finished."""
+    """Return the manifest of a day. Raises `Damaged`, and `Missing` where it is not finished."""
     name = archive.folder(day) + MANIFEST
     try:
         found = Manifest.model_validate_json(await store.get(name))
@@ -78,7 +78,7 @@ async def manifest(archive: Archive, store: Store, day: date) -> Manifest:
 
 
 async def listed(archive: Archive, store: Store, day: date) -> Listed:
-    """Return what is said of a day, or what is wrong with what is said."""
+    """Return what the manifest of a day says, or what is wrong with it."""
     try:
         found = await manifest(archive, store, day)
     except Missing:
@@ -106,17 +106,17 @@ async def content(archive: Archive, store: Store, day: date, part: Part) -> byte
 
 
 async def verify(archive: Archive, store: Store, day: date) -> Verdict:
-    """Read all of a day, and say what is wrong with it."""
+    """Read all of a day, and return what is wrong with it."""
     verdict = Verdict(day)
     try:
-        said = await manifest(archive, store, day)
+        written = await manifest(archive, store, day)
     except Missing:
         verdict.wrong.append(f"{MANIFEST} is missing: the day is not finished, or has lost it")
         return verdict
     except Damaged as error:
         verdict.wrong.append(str(error))
         return verdict
-    for number, part in enumerate(said.parts):
+    for number, part in enumerate(written.parts):
         try:
             found = await content(archive, store, day, part)
             if await asyncio.to_thread(Part.of, number, found) != part:

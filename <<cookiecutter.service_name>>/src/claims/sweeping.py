@@ -86,7 +86,7 @@ class Swept:
 class Sweep:
     """Goes through the store in rounds of bounded work; a round goes on where the last one ended.
 
-    Any number of processes may do so at once: what one deletes, another one finds gone.
+    Any number of processes may do so at once: what another one has deleted is skipped.
     """
 
     def __init__(self, store: Store, folder: str, *, grace: float, age: float) -> None:
@@ -97,7 +97,7 @@ class Sweep:
         self._grace = timedelta(seconds=grace)
         self._age = age
         self._after = ""
-        """The folder that the last round ended with; empty: it has seen all."""
+        """The folder that the last round ended with; empty: it has listed all."""
 
     async def round(self, connection: asyncpg.Connection) -> Swept:
         """Delete old payloads, and some orphans. Raises `StoreUnavailable` and `NotOurs`."""

@@ -39,7 +39,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What has come out of a call."""
+    """The result of a call."""
 
     item: Item
     result: object = None
@@ -60,7 +60,7 @@ class CallResult:
         return not has_failed and Effect.of(self.item).then is None
 
     def settling(self) -> Item:
-        """Return the message with a handler that does what the call has led to."""
+        """Return the message with a handler that stores the result of the call."""
         effect = Effect.of(self.item)
 
         async def settle(event: Any, tx: Transaction) -> object:
@@ -81,7 +81,7 @@ class CallResult:
 
 
 class Caller:
-    """Makes calls, and knows those that are under way."""
+    """Makes calls, and keeps a list of those that are under way."""
 
     def __init__(self, group: str) -> None:
         self._spans = ProcessSpans(group)
@@ -89,7 +89,7 @@ class Caller:
         """Messages whose function is called, and the loop's time at which it has to end."""
 
     def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any]] | None:
-        """Return a message whose call goes on so long after it was cancelled, and its task."""
+        """Return a message whose call still runs `seconds` after it was cancelled, and its task."""
         now = asyncio.get_running_loop().time()
         for task, (item, until) in self._calling.items():
             if now - until > seconds:
@@ -116,7 +116,9 @@ class Caller:
                     if may_have_happened(item):
                         if await _has_happened(item, call):
                             return called
-                        if now() >= (limit.when() or math.inf):  # stopped, and not cancelled yet
+                        if now() >= (
+                            limit.when() or math.inf
+                        ):  # the process was stopped, and the time-out has not fired yet
                             raise TimeoutError
                     called = replace(called, is_made=True)
                     result = await InContext(handler.function(item.event, call))
@@ -139,7 +141,7 @@ def may_have_happened(item: Item) -> bool:
 
 
 async def _has_happened(item: Item, call: Call) -> bool:
-    """Ask whether an earlier call took place."""
+    """Return whether an earlier call took place, as `ask` reports."""
     ask = Effect.of(item).ask
     assert ask is not None
     try:
@@ -147,12 +149,13 @@ async def _has_happened(item: Item, call: Call) -> bool:
     except Exception as error:
         if not isinstance(as_decision(error), NOT_DONE):
             raise
-        # Raised by the function, it says that the call did not take place. `ask` can't say so.
-        raise OutcomeUnknown(f"it can't be asked: {describe_error(error)}") from error
+        # The effect's function raises it to say that the call did not take place. From `ask` it
+        # says nothing about the earlier call.
+        raise OutcomeUnknown(f"ask has failed: {describe_error(error)}") from error
 
 
 def _kept(result: object, item: Item) -> object:
-    """Return the JSON that is kept of what a call has returned: whatever it is, it was made."""
+    """Return the JSON that is kept of the result of a call; None if it can't be written as JSON."""
     try:
         kept = result_as_json(result)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Registration: which function makes the calls of an event, and what becomes of those that fail."""
+"""Registration: which function makes the calls of an event, and what is done when they fail."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -115,10 +115,7 @@ class Effects:
             raise ValueError(f"per_second is a number of calls, not {per_second!r}")
         if ask is not None and repeatable:
             raise TypeError("ask= is for what may not be repeated: give repeatable=False, too")
-        if ask is not None:
-            signatures.check(ask, event=event, call=Call)
-        if then is not None:
-            signatures.check(then, event=event, tx=Transaction, result=Any)
+        _check_functions(event, ask, then)
         if not repeatable:
             once = policy.attempts, policy.max_age, policy.schedule, policy.after_death
             policy = NotRepeatable(*once, can_ask=ask is not None)
@@ -138,3 +135,13 @@ class Effects:
             return function
 
         return register
+
+
+def _check_functions(
+    event: type[Event], ask: Callable[..., object] | None, then: Callable[..., object] | None
+) -> None:
+    """Raise `TypeError` if `ask` or `then` can't be called for the event."""
+    if ask is not None:
+        signatures.check(ask, event=event, call=Call)
+    if then is not None:
+        signatures.check(then, event=event, tx=Transaction, result=Any)

@@ -1,7 +1,7 @@
 """The workers of effects: they serve the lanes of the backlog that hold calls.
 
-A call is made outside of any transaction, while its lane is held; what came out of it is stored by
-a transaction like that of any other row.
+A call is made outside of any transaction, while its lane is held; its result is stored by a
+transaction like that of any other row.
 """
 
 import asyncio
@@ -61,22 +61,22 @@ class EffectWorkers(BacklogWorkers):
         self._caller = Caller(consume.group)
         self._limiters: dict[str, AsyncLimiter] = {}
         self._alone = asyncio.Lock()
-        self._asking = asyncio.Semaphore(1)
-        """They are many, and share one connection."""
+        self._connection = asyncio.Semaphore(1)
+        """Held for each query: there are as many workers as lanes, and they share a connection."""
         self._under_way: dict[bytes, str] = {}
-        """Consumers of the calls that have a place, by marker key."""
+        """Consumers of the calls that have begun, or are about to, by marker key."""
 
     @property
     def _number(self) -> int:
         return LANES
 
     def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
-        """Return a message whose call goes on so long after it was cancelled, and its task."""
+        """Return a message whose call still runs `seconds` after it was cancelled, and its task."""
         return self._caller.ignoring_cancellation(seconds)
 
     @property
     def _consumers(self) -> set[str]:
-        """Consumers whose rows are looked for: those that may call now."""
+        """Consumers whose rows are queried: those that may make calls now."""
         left = self._most - len(self._under_way)
         if left <= 0:
             return set()
@@ -102,7 +102,7 @@ class EffectWorkers(BacklogWorkers):
                         return
                     await asyncio.wait(
                         {keeper, *calls.values()},
-                        timeout=self._settings.backlog_poll_max,  # others may have come
+                        timeout=self._settings.backlog_poll_max,  # more rows may be due by then
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                     if keeper.done():
@@ -110,15 +110,15 @@ class EffectWorkers(BacklogWorkers):
                     await asyncio.sleep(_GATHERING)
                     ended = [calls.pop(key) for key, call in list(calls.items()) if call.done()]
                     failed = [call for call in ended if call.cancelled() or call.exception()]
-                    well = [call for call in ended if call not in failed]
-                    await self._settle(lane, [one for call in well if (one := call.result())])
+                    succeeded = [call for call in ended if call not in failed]
+                    await self._settle(lane, [one for call in succeeded if (one := call.result())])
                     for call in failed:
-                        call.result()  # raises, when what the others led to is stored
+                        call.result()  # raises, when the results of the others are stored
             finally:
                 await end(*calls.values())
 
     async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
-        async with self._asking:
+        async with self._connection:
             return await super()._ask(what, question)
 
     async def _keep(self, lane: Lane) -> None:
@@ -132,7 +132,7 @@ class EffectWorkers(BacklogWorkers):
         await self._ask("holding a lane", lambda driver: lanes.hold(driver, lane, lease))
 
     async def _begin(self, lane: Lane, calls: _Calls) -> bool:
-        """Begin calls that are due; says whether there were any."""
+        """Begin calls that are due; return whether there were any."""
         # Those under way are still due, and read again.
         taken = await self._take(lane, len(calls) + self._most)
         of_keys: dict[bytes, list[Item]] = {}
@@ -141,7 +141,7 @@ class EffectWorkers(BacklogWorkers):
         heads = [items[0] for key, items in of_keys.items() if key not in calls]
         chosen = [item for item in heads if await self._has_room_for(item)]
         try:
-            # Also where what stands behind calls that are under way hides what else is due.
+            # Or rows behind calls that are under way fill the page, and hide others that are due.
             hides = not chosen and any(len(items) > 1 for items in of_keys.values())
             if taken.unhandleable or hides or taken.keys != list(of_keys):
                 left = Taken([], {}, taken.unhandleable, taken.keys)
@@ -166,7 +166,7 @@ class EffectWorkers(BacklogWorkers):
         del self._under_way[key]
 
     async def _note_beginnings(self, lane: Lane, chosen: Sequence[Item]) -> dict[bytes, bool]:
-        """Store that calls begin where that is needed; returns for each of these whether it may."""
+        """Store that calls begin where that is needed; return for each of these whether it may."""
         decisions = {
             item.key: decision
             for item in chosen
@@ -174,7 +174,7 @@ class EffectWorkers(BacklogWorkers):
             and (decision := self._beforehand(item, is_risky=False))
         }
         if not decisions:
-            # After a long stop the lane may be another worker's. To store a note checks it as well.
+            # After a long stop the lane may be another worker's. Storing a decision checks it, too.
             await self._hold(lane)
         there = await self._note(lane, chosen, decisions)
         return {key: key in there and not decision.is_dead for key, decision in decisions.items()}
@@ -194,7 +194,7 @@ class EffectWorkers(BacklogWorkers):
         return True
 
     async def _call(self, lane: Lane, item: Item, *, noted_at: float | None) -> CallResult | None:
-        """Make the call; returns what has come out of it, None if it must not be made."""
+        """Make the call and return its result; None if it must not be made."""
         is_risky = self._is_risky(lane, item)
         # Those that may kill the process are called one at a time.
         async with self._alone if is_risky else nullcontext():
@@ -203,12 +203,12 @@ class EffectWorkers(BacklogWorkers):
                 if key not in await self._note(lane, [item], {key: decision}) or decision.is_dead:
                     return None
             if noted_at is not None and self._is_late(noted_at):
-                # It was delayed for longer than the lane was surely ours. If the lane still is, no
+                # It was delayed for longer than the lane's lease. If the lane is ours still, no
                 # other worker has made the call; otherwise this raises `LaneLost`.
-                log.warning("effects: %s was delayed, and begins anew", item.handler.consumer)
+                log.warning("effects: %s was delayed, and begins again", item.handler.consumer)
                 await self._note(lane, [item], {item.key: _before(item)})
                 return None
-            # Only now: to validate it may be what kills.
+            # Not before: validation may be what kills the process.
             if item.event is None and item.fault is None:
                 item = validated(item)
                 # Without its event, `ask` can't be called about an earlier call.
@@ -244,14 +244,14 @@ class EffectWorkers(BacklogWorkers):
         return replace(decision, due_in=max(decision.due_in or 0.0, longest))
 
     async def _settle(self, lane: Lane, called: Sequence[CallResult]) -> None:
-        """Store what has come out of calls: of those that may fail again one by one."""
+        """Store the results of calls: one by one where storing may run code that fails."""
         settled = await self._settle_together(lane, [one for one in called if one.is_done])
         for one in called:
             if one.item.key not in settled:
                 await self._settle_together(lane, [one])
 
     async def _settle_together(self, lane: Lane, called: Sequence[CallResult]) -> set[bytes]:
-        """Store what has come out of calls; returns the keys of those that are stored."""
+        """Store the results of calls; return the keys of those that are stored."""
         items = [one.settling() for one in called]
         if not items:
             return set()
@@ -260,14 +260,14 @@ class EffectWorkers(BacklogWorkers):
             return _stored(await self._apply(self._consume, self._work_of(lane, taken)))
         except BreakerOpen:
             for one in called:
-                if one.is_noted and (decision := _in_vain(one)):
+                if one.is_noted and (decision := _failed_with_open_breaker(one)):
                     await self._note(lane, [one.item], {one.item.key: decision})
             return {item.key for item in items}
 
     async def _note(
         self, lane: Lane, items: Sequence[Item], decisions: Mapping[bytes, Decision]
     ) -> set[bytes]:
-        """Store decisions without a call; returns the keys of the rows that are there."""
+        """Store decisions without a call; return the keys of the rows that are there."""
         noted = [item for item in items if item.key in decisions]
         if not noted:
             return set()
@@ -294,20 +294,20 @@ def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:
 
 
 def _before(item: Item) -> Decision:
-    """Return what a row was before it was noted that its call begins."""
+    """Return the decision on a row from before it was stored that its call begins."""
     before = unchanged(item)
     return replace(before, reason=UNKNOWN) if may_have_happened(item) else before
 
 
-def _in_vain(called: CallResult) -> Decision | None:
-    """Return what becomes of a row whose call has failed while the breaker stores no failures.
+def _failed_with_open_breaker(called: CallResult) -> Decision | None:
+    """Return the decision on a row whose call has failed while the breaker is open.
 
-    None: it stays as it was noted.
+    Failures are not stored then. None: the row keeps the decision that was stored before.
     """
     item, effect, error = called.item, Effect.of(called.item), called.error
     if effect.is_repeatable or isinstance(error, NOT_DONE):
         return unchanged(item)
-    if error is None:  # it took place, and what comes after that has failed
+    if error is None:  # it took place, and `then` has failed
         return None
     if may_have_happened(item) and not called.is_made:
         return _before(item)

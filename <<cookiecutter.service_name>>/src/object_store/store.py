@@ -100,7 +100,7 @@ class Store:
             await together(put(name, content) for name, content in objects.items())
 
     async def sync(self, name: str) -> None:
-        """Let an object survive a loss of power that another process wrote, perhaps just before.
+        """Flush an object to disk that another process wrote, so that it survives a loss of power.
 
         Raises `StoreUnavailable`.
         """
@@ -226,7 +226,7 @@ def _require_content(folder: Path) -> None:
 
 
 def _sync(folder: Path, name: str) -> None:
-    """Let a file survive a loss of power, and the folders that lead to it from `folder` on."""
+    """Flush a file to disk, and the folders that lead to it from `folder` on."""
     path = folder / name
     for one in (path, *path.parents):
         descriptor = os.open(one, os.O_RDONLY)
@@ -239,7 +239,7 @@ def _sync(folder: Path, name: str) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return what an error says, without the library's details; a URL's query can be a secret."""
+    """Return the first line of an error without the queries of URLs, which can be secrets."""
     return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
 
 

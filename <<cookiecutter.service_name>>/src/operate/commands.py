@@ -153,6 +153,6 @@ async def _make_ahead(invocation: Invocation) -> None:
     async with invocation.connected() as connection:
         await make_ahead(connection, invocation.settings)
         if invocation.as_json:
-            print_json({"revisions": await revisions.reached(connection)})
+            print_json({"revisions": await revisions.applied_revisions(connection)})
             return
     typer.echo("The tables are at the newest schema, and partitions are made for the days ahead.")

@@ -115,7 +115,7 @@ def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
 
 
 async def _schema(connection: asyncpg.Connection) -> Findings:
-    migrations = revisions.here()
+    migrations = revisions.load_migrations()
     if migrations is None:
         yield Finding(
             "warning",
@@ -136,7 +136,7 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
         for column in table.columns
     ]
     columns = [list(names) for names in zip(*declared, strict=True)] or [[], [], []]
-    migrations = revisions.here()
+    migrations = revisions.load_migrations()
     is_behind = migrations and await revisions.missing(connection, migrations)
     write = "write the migration (`alembic revision --autogenerate --head service@head -m …`), and "
     for row in await connection.fetch(_LACKING, *columns):

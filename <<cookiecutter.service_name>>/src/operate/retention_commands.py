@@ -20,9 +20,12 @@ app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
 async def run(invocation: Invocation) -> None:
     """Do what a running service does every hour: make partitions, drop what is too old."""
     async with invocation.connected() as connection:
-        await revisions.check(connection, revisions.here())
-        done = await maintenance.maintain(
-            connection, invocation.settings, archive=invocation.service.archive, say=invocation.say
+        await revisions.check(connection, revisions.load_migrations())
+        done = await maintenance.run_retention(
+            connection,
+            invocation.settings,
+            archive=invocation.service.archive,
+            report=invocation.say,
         )
     if invocation.as_json:
         print_json(done)

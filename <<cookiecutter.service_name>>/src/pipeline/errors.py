@@ -56,10 +56,6 @@ class StoreUnavailable(ConnectionError):
     """The object store can't be used; the text has its address and the reason."""
 
 
-class StoreSlow(StoreUnavailable):
-    """The object store has not answered in time; maybe too much was requested at once."""
-
-
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """Yield the errors in an exception group, at any depth; the error itself if it is none."""
     left = [error]
@@ -136,7 +132,7 @@ def summarize_error(error: BaseException) -> str:
     try:
         text = _text(error)
     except Exception as failed:  # in a class of the handler's author
-        text = f"its text can't be had: {type(failed).__name__}"
+        text = f"its text is not available: {type(failed).__name__}"
     # Longer than the result: a secret that is cut in two is not found.
     text = redact_error(text[: 2 * _LONGEST])[:_LONGEST]
     return _NOT_STORABLE.sub("\N{REPLACEMENT CHARACTER}", text)

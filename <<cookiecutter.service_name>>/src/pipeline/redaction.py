@@ -70,7 +70,7 @@ class Redactor:
         self._lock = Lock()  # spans are sent from a thread
 
     def learn(self, variables: Mapping[str, str], secret: Collection[str] = ()) -> None:
-        """Add the secrets of an environment: variables with a telling name, or named in `secret`.
+        """Add the secrets of an environment: variables with the name of one, or named in `secret`.
 
         Of a URL in any other variable the password is a secret.
         """

@@ -33,10 +33,8 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
-_BEAT = 1.0
-_EXIT_CODE = 70
 _STALL_AFTER = 10.0
-"""Seconds without a beat of the event loop after which the process counts as hanging."""
+"""Seconds without a heartbeat of the event loop after which the process is not alive."""
 
 
 Running = Consumer | BacklogWorkers | Relay
@@ -56,7 +54,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     which a part has failed.
     """
     service.check(settings)
-    migrations = revisions.here()
+    migrations = revisions.load_migrations()
     _collect_seldom(settings.gc_threshold)
     logs.configure(
         level=settings.log_level, json=settings.log_json, loggers=service.loggers(settings)
@@ -152,7 +150,7 @@ async def _serve(
         groups.append([consumer, signals.lanes, *signals.calls])
     if Part.RELAY in parts:
         groups.append([relay])
-    watched = partial(_find_ignoring, [signals.consume, *signals.calls])
+    watched = partial(_find_call_ignoring_cancellation, [signals.consume, *signals.calls])
     async with (
         in_background(watch_calls(watched, settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
@@ -246,10 +244,10 @@ class _Signals(Signals):
             workers.wake()
 
 
-def _find_ignoring(
+def _find_call_ignoring_cancellation(
     callers: Sequence[ConsumeTransactions | BacklogWorkers], seconds: float
 ) -> tuple[str, Callable[[], str]] | None:
-    """Return a message whose call goes on so long after its cancellation, and where it is."""
+    """Return the name of a call that still runs `seconds` after it was cancelled, and its stack."""
     for one in callers:
         if found := one.ignoring_cancellation(seconds):
             item, task = found
@@ -259,20 +257,23 @@ def _find_ignoring(
 
 
 def _stopping_on_signals() -> asyncio.Event:
-    """Return the event that the first signal sets; a second one ends the process at once.
+    """Return the event that the first SIGTERM or SIGINT sets; a second ends the process at once.
 
-    That is safe: what is not in the database or in Kafka has not happened. SIGINT raises no
-    `KeyboardInterrupt`, which would count as a failure of the handler that is running.
+    The second may be either of them. That is safe: what is not in the database or in Kafka has not
+    happened. SIGINT raises no `KeyboardInterrupt`, which would count as a failure of the handler
+    that is running.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop(number: signal.Signals) -> None:
-        log.info("%s: finishing what is begun", number.name)
+        log.info("%s: running batches are finished, a second signal ends at once", number.name)
         stopping.set()
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
+        for either in numbers:
+            loop.remove_signal_handler(either)
+            signal.signal(either, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         loop.add_signal_handler(number, stop, number)
     return stopping

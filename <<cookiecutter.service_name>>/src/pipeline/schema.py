@@ -1,4 +1,4 @@
-"""Names and sizes of what the engine has in PostgreSQL; its migrations create the tables."""
+"""Names and sizes of the engine's schema in PostgreSQL; its migrations create the tables."""
 
 SCHEMA = "pipeline"
 
@@ -6,4 +6,4 @@ SHARDS = 64
 """Virtual shards of the outbox; fixed, because every row's shard is stored."""
 
 LANES = 32
-"""Lanes of the backlog, as many for deferred messages, and for calls; every row has one."""
+"""Lanes of retried messages, as many of deferred messages, and of calls; a row is in one lane."""

@@ -14,9 +14,9 @@ from sqlalchemy.exc import ArgumentError
 from . import tls
 
 _IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
-"""What other clients read there about TLS."""
+"""Parameters of the URL by which other clients configure TLS."""
 _NO_TLS = ("ssl", "disable")
-"""The one that may: no attempt at TLS, which asyncpg else makes first."""
+"""The only one that is allowed: no attempt at TLS, which asyncpg otherwise makes first."""
 
 
 def written(pattern: str, how: str) -> AfterValidator:
@@ -57,7 +57,7 @@ class ServerSettings(BaseSettings):
     database_ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the system's."""
     database_certificate_file: Path | None = None
-    """Our certificate, in PEM, for a server that asks for one."""
+    """Our certificate, in PEM, for a server that requests one."""
     database_key_file: Path | None = None
     """Its key, in PEM; it may be the same file."""
     database_key_password: SecretStr | None = None
@@ -74,7 +74,7 @@ class ServerSettings(BaseSettings):
     kafka_ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the system's."""
     kafka_certificate_file: Path | None = None
-    """Our certificate, in PEM, for brokers that ask for one (mTLS)."""
+    """Our certificate, in PEM, for brokers that request one (mTLS)."""
     kafka_key_file: Path | None = None
     """Its key, in PEM; it may be the same file."""
     kafka_key_password: SecretStr | None = None
@@ -82,13 +82,13 @@ class ServerSettings(BaseSettings):
 
     @property
     def postgresql(self) -> str:
-        """Name the database's server in sentences for people, without the user."""
+        """Return the database's server for messages, without the user."""
         url = make_url(self.database_url.get_secret_value())
         return f"PostgreSQL at {url.host or 'localhost'}:{url.port or 5432}"
 
     @property
     def kafka(self) -> str:
-        """Name the brokers in sentences for people."""
+        """Return the brokers for messages."""
         return f"Kafka at {self.kafka_bootstrap_servers}"
 
     @property

@@ -15,16 +15,16 @@ from pydantic_settings import BaseSettings
 from .server_settings import ServerSettings, written
 
 SECONDS = "s"
-"""The unit of durations, for the guide that is made of the fields."""
+"""The unit of durations, for the guide that is generated from the fields."""
 
 
-def _ends(seconds: float) -> float:
+def _at_most_a_century(seconds: float) -> float:
     if not seconds <= 100 * 365 * 86_400:
         raise ValueError("at most a hundred years, in seconds")
     return seconds
 
 
-Seconds = Annotated[float, Field(gt=0), AfterValidator(_ends), SECONDS]
+Seconds = Annotated[float, Field(gt=0), AfterValidator(_at_most_a_century), SECONDS]
 Count = Annotated[int, Field(ge=1)]
 
 CLOCK_MARGIN = timedelta(hours=1)
@@ -68,7 +68,7 @@ class Settings(ServerSettings):
     concurrency: Count = 4
     """Consume transactions that run at once, each on a connection of its own."""
     kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
-    """After this long without a heartbeat the group gives our partitions to others."""
+    """After this long without a heartbeat the group gives the partitions of a process to others."""
     transaction_timeout: Seconds = 8.0
     """A consume transaction that lasts longer is ended by the server; below the session timeout."""
     lock_timeout: Seconds = 4.0
@@ -78,16 +78,17 @@ class Settings(ServerSettings):
     retry_pause: Seconds = 5.0
     """A partition that stands still, and an open breaker, are tried again after this long."""
     breaker_keys: Count = 20
-    """So many keys in a row that fail alike at one consumer stop the setting aside of messages."""
+    """After so many keys in a row have failed alike at one consumer its breaker opens: its messages
+    are not parked any more, and wait."""
     unclean_starts: Count = 3
-    """So many processes that die at one position are followed by one that takes records singly."""
+    """After so many processes have died at one position the next applies its records one by one."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
     """What a compressed batch of a producer may unpack to, in MiB: 128 times what brokers take by
     default. A larger one could take all memory: its partition stands still until a person decides.
     To read one takes about twice its size."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
-    """A process whose event loop is blocked for this long ends, with its stack in the log; what
-    supervises it is to start another."""
+    """A process whose event loop is blocked for this long ends, with its stack in the log; its
+    supervisor has to start another."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
     """After so many more objects Python looks for cycles among the new ones: more than batches and
     pages hold, which need no search. Lower it where handlers leave much memory in cycles, as ORM
@@ -135,9 +136,9 @@ class Settings(ServerSettings):
     events wait meanwhile, without a limit."""
 
     outbox_days_ahead: Count = 7
-    """Daily outbox partitions that stand ready."""
+    """Daily outbox partitions that are made ahead."""
     inbox_generations_ahead: Count = 2
-    """Inbox generations that stand ready."""
+    """Inbox generations that are made ahead."""
     inbox_generation_age: Seconds = 86_400.0
     """A generation takes new markers for this long; then the next one does."""
     inbox_age: Annotated[Seconds, Field(ge=7_200)] = 691_200.0
@@ -161,9 +162,9 @@ class Settings(ServerSettings):
 
     shutdown_grace: Seconds = 20.0
     """After SIGTERM the process has this long: half of it for running batches, half for the relay.
-    Keep what kills it later (Kubernetes: 30 s) above."""
+    The time after which its supervisor kills it (Kubernetes: 30 s) must be longer."""
     health_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address that the next one listens on; `0.0.0.0` for all, where something else protects it."""
+    """Address of the health server; `0.0.0.0` for all, where something else protects it."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
     otlp_endpoint: (
@@ -182,8 +183,8 @@ class Settings(ServerSettings):
         ]
         | None
     ) = None
-    """Libraries that are heard from the same level on, such as `httpx,sqlalchemy.engine`; others
-    are from warnings on. What they log may hold URLs and, at DEBUG, rows and payloads."""
+    """Libraries that log from the same level on, such as `httpx,sqlalchemy.engine`; of others only
+    warnings and errors are logged. What they log may hold URLs and, at DEBUG, rows and payloads."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""
 
@@ -204,6 +205,6 @@ class Settings(ServerSettings):
 
 
 class WriterSettings(Settings):
-    """Those of a process that only writes to the database, and needs no Kafka."""
+    """Settings of a process that only writes to the database, and needs no Kafka."""
 
     kafka_bootstrap_servers: str = ""

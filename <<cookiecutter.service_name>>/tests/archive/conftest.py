@@ -16,7 +16,7 @@ from object_store import Store
 from operate.commands import command_line
 from pipeline.handlers.staging import StagedEvent
 from pipeline.retention import partitions
-from pipeline.retention.maintenance import Round, maintain
+from pipeline.retention.maintenance import Round, run_retention
 from pipeline.settings import Settings
 
 from . import app
@@ -112,7 +112,7 @@ class House:
 
     async def publish(self) -> None:
         """Move every shard's progress over all that is visible, as a relay does."""
-        await maintain(self.db, self.settings())
+        await run_retention(self.db, self.settings())
         await publish_all(self.db)
 
     async def stage(self, *events: StagedEvent) -> None:
@@ -128,7 +128,7 @@ class House:
 
     async def keep(self, **changes: object) -> Round:
         """Do a round of retention, with the archive."""
-        return await maintain(self.db, self.settings(**changes), archive=app.archive)
+        return await run_retention(self.db, self.settings(**changes), archive=app.archive)
 
     async def rows(self, day: date = DAY) -> int | None:
         """Return how many events the day's table has; None when it is gone."""

@@ -21,7 +21,7 @@ from object_store import Store
 from object_store import store as stores
 from pipeline.retention import lease, partitions
 from pipeline.retention import maintenance as retentions
-from pipeline.retention.maintenance import Round, maintain
+from pipeline.retention.maintenance import Round, run_retention
 from pipeline.retention.partitions import Partition, State
 
 from . import app
@@ -357,7 +357,9 @@ async def test_two_at_once_do_no_harm(
     monkeypatch.setattr(days, "PAGE_ROWS", 100)
     await house.fill(1_000, payload=500)
     keepers = [await connect() for _ in range(3)]
-    await asyncio.gather(*(maintain(one, house.settings(), archive=app.archive) for one in keepers))
+    await asyncio.gather(
+        *(run_retention(one, house.settings(), archive=app.archive) for one in keepers)
+    )
     await house.keep()
     assert await house.rows() is None
     assert "1,000 events" in (await service("verify")).stdout
@@ -426,7 +428,7 @@ async def test_the_lease_is_renewed_while_it_takes_long(
     other = await connect()
     keeping = await held_up(house, door, monkeypatch, interval=6)
     for _ in range(20):
-        assert not (await maintain(other, house.settings())).is_ours
+        assert not (await run_retention(other, house.settings())).is_ours
         await asyncio.sleep(0.4)
     assert not keeping.done()
     door.go_on()

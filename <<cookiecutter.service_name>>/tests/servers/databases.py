@@ -13,7 +13,7 @@ from alembic.config import Config
 from sqlalchemy import MetaData, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from pipeline.retention.maintenance import maintain
+from pipeline.retention.maintenance import run_retention
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
@@ -73,7 +73,7 @@ async def _furnish(url: str, metadata: MetaData) -> None:
         await connection.run_sync(metadata.create_all)
     settings = {"database_url": url, "kafka_bootstrap_servers": "unused:9092"}
     async with autocommitting(engine) as driver:
-        await maintain(driver, Settings.model_validate(settings))
+        await run_retention(driver, Settings.model_validate(settings))
     await engine.dispose()
 
 

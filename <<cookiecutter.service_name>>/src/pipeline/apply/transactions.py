@@ -22,7 +22,7 @@ from pipeline.handlers.staging import Outbox
 from pipeline.observe import metrics, traces
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.database import driver_of
-from pipeline.servers.guard import CALL, GUARD
+from pipeline.servers.guard import CURRENT_GUARD, GUARD
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
@@ -186,7 +186,8 @@ class ConsumeTransactions:
     ) -> BatchOutcome | Failure:
         """Commit the messages in one transaction, or roll it back and return why."""
         limit = self.settings.transaction_timeout
-        CALL.set(None)  # code of the engine runs here, even if a handler's has begun the task
+        # Code of the engine runs here, even if a handler's has begun the task.
+        CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
         async with self._slots, self.engine.connect() as connection:
             await self.signals.wait_for_relay()

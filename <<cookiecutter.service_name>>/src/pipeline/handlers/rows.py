@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from pipeline.servers.guard import CALL, CANCELLED, UNDER_WAY, HandlerFault
+from pipeline.servers.guard import CANCELLED, CURRENT_GUARD, UNDER_WAY, HandlerFault
 
 from . import aggregate
 from .aggregate import Aggregate, Key
@@ -72,7 +72,7 @@ class Rows:
         return None if row is None or row not in self._known else cast(A, row)
 
     async def _fetch(self, place: Place) -> None:
-        call = CALL.set(None)  # what follows is the engine's
+        call = CURRENT_GUARD.set(None)  # what follows is the engine's
         try:
             async with self._statement:
                 if not self._has(place):
@@ -81,7 +81,7 @@ class Rows:
             self.error = error
             raise
         finally:
-            CALL.reset(call)
+            CURRENT_GUARD.reset(call)
 
     def raise_error(self) -> None:
         """Raise what a statement has failed with, and for one that is cancelled or under way."""

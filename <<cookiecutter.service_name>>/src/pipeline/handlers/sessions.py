@@ -18,8 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
 from pipeline.servers.guard import (
-    CALL,
     CANCELLED,
+    CURRENT_GUARD,
     GUARD,
     HAS_ENDED,
     UNDER_WAY,
@@ -78,7 +78,7 @@ class SharedSession(RowSession):
 
     def want(self) -> None:
         """Note that a handler needs a session of its own, and leave it; nothing for the engine."""
-        if CALL.get() is not None:
+        if CURRENT_GUARD.get() is not None:
             self.is_wanted = True
             raise NeedsSession
 

@@ -78,11 +78,11 @@ class Redacting(SpanExporter):
         return self._sender.export([_redacted(span) for span in spans])
 
     def shutdown(self) -> None:
-        """End it."""
+        """Shut the exporter down."""
         self._sender.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Send what waits."""
+        """Send the spans that are buffered."""
         return self._sender.force_flush(timeout_millis)
 
 

@@ -1,6 +1,6 @@
 """Liveness, readiness and metrics over HTTP, on a port and in a thread of their own.
 
-The thread answers when the event loop is blocked, too, and says so.
+The thread also answers while the event loop is blocked, and reports that it is.
 """
 
 import errno
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 _REMIND_SECONDS = 60.0
 _PARTS_NAMED = 3
-_LOOK_SECONDS = 0.5
-"""How often the server looks whether it has to stop."""
+_POLL_SECONDS = 0.5
+"""Interval at which the server's thread checks whether it has to stop."""
 
 
 class Health:
@@ -160,7 +160,7 @@ class HealthServer:
                 f"cannot serve health and metrics on {self._host}, port {self._port}: {why}"
             ) from error
         threading.Thread(
-            target=self._server.serve_forever, args=(_LOOK_SECONDS,), daemon=True
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), daemon=True
         ).start()
         return self._server.server_port
 
@@ -186,7 +186,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # those are clients that went away
+        if not isinstance(error, OSError):  # those are connections that clients have closed
             log.error("a request for health or metrics failed", exc_info=error)
 
 
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
                 reasons = health.reasons
                 self._answer(_status(not reasons), ready=not reasons, reasons=reasons)
             case "/metrics":
-                with self.server.scrape:  # two at once would mix in OpenTelemetry's collector
+                with self.server.scrape:  # concurrent ones mix in OpenTelemetry's collector
                     text = generate_latest()
                 self._send(HTTPStatus.OK, CONTENT_TYPE_PLAIN_0_0_4, text)
             case _:

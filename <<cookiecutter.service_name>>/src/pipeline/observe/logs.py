@@ -74,7 +74,8 @@ def is_json(json: bool | None) -> bool:
 def _lower_if_retried(record: logging.LogRecord) -> bool:
     """Make a warning of an error after which the Kafka client that logs it tries again.
 
-    There are some whenever brokers start or a group is new. What stands still is reported anyway.
+    There are some whenever brokers start or a group is new. A partition that stands still is
+    reported anyway.
     """
     given = record.args if isinstance(record.args, tuple) else ()
     is_retried = any(isinstance(one, KafkaError) and one.retriable for one in given)
@@ -137,7 +138,7 @@ class JsonLines(logging.Formatter):
 
 
 class _Readable(logging.Formatter):
-    """Formats a record as a line for people, with the traceback and the stack below it."""
+    """Formats a record as one readable line, with the traceback and the stack below it."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_timestamp(record)} {record.levelname:<7} {record.name}"

@@ -111,7 +111,7 @@ class _Latest:
     rejected: Mapping[str, int] | None = None
     outbox_until: datetime | None = None
     remembered_since: datetime | None = None
-    maintained_at: datetime | None = None
+    retention_finished_at: datetime | None = None
 
     def if_leased(self, value: _Value) -> _Value:
         """Return the value if it is still true of the outbox."""
@@ -175,7 +175,7 @@ _COMPUTED: tuple[tuple[str, str, str, Callable[[], _Value]], ...] = (
         "pipeline.retention.age",
         "s",
         "Time since a round of retention was finished, by any process.",
-        lambda: _since(_latest.maintained_at),
+        lambda: _since(_latest.retention_finished_at),
     ),
 )
 """Gauges computed when metrics are collected, as they change with time: name, unit, description,
@@ -307,7 +307,7 @@ def observe_rejected(waiting: int, dead: int) -> None:
 
 
 def forget_outbox() -> None:
-    """Forget what was observed of the outbox, until the relay has looked at it again."""
+    """Drop what was observed of the outbox, until the relay observes it again."""
     _latest.lag = _latest.oldest = _latest.rejected = None
 
 
@@ -320,4 +320,4 @@ def observe_partitions(until: datetime, since: datetime | None) -> None:
 def observe_retention(held: int, finished_at: datetime) -> None:
     """Set how many partitions are due to be dropped and still needed, and as of when."""
     _held.set(held)
-    _latest.maintained_at = finished_at
+    _latest.retention_finished_at = finished_at

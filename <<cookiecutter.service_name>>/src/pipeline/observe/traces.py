@@ -1,6 +1,6 @@
 """Traces: the spans of messages, and the trace context that travels from message to event.
 
-Context is handed on without the SDK, too, which `exporters` sets up. Names are the messaging
+Context is propagated without the SDK, too, which `exporters` sets up. Names are the messaging
 conventions'.
 """
 

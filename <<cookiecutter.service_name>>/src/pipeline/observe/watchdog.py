@@ -8,7 +8,9 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | no thread of Python runs              | `faulthandler`'s timer           | 1         |
 | a call goes on after its cancellation | a task of the event loop         | 70        |
 
-The next process finds the message by the count of starts at its record, as after every death.
+After every death the next process finds the message by the starts that were counted and not undone:
+at the position of a partition (`consume/position.py`), or for a lane of the backlog, whose suspects
+are tried alone (`retry/suspects.py`).
 """
 
 import asyncio
@@ -56,7 +58,7 @@ async def watch_calls(
 ) -> None:
     """End the process when a call goes on for `hang_timeout` seconds after it was cancelled.
 
-    `find` returns what such a call handles, and a function that returns where it is.
+    `find` returns the name of such a call, and a function that returns its stack.
     """
     found = None
     while found is None:
@@ -65,7 +67,7 @@ async def watch_calls(
     what, where = found
     log.critical(
         "%s does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process ends,"
-        " and the next one takes the message by itself. It is at:\n%s",
+        " and the next process handles the message alone. The stack of the call:\n%s",
         what,
         hang_timeout,
         where(),

@@ -1,1 +1,1 @@
-"""Retention: creates partitions and generations ahead, and drops what has aged."""
+"""Retention: creates partitions and generations ahead, and drops those that have aged."""

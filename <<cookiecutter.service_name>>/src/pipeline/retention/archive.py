@@ -1,4 +1,4 @@
-"""The seam to an archive, which keeps days of the outbox before their tables are dropped."""
+"""The interface to an archive, which keeps days of the outbox before their tables are dropped."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import date
@@ -45,10 +45,10 @@ RETURNING day
 
 
 class Archive(Protocol):
-    """Keeps the days of the outbox when their tables go."""
+    """Stores the days of the outbox before their tables are dropped."""
 
     def check(self) -> None:
-        """Raise `Misconfigured` for settings that can't have been meant."""
+        """Raise `Misconfigured` if the settings of the archive are invalid."""
 
     @property
     def is_on(self) -> bool:
@@ -61,28 +61,28 @@ class Archive(Protocol):
 
         The table takes no more rows. The connection is in no transaction. `report` is to be awaited
         every few seconds, and uses the connection; what it raises ends the work. The work can be
-        interrupted at any point, repeated, and done by two processes at once. Whatever else it
-        raises keeps the table until the next round.
+        interrupted at any point, repeated, and done by two processes at once. After any other error
+        the table is kept until the next round of retention.
         """
 
 
 class Archiving:
-    """Archives days in a round of retention, as long as the lease is ours."""
+    """Archives days in a round of retention, while this process holds the lease."""
 
     def __init__(
         self,
         connection: asyncpg.Connection,
         archive: Archive | None,
         lease: Lease,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._connection = connection
         self._archive = archive
         self._lease = lease
-        self._say = say
+        self._report = report
 
     async def before_drop(self, table: str, day: date) -> Callable[[], Awaitable[None]] | None:
-        """Return what archives a day; None if no process archives, or a person skips it.
+        """Return a function that archives a day; None if none does, or the day is to be skipped.
 
         Raises `StillNeeded` where this process has no archive, and records the reason.
         """
@@ -94,15 +94,15 @@ class Archiving:
         return partial(self._keep, self._archive, table, day)
 
     async def _keep(self, archive: Archive, table: str, day: date) -> None:
-        """Return when a day is archived. Raises `StillNeeded`, or `TakenOver`."""
-        say_at = monotonic() + _REPORT_SECONDS
+        """Archive a day. Raises `StillNeeded`, or `TakenOver`."""
+        report_at = monotonic() + _REPORT_SECONDS
 
         async def report(progress: str) -> None:
-            nonlocal say_at
+            nonlocal report_at
             await self._lease.take()
-            if monotonic() >= say_at:
-                self._say(f"archiving {table}: {progress}")
-                say_at = monotonic() + _REPORT_SECONDS
+            if monotonic() >= report_at:
+                self._report(f"archiving {table}: {progress}")
+                report_at = monotonic() + _REPORT_SECONDS
 
         try:
             await archive.keep(self._connection, table, day, report)
@@ -119,15 +119,15 @@ class Archiving:
         return StillNeeded(why)
 
 
-async def note(connection: asyncpg.Connection) -> None:
-    """Record that days are archived, for processes without an archive."""
+async def record_archiving(connection: asyncpg.Connection) -> None:
+    """Record that days are archived, so that processes without an archive do not drop them."""
     await connection.execute(_ARCHIVES)
 
 
 async def skip(connection: asyncpg.Connection, days: Sequence[date] | None) -> list[date]:
-    """Let days be dropped without being archived; returns which.
+    """Let days be dropped without being archived; return those that are closed.
 
-    None: all that are over, and those to come too, unless a process still has an archive.
+    None: all that are closed, and those to come too, unless a process still has an archive.
     """
     if days is None:
         await connection.execute(_ARCHIVES_NO_LONGER)

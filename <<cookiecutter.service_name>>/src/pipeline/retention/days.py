@@ -7,7 +7,7 @@ from datetime import UTC, date, datetime, time, timedelta
 import asyncpg
 
 from pipeline.schema import SHARDS
-from pipeline.servers.cluster import IS_OURS
+from pipeline.servers.cluster import is_ours
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import partitions
@@ -30,8 +30,8 @@ INSERT INTO pipeline.outbox_closed (day) SELECT unnest($1::date[]) ON CONFLICT D
 _CLOSED_DAYS = "SELECT day, xid, is_published, not_archived FROM pipeline.outbox_closed"
 
 # Those that are dropped; and those that are not over, as after a jump of the clock. The lease is
-# locked meanwhile: a process that has lost it does not know which days are over by now, and would
-# delete the note that another one has found a day published before it was detached.
+# locked meanwhile: a process that has lost it has an old list of the days that are over, and would
+# delete the record that another process has found a day published before detaching it.
 _REOPEN_DAYS = """
 WITH lease AS (
     SELECT FROM pipeline.retention_lease WHERE owner = $2 FOR SHARE)
@@ -47,8 +47,6 @@ SELECT set_config('lock_timeout', '2s', true), set_config('statement_timeout', '
 
 # Waits for a reset, which takes the relays' progress back, and a reset waits for it.
 _LOCK_PROGRESS = "LOCK TABLE pipeline.outbox_cursor IN ACCESS SHARE MODE"
-
-_IS_OURS = f"SELECT {IS_OURS}"
 
 _NEWEST = "SELECT xid FROM pipeline.{name} ORDER BY xid DESC LIMIT 1"
 
@@ -110,7 +108,10 @@ async def list_partitions(
 
 
 async def close(connection: asyncpg.Connection, owner: str, now: datetime) -> None:
-    """Record which transactions can have put events into days that are over, an hour after."""
+    """Close the days that ended more than an hour ago.
+
+    The transaction id that is stored is above those of all transactions with events of the day.
+    """
     over = [day for day, _ in await _all(connection) if now > end_of(day) + CLOCK_MARGIN]
     await connection.execute(_REOPEN_DAYS, over, owner)
     await connection.execute(_CLOSE_DAYS, over)
@@ -121,7 +122,7 @@ async def require_published(
 ) -> None:
     """Raise `StillNeeded` unless all events of a day are published; `marks` records that they are.
 
-    That is before it is detached: afterwards relays don't see its events, and go past them.
+    It is called before the day is detached: afterwards relays don't see its events, and skip them.
     """
     try:
         async with connection.transaction():
@@ -147,7 +148,7 @@ async def _needed_by(connection: asyncpg.Connection, day: date, one: Partition) 
         return "it is not closed yet: that comes an hour after its end"
     if one.state is not State.ATTACHED:
         return None if closed["is_published"] else _DETACHED
-    if not await connection.fetchval(_IS_OURS):
+    if not await is_ours(connection):
         return "the outbox is another database cluster's: see `service relay reset`"
     newest = await connection.fetchval(_NEWEST.format(name=one.name))
     shards, unfinished, is_without_relay = await connection.fetchrow(
@@ -163,7 +164,7 @@ async def _needed_by(connection: asyncpg.Connection, day: date, one: Partition) 
     oldest = await connection.fetchrow(_OLDEST_WRITER)
     if oldest is None:
         return f"the relay has not published all of {many}"
-    return f"the relay can't be past {oldest['writer']}, which runs since {oldest['since']}"
+    return f"the relay waits for {oldest['writer']}, which has run since {oldest['since']}"
 
 
 async def _all(connection: asyncpg.Connection) -> list[tuple[date, Partition]]:

@@ -23,12 +23,13 @@ PATTERN = "inbox_g[0-9]+"
 
 _ATTEMPTS, _LONGER_ATTEMPTS = 20, 5
 _WAIT_SECONDS, _LONGER_WAIT_SECONDS = 0.1, 2.0
-"""How long an attempt lets every message wait: the last ones longer, for long transactions."""
+"""How long an attempt waits for the lock, while every message waits behind it. The last ones wait
+longer, for long transactions."""
 
-_REMEMBERED = "it is not forgotten yet, which waits for a moment without messages"
+_REMEMBERED = "it is not forgotten yet: that needs a moment without a consume transaction"
 _KEPT_OPEN = (
-    "it is not closed: transactions of messages leave no moment for that, retention does not run,"
-    " or the database's clock was ahead when it was opened"
+    "it is not closed: consume transactions hold the generation lock at every attempt, retention"
+    " does not run, or the database's clock was ahead when it was opened"
 )
 
 _GENERATION = """
@@ -54,7 +55,7 @@ async def list_partitions(
     for one in await partitions.like(connection, PATTERN):
         number = int(one.name.removeprefix("inbox_g"))
         if number < generation["oldest"]:
-            # No transaction looks into it: those that run began after that.
+            # No running transaction reads it: all of them began after it was forgotten.
             yield PartitionStatus("inbox", one, True, generation["since"])
         else:
             due_at = closed_at[number] + age if number in closed_at else None
@@ -83,10 +84,10 @@ async def rotate(connection: asyncpg.Connection, settings: Settings, lease: Leas
         return False
 
     async def close(wait: float) -> bool:
-        return await rotation.rotate(connection, current=current, wait=wait)
+        return await rotation.close_generation(connection, current=current, wait=wait)
 
     failure = f"inbox generation {current} is not closed"
-    is_closed = await _between_messages(failure, lease, close) or False
+    is_closed = await _with_generation_lock(failure, lease, close) or False
     if is_closed:
         log.info("inbox generation %s is closed", current)
     return is_closed
@@ -97,22 +98,27 @@ async def forget(connection: asyncpg.Connection, settings: Settings, lease: Leas
     before = (await read(connection))["now"] - timedelta(seconds=settings.inbox_age)
     closed = await connection.fetch(_CLOSED_GENERATIONS)
     if not any(closed_at < before for _, closed_at in closed):
-        return  # the lock would hold up every message
+        return  # to take the lock would hold up every message
 
     async def forget_closed(wait: float) -> int | None:
-        return await rotation.forget(connection, before=before, margin=CLOCK_MARGIN, wait=wait)
+        return await rotation.forget_generations(
+            connection, before=before, margin=CLOCK_MARGIN, wait=wait
+        )
 
-    last = await _between_messages("old inbox generations are not forgotten", lease, forget_closed)
+    last = await _with_generation_lock(
+        "old inbox generations are not forgotten", lease, forget_closed
+    )
     if last is not None:
         log.info("inbox generations up to %s are forgotten", last)
 
 
-async def _between_messages(
+async def _with_generation_lock(
     failure: str, lease: Lease, change: Callable[[float], Awaitable[T]]
 ) -> T | None:
-    """Return the result of a change that holds up every message for the seconds it is called with.
+    """Return the result of a change that takes the generation lock; None if it never gets it.
 
-    It gives way after a short wait and is tried again; None if no attempt succeeds.
+    `change` is called with the seconds for which it may wait for the lock. Every message waits
+    behind it meanwhile, so it gives up after a short wait, and is tried again.
     """
     for attempt in range(_ATTEMPTS):
         is_last = attempt >= _ATTEMPTS - _LONGER_ATTEMPTS
@@ -121,5 +127,9 @@ async def _between_messages(
             return await change(_LONGER_WAIT_SECONDS if is_last else _WAIT_SECONDS)
         except asyncpg.LockNotAvailableError:
             await asyncio.sleep(uniform(0.1, 0.5))
-    log.warning("%s: transactions of messages leave no moment; the next round tries again", failure)
+    log.warning(
+        "%s: consume transactions held the generation lock at every attempt; the next round of"
+        " retention tries again",
+        failure,
+    )
     return None

@@ -1,4 +1,4 @@
-"""The lease on the work of retention: one process at a time does it for all."""
+"""The lease on retention: one process at a time does the work for all."""
 
 import socket
 from datetime import datetime
@@ -32,7 +32,7 @@ class TakenOver(Exception):
     """Another process has the lease."""
 
     def __init__(self, owner: str) -> None:
-        super().__init__(f"another process has taken over the work of retention: {owner}")
+        super().__init__(f"another process has taken over retention: {owner}")
         self.owner = owner
 
 

@@ -14,7 +14,7 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import days, generations, partitions
-from .archive import Archive, Archiving, note
+from .archive import Archive, Archiving, record_archiving
 from .lease import Lease, TakenOver
 from .partitions import NotOwner, PartitionStatus, StillNeeded
 
@@ -39,9 +39,9 @@ class Round:
     owner: str
     """The process that has the lease."""
     is_ours: bool = True
-    """Whether that is this one, to the end; otherwise nothing more was done."""
+    """Whether this process held the lease to the end; otherwise it stopped when it lost it."""
     dropped: list[str] = field(default_factory=list)
-    """Partitions that are gone."""
+    """Partitions that were dropped."""
     held: list[PartitionStatus] = field(default_factory=list)
     """Partitions that are due, and still needed."""
     discarded: int = 0
@@ -99,24 +99,24 @@ async def _attach(
     return len(wanted)
 
 
-async def maintain(
+async def run_retention(
     connection: asyncpg.Connection,
     settings: Settings,
     *,
     archive: Archive | None = None,
-    say: Callable[[str], None] = log.info,
+    report: Callable[[str], None] = log.info,
 ) -> Round:
     """Run a round of retention: make partitions ahead, and drop what is too old and not needed.
 
     Only one process at a time drops. Days of the outbox are archived before, which may take long:
-    `say` is called with the progress. Can be interrupted at any point. Raises `NotMigrated`; and
+    `report` is called with the progress. Can be interrupted at any point. Raises `NotMigrated`; and
     `NotOwner` where another role has to do it.
     """
     await make_ahead(connection, settings)
     if archive is not None and not archive.is_on:
         archive = None
     if archive is not None:
-        await note(connection)
+        await record_archiving(connection)
     await partitions.must_own(connection)
     lease = Lease(connection, min(_LEASE_SECONDS, settings.housekeeping_interval))
     try:
@@ -125,12 +125,12 @@ async def maintain(
         return Round(error.owner, is_ours=False)
     done = Round(lease.owner)
     try:
-        await _run(connection, settings, Archiving(connection, archive, lease, say), lease, done)
+        await _run(connection, settings, Archiving(connection, archive, lease, report), lease, done)
     except TakenOver as error:
         log.warning("%s", error)
         done.owner, done.is_ours = error.owner, False
     finally:
-        with suppress(Exception):  # it ends by itself
+        with suppress(Exception):  # the lease expires by itself
             await lease.end()
     for one in done.held:
         log.warning("partition %s is due since %s: %s", one.name, one.due_at, one.needed_by)
@@ -144,9 +144,9 @@ async def _run(
     lease: Lease,
     done: Round,
 ) -> None:
-    """Do the work of a round, as long as the lease is ours. Raises `TakenOver`."""
+    """Run the steps of a round while this process holds the lease. Raises `TakenOver`."""
     if await generations.rotate(connection, settings, lease):
-        # Where roles are split, other processes may not make the next one.
+        # Roles of other processes may lack the privilege to make the next one.
         await make_ahead(connection, settings)
     await generations.forget(connection, settings, lease)
     await days.close(connection, lease.owner, (await generations.read(connection))["now"])
@@ -165,7 +165,7 @@ async def list_partitions(
 ) -> AsyncIterator[PartitionStatus]:
     """Yield every partition, when it is due, and why it is still needed then.
 
-    That is determined when its turn comes.
+    The reason is determined when the partition is yielded.
     """
     async for one in generations.list_partitions(connection, settings):
         yield one

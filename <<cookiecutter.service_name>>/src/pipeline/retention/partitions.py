@@ -89,9 +89,9 @@ class PartitionStatus:
     table: Literal["inbox", "outbox"]
     partition: Partition
     is_due: bool
-    """Whether its age has come."""
+    """Whether it has reached the age at which it is dropped."""
     due_at: datetime | None = None
-    """When it comes, or came; None for a generation that is not closed yet."""
+    """When it reaches that age, or did; None for a generation that is not closed yet."""
     needed_by: str | None = None
     """Of one that is due: why it is not dropped; None if nothing needs it."""
     is_ahead: bool = False
@@ -167,14 +167,15 @@ async def drop(
 ) -> None:
     """Detach a partition that is no longer needed and drop it, whatever state it is in.
 
-    `first` is called in between, when it takes no more rows, and what that raises keeps it. Can be
-    interrupted at any point, repeated, and done by two processes at once. Raises `StillNeeded`.
+    `first` is called in between, when the table takes no more rows; if it raises, the table stays.
+    Can be interrupted at any point, repeated, and done by two processes at once. Raises
+    `StillNeeded`.
     """
     name = partition.name
     try:
         match partition.state:
             case State.ATTACHED:
-                # In no transaction: it waits, in one of its own, until none sees the partition.
+                # Outside of a transaction: it waits, in its own, until none uses the partition.
                 await connection.execute(
                     f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} CONCURRENTLY",
                     timeout=_DETACH_SECONDS,
@@ -195,7 +196,7 @@ async def drop(
     except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
         raise StillNeeded(await used_by(connection, parent, name)) from error
     except asyncpg.UndefinedTableError:
-        # Another process drops it: the next round shows what is left of it.
+        # Another process has dropped it, or has not committed that yet.
         if await exists(connection, name):
             raise StillNeeded("another process is dropping it") from None
     except asyncpg.PostgresError as error:
@@ -204,7 +205,7 @@ async def drop(
 
 
 async def used_by(connection: asyncpg.Connection, parent: str, name: str) -> str:
-    """Return the process that uses a partition, after waiting for it in vain."""
+    """Return which process uses a partition, after a wait for its lock has timed out."""
     return await connection.fetchval(_USED_BY, parent, name) or "it was in use for too long"
 
 

@@ -1,4 +1,4 @@
-"""Generations of the inbox: closed and forgotten, so that no transaction straddles it."""
+"""Closes and forgets generations of the inbox, under a lock that excludes consume transactions."""
 
 from datetime import datetime, timedelta
 
@@ -40,24 +40,27 @@ RETURNING last
 """
 
 
-async def rotate(connection: asyncpg.Connection, *, current: int, wait: float = 0.1) -> bool:
-    """Close the current generation; returns False if it is not `current` or has no successor.
+async def close_generation(
+    connection: asyncpg.Connection, *, current: int, wait: float = 0.1
+) -> bool:
+    """Close the current generation; return False if it is not `current` or has no successor.
 
-    Waits for the consume transactions that run, and lets none begin meanwhile: so for `wait`
-    seconds at most, then `asyncpg.LockNotAvailableError` says that it should be tried again.
+    Waits for the consume transactions that run, and new ones wait behind it: so for `wait` seconds
+    at most. Raises `asyncpg.LockNotAvailableError` then, and can be called again.
     """
     async with connection.transaction():
         await _lock_generation(connection, wait)
         return await connection.fetchval(_CLOSE_GENERATION, current) is not None
 
 
-async def forget(
+async def forget_generations(
     connection: asyncpg.Connection, *, before: datetime, margin: timedelta, wait: float = 0.1
 ) -> int | None:
-    """Let no transaction look any more into generations that were closed before a time.
+    """Forget the generations that were closed before a time: no later transaction reads them.
 
-    Returns the last of them, None if there is none. `margin` is how far clocks of producers may be
-    ahead. Waits as `rotate` does: a transaction that runs may be looking into them.
+    Returns the number of the last of them, None if there is none. `margin` is how far
+    clocks of producers may be ahead. Waits as `close_generation` does: a running transaction may be
+    reading them.
     """
     async with connection.transaction():
         await _lock_generation(connection, wait)

@@ -1,4 +1,4 @@
-"""The part of a process that makes partitions ahead and runs rounds of retention."""
+"""The part of a process that makes partitions ahead, and runs a round of retention each hour."""
 
 import asyncio
 import logging
@@ -20,12 +20,12 @@ from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.settings import Settings
 
 from .archive import Archive
-from .maintenance import maintain, make_ahead
+from .maintenance import make_ahead, run_retention
 from .partitions import NotOwner
 
 log = logging.getLogger(__name__)
 
-_PART = "housekeeping"
+_PART = "retention"
 _AHEAD_SECONDS = 60.0
 """Longest time between two checks that partitions are there: messages would wait for one."""
 
@@ -56,7 +56,7 @@ class RetentionWorker:
     async def start(self, migrations: ScriptDirectory | None) -> None:
         """Return when the schema is checked and partitions are there, or when the process stops.
 
-        Nothing else may begin before, and meet a missing column or partition. Raises `NotMigrated`.
+        No other part may begin before: columns or partitions may be missing. Raises `NotMigrated`.
         """
 
         async def begin(connection: asyncpg.Connection) -> None:
@@ -84,7 +84,7 @@ class RetentionWorker:
     async def _run_round(self) -> None:
         try:
             async with autocommitting(self._engine) as connection:
-                done = await maintain(connection, self._settings, archive=self._archive)
+                done = await run_retention(connection, self._settings, archive=self._archive)
                 if self._claims is not None and done.is_ours:
                     await self._claims.sweep(connection)
         except NotOwner as error:

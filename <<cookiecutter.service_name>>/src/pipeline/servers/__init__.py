@@ -1,1 +1,1 @@
-"""PostgreSQL and Kafka: connections, clients, leases, errors, tasks."""
+"""PostgreSQL and Kafka: connections, clients, patches of aiokafka, retries, tasks."""

@@ -1,4 +1,4 @@
-"""Clients of Kafka: how they connect, and their start and stop, which leave nothing behind."""
+"""Clients of Kafka: their connection options, and a start and stop that leave no task behind."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ def connection_options(settings: Settings) -> dict[str, Any]:
 
 @asynccontextmanager
 async def offsets_client(settings: Settings) -> AsyncIterator[KafkaConsumer]:
-    """Lend a consumer for queries of offsets; it belongs to no group. Raises `KafkaError`."""
+    """Yield a consumer for queries of offsets; it belongs to no group. Raises `KafkaError`."""
     client = KafkaConsumer(**connection_options(settings))
     try:
         await start(client)
@@ -48,7 +48,7 @@ async def offsets_client(settings: Settings) -> AsyncIterator[KafkaConsumer]:
 async def admin_client(
     settings: Settings, *, answer_within: float = _ANSWERS_WITHIN
 ) -> AsyncIterator[AIOKafkaAdminClient]:
-    """Lend a client that describes topics and groups, and creates topics.
+    """Yield a client that describes topics and groups, and creates topics.
 
     `answer_within` is the limit of each request, in seconds. Raises `KafkaError`.
     """
@@ -62,7 +62,7 @@ async def admin_client(
 
 
 async def start(one: AIOKafkaProducer | AIOKafkaConsumer | AIOKafkaAdminClient) -> None:
-    """Start it. If that fails, start it again or stop it.
+    """Start a client. If this raises, it can be started again, and has to be stopped otherwise.
 
     Raises `KafkaConnectionError`, with the reason of brokers that answer and reject the client.
     """
@@ -82,7 +82,7 @@ async def start(one: AIOKafkaProducer | AIOKafkaConsumer | AIOKafkaAdminClient) 
 
 
 async def stop(one: AIOKafkaProducer | AIOKafkaConsumer, seconds: float) -> None:
-    """Stop it. If that takes longer than so many seconds, it is cut off from the brokers."""
+    """Stop a client; if that takes longer than `seconds`, abort its connections and requests."""
     client = Client.of(one)
     stopping = asyncio.create_task(one.stop())
     try:

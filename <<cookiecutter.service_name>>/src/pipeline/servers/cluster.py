@@ -1,4 +1,4 @@
-"""The database cluster whose transaction ids outbox and cursor hold: whether it is this one.
+"""Whether the transaction ids in the outbox and its cursor are those of this database cluster.
 
 After a dump is restored they are another cluster's: the cursor would skip events, or hold them back
 until this cluster's ids have caught up. They stay valid after a physical restore or a failover.
@@ -12,7 +12,7 @@ IS_OURS = """EXISTS (
 """SQL condition: the outbox was filled in this cluster, and is not being reset."""
 
 _SECONDS = 86_400.0
-"""A reset rewrites the whole outbox."""
+"""Time-out of a statement that reads or rewrites the whole outbox."""
 
 # The owners are kept: the relay that takes their shards has to know which one to fence.
 _TAKE_SHARDS = """

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from pipeline.observe import statements
 from pipeline.settings import Settings
 
-from .guard import CALL, GUARD
+from .guard import CURRENT_GUARD, GUARD
 
 _BESIDE_TRANSACTIONS = 5
 """Connections for the relay, retention, positions, filters, and the lanes of calls."""
@@ -26,7 +26,7 @@ _CONNECT_SECONDS = 5.0
 """Time-out of a connection attempt, after which the server counts as unavailable."""
 
 _COMMAND_SECONDS = 60.0
-"""Time-out of a statement, longer than any takes: by it a dead connection is noticed."""
+"""Time-out of a statement, longer than any takes; a dead connection is detected by it."""
 
 
 def lease_ended(seconds: str) -> str:
@@ -73,8 +73,8 @@ def _time_statements(engine: sa.Engine) -> None:
 def _log_query(query: LoggedQuery) -> None:
     statements.executed(query.query, query.elapsed, query.exception)
     # In the context of the task that has sent the statement.
-    if call := CALL.get():
-        call.after(query.query)
+    if guard := CURRENT_GUARD.get():
+        guard.after(query.query)
 
 
 def _begin(
@@ -85,9 +85,9 @@ def _begin(
     context: Any,
     is_many: bool,
 ) -> None:
-    guard, call = connection.info.get(GUARD), CALL.get()
-    if call is not None:
-        call.refuse_strays(guard)
+    guard, current = connection.info.get(GUARD), CURRENT_GUARD.get()
+    if current is not None:
+        current.refuse_statement_after_handler(guard)
     if guard:
         driver: Any = connection.connection.driver_connection
         guard.before(text, context, driver)
@@ -148,7 +148,7 @@ def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connection]:
-    """Lend a connection of asyncpg on which each statement is a transaction of its own."""
+    """Yield a connection of asyncpg on which each statement is a transaction of its own."""
     async with engine.connect() as transactional:
         connection = await transactional.execution_options(isolation_level="AUTOCOMMIT")
         try:

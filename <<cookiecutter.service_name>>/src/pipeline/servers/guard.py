@@ -51,7 +51,7 @@ class Stages(Protocol):
     """What is staged so far; setting it to an earlier value drops what was staged since."""
 
 
-CALL: ContextVar["Guard | None"] = ContextVar("pipeline_call", default=None)
+CURRENT_GUARD: ContextVar["Guard | None"] = ContextVar("pipeline_guard", default=None)
 """Guard of the handler's call that the code runs in, also in tasks that it has started; None in the
 engine's own code."""
 
@@ -75,8 +75,11 @@ class Guard:
         self.stray: HandlerFault | None = None
         """Fault of a task that sent a statement after its handler had ended."""
 
-    def refuse_strays(self, guard: "Guard | None") -> None:
-        """Raise `HandlerFault` unless the connection's guard is this one."""
+    def refuse_statement_after_handler(self, guard: "Guard | None") -> None:
+        """Raise `HandlerFault` unless the connection's guard is this one.
+
+        Otherwise the handler has returned, and a task that it has started sends the statement.
+        """
         if guard is not self:
             self.stray = HandlerFault(HAS_RETURNED)
             raise self.stray
@@ -136,8 +139,12 @@ def watch_coroutines() -> None:
     warn = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *args: Any) -> None:
-        if category is RuntimeWarning and "never awaited" in str(message) and (call := CALL.get()):
-            call.fault = HandlerFault(f"{message}: write `await` before it")
+        if (
+            category is RuntimeWarning
+            and "never awaited" in str(message)
+            and (guard := CURRENT_GUARD.get())
+        ):
+            guard.fault = HandlerFault(f"{message}: write `await` before it")
         warn(message, category, *args)
 
     warnings.showwarning = show  # type: ignore[assignment]
@@ -172,7 +179,7 @@ class InContext(Generic[T]):
 
 
 def _enter(guard: Guard | None) -> None:
-    CALL.set(guard)
+    CURRENT_GUARD.set(guard)
     # A copy, because code changes the context object in place.
     decimal.setcontext(decimal.getcontext().copy())
 

@@ -1,15 +1,15 @@
 """Patches of aiokafka: what changes its behaviour, or reaches below its public interface.
 
-What it does, and the issue upstream where one is known:
+Each item is what aiokafka does without its patch, with the issue upstream where one is known:
 
 1. A write to a connection that was reset raises uvloop's `RuntimeError`. It ends the task that
-   fetches: the consumer stands still, and looks well. (aiokafka #1038)
+   fetches: the consumer receives nothing more, and reports no error. (aiokafka #1038)
 2. `start` logs why a broker rejects the client, and raises that there is no broker.
 3. `start` leaves its connection open if it is cancelled.
 4. `stop` waits for unavailable brokers without a limit. (aiokafka #1101)
-5. A client that is closed still opens connections for requests, or lets them wait for ever.
-6. A batch is unpacked without a limit, and at a header whose name is not UTF-8 it raises, every
-   time: nothing behind it is ever read. See `record_batches`.
+5. A client that is closed still opens connections for requests, or lets them wait without a limit.
+6. A batch is unpacked without a limit. A header whose name is not UTF-8 raises an error at every
+   attempt, so that nothing behind it is ever read. See `record_batches`.
 7. A consumer for which no records come polls the brokers as often as any other, and does not report
    that its fetching task has ended, or that no broker answers.
 
@@ -135,7 +135,7 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
     _busy_until = 0.0
 
     async def arrival(self, partition: TopicPartition, seconds: float) -> int:
-        """Wait so long for records of the partition; `getmany` unpacks them, this doesn't.
+        """Wait up to `seconds` for records of the partition; `getmany` unpacks them, this doesn't.
 
         Returns the offset before which all transactions of producers have ended; 0 if none came.
         """
@@ -182,7 +182,7 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             self._fetcher.error_future.result()
 
     def problem(self, partitions: Iterable[TopicPartition], patience: float) -> str | None:
-        """Return why the brokers can't be used, by what the client knows; None if they can.
+        """Return why the brokers can't be used, from the state of the client; None if they can.
 
         `patience`: seconds since the last answer after which they count as unavailable, of a client
         that has joined its group. While it joins it does not notice that they are.

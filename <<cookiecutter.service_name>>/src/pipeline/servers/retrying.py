@@ -51,8 +51,8 @@ class Attempts:
             result: T = await retrying(work, *arguments)
             return result
         finally:
-            # It keeps the steps to do next, and they keep it: such cycles, several for each
-            # transaction, would make the garbage collector stop everything for 50 ms now and then.
+            # It refers to its next steps, and they to it. Such cycles, several for each
+            # transaction, would make the garbage collector stop the process for 50 ms now and then.
             retrying.iter_state.reset()
 
     def _report(self, state: RetryCallState) -> None:

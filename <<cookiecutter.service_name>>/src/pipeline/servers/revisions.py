@@ -15,7 +15,7 @@ from alembic.util import to_tuple
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
 
-_HAD = "SELECT version_num FROM alembic_version"
+_APPLIED = "SELECT version_num FROM alembic_version"
 
 
 class NotMigrated(Exception):
@@ -26,7 +26,7 @@ class NotMigrated(Exception):
         super().__init__(f"the database {lacks}: run `service migrate` first")
 
 
-def here() -> ScriptDirectory | None:
+def load_migrations() -> ScriptDirectory | None:
     """Return the engine's and the service's migrations; None without a configuration of Alembic.
 
     Raises `alembic.util.CommandError` if Alembic can't read them.
@@ -40,9 +40,9 @@ async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | No
         raise NotMigrated(lacking)
 
 
-async def reached(connection: asyncpg.Connection) -> list[str]:
+async def applied_revisions(connection: asyncpg.Connection) -> list[str]:
     """Return the revisions that the database was migrated to."""
-    return sorted([row["version_num"] for row in await connection.fetch(_HAD)])
+    return sorted([row["version_num"] for row in await connection.fetch(_APPLIED)])
 
 
 async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -> set[str]:
@@ -52,16 +52,16 @@ async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -
     to any branch of which the database has no known revision: those count as migrated.
     """
     try:
-        had = set(await reached(connection))
+        applied = set(await applied_revisions(connection))
     except asyncpg.UndefinedTableError:
-        had = set()
-    known = had & {one.revision for one in migrations.walk_revisions()}
+        applied = set()
+    known = applied & {one.revision for one in migrations.walk_revisions()}
     # The table of Alembic leaves out those that others depend on.
     implied = {one for row in known for one in _up_to(migrations, row)}
     return {
         head
         for head in set(migrations.get_heads()) - implied
-        if had == known or not known.isdisjoint(_branch(migrations, head))
+        if applied == known or not known.isdisjoint(_branch(migrations, head))
     }
 
 

@@ -27,7 +27,7 @@ class TimeSlice:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the task has to call `end` now; it looks after each message."""
+        """Whether the time is used up, so that the task has to await `end`."""
         return perf_counter() >= self._ends_at
 
     async def end(self) -> None:

@@ -53,7 +53,7 @@ async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
     """Return the member of a consumer group that reads each partition: host, and part of its id.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds, or
-    can't say, as during a rebalance.
+    the group is in a rebalance.
     """
     async with (
         asyncio.timeout(2 * _ANSWER_SECONDS),

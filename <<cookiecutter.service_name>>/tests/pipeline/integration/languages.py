@@ -13,33 +13,33 @@ from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, lease, partitions, rotation
 from pipeline.retry import lanes
-from pipeline.servers import revisions
+from pipeline.servers import cluster, revisions
 
 from . import bank
 from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
-    revisions._HAD: "schema: look at its revisions",
-    partitions._EXISTS: "housekeeping: look for a table",
-    partitions._NAMED_LIKE: "housekeeping: list partitions",
-    partitions._IS_OWNER: "housekeeping: ask who owns the tables",
+    revisions._APPLIED: "schema: look at its revisions",
+    partitions._EXISTS: "retention: look for a table",
+    partitions._NAMED_LIKE: "retention: list partitions",
+    partitions._IS_OWNER: "retention: ask who owns the tables",
     partitions._BEGIN: "partition: lock",
     partitions._AS_OWNER: "partition: become the owner",
     partitions._WAIT_SHORTLY: "partition: limit the wait",
-    generations._GENERATION: "housekeeping: read the generation",
-    lease._LEASE: "housekeeping: take the lease",
-    archive._IS_ARCHIVED: "housekeeping: ask whether a day is archived",
-    lease._FINISHED: "housekeeping: finish the round",
-    lease._END_LEASE: "housekeeping: end the lease",
-    generations._CLOSED_GENERATIONS: "housekeeping: list closed generations",
-    days._CLOSE_DAYS: "housekeeping: close days",
+    generations._GENERATION: "retention: read the generation",
+    lease._LEASE: "retention: take the lease",
+    archive._IS_ARCHIVED: "retention: ask whether a day is archived",
+    lease._FINISHED: "retention: finish the round",
+    lease._END_LEASE: "retention: end the lease",
+    generations._CLOSED_GENERATIONS: "retention: list closed generations",
+    days._CLOSE_DAYS: "retention: close days",
     days._WAIT_SHORTLY: "published: limit the wait",
     days._PUBLISHED: "published: note it",
-    days._CLOSED_DAYS: "housekeeping: list closed days",
-    days._IS_OURS: "housekeeping: ask whose the outbox is",
-    days._UNFINISHED: "housekeeping: look for who needs a day",
-    days._OLDEST_WRITER: "housekeeping: look for who holds back relays",
-    days._REOPEN_DAYS: "housekeeping: forget days",
+    days._CLOSED_DAYS: "retention: list closed days",
+    f"SELECT {cluster.IS_OURS}": "retention: ask whose the outbox is",
+    days._UNFINISHED: "retention: look for who needs a day",
+    days._OLDEST_WRITER: "retention: look for who holds back relays",
+    days._REOPEN_DAYS: "retention: forget days",
     rotation._LOCK_GENERATION: "rotation: lock",
     rotation._CLOSE_GENERATION: "rotation: close the generation",
     rotation._FORGET: "rotation: forget generations",
@@ -110,10 +110,10 @@ _SHAPES = {
     r"LOCK TABLE pipeline\.(outbox_p|inbox_g)\d+ ": "partition: hold",
     r"DROP TABLE pipeline\.(outbox_p|inbox_g)\d+$": "partition: drop",
     r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": (
-        "housekeeping: look for the last event of a day"
+        "retention: look for the last event of a day"
     ),
     r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_rejected|{table}) ": (
-        "housekeeping: delete what is discarded"
+        "retention: delete what is discarded"
     ),
     "DECLARE closed ": "filters: open a cursor",
     r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
@@ -124,7 +124,7 @@ _SHAPES = {
     "BEGIN ISOLATION LEVEL READ COMMITTED$": "consume: begin",
     "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin a snapshot",
     "BEGIN ISOLATION LEVEL REPEATABLE READ$": "filters: begin a snapshot",
-    "BEGIN$": "housekeeping: begin",
+    "BEGIN$": "retention: begin",
     # What SQLAlchemy and asyncpg ask a new connection.
     r"select pg_catalog\.version|select current_schema|show |SELECT current_setting\('jit'\)"
     r"|SELECT set_config\('jit'|.*\btypeinfo_tree\b": "connection: set up",
@@ -200,7 +200,7 @@ class Postgres:
         _, name, rest = body.split(b"\0", 2)
         boundary = boundary_of(self._prepared[name.decode()])
         self._is_in_lane |= boundary == "backlog: hold the lane"
-        if boundary == "housekeeping: list partitions" and self._last == "partition: lock":
+        if boundary == "retention: list partitions" and self._last == "partition: lock":
             return "partition: look again"
         if boundary == "relay: write the cursor":
             if _bound_values(rest)[6] == b"\0":
@@ -214,13 +214,13 @@ class Postgres:
         if boundary in ("COMMIT", "ROLLBACK"):
             room = "backlog" if self._is_in_lane else self._last.partition(":")[0]
             self._is_in_lane = False
-            if room in ("housekeeping", "partition", "filters"):
+            if room in ("retention", "partition", "filters"):
                 # Or a rollback, where SIGTERM has cancelled it in between.
                 return "filters: commit" if room == "filters" else "partition: commit"
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
-        if boundary == "housekeeping: begin" and self._last.startswith(("relay:", "rejected:")):
+        if boundary == "retention: begin" and self._last.startswith(("relay:", "rejected:")):
             return "rejected: begin"
-        if boundary == "housekeeping: begin" and self._last.startswith("scheduled:"):
+        if boundary == "retention: begin" and self._last.startswith("scheduled:"):
             return "scheduled: begin"
         return boundary
 

@@ -722,7 +722,7 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
 ) -> None:
     async def age(generation: int) -> None:
         """Close it, as if that had been three hours ago."""
-        assert await rotation.rotate(db, current=generation)
+        assert await rotation.close_generation(db, current=generation)
         await db.execute(
             "UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3 hours'"
             " WHERE generation = $1",

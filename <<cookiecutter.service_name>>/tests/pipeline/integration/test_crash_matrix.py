@@ -150,7 +150,7 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
         return is_dead() or wire.seen[boundary] > 0
 
     await world.send_a_promise()
-    await eventually(partial(has_met, "housekeeping: look for who holds back relays"), PATIENCE)
+    await eventually(partial(has_met, "retention: look for who holds back relays"), PATIENCE)
     await let_go()
     async with world.db.transaction():
         await world.db.execute("SELECT pg_advisory_xact_lock_shared($1)", GENERATION_LOCK)

@@ -14,7 +14,7 @@ from operate.commands import command_line
 from pipeline import Park, Reject
 from pipeline.apply import inbox
 from pipeline.retention import days, generations, lease, partitions, rotation
-from pipeline.retention.maintenance import Round, maintain
+from pipeline.retention.maintenance import Round, run_retention
 from pipeline.retention.partitions import Partition, State
 from pipeline.servers import cluster
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -54,7 +54,7 @@ async def close_generation(db: asyncpg.Connection, age: timedelta = timedelta())
     """Close the current generation, so long ago."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     await partitions.attach(db, "inbox", f"inbox_g{current + 1}", f"IN ({current + 1})")
-    assert await rotation.rotate(db, current=current)
+    assert await rotation.close_generation(db, current=current)
     await db.execute("UPDATE pipeline.inbox_closed SET closed_at = closed_at - $1::interval", age)
 
 
@@ -63,7 +63,7 @@ async def old_day(db: asyncpg.Connection, settings: Callable[..., Settings]) -> 
     """Return a connection to a database that holds an event of long ago, in a closed day."""
     await make_old_day(db)
     await stage_long_ago(db, 1)
-    await maintain(db, settings())
+    await run_retention(db, settings())
     return db
 
 
@@ -73,14 +73,14 @@ async def test_a_generation_goes_when_it_was_closed_long_enough_ago(
     chosen = settings(inbox_age=7_200)
     await close_generation(db, timedelta(minutes=121))
     await close_generation(db)
-    assert (await maintain(db, chosen)).dropped == ["inbox_g1"]
+    assert (await run_retention(db, chosen)).dropped == ["inbox_g1"]
     assert "inbox_g1" not in await names(db, generations.PATTERN)
     kept = await db.fetchrow("SELECT oldest, current, since FROM pipeline.inbox_generation")
     assert kept is not None
     assert (kept["oldest"], kept["current"]) == (2, 3)
     age = datetime.now(UTC) - kept["since"] + CLOCK_MARGIN
     assert timedelta(minutes=121) <= age < timedelta(minutes=122), "when it was closed"
-    assert (await maintain(db, chosen)).dropped == []
+    assert (await run_retention(db, chosen)).dropped == []
 
 
 async def test_what_a_dropped_generation_remembered_is_too_old_and_what_others_do_is_known(
@@ -93,7 +93,7 @@ async def test_what_a_dropped_generation_remembered_is_too_old_and_what_others_d
     await close_generation(db, timedelta(days=9) - timedelta(minutes=1))
     await desk.apply(Deposit(2))
     await close_generation(db)
-    assert (await maintain(db, settings())).dropped == ["inbox_g1"]
+    assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
     await desk.apply(first, Deposit(2))
     assert await histories(db) == {"ada": [1, 2]}
     dead = await db.fetch("SELECT id, reason FROM pipeline.backlog WHERE died_at IS NOT NULL")
@@ -116,7 +116,7 @@ async def test_what_is_parked_or_dead_is_known_and_applied_once_after_its_genera
     reasons = {("deposit", 0): "parked by its handler", ("deposit", 1): "rejected"}
     assert await desk.park() == reasons
     await close_generation(db, timedelta(days=9) - timedelta(minutes=1))
-    assert (await maintain(db, settings())).dropped == ["inbox_g1"]
+    assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
 
     bank.errors = {}
     again = await desk.apply(*sent)
@@ -153,7 +153,7 @@ async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
         await eventually(waits(db, ["waits"]))
 
         async def is_dropped() -> bool:
-            return OLD in (await maintain(db, chosen)).dropped
+            return OLD in (await run_retention(db, chosen)).dropped
 
         await eventually(is_dropped)
         await create_topic(kafka, missing)
@@ -176,7 +176,7 @@ async def test_a_clock_that_is_ahead_lets_nothing_take_effect_twice(
     early = Deposit(1, timestamp=_milliseconds(days=-9, minutes=50))
     await desk.apply(early)
     await close_generation(db, timedelta(days=9))
-    assert (await maintain(db, settings())).dropped == ["inbox_g1"]
+    assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
     await desk.apply(early)
     assert await histories(db) == {"ada": [1]}
 
@@ -192,23 +192,23 @@ async def test_a_generation_into_which_a_transaction_looks_stays(
     busy = await connect()
     async with busy.transaction():
         await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
-        assert (await maintain(db, settings())).dropped == []
+        assert (await run_retention(db, settings())).dropped == []
         assert "inbox_g1" in await names(db, generations.PATTERN)
-    assert (await maintain(db, settings())).dropped == ["inbox_g1"]
+    assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
 
 
 async def test_a_day_goes_when_it_is_old_enough_and_published_and_not_before(
     old_day: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     chosen = settings()
-    (held,) = (await maintain(old_day, chosen)).held
+    (held,) = (await run_retention(old_day, chosen)).held
     due_at = datetime(2020, 1, 2, tzinfo=UTC) + timedelta(seconds=chosen.outbox_age)
     assert (held.name, held.due_at) == (OLD, due_at)
     assert "no relay publishes 64 shards" in str(held.needed_by)
     await publish_all(old_day)
-    assert (await maintain(old_day, chosen)).dropped == [OLD]
+    assert (await run_retention(old_day, chosen)).dropped == [OLD]
     assert OLD not in await names(old_day, days.PATTERN)
-    assert await maintain(old_day, chosen) == Round(ANY)
+    assert await run_retention(old_day, chosen) == Round(ANY)
     assert await old_day.fetchval("SELECT count(*) FROM pipeline.outbox_closed") == 0
 
 
@@ -216,7 +216,7 @@ async def test_a_day_that_is_not_old_enough_stays(
     old_day: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     await publish_all(old_day)
-    done = await maintain(old_day, settings(outbox_age=10 * 365 * 86_400.0))
+    done = await run_retention(old_day, settings(outbox_age=10 * 365 * 86_400.0))
     assert (done.dropped, done.held) == ([], [])
     assert OLD in await names(old_day, days.PATTERN)
 
@@ -229,7 +229,7 @@ async def test_a_relay_that_runs_lets_days_go(
     async with relaying(chosen):
 
         async def is_dropped() -> bool:
-            return OLD in (await maintain(old_day, chosen)).dropped
+            return OLD in (await run_retention(old_day, chosen)).dropped
 
         await eventually(is_dropped)
 
@@ -252,16 +252,16 @@ async def test_an_event_that_is_not_committed_yet_holds_its_day(
             await transaction.rollback()  # another test's, begun later, has ended
         await old_day.execute("DELETE FROM pipeline.outbox_closed")
         for _ in range(2):
-            (held,) = (await maintain(old_day, settings())).held
+            (held,) = (await run_retention(old_day, settings())).held
             assert held.name == OLD
             await other.execute("COMMIT; BEGIN")
             await publish_all(old_day)
         await transaction.commit()
-        (held,) = (await maintain(old_day, settings())).held
+        (held,) = (await run_retention(old_day, settings())).held
         assert held.name == OLD, "it is committed, and not yet published"
         assert await old_day.fetchval("SELECT count(*) FROM pipeline.outbox") == 2
     await publish_all(old_day)
-    assert (await maintain(old_day, settings())).dropped == [OLD]
+    assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
 async def test_an_event_that_came_into_a_closed_day_holds_it(
@@ -270,10 +270,10 @@ async def test_an_event_that_came_into_a_closed_day_holds_it(
     """As when the database's clock was set back for a while."""
     await publish_all(old_day)
     await stage_long_ago(old_day, 2)
-    (held,) = (await maintain(old_day, settings())).held
+    (held,) = (await run_retention(old_day, settings())).held
     assert held.name == OLD
     await publish_all(old_day)
-    assert (await maintain(old_day, settings())).dropped == [OLD]
+    assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
 async def test_a_day_is_closed_by_an_id_above_those_of_all_who_may_have_written_to_it(
@@ -301,19 +301,19 @@ async def test_who_holds_a_day_is_named(
         await slow.execute("SELECT pg_current_xact_id()")
         pid = await slow.fetchval("SELECT pg_backend_pid()")
         await old_day.execute("DELETE FROM pipeline.outbox_closed")
-        await maintain(old_day, settings())
+        await run_retention(old_day, settings())
         await publish_all(old_day)
-        (held,) = (await maintain(old_day, settings())).held
-        assert f"the relay can't be past process {pid} of " in str(held.needed_by)
+        (held,) = (await run_retention(old_day, settings())).held
+        assert f"the relay waits for process {pid} of " in str(held.needed_by)
     await publish_all(old_day)
-    assert (await maintain(old_day, settings())).held == []
+    assert (await run_retention(old_day, settings())).held == []
 
 
 async def _another_old_day(db: asyncpg.Connection, chosen: Settings) -> str:
     """Let there be two days that may go, and return the name of the second one."""
     name, bounds = "outbox_p20200102", "FROM ('2020-01-02 00:00+00') TO ('2020-01-03 00:00+00')"
     await partitions.attach(db, "outbox", name, bounds)
-    await maintain(db, chosen)
+    await run_retention(db, chosen)
     await publish_all(db)
     return name
 
@@ -331,27 +331,27 @@ async def test_a_day_that_somebody_has_locked_holds_up_no_other(
     async with vacuuming.transaction():
         await vacuuming.execute(f"LOCK TABLE pipeline.{OLD} IN ACCESS EXCLUSIVE MODE")
         pid = await vacuuming.fetchval("SELECT pg_backend_pid()")
-        round_ = await maintain(old_day, settings())
+        round_ = await run_retention(old_day, settings())
     (held,) = round_.held
     assert held.name == OLD
     assert f"process {pid} of " in str(held.needed_by)
     assert round_.dropped == [other]
-    assert (await maintain(old_day, settings())).dropped == [OLD]
+    assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
 async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and_published(
     old_day: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    await maintain(old_day, settings())
+    await run_retention(old_day, settings())
     await publish_all(old_day)
     await old_day.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
-    (held,) = (await maintain(old_day, settings())).held
+    (held,) = (await run_retention(old_day, settings())).held
     assert "service relay reset" in str(held.needed_by)
     await cluster.reset(old_day, keep_progress=False)
-    (held,) = (await maintain(old_day, settings())).held
+    (held,) = (await run_retention(old_day, settings())).held
     assert "no relay" in str(held.needed_by), "all of it is to be published again"
     await publish_all(old_day)
-    assert (await maintain(old_day, settings())).dropped == [OLD]
+    assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
 @asynccontextmanager
@@ -370,11 +370,11 @@ async def test_who_drops_waits_for_those_who_use_the_table_and_nobody_waits_for_
     settings: Callable[..., Settings],
 ) -> None:
     """A plain DROP or DETACH would let every insert wait behind the reader."""
-    housekeeper, writer = await connect(), await connect()
+    keeper, writer = await connect(), await connect()
     await close_generation(old_day, timedelta(days=9))
     await publish_all(old_day)
     async with reading(connect):
-        dropping = asyncio.create_task(maintain(housekeeper, settings()))
+        dropping = asyncio.create_task(run_retention(keeper, settings()))
         await eventually(lambda: _is_pending(old_day, "inbox_g1"))
         # A statement that had to wait would end with an error.
         await writer.execute("SET lock_timeout = '1ms'")
@@ -400,18 +400,18 @@ async def test_what_was_cut_off_in_the_middle_goes_on_in_the_next_round(
     old_day: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
     """Trap 37: a pending detach hides the rows, so what must be checked is checked before."""
-    housekeeper = await connect()
+    keeper = await connect()
     await publish_all(old_day)
     async with reading(connect):
-        dropping = asyncio.create_task(maintain(housekeeper, settings()))
+        dropping = asyncio.create_task(run_retention(keeper, settings()))
         await eventually(lambda: _is_pending(old_day, OLD))
         dropping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await dropping
-        housekeeper.terminate()
+        keeper.terminate()
     assert await partitions.like(old_day, OLD) == [Partition(OLD, State.PENDING)]
     await _let_the_lease_end(old_day)
-    assert (await maintain(old_day, settings())).dropped == [OLD]
+    assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
 async def test_what_is_detached_and_not_dropped_goes_in_the_next_round(
@@ -420,10 +420,10 @@ async def test_what_is_detached_and_not_dropped_goes_in_the_next_round(
     await publish_all(old_day)
     with monkeypatch.context() as patch:
         patch.setattr(partitions, "_WAIT_SHORTLY", "SELECT 1 / 0")
-        (held,) = (await maintain(old_day, settings())).held
+        (held,) = (await run_retention(old_day, settings())).held
         assert held.needed_by == "division by zero"
     assert await partitions.like(old_day, OLD) == [Partition(OLD, State.DETACHED)]
-    assert (await maintain(old_day, settings())).dropped == [OLD]
+    assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
 async def test_a_day_that_a_person_has_detached_stays(
@@ -433,7 +433,7 @@ async def test_a_day_that_a_person_has_detached_stays(
     await old_day.execute(f"ALTER TABLE pipeline.outbox DETACH PARTITION pipeline.{OLD}")
     async with relaying(settings(relay_lease=1)):
         await eventually(lambda: _relays_are_past(old_day))
-    (held,) = (await maintain(old_day, settings())).held
+    (held,) = (await run_retention(old_day, settings())).held
     assert "it was not detached by retention" in str(held.needed_by)
     assert await old_day.fetchval(f"SELECT count(*) FROM pipeline.{OLD}") == 1
 
@@ -453,12 +453,12 @@ async def test_what_cannot_be_dropped_is_told_of_and_the_others_go(
     await close_generation(old_day, timedelta(days=9))
     await publish_all(old_day)
     await old_day.execute("CREATE VIEW mine AS SELECT * FROM pipeline.inbox_g1")
-    done = await maintain(old_day, settings())
+    done = await run_retention(old_day, settings())
     assert done.dropped == [OLD]
     assert [one.name for one in done.held] == ["inbox_g1"]
     assert "other objects depend on it" in str(done.held[0].needed_by)
     await old_day.execute("DROP VIEW mine")
-    assert (await maintain(old_day, settings())).dropped == ["inbox_g1"]
+    assert (await run_retention(old_day, settings())).dropped == ["inbox_g1"]
 
 
 async def test_two_at_once_do_no_harm(
@@ -475,12 +475,12 @@ async def test_two_at_once_do_no_harm(
         await partitions.attach(old_day, "outbox", day, bounds)
     for _ in range(3):
         await close_generation(old_day, timedelta(days=9))
-    await maintain(old_day, settings())
+    await run_retention(old_day, settings())
     await publish_all(old_day)
     keepers = [await connect() for _ in range(4)]
-    rounds = await asyncio.gather(*(maintain(one, settings()) for one in keepers))
+    rounds = await asyncio.gather(*(run_retention(one, settings()) for one in keepers))
     assert {name for one in rounds for name in one.dropped} <= {OLD, *others}
-    await maintain(old_day, settings())
+    await run_retention(old_day, settings())
     assert not {OLD, *others}.intersection(await names(old_day, days.PATTERN))
 
 
@@ -496,11 +496,11 @@ async def test_one_that_is_used_for_long_is_told_of_and_the_others_go(
     reader = await connect()
     async with reader.transaction():
         await reader.fetch("SELECT FROM pipeline.inbox")
-        done = await maintain(old_day, settings())
+        done = await run_retention(old_day, settings())
         assert done.dropped == [OLD]
         assert [one.name for one in done.held] == ["inbox_g1"]
         assert "uses it since" in str(done.held[0].needed_by)
-    assert (await maintain(old_day, settings())).dropped == ["inbox_g1"]
+    assert (await run_retention(old_day, settings())).dropped == ["inbox_g1"]
 
 
 async def test_one_process_at_a_time_is_at_it_and_a_dead_one_is_followed(
@@ -509,18 +509,18 @@ async def test_one_process_at_a_time_is_at_it_and_a_dead_one_is_followed(
     await publish_all(old_day)
     first = await connect()
     async with reading(connect):
-        at_it = asyncio.create_task(maintain(first, settings()))
+        at_it = asyncio.create_task(run_retention(first, settings()))
         await eventually(lambda: _is_pending(old_day, OLD))
-        second = await maintain(old_day, settings())
+        second = await run_retention(old_day, settings())
         assert second == Round(ANY, is_ours=False)
     first_round = await at_it
     assert first_round == Round(second.owner, dropped=[OLD])
     await old_day.execute(
         "UPDATE pipeline.retention_lease SET owner = 'dead', lease_until = now() + interval '50 s'"
     )
-    assert await maintain(old_day, settings()) == Round("dead", is_ours=False)
+    assert await run_retention(old_day, settings()) == Round("dead", is_ours=False)
     await _let_the_lease_end(old_day)
-    assert (await maintain(old_day, settings())).is_ours
+    assert (await run_retention(old_day, settings())).is_ours
 
 
 async def test_who_is_overtaken_does_no_more_and_says_by_whom(
@@ -530,7 +530,7 @@ async def test_who_is_overtaken_does_no_more_and_says_by_whom(
     other = await _another_old_day(old_day, settings())
     first = await connect()
     async with reading(connect):
-        at_it = asyncio.create_task(maintain(first, settings()))
+        at_it = asyncio.create_task(run_retention(first, settings()))
         await eventually(lambda: _is_pending(old_day, OLD))
         await old_day.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
     assert await at_it == Round("faster", is_ours=False, dropped=[OLD])
@@ -551,7 +551,7 @@ async def test_who_is_overtaken_reopens_no_day_that_the_other_has_closed(
     slow, faster = await connect(), await connect()
     async with faster.transaction():
         await faster.execute("LOCK TABLE pipeline.outbox_closed IN SHARE MODE")
-        at_it = asyncio.create_task(maintain(slow, settings()))
+        at_it = asyncio.create_task(run_retention(slow, settings()))
         await eventually(lambda: old_day.fetchval(waits))
         await faster.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
         await faster.execute(
@@ -560,7 +560,7 @@ async def test_who_is_overtaken_reopens_no_day_that_the_other_has_closed(
     assert await at_it == Round("faster", is_ours=False)
     assert await old_day.fetchval(closed), "what was found before the detach is still known"
     await _let_the_lease_end(old_day)
-    await maintain(old_day, settings())
+    await run_retention(old_day, settings())
     assert await old_day.fetchval(closed) is None, "it is gone, and forgotten by the next one"
 
 
@@ -581,11 +581,11 @@ async def test_discarded_dead_letters_are_deleted_when_nobody_can_send_their_mes
             timedelta(days=age),
             offset,
         )
-    assert (await maintain(db, settings())).discarded == 0, "all is remembered"
+    assert (await run_retention(db, settings())).discarded == 0, "all is remembered"
     await close_generation(db, timedelta(days=45))
-    assert (await maintain(db, settings())).discarded == 0, "it stays as long as a marker"
+    assert (await run_retention(db, settings())).discarded == 0, "it stays as long as a marker"
     await close_generation(db, timedelta(days=10))
-    assert (await maintain(db, settings())).discarded == 1
+    assert (await run_retention(db, settings())).discarded == 1
     kept = await db.fetch('SELECT "offset" FROM pipeline.backlog ORDER BY "offset"')
     assert [row["offset"] for row in kept] == [0, 2], "a person has not decided, or lately"
 
@@ -602,7 +602,7 @@ async def test_tables_of_others_are_left_alone(
         "inbox_gx",
     ):
         await db.execute(f"CREATE TABLE pipeline.{name} ()")
-    done = await maintain(db, settings())
+    done = await run_retention(db, settings())
     assert (done.dropped, done.held) == (["inbox_g1"], [])
 
 

@@ -16,7 +16,7 @@ from pipeline.apply import filters
 from pipeline.apply.filters import Filters
 from pipeline.observe import metrics
 from pipeline.retention import rotation
-from pipeline.retention.maintenance import maintain
+from pipeline.retention.maintenance import run_retention
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 
@@ -159,7 +159,7 @@ async def test_a_generation_whose_filter_is_not_built_yet_is_looked_up_and_the_o
         await desk.apply(Deposit(amount))
         await close_generation(db, settings)
     await desk.apply(Deposit(3))
-    assert await rotation.rotate(db, current=3)
+    assert await rotation.close_generation(db, current=3)
     await desk.load_filters()
     every = [Deposit(amount) for amount in (1, 2, 3, 4)]
     assert await sifted(desk, db, *every) == ({0, 1}, range(3, 4))
@@ -209,7 +209,7 @@ async def test_a_damaged_filter_is_told_of_and_not_trusted_but_built_anew(
     ]
     await desk.apply(Deposit(1), Deposit(2), Deposit(3))
     assert await histories(db) == {"ada": [1, 2, 3]}
-    await maintain(db, settings())
+    await run_retention(db, settings())
     assert await rows_of(db) == wanted
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2), Deposit(4)) == ({0, 1}, range(0))
@@ -227,7 +227,7 @@ async def test_a_damaged_filter_is_not_added_to(
     await close_generation(db, settings)
     assert await stored(db) == [(1, 1), (2, 2)]
     await desk.load_filters()
-    await maintain(db, settings())
+    await run_retention(db, settings())
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2), Deposit(3)) == ({0, 1}, range(0))
 
@@ -251,7 +251,7 @@ async def test_a_filter_of_another_format_is_not_trusted_but_built_anew(
     assert "damaged" not in caplog.text
     await desk.apply(Deposit(1), Deposit(2))
     assert await histories(db) == {"ada": [1, 2]}
-    await maintain(db, settings())
+    await run_retention(db, settings())
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2)) == ({0}, range(0))
 
@@ -345,7 +345,7 @@ async def test_a_build_that_is_cut_off_leaves_nothing_and_is_done_again(
     await db.execute("DELETE FROM pipeline.inbox_filter")
     async with stored_by_another(await connect()):
         builder = await connect()
-        building = asyncio.create_task(maintain(builder, settings(housekeeping_interval=0.1)))
+        building = asyncio.create_task(run_retention(builder, settings(housekeeping_interval=0.1)))
         await somebody_waits(db)
         if how == "cancelled":
             building.cancel()
@@ -362,7 +362,7 @@ async def test_a_build_that_is_cut_off_leaves_nothing_and_is_done_again(
 
     async def is_built() -> bool:
         # The server may take a moment to free what the other one has held.
-        await maintain(db, settings())
+        await run_retention(db, settings())
         return await stored(db) == [(1, 1)]
 
     await eventually(is_built)
@@ -391,9 +391,9 @@ async def test_who_finds_another_process_building_leaves_it_to_that_one(
     await db.execute("DELETE FROM pipeline.inbox_filter")
     first = await connect()
     async with stored_by_another(await connect()):
-        building = asyncio.create_task(maintain(first, settings()))
+        building = asyncio.create_task(run_retention(first, settings()))
         await somebody_waits(db)
-        await asyncio.wait_for(maintain(db, settings()), PATIENCE)
+        await asyncio.wait_for(run_retention(db, settings()), PATIENCE)
         assert await stored(db) == []
         assert not building.done()
     await building
@@ -410,7 +410,7 @@ async def test_many_that_build_at_once_build_every_filter(
     wanted = await rows_of(db)
     await db.execute("DELETE FROM pipeline.inbox_filter")
     connections = [await connect() for _ in range(5)]
-    await asyncio.gather(*(maintain(one, settings()) for one in connections))
+    await asyncio.gather(*(run_retention(one, settings()) for one in connections))
     assert await rows_of(db) == wanted
 
 
@@ -559,7 +559,7 @@ async def test_a_generation_that_is_too_large_is_counted_once_told_of_and_never_
     counts: list[object] = []
     house = await connect()
     house.add_query_logger(lambda query: counts.append(query.query))
-    await maintain(house, settings(**little))
+    await run_retention(house, settings(**little))
     assert filters._FORGET in counts
     assert filters._COUNT not in counts, "it is not counted again"
     assert await rows_of(db) == rows
@@ -581,8 +581,8 @@ async def test_with_more_memory_a_generation_that_was_too_large_gets_its_filter(
     await desk.load_filters()
     desk.filters.lacking.clear()
     assert await sifted(desk, db, Deposit(1), Deposit(2)) == (set(), range(1, 2))
-    assert desk.filters.lacking.is_set(), "housekeeping is about to build it"
-    await maintain(db, settings(inbox_filter_mebibytes=2))
+    assert desk.filters.lacking.is_set(), "retention is about to build it"
+    await run_retention(db, settings(inbox_filter_mebibytes=2))
     assert await stored(db) == [(1, 1)]
     await desk.load_filters()
     assert await sifted(desk, db, Deposit(1), Deposit(2)) == ({0}, range(0))
@@ -606,7 +606,7 @@ async def test_filters_of_generations_that_are_forgotten_go(
     every = [Deposit(amount) for amount in (1, 2, 3, 4, 5)]
     for oldest, suspects in ((2, {0, 1, 2, 3}), (3, {2, 3})):
         await db.execute("UPDATE pipeline.inbox_generation SET oldest = $1", oldest)
-        await maintain(db, settings())
+        await run_retention(db, settings())
         await desk.load_filters()
         assert await sifted(desk, db, *every) == (suspects, range(0))
     assert await stored(db) == [(3, 4)]

@@ -16,7 +16,7 @@ from pipeline.apply import inbox, limits, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import GENERATION_LOCK, Generations
 from pipeline.retention import rotation
-from pipeline.retention.maintenance import maintain
+from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -62,10 +62,10 @@ async def pair(held: Held, new_desk: NewDesk) -> tuple[Desk, Desk]:
 
 
 async def rotate(db: asyncpg.Connection) -> bool:
-    """Close the current generation as housekeeping does; False if it is in use."""
+    """Close the current generation as retention does; False if it is in use."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     try:
-        return await rotation.rotate(db, current=current)
+        return await rotation.close_generation(db, current=current)
     except asyncpg.LockNotAvailableError:
         return False
 
@@ -346,7 +346,7 @@ async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_
         while not finished.is_set():
             async with rotations:
                 closed += await rotate(keeper)
-                await maintain(keeper, settings())
+                await run_retention(keeper, settings())
 
     sift = Filters.sift
     ruled_out = 0

@@ -152,7 +152,7 @@ async def test_a_second_signal_ends_the_process_at_once_and_is_no_failure_of_a_h
     await struck("deaf").send(producer, bank.deposits)
     await eventually(lambda: db.fetchval("SELECT sum(starts) > 0 FROM pipeline.position"))
     one.send(signal.SIGINT)
-    await one.says("SIGINT: finishing what is begun")
+    await one.says("SIGINT: running batches are finished")
     one.send(signal.SIGINT)
     assert await one.ended() == -signal.SIGINT
     assert await db.fetch("SELECT FROM pipeline.backlog") == []

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline import Transaction
-from pipeline.retention.rotation import rotate
+from pipeline.retention.rotation import close_generation
 from pipeline.servers import cluster
 
 from .bank import Bank
@@ -65,7 +65,7 @@ async def test_what_a_handler_returned_the_first_time_is_kept_beside_the_marker(
         kept = await db.fetch("SELECT result FROM pipeline.inbox WHERE result IS NOT NULL")
         assert {json.loads(row["result"])["balance"] for row in kept} == {"5", "12"}
         current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
-        assert await rotate(db, current=current)
+        assert await close_generation(db, current=current)
 
 
 async def test_a_result_that_is_no_json_is_the_handlers_fault(

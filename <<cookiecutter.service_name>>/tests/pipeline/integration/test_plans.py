@@ -36,7 +36,7 @@ from tests.pipeline.integration.bank import Bank
 pytestmark = pytest.mark.full
 
 _LOAD = """
--- Housekeeping of its own would decide which statistics there are.
+-- Autovacuum of its own would decide which statistics there are.
 DO $$
 DECLARE part regclass;
 BEGIN

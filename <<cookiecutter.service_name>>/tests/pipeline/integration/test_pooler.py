@@ -6,8 +6,8 @@ import asyncpg
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pipeline.retention.maintenance import maintain
-from pipeline.retention.rotation import rotate
+from pipeline.retention.maintenance import run_retention
+from pipeline.retention.rotation import close_generation
 from pipeline.servers.database import autocommitting, driver_of
 from pipeline.settings import Settings
 
@@ -41,13 +41,13 @@ async def test_a_transaction_leaves_nothing_behind_in_its_session(
     )
     await desk.apply(*(Deposit(amount) for amount in range(20)))
     async with autocommitting(desk.engine) as driver:
-        await maintain(
+        await run_retention(
             driver,
             Settings.model_validate(
                 {"database_url": "postgresql+asyncpg://", "kafka_bootstrap_servers": "unused:9092"}
             ),
         )
-        assert await rotate(driver, current=1)
+        assert await close_generation(driver, current=1)
     async with AsyncSession(desk.engine) as session:
         account = await session.get_one(Account, "ada")
         assert account.balance == sum(range(20))

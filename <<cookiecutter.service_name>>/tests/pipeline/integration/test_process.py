@@ -167,12 +167,14 @@ async def test_sigterm_finishes_the_batch_publishes_it_and_leaves_the_group(
     assert await db.fetchval("SELECT count(owner) FROM pipeline.outbox_cursor") == 0
 
 
-async def test_a_second_sigterm_ends_the_process_at_once_and_the_batch_is_rolled_back(
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_process_at_once_and_the_batch_is_rolled_back(
     start: Start,
     bank: Bank,
     producer: AIOKafkaProducer,
     connect: Callable[[], Awaitable[asyncpg.Connection]],
     db: asyncpg.Connection,
+    second: signal.Signals,
 ) -> None:
     process = await start("run", **PATIENT)
     await Deposit(1).send(producer, bank.deposits)
@@ -184,8 +186,8 @@ async def test_a_second_sigterm_ends_the_process_at_once_and_the_batch_is_rolled
         await eventually(lambda: _waits_for_a_lock(db))
         process.send(signal.SIGTERM)
         await process.says("SIGTERM")
-        process.send(signal.SIGTERM)
-        assert await process.ended() == -signal.SIGTERM
+        process.send(second)
+        assert await process.ended() == -second
     assert await balance(db) == 1
 
 
@@ -264,7 +266,7 @@ async def test_a_process_waits_for_the_database_and_goes_on_when_it_comes(
     url = make_url(database_url)
     away = url.set(host="127.0.0.1", port=unused_tcp_port).render_as_string(hide_password=False)
     process = await start("run", database_url=away)
-    await process.says("housekeeping failed")
+    await process.says("retention failed")
     assert not await process.is_ready()
     assert (await process.get("/health/live"))[0] == 200
     async with forwarding(unused_tcp_port, f"{url.host}:{url.port}"):

@@ -1,4 +1,4 @@
-"""Housekeeping: partitions and generations stand ready before anything needs them."""
+"""Retention: partitions and generations stand ready before anything needs them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +11,7 @@ import pytest
 from pipeline.apply import inbox
 from pipeline.observe.health import Health
 from pipeline.retention import generations, maintenance
-from pipeline.retention.maintenance import maintain
+from pipeline.retention.maintenance import run_retention
 from pipeline.retention.partitions import _LOCK
 from pipeline.runtime import Part, serve
 from pipeline.servers.revisions import NotMigrated
@@ -55,7 +55,7 @@ def days(ahead: int) -> list[str]:
 async def test_days_and_generations_are_made_ahead(
     bare: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    await maintain(bare, settings(outbox_days_ahead=3, inbox_generations_ahead=4))
+    await run_retention(bare, settings(outbox_days_ahead=3, inbox_generations_ahead=4))
     assert list(await made(bare, "outbox")) == days(3)
     assert await made(bare, "inbox") == {
         f"inbox_g{number}": f"FOR VALUES IN ({number})" for number in range(1, 6)
@@ -66,7 +66,7 @@ async def test_the_days_follow_each_other_without_a_gap_whatever_the_sessions_ti
     bare: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     await bare.execute("SET timezone = 'America/St_Johns'")
-    await maintain(bare, settings(outbox_days_ahead=3))
+    await run_retention(bare, settings(outbox_days_ahead=3))
     await bare.execute("SET timezone = 'UTC'")
     today = datetime.now(UTC).date()
     edges = [f"'{today + timedelta(days=n)} 00:00:00+00'" for n in range(5)]
@@ -78,11 +78,11 @@ async def test_the_days_follow_each_other_without_a_gap_whatever_the_sessions_ti
 async def test_a_second_round_changes_nothing_and_a_longer_view_adds_what_is_missing(
     bare: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    await maintain(bare, settings(outbox_days_ahead=2))
+    await run_retention(bare, settings(outbox_days_ahead=2))
     before = await made(bare, "outbox")
-    await maintain(bare, settings(outbox_days_ahead=2))
+    await run_retention(bare, settings(outbox_days_ahead=2))
     assert await made(bare, "outbox") == before
-    await maintain(bare, settings(outbox_days_ahead=5))
+    await run_retention(bare, settings(outbox_days_ahead=5))
     assert list(await made(bare, "outbox")) == days(5)
 
 
@@ -107,7 +107,7 @@ async def test_a_day_that_is_needed_and_was_detached_is_attached_again(
         await db.execute(detach)
     with pytest.raises(asyncpg.CheckViolationError):
         await stage(db, [event("t", 2)])
-    await maintain(db, settings())
+    await run_retention(db, settings())
     await stage(db, [event("t", 2)])
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 2
 
@@ -116,7 +116,7 @@ async def test_many_processes_at_once_make_each_partition_once(
     bare: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
     connections = [await connect() for _ in range(6)]
-    await asyncio.gather(*(maintain(one, settings()) for one in connections))
+    await asyncio.gather(*(run_retention(one, settings()) for one in connections))
     assert list(await made(bare, "outbox")) == days(7)
     assert list(await made(bare, "inbox")) == ["inbox_g1", "inbox_g2", "inbox_g3"]
 
@@ -128,9 +128,9 @@ async def test_a_process_that_waited_for_another_one_sees_what_that_one_has_made
     chosen = settings(outbox_days_ahead=1, inbox_generations_ahead=1)
     async with first.transaction():
         await first.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
-        waiting = asyncio.create_task(maintain(second, chosen))
+        waiting = asyncio.create_task(run_retention(second, chosen))
         await eventually(lambda: _somebody_waits(bare))
-        await maintain(first, chosen)
+        await run_retention(first, chosen)
     await waiting
     assert list(await made(bare, "outbox")) == days(1)
 
@@ -146,17 +146,17 @@ async def _somebody_waits(db: asyncpg.Connection) -> bool:
 async def test_partitions_are_made_while_transactions_use_the_table_and_block_none(
     db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
-    busy, reading, housekeeper = [await connect() for _ in range(3)]
+    busy, reading, keeper = [await connect() for _ in range(3)]
     async with busy.transaction(), reading.transaction():
         await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
         await busy.execute(_INSERT, "1")
         await reading.fetch("SELECT FROM pipeline.outbox")
         # A statement that had to wait would end with an error.
-        for connection in (housekeeper, db):
+        for connection in (keeper, db):
             await connection.execute("SET lock_timeout = '1ms'")
-        await maintain(housekeeper, settings(outbox_days_ahead=9, inbox_generations_ahead=9))
-        async with housekeeper.transaction():
-            await maintain(housekeeper, settings(outbox_days_ahead=10))
+        await run_retention(keeper, settings(outbox_days_ahead=9, inbox_generations_ahead=9))
+        async with keeper.transaction():
+            await run_retention(keeper, settings(outbox_days_ahead=10))
             # While the new partition is being attached, others go on writing.
             await db.execute(_INSERT, "2")
             await db.execute(_MARK)
@@ -181,7 +181,7 @@ VALUES (1, 'k', 'h', 1, 'c', '/s', 'i', 't', 't', 0, 0)
 async def test_ids_xids_and_shards_are_filled_in_in_attached_partitions(
     bare: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    await maintain(bare, settings())
+    await run_retention(bare, settings())
     before = datetime.now(UTC) - timedelta(minutes=1)
     async with bare.transaction():
         xid = await bare.fetchval("SELECT pg_current_xact_id()")
@@ -215,7 +215,7 @@ async def test_a_message_for_which_there_is_no_partition_waits_and_nobody_is_bla
     applying = asyncio.create_task(desk.apply(Deposit(2)))
     await eventually(lambda: len(desk.outages) > 3)
     assert "no partition of relation" in desk.outages[0]
-    await maintain(db, settings())
+    await run_retention(db, settings())
     await applying
     assert await histories(db) == {"ada": [1, 2]}
     assert await desk.backlog() == []
@@ -226,7 +226,7 @@ async def test_a_service_misses_a_partition_before_the_next_round(
 ) -> None:
     monkeypatch.setattr("pipeline.retention.worker._AHEAD_SECONDS", 0.1)
     async with running(bank.service, Part.RELAY, housekeeping_interval=3_600) as health:
-        await eventually(lambda: "housekeeping" not in health.reasons)
+        await eventually(lambda: "retention" not in health.reasons)
         today = days(0)[0]
         await db.execute(f"DROP TABLE pipeline.{today}")
 
@@ -239,12 +239,12 @@ async def test_a_service_misses_a_partition_before_the_next_round(
 async def test_a_generation_is_closed_when_it_is_old_enough_and_not_before(
     db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    await maintain(db, settings(inbox_generation_age=3_600))
+    await run_retention(db, settings(inbox_generation_age=3_600))
     assert await _generations(db) == (1, 1)
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '2 hours'")
-    await maintain(db, settings(inbox_generation_age=3_600))
+    await run_retention(db, settings(inbox_generation_age=3_600))
     assert await _generations(db) == (2, 1)
-    await maintain(db, settings(inbox_generation_age=3_600))
+    await run_retention(db, settings(inbox_generation_age=3_600))
     assert await _generations(db) == (2, 1)
     assert list(await made(db, "inbox"))[-1] == "inbox_g4"
 
@@ -259,12 +259,12 @@ async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
     await following.execute(f"SET lock_timeout = '{generations._LONGER_WAIT_SECONDS + 2}s'")
     async with busy.transaction():
         await busy.execute(enter, inbox.GENERATION_LOCK)
-        closing = asyncio.create_task(maintain(db, settings(inbox_generation_age=0.001)))
+        closing = asyncio.create_task(run_retention(db, settings(inbox_generation_age=0.001)))
         while not closing.done():
             await following.execute(enter, inbox.GENERATION_LOCK)
         await closing
         assert await _generations(db) == (1, 1)
-    await maintain(db, settings(inbox_generation_age=0.001))
+    await run_retention(db, settings(inbox_generation_age=0.001))
     assert await _generations(db) == (2, 1)
 
 
@@ -285,7 +285,7 @@ async def test_a_generation_is_closed_also_where_transactions_are_long_and_overl
         for n in range(3):
             tasks.create_task(consume(await connect(), n * 0.2))
         await asyncio.sleep(0.5)
-        await maintain(db, settings(inbox_generation_age=0.001))
+        await run_retention(db, settings(inbox_generation_age=0.001))
         done.set()
     assert await _generations(db) == (2, 1)
 
@@ -297,13 +297,13 @@ async def test_a_generation_that_cannot_be_closed_is_told_of(
         rows = [one async for one in maintenance.list_partitions(db, settings())]
         return [(one.name, one.needed_by) for one in rows if one.is_due]
 
-    await maintain(db, settings())
+    await run_retention(db, settings())
     assert await held() == []
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '3 days'")
     assert await held() == [("inbox_g1", generations._KEPT_OPEN)]
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() + interval '3 days'")
     assert await held() == [("inbox_g1", generations._KEPT_OPEN)]
-    assert [one.name for one in (await maintain(db, settings())).held] == ["inbox_g1"]
+    assert [one.name for one in (await run_retention(db, settings())).held] == ["inbox_g1"]
     assert await _generations(db) == (1, 1)
 
 
@@ -312,7 +312,7 @@ async def test_two_processes_close_a_generation_once(
 ) -> None:
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '1 year'")
     connections = [await connect() for _ in range(4)]
-    await asyncio.gather(*(maintain(one, settings()) for one in connections))
+    await asyncio.gather(*(run_retention(one, settings()) for one in connections))
     assert await _generations(db) == (2, 1)
 
 
@@ -335,10 +335,10 @@ async def test_a_database_without_the_engines_tables_is_told_to_be_migrated(
     empty: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     with pytest.raises(NotMigrated, match="service migrate"):
-        await maintain(empty, settings())
+        await run_retention(empty, settings())
     await empty.execute("CREATE SCHEMA pipeline")
     with pytest.raises(NotMigrated, match="service migrate"):
-        await maintain(empty, settings())
+        await run_retention(empty, settings())
 
 
 async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_service(
@@ -373,8 +373,8 @@ async def test_an_error_when_old_ones_are_dropped_is_told_of_and_ends_nothing(
         rounds.append(None)
         raise RuntimeError("nothing goes")
 
-    monkeypatch.setattr("pipeline.retention.worker.maintain", fail)
+    monkeypatch.setattr("pipeline.retention.worker.run_retention", fail)
     async with running(bank.service, Part.RELAY, housekeeping_interval=0.05) as health:
         await eventually(lambda: len(rounds) > 3)
-        assert "housekeeping" not in health.reasons
+        assert "retention" not in health.reasons
     assert "a round of retention failed: RuntimeError: nothing goes" in caplog.text

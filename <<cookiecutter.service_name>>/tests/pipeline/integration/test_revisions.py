@@ -71,7 +71,7 @@ async def test_an_older_branch_is_missing_and_a_newer_one_is_not(
 ) -> None:
     for revision, below in (ENGINE, *SERVICE):
         add(folder, revision, below)
-    migrations = revisions.here()
+    migrations = revisions.load_migrations()
     assert migrations is not None
     await bring_to(db, *had)
     assert await revisions.missing(db, migrations) == missing
@@ -93,7 +93,7 @@ async def test_what_others_depend_on_is_there_with_them(
     add(folder, *ENGINE)
     add(folder, *SERVICE[0])
     add(folder, *SERVICE[1], depends_on="pipeline_0002")
-    migrations = revisions.here()
+    migrations = revisions.load_migrations()
     assert migrations is not None
     await bring_to(db, *had)
     assert await revisions.missing(db, migrations) == missing

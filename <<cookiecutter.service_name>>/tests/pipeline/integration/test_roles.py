@@ -26,7 +26,7 @@ from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import rejected, relay, scheduled, window
 from pipeline.retention import archive, days, generations, lease, maintenance, partitions, rotation
 from pipeline.retention.archive import Archive
-from pipeline.retention.maintenance import maintain, make_ahead
+from pipeline.retention.maintenance import make_ahead, run_retention
 from pipeline.retention.partitions import NotOwner
 from pipeline.retry import lanes
 from pipeline.settings import Settings
@@ -270,7 +270,7 @@ async def test_who_knows_an_archive_and_may_drop_nothing_tells_those_who_drop(
     known = cast(Archive, SimpleNamespace(is_on=True))
     async with granted.connected(role) as connection:
         with pytest.raises(NotOwner):
-            await maintain(connection, settings(), archive=known)
+            await run_retention(connection, settings(), archive=known)
     assert await db.fetchval("SELECT archives FROM pipeline.retention_lease")
 
 
@@ -381,7 +381,7 @@ async def test_what_retention_has_left_to_its_next_round_is_no_partition_that_ru
 ) -> None:
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '25 hours'")
     async with granted.connected("retention") as connection:
-        await maintain(connection, settings())
+        await run_retention(connection, settings())
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
     assert await partitions.exists(db, "inbox_g4"), "as many as before stand ready"
 
@@ -593,7 +593,7 @@ async def test_who_stood_for_all_still_does_the_rest_when_another_gets_the_parti
     try:
         await grant(granted.of("owner"), named | {"retention": all_in_one})
         async with granted.connected("service") as connection:
-            await maintain(connection, settings())
+            await run_retention(connection, settings())
         await grant(granted.of("owner"), named)
         for part in ("service", "relay"):
             assert await denied(granted, "service", statements(part)) == []

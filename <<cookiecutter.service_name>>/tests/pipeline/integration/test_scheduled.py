@@ -17,7 +17,7 @@ from pipeline import Event, Handlers, Reject, Transaction
 from pipeline.handlers.readback import Unpublishable
 from pipeline.relay import scheduled
 from pipeline.relay.scheduled import Scheduled
-from pipeline.retention.maintenance import maintain
+from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -334,7 +334,7 @@ async def test_a_clock_that_is_set_forward_and_back_loses_no_event_and_publishes
     seen: list[str] = []
     # Days are there for as far back as it goes.
     await clock.set(-6 * HOUR)
-    await maintain(db, settings())
+    await run_retention(db, settings())
     for number in range(60):
         await clock.set(rng.uniform(-6, 6) * HOUR)
         name, at = f"{number:02}", datetime.now(UTC) + rng.uniform(-6, 6) * HOUR
