@@ -21,7 +21,7 @@ from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.registry import Handlers
 from pipeline.redaction import redact
-from pipeline.retry import lanes
+from pipeline.retry import dead_rows, lanes
 
 from .operations import Refused
 
@@ -463,7 +463,7 @@ async def redrive(
 
     async def change(rows: Sequence[asyncpg.Record]) -> Sequence[Redriven]:
         redriven = [await _redriven(connection, handlers, row) for row in rows]
-        await lanes.redrive(connection, [row["key"] for row in rows])
+        await dead_rows.redrive(connection, [row["key"] for row in rows])
         return redriven
 
     async for redriven in _in_chunks(connection, which, change, patience):
@@ -477,7 +477,7 @@ async def discard(
 
     async def change(rows: Sequence[asyncpg.Record]) -> int:
         keys = [row["key"] for row in rows]
-        await lanes.discard(connection, keys, operator=operator, why=why)
+        await dead_rows.discard(connection, keys, operator=operator, why=why)
         return len(rows)
 
     async for number in _in_chunks(connection, which, change, patience):
@@ -497,7 +497,7 @@ async def _in_chunks(
             async with connection.transaction():
                 # A stopped process must not hold the lane.
                 await connection.execute(LIMITS, f"{round(patience * 1000)}ms")
-                await lanes.fence_lane(connection, lane)
+                await dead_rows.fence_lane(connection, lane)
                 rows = await connection.fetch(_CHUNK, *which.arguments, lane, CHUNK)
                 changed = await change(rows)
                 order_keys = {row["order_key"] for row in rows}

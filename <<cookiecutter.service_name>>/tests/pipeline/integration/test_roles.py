@@ -24,7 +24,7 @@ from pipeline.retention import archive, days, generations, lease, maintenance, p
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import maintain, make_ahead
 from pipeline.retention.partitions import NotOwner
-from pipeline.retry import lanes
+from pipeline.retry import dead_rows, lanes
 from pipeline.settings import Settings
 
 from .bank import CLAIM, Bank
@@ -63,13 +63,12 @@ BY_RETENTION = (
 
 BY_OTHERS = {
     *BY_RETENTION,
-    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),  # a person
     scheduled._LIST,
 }
 """Statements of these modules that another role executes."""
 
 BY_A_PERSON = (
-    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
+    *(dead_rows._FENCE, dead_rows._SHARE, dead_rows._REDRIVE, dead_rows._DISCARD),
     *(staging.CANCEL, scheduled._LIST),
 )
 
