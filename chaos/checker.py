@@ -70,7 +70,7 @@ SELECT '/scanners/' || scanner AS source, number::text AS id, parcel_id FROM {TA
 UNSAID = {"kill": 2, "rebalance": 2, "halfopen": 6, "rollout": 6}
 """Faults after which workers may have lost a lane and not say so, and how many may: those of a
 consumer that ends, two, or of all three. All other ones say so, see `lanes_lost`."""
-LANE_LOST = re.compile(r"backlog lane (\d+) went to somebody else")
+LANE_LOST = re.compile(r"backlog lane (\d+) was taken over")
 OF_CALLS = 64
 """The first of the lanes in which no scans wait, but calls."""
 WRONG = ("lost", "doubled", "reordered", "misjudged")

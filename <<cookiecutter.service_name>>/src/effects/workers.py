@@ -117,9 +117,9 @@ class EffectWorkers(BacklogWorkers):
             finally:
                 await end(*calls.values())
 
-    async def _ask(self, what: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+    async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async with self._connection:
-            return await super()._ask(what, question)
+            return await super()._query(what, statement)
 
     async def _keep(self, lane: Lane) -> None:
         """Hold the lane while calls are under way. Raises `LaneLost`."""
@@ -129,7 +129,7 @@ class EffectWorkers(BacklogWorkers):
 
     async def _hold(self, lane: Lane) -> None:
         lease = self._settings.backlog_lease
-        await self._ask("holding a lane", lambda driver: lanes.hold(driver, lane, lease))
+        await self._query("holding a lane", lambda driver: lanes.hold(driver, lane, lease))
 
     async def _begin(self, lane: Lane, calls: _Calls) -> bool:
         """Begin calls that are due; return whether there were any."""

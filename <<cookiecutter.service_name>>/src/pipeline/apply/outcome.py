@@ -8,14 +8,12 @@ from pipeline.events.cloudevents import names_of
 from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision, dead
 from pipeline.observe import metrics, traces
+from pipeline.observe.logs import LONGEST_KEY
 
 from .backlog import Row
 from .item import IdentityMismatch, Item
 
 log = logging.getLogger(__name__)
-
-LONGEST_KEY = 100
-"""Bytes of a key that the log shows."""
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Members of the consumer group: what they read from Kafka, and where they begin."""
+"""The consumer group member: reads assigned partitions from the positions that are stored."""

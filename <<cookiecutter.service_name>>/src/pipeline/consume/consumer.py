@@ -26,24 +26,25 @@ from .reader import Reader
 log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3.0
-"""How long brokers have to answer what does not delay records: commits of offsets, leaving."""
+"""Time-out of requests on which no record waits: committing offsets, leaving the group."""
 
 _FETCH_BYTES = 4 * 1024 * 1024
-"""Largest fetch of a partition: several batches of small records. The last batch of a fetch is not
-full, and while it is applied there is hardly time to decode a full one."""
+"""Largest fetch of a partition: several batches of small records. The last batch of each fetch is
+only partly full, and applying it takes too little time to decode a full one meanwhile; the larger
+the fetch, the rarer that is."""
 
 _METADATA_SECONDS = 10.0
 """How often the client refreshes partitions and their leaders."""
 
-_LOOK_MS = 1_000
-"""How often the fetcher wakes up without a reason. By default it is five times a second, which is a
-tenth of the cost of an idle service."""
+_FETCHER_POLL_MS = 1_000
+"""How often the fetcher wakes up although no response has arrived. aiokafka's default, five times a
+second, is a tenth of the cost of an idle service."""
 
 _SLACK_SECONDS = 5.0
-"""How much longer than the session a request may take, before the broker counts as hanging."""
+"""How much longer than the session time-out a request may take before it fails."""
 
 
-class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no types
+class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no types
     """A member of the consumer group, whose name is the service's."""
 
     def __init__(
@@ -126,17 +127,17 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             group_id=self._group,
             client_id=self._group,
             enable_auto_commit=False,
-            # The position in PostgreSQL decides. A deleted offset is reported, never replaced.
+            # The position comes from PostgreSQL. A deleted offset is an error, never replaced.
             auto_offset_reset="none",
             isolation_level="read_committed",
             session_timeout_ms=session_timeout,
             heartbeat_interval_ms=session_timeout // 3,
             rebalance_timeout_ms=session_timeout,
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
-            # The transaction's time-out ends a slow batch, and the process stays in its group.
+            # A slow batch is ended by the transaction time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
             max_partition_fetch_bytes=_FETCH_BYTES,
-            consumer_timeout_ms=_LOOK_MS,
+            consumer_timeout_ms=_FETCHER_POLL_MS,
             metadata_max_age_ms=round(_METADATA_SECONDS * 1_000),
         )
 
@@ -152,7 +153,11 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         self._health.ready("consumer")
 
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
-        """Finish or abandon the running batches; called by aiokafka before a rebalance."""
+        """Finish or abandon the running batches; called by aiokafka before a rebalance.
+
+        All readers are stopped, whatever `revoked` holds: the group rebalances eagerly, so every
+        partition is revoked, and `on_partitions_assigned` is called with the whole new assignment.
+        """
         await self._stop_readers(self._settings.transaction_timeout)
 
     async def _stop_readers(self, grace: float) -> None:
@@ -166,7 +171,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         self._committed.clear()
 
     def _commit_offsets(self) -> None:
-        """Let Kafka's committed offsets follow the positions, for tools that show lag."""
+        """Commit the positions as offsets to Kafka; only tools that show lag read those."""
         if self._committing is not None and not self._committing.done():
             # It ends with the outage. aiokafka leaves an unretrieved exception if it is cancelled.
             return
@@ -187,7 +192,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
             self._committed |= offsets
 
     def _check_brokers(self) -> None:
-        """Report whether the brokers answer, which without records nothing else would notice."""
+        """Report whether the brokers answer: while no records come, no error would show it."""
         patience = _METADATA_SECONDS + _SLACK_SECONDS if self._has_joined else math.inf
         if problem := self._client.problem(self._readers, patience):
             self._health.not_ready("consumer", f"{self._settings.kafka}: {problem}")
@@ -198,7 +203,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # it has no ty
         topics = self._handlers.topics
         known = {topic for topic in topics if self._client.partitions_for_topic(topic)}
         if known != topics:
-            # The brokers may have topics that the client has not heard of yet.
+            # The client's metadata may be older than the topic.
             with suppress(KafkaError, TimeoutError):
                 known |= await asyncio.wait_for(self._client.topics(), _ANSWER_SECONDS)
         for topic in topics:

@@ -1,7 +1,7 @@
-"""Inbox coverage: whether the inbox remembers for as long as the topics keep their records.
+"""Inbox coverage: whether the inbox keeps markers for as long as the topics keep their records.
 
-A record that the inbox has forgotten can't be told from a new one. It becomes a dead letter for its
-age, unless its handler takes it.
+A record whose marker was dropped can't be distinguished from a new one. It becomes a dead letter
+because of its age, unless its handler accepts old messages.
 """
 
 import logging
@@ -23,7 +23,7 @@ class RemembersTooLittle(Exception):
 
 
 async def check(settings: Settings, topics: Iterable[str]) -> None:
-    """Compare `inbox_age` with the topics' retention, where the brokers allow to read it.
+    """Compare `inbox_age` with the topics' retention, where the brokers permit reading it.
 
     Logs a warning about topics that keep their records for longer, or raises `RemembersTooLittle`.
     """

@@ -27,7 +27,7 @@ class PartitionSource:
     starts: int = 0
     """Starts that are stored for the next position, see `positions.move_position`."""
     deaths: int = 0
-    """Processes that have died while they handled the batch, which is a single record then."""
+    """Processes that have died while they handled the batch; if any, it is a single record."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -36,7 +36,7 @@ class PartitionSource:
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
-        """What is deferred by its handler, or parked as suspect of having killed processes."""
+        """Decisions to park messages without a call: of deferred handlers, or suspected records."""
         if self.deaths:
             error = ProcessDied(f"{self.deaths} processes have begun with it and died")
             return {item.key: suspected(item.handler.policy, error) for item in self.items}
@@ -44,7 +44,7 @@ class PartitionSource:
 
     @property
     def decoded(self) -> tuple[set[str], list[Failed]]:
-        """What the decoder could read, and what not."""
+        """The decoder's name if it has read a record, and the records that it failed to read."""
         decoder = f"the decoder of {self.slot.topic}"
         readable = bool(self.batch.items or self.batch.skipped)
         failed = [

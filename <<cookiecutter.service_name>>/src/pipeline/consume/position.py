@@ -1,4 +1,4 @@
-"""The stored position of a partition, the check of its topic, and the starts of processes there."""
+"""The stored position of a partition, the check of its topic, and the count of process starts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,10 +26,10 @@ _UNDO_SECONDS = 1.0
 
 
 class PartitionPosition:
-    """Where a process begins to read a partition, and which records it suspects there.
+    """Where a process begins to read a partition, and whether it suspects the records there.
 
-    Each process counts its start at a position before it touches the records behind it. So a
-    process that finds earlier starts there knows that others have died over these records.
+    Each process counts its start at a position before it unpacks the records behind it, and undoes
+    that when it ends cleanly. A start that is left over means that a process died over them.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PartitionPosition:
         settings: Settings,
         attempts: Callable[[str], Attempts],
     ) -> None:
-        """`attempts` returns the attempts at what its argument names."""
+        """`attempts` returns the retry policy for the operation that its argument describes."""
         self._slot = slot
         self._client = client
         self._engine = engine
@@ -52,26 +52,26 @@ class PartitionPosition:
 
     @property
     def deaths(self) -> int:
-        """Return how many processes have died at the position, if they are enough to suspect its
-        records; else 0."""
+        """Return how many processes have died at the position; 0 while that is too few to suspect
+        its records."""
         return self.starts - 1 if self.starts > self._settings.unclean_starts else 0
 
     async def locate(self) -> StoredPosition:
-        """Return where to go on, with the anchor if the topic can still hold that record.
+        """Return the stored position, with the anchor if the topic can still hold that record.
 
-        The start of a new partition is stored before its first fetch, so that it can't change with
-        the topic. Raises `Stuck` if the brokers don't have the position's records any more.
+        The first position of a new partition is stored before its first fetch, so that it does not
+        depend on when that succeeds. Raises `Stuck` if the position is outside of the topic.
         """
         read = self._attempts("reading the position")
-        stored = await read(self._ask, positions.position)
+        stored = await read(self._query, positions.position)
         if stored is None:
             start = await self._new_start()
-            await self._attempts("storing the start")(self._ask, positions.start_at, start)
-            stored = await read(self._ask, positions.position)
+            await self._attempts("storing the start")(self._query, positions.start_at, start)
+            stored = await read(self._query, positions.position)
         assert stored is not None
         position, anchor = stored
-        first = await self._query(self._client.beginning_offsets)
-        end = await self._query(self._client.end_offsets)
+        first = await self._offset(self._client.beginning_offsets)
+        end = await self._offset(self._client.end_offsets)
         if position < first:
             raise self.changed(
                 position,
@@ -87,12 +87,12 @@ class PartitionPosition:
         return Stuck(position, "topic changed", TopicChanged(self._slot, position, what))
 
     async def was_moved(self, applied: int, start: int) -> bool:
-        """Return whether a person has moved the position; False if the database is unavailable.
+        """Return whether a command has moved the position; False if the database is unavailable.
 
-        While a batch is applied, maybe in parts, the position is between `applied` and `start`.
+        While a batch is applied, maybe in parts, the position is from `applied` to `start`.
         """
         try:
-            stored = await self._ask(positions.position)
+            stored = await self._query(positions.position)
         except Exception as error:
             if not is_infrastructure(error):
                 raise
@@ -100,14 +100,17 @@ class PartitionPosition:
         return stored is not None and not applied <= stored.next_offset <= start
 
     async def count_start(self, position: int) -> None:
-        """Count that this process starts at the position, unless it has done so."""
+        """Count a start of this process at the position, unless it is counted already."""
         if self._counted_at != position:
             self._counted_at = position
             counting = self._attempts("counting the start")
-            self.starts = await counting(self._ask, positions.count_start, position)
+            self.starts = await counting(self._query, positions.count_start, position)
 
     def keep_start(self) -> None:
-        """Let the start stay counted: this process dies over the records."""
+        """Keep the start counted: `undo_start` does nothing from now on.
+
+        Called when the event loop ends over an error in a task, which counts as a death.
+        """
         self._counted_at = None
 
     async def undo_start(self, position: int | None, *, moved: bool) -> None:
@@ -116,19 +119,19 @@ class PartitionPosition:
         if counted_at is not None and (counted_at == position or moved):
             with suppress(Exception):
                 async with asyncio.timeout(_UNDO_SECONDS):
-                    await self._ask(positions.forgive_start, position or 0)
+                    await self._query(positions.forgive_start, position or 0)
 
-    async def _ask(self, question: Callable[..., Awaitable[T]], *arguments: object) -> T:
-        # A lost connection would be waited for much longer.
+    async def _query(self, statement: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        # Without a time-out a lost connection would be noticed much later.
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
-            return await question(driver, self._slot, *arguments)
+            return await statement(driver, self._slot, *arguments)
 
     async def _new_start(self) -> int:
         if self._settings.consumer_start == "earliest":
-            return await self._query(self._client.beginning_offsets)
-        return await self._query(self._client.end_offsets)
+            return await self._offset(self._client.beginning_offsets)
+        return await self._offset(self._client.end_offsets)
 
-    async def _query(self, offsets: Callable[[list[TopicPartition]], Awaitable[Offsets]]) -> int:
-        # The client itself would wait for most of a minute on a connection that is dead.
+    async def _offset(self, offsets: Callable[[list[TopicPartition]], Awaitable[Offsets]]) -> int:
+        # The client itself waits for most of a minute on a dead connection.
         partition = TopicPartition(self._slot.topic, self._slot.partition)
         return (await asyncio.wait_for(offsets([partition]), _ANSWER_SECONDS))[partition]

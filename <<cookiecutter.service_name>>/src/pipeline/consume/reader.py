@@ -1,4 +1,4 @@
-"""A reader: one assigned partition, read from the position that is stored, batch after batch."""
+"""A reader: reads one assigned partition from its stored position, batch after batch."""
 
 import asyncio
 import logging
@@ -30,11 +30,11 @@ from .stuck import BatchHeld, Stuck
 
 log = logging.getLogger(__name__)
 
-_PROOF_SECONDS = 1.0
-"""A poll of this length without an error shows that an outage of the brokers is over."""
+_RECOVERY_POLL_SECONDS = 1.0
+"""Length of a poll after an outage of the brokers: if it raises no error, the outage is over."""
 _CAREFUL_BYTES = 16 * 2**20
-"""Limit of an unpacked batch over which processes have died: more than nearly all batches have, and
-little of what a process has."""
+"""Limit of an unpacked batch over which processes have died: larger than nearly all batches, and
+small beside the memory of a process."""
 
 
 class Reader:
@@ -55,7 +55,9 @@ class Reader:
         self._client = client
         self._partition = partition
         self._slot = Slot(group, partition.topic, partition.partition)
-        self._start = PartitionPosition(self._slot, client, engine, settings, self._attempts)
+        self._stored_position = PartitionPosition(
+            self._slot, client, engine, settings, self._attempts
+        )
         self._consume = consume
         self._handlers = handlers
         self._settings = settings
@@ -70,14 +72,14 @@ class Reader:
         self._is_careful = False
         self._anchor: Anchor | None = None
         self._left: list[ConsumerRecord] = []
-        """What was fetched behind the latest batch, which had no room for it."""
+        """Records that were fetched and did not fit into the latest batch."""
         self._has_begun = False
         """Whether the first records were read; until then processes may have died over them."""
         self.position: int | None = None
         """The offset after the last record that was applied."""
 
     def start(self) -> None:
-        """Read in a task."""
+        """Start the task that reads."""
         self._task = asyncio.create_task(self._run(), name=self._part)
 
     def raise_if_ended(self) -> None:
@@ -89,17 +91,17 @@ class Reader:
         """Let the running batch finish within `grace` seconds, then roll it back."""
         task = self._task
         if task and not self._stopping.is_set() and (task.done() or task.cancelling()):
-            # Not by this method: KeyboardInterrupt or SystemExit in a task of a handler ends the
-            # loop, and cancels all tasks. That is a death.
-            self._start.keep_start()
+            # The task was not ended by this method: KeyboardInterrupt or SystemExit in a task of a
+            # handler ends the event loop, and cancels all tasks. That counts as a death.
+            self._stored_position.keep_start()
         self._stopping.set()
         if task is not None:
             if self._is_applying:
                 await asyncio.wait({task}, timeout=grace)
             task.cancel()
             await asyncio.wait({task})
-        # Where records are applied one by one the start has moved along with the position.
-        await self._start.undo_start(self.position, moved=self._is_careful)
+        # While records are applied one by one, the start count moves along with the position.
+        await self._stored_position.undo_start(self.position, moved=self._is_careful)
         self._release()
         self._health.forget(self._part)
 
@@ -112,20 +114,22 @@ class Reader:
                 log.warning("%s: %s; reading the position again", self._part, moved)
             except Exception as error:
                 if not self._stopping.is_set():
-                    await self._stand_still(self._stuck_by(error))
+                    await self._block(self._stuck_by(error))
 
     async def _locate(self) -> None:
-        """Find out where to go on, and make the client fetch from there and nowhere else."""
-        stored = await self._start.locate()
+        """Read the stored position, and make the client fetch from there."""
+        stored = await self._stored_position.locate()
         self._anchor = stored.anchor
         self._move_to(stored.next_offset)
-        # The record before the position is read again, to see that it is still the same.
+        # The record before the position is read again, to verify that it is still the same.
         start = self._anchor.offset if self._anchor else stored.next_offset
         self._left = []
         self._client.seek(self._partition, start)
 
     async def _read_on(self) -> None:
         assert self.position is not None
+        # Not yet as below: earlier processes may have died over the first records. So their start
+        # is counted first, none are decoded ahead, and maybe each gets a transaction of its own.
         while not self._has_begun and not self._stopping.is_set():
             await self._begin(self.position)
         following = asyncio.create_task(self._fetch(self.position))
@@ -139,38 +143,48 @@ class Reader:
             await end(following)
 
     async def _begin(self, position: int) -> None:
-        """Apply the first records; the start is counted before anything is done with them."""
+        """Apply the first records, one by one if processes have died over them."""
         records = await self._records(position)
-        self._has_begun = bool(records)  # a gap in the offsets kills no process
-        if records and (deaths := self._start.deaths):
-            log.warning("%s: %s processes have died here: one by one", self._part, deaths)
+        self._has_begun = bool(records)  # none: only a gap in the offsets, so not yet
+        if records and (deaths := self._stored_position.deaths):
+            log.warning(
+                "%s: %s processes have died at this position: records are applied one by one",
+                self._part,
+                deaths,
+            )
             await self._apply_singly(records)
         else:
             await self._apply(PartitionSource(self._slot, await self._read(position, records)))
 
     async def _apply_singly(self, records: Sequence[ConsumerRecord]) -> None:
-        """Apply records one by one; the first is parked if a process has died over it alone."""
+        """Apply records one by one; the first is parked if a process has died over it alone.
+
+        The count of starts says which of both it is. Of the processes that begin at a position, the
+        first `unclean_starts` apply a whole batch. Number `unclean_starts + 1` tries the first
+        record alone. If it dies as well, the next one counts a larger number, and parks the record.
+        """
         self._is_careful = True
         singly = self._settings.unclean_starts + 1
-        deaths = self._start.deaths if self._start.starts > singly else 0
+        deaths = self._stored_position.deaths if self._stored_position.starts > singly else 0
         assert self.position is not None
         for record in records:
             if self._stopping.is_set():
                 return
             batch = await self._read(self.position, [record], validates=not deaths)
-            # Tells a process that begins at the next record that it was tried alone.
+            # The next record is tried alone as well, so its position is stored with the count of
+            # starts that means this. Behind the last record whole batches are applied again.
             carried = 0 if record is records[-1] else singly
             await self._apply(PartitionSource(self._slot, batch, starts=carried, deaths=deaths))
             deaths = 0
 
-    async def _apply(self, work: PartitionSource) -> None:
+    async def _apply(self, source: PartitionSource) -> None:
         self._is_applying = True
         try:
-            results = await self._consume.apply(work, self._attempts("the consume transaction"))
+            results = await self._consume.apply(source, self._attempts("the consume transaction"))
         finally:
             self._is_applying = False
         self._pace.learn(results)
-        self._move_to(work.batch.end)
+        self._move_to(source.batch.end)
 
     async def _fetch(self, start: int) -> Batch:
         """Wait for the records from `start` on, and decode them."""
@@ -179,10 +193,10 @@ class Reader:
     async def _read(
         self, start: int, records: Sequence[ConsumerRecord], *, validates: bool = True
     ) -> Batch:
-        """Decode the records and fetch the data that they refer to; the first ones, if it is much.
+        """Decode records and fetch the data that they refer to, up to the size of a batch.
 
-        Without `validates` neither is done that may have killed a process: the record is parked as
-        it came.
+        Without `validates` the payload is not parsed and no data is fetched, because that may have
+        killed a process: the record is parked as it is.
         """
         topic = self._partition.topic
         if not records:
@@ -196,17 +210,17 @@ class Reader:
         return batch
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
-        """Wait for records; none are returned when only a gap in the offsets was fetched.
+        """Wait for records; returns none when only a gap in the offsets was fetched.
 
-        Markers of transactions are such gaps. If the position stayed before them they would look
-        like lost records, once retention has emptied the topic.
+        Control records of transactions are such gaps. The position must move past them: once
+        retention has emptied the topic, offsets behind the position look like lost records.
         """
         records, self._left = self._left, []
         is_gap = False
         while not records and not is_gap:
             found = await self._poll(start)
             if not found:
-                if await self._start.was_moved(self.position or 0, start):
+                if await self._stored_position.was_moved(self.position or 0, start):
                     raise PositionMoved(f"{self._part} is not at {start}: it was moved")
                 is_gap = await self._client.position(self._partition) > start
             records = self._recognized(found, start)
@@ -217,13 +231,15 @@ class Reader:
         return records
 
     async def _poll(self, start: int) -> Sequence[ConsumerRecord]:
-        seconds = _PROOF_SECONDS if self._is_cut_off else self._settings.offset_commit_interval
+        seconds = self._settings.offset_commit_interval
+        if self._is_cut_off:
+            seconds = _RECOVERY_POLL_SECONDS
         with traces.polling(self._slot.topic, self._slot.group):
             if not self._has_begun:
-                # Unpacking the records may kill the process, so its start is counted before. It is
-                # not if the anchor alone has arrived.
+                # Unpacking the records may kill the process, so its start is counted before. When
+                # only the anchor has arrived there is nothing to count.
                 if await self._client.arrival(self._partition, seconds) > start:
-                    await self._start.count_start(start)
+                    await self._stored_position.count_start(start)
                 seconds = 0.0
             limit = self._settings.unpacked_mebibytes * 2**20
             unpacked_at_most.set(min(_CAREFUL_BYTES, limit) if self._suspected_deaths else limit)
@@ -238,7 +254,7 @@ class Reader:
     @property
     def _suspected_deaths(self) -> int:
         """Return how many processes may have died over reading the first records."""
-        return 0 if self._has_begun else self._start.deaths
+        return 0 if self._has_begun else self._stored_position.deaths
 
     def _recognized(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
         """Return the records from `start` on; raises `Stuck` if the anchor is another record."""
@@ -246,20 +262,20 @@ class Reader:
             return []
         anchor, self._anchor = self._anchor, None
         first = records[0]
-        # Fetched before the client was told where to go on.
+        # Fetched before `seek`.
         if first.offset < (anchor.offset if anchor else start):
             raise PositionMoved(f"{self._part} returned {first.offset} for {start}")
         # The record may be missing: compaction removes some.
         if anchor and anchor.offset == first.offset and anchor.hash != Anchor.of(first).hash:
-            raise self._start.changed(
+            raise self._stored_position.changed(
                 start,
                 f"the record at {first.offset} is not the one of {anchor.time:%Y-%m-%d %H:%M:%S}Z"
-                " that was read there (created anew)",
+                " that was read there (topic created anew)",
             )
         return [record for record in records if record.offset >= start]
 
     def _move_to(self, position: int) -> None:
-        """Note the position; the partition is ready unless it still stands before its record."""
+        """Set the position; the partition is ready unless it is still blocked there."""
         self.position = position
         if self._stuck is not None:
             if position == self._stuck.offset:
@@ -281,8 +297,8 @@ class Reader:
         self._is_cut_off = is_infrastructure(error)
         return Stuck(position, "Kafka failed" if self._is_cut_off else "unexpected error", error)
 
-    async def _stand_still(self, stuck: Stuck) -> None:
-        """Report what the partition stands still for, and pause before the next attempt."""
+    async def _block(self, stuck: Stuck) -> None:
+        """Report why the partition is blocked, and pause before the next attempt."""
         partition = self._partition
         if self._stuck is None or str(self._stuck) != str(stuck):
             log.error(
@@ -297,7 +313,8 @@ class Reader:
         self._stuck = stuck
         metrics.set_stuck(partition.topic, partition.partition, is_stuck=True)
         self._health.not_ready(self._part, str(stuck))
-        # While its records are buffered the client would not fetch for the other partitions.
+        # Records of this partition that stay in the client's buffer would delay its next fetch for
+        # the other partitions.
         with suppress(Exception):
             self._client.pause(partition)
         await sleep_or_event(self._stopping, self._settings.retry_pause)

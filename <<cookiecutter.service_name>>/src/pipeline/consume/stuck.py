@@ -1,4 +1,4 @@
-"""Why a partition stands still: nothing of it is skipped, and a person may have to decide."""
+"""Errors that block a partition: nothing is skipped, and an operator may have to act."""
 
 from traceback import clear_frames
 
@@ -9,21 +9,21 @@ from pipeline.servers.record_batches import UnreadableBatch
 
 
 class TopicChanged(Exception):
-    """The topic does not hold what the position says: a person decides where to go on."""
+    """The topic is not the one in which the position was reached: an operator must set it."""
 
     def __init__(self, slot: Slot, position: int, what: str) -> None:
         super().__init__(
-            f"{slot.topic}/{slot.partition} goes on at {position}, but {what}. Nothing is read"
+            f"{slot.topic}/{slot.partition} is read from {position}, but {what}. Nothing is read"
             f" until the position is set, for instance by: {_seek(slot, 'earliest')}"
         )
 
 
 class BatchHeld(Exception):
-    """A batch of a producer can't be read: a person decides whether to go on behind it."""
+    """A producer's batch can't be read: it blocks the partition until an operator skips it."""
 
     def __init__(self, slot: Slot, batch: UnreadableBatch, position: int, deaths: int) -> None:
-        """`deaths`: processes that have died while they read it."""
-        # The frames refer to what was unpacked of it.
+        """`deaths`: processes that have died while they read the batch."""
+        # The frames would keep what was unpacked of the batch in memory.
         for error in filter(None, (batch, batch.__cause__)):
             clear_frames(error.__traceback__)
         advice = ""
@@ -41,7 +41,7 @@ class BatchHeld(Exception):
 
 
 class Stuck(Exception):
-    """The partition stands still before an offset; its service, topic or servers are at fault."""
+    """The partition is blocked before an offset, by a fault of its service, topic or servers."""
 
     def __init__(self, offset: int, reason: str, error: BaseException) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class Stuck(Exception):
 
     @property
     def is_explained(self) -> bool:
-        """Return whether the text says everything, so that a traceback would be of no use."""
+        """Return whether the text is complete, so that no traceback is logged."""
         return isinstance(self.error, BatchHeld | BreakerOpen | TopicChanged)
 
 

@@ -1,4 +1,4 @@
-"""CloudEvents: reading a record as an event, and the headers of one that is published.
+"""CloudEvents: decodes a record as an event, and encodes the headers of a published event.
 
 The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence`,
 `dataref` and distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: values
@@ -25,7 +25,7 @@ _required = itemgetter(*_REQUIRED)
 _OPTIONAL = ("ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_datacontenttype")
 _REFERENCE = ("ce_dataref", "ce_datalength", "ce_datachecksum")
 _TRACES = (("traceparent", "tracestate"), ("ce_traceparent", "ce_tracestate"))
-"""Parent and state, by HTTP's names first."""
+"""Headers of parent and state; the names of HTTP take precedence over the extension's."""
 _TRACE = (*_TRACES[0], *_TRACES[1], "baggage")
 
 _AS_TEXT = (
@@ -35,7 +35,7 @@ _AS_TEXT = (
     ("baggage", "baggage"),
     *((f"ce_{name}", name) for name in ("dataref", "datalength", "datachecksum")),
 )
-"""Headers, and the columns of the outbox that they are made of."""
+"""Headers, and the columns of the outbox that they are encoded from."""
 
 _RFC3339 = re.compile(
     r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)", re.ASCII
@@ -43,20 +43,20 @@ _RFC3339 = re.compile(
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _TRACEPARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
-    r"(?:-[!-~]*)?"  # of versions to come
+    r"(?:-[!-~]*)?"  # fields of later versions
 )
 
 
 def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = None) -> Message:
-    """Read a record as an event: CloudEvents in binary or structured mode, or as `plain` says.
+    """Decode a record as an event: CloudEvents in binary or structured mode, or by `plain`.
 
-    Header names count in any case, the last of several with one name wins, an empty value is none,
-    and malformed trace context is dropped. `hash` is the payload's, where it has been computed
-    before. Raises `Undecodable`, and nothing else.
+    Header names are case-insensitive, the last of several with one name is used, an empty value
+    counts as absent, and malformed trace context is dropped. `hash` is that of the payload, if it
+    is known already. Raises `Undecodable`, and nothing else.
     """
     headers, data, is_structured = _headers_and_data(record)
     content_type = headers.get("content-type") or headers.get("ce_datacontenttype")
-    # Nearly all have the first one, which is quicker to look up.
+    # Nearly all events have the first of these headers, which is quicker to look up.
     if is_structured or "ce_specversion" in headers or not headers.keys().isdisjoint(_REQUIRED):
         source, id, type = _identity(headers)
     elif plain is not None:
@@ -65,7 +65,7 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
         raise Undecodable(
             Reason.NOT_CLOUDEVENTS,
             f"the headers {', '.join(_REQUIRED)} are missing: let the producer send CloudEvents,"
-            f" or say how {record.topic!r} names its events, with"
+            f" or declare how events of {record.topic!r} are identified, with"
             " Plain(type=…, identity=Header(…) or PayloadFields(…) or Position())",
         )
     reference = None
@@ -97,7 +97,7 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
 
 
 def _headers_and_data(record: Record) -> tuple[dict[str, str], bytes | None, bool]:
-    """Return headers and data as binary mode has them, and whether they were structured."""
+    """Return headers and data as in binary mode, and whether the record is in structured mode."""
     try:
         headers = {name.lower(): value.decode() for name, value in record.headers if value}
     except UnicodeDecodeError:
@@ -115,7 +115,7 @@ def _headers_and_data(record: Record) -> tuple[dict[str, str], bytes | None, boo
 
 
 def names_of(record: Record) -> tuple[str | None, str | None]:
-    """Return the CloudEvents id and `traceparent` that are in the headers, decodable or not."""
+    """Return CloudEvents id and `traceparent` from the headers, even of an undecodable record."""
     headers = _lenient(record)
     id = headers.get("ce_id")
     return None if id is None or UNSTORABLE.search(id) else id, _trace(headers)[0]
@@ -130,16 +130,16 @@ def _lenient(record: Record) -> dict[str, str]:
     }
 
 
-class Row(Protocol):
-    """A row of the outbox, or what has the values of one."""
+class OutboxRow(Protocol):
+    """A row of the outbox, or a mapping with its columns."""
 
     def __getitem__(self, column: str, /) -> Any: ...
 
 
-def event_headers(event: Row) -> list[tuple[str, bytes]]:
-    """Return the headers of an event in binary mode; what is None gets none.
+def event_headers(event: OutboxRow) -> list[tuple[str, bytes]]:
+    """Return the headers of an event in binary mode, without those whose column is None.
 
-    Values go out as they are: staging has checked them. Raises `ValueError` for a naive time.
+    Values are not checked here: staging has checked them. Raises `ValueError` for a naive time.
     """
     time = event["created_at"]
     if time.tzinfo is not UTC:
@@ -149,7 +149,7 @@ def event_headers(event: Row) -> list[tuple[str, bytes]]:
     headers = [
         *_constant_headers(event["source"], event["type"], event["content_type"]),
         ("ce_id", event["event_id"].encode()),
-        ("ce_time", orjson.dumps(time)[1:-1]),  # in a fourth of isoformat()'s time
+        ("ce_time", orjson.dumps(time)[1:-1]),  # takes a quarter of the time of isoformat()
     ]
     if event["sequence"] is not None:
         headers.append(("ce_sequence", b"%020d" % event["sequence"]))
@@ -171,7 +171,7 @@ def _constant_headers(
 def _identity(headers: Mapping[str, str]) -> tuple[str, str, str]:
     try:
         version, id, source, type = _required(headers)
-    except KeyError as error:  # of the first one that is missing
+    except KeyError as error:  # its argument is the first missing header
         name = error.args[0]
         raise Undecodable(
             Reason.MISSING_ATTRIBUTE,
@@ -187,7 +187,7 @@ def _identity(headers: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes]:
-    """Return the headers and the value that a structured event has in binary mode."""
+    """Return the headers and the value of a structured event as in binary mode."""
     try:
         if media_type.partition(";")[0].strip().lower() != "application/cloudevents+json":
             raise ValueError(f"content-type is {media_type[:80]!r}")
@@ -202,7 +202,7 @@ def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes
             *("ce_traceparent", "ce_tracestate"),
         ):
             attribute = event.get(name[3:])
-            if isinstance(attribute, orjson.Fragment):  # an Integer, as it is in binary mode
+            if isinstance(attribute, orjson.Fragment):  # an Integer: its text in binary mode
                 attribute = orjson.dumps(attribute).decode()
             if isinstance(attribute, str):
                 headers[name] = attribute
@@ -215,8 +215,9 @@ def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes
     except (TypeError, ValueError) as error:
         raise Undecodable(
             Reason.INVALID_ENVELOPE,
-            f"no event in structured mode: {error}. Let the producer send each event in a record of"
-            " its own as application/cloudevents+json, or in binary mode; batches aren't read",
+            f"not an event in structured mode: {error}. Let the producer send each event in a"
+            " record of its own as application/cloudevents+json, or in binary mode; batches aren't"
+            " read",
         ) from error
 
 
@@ -235,7 +236,7 @@ def _data(event: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
 
 
 def _storable(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers without trace context that can't be stored; raise for other attributes."""
+    """Return the headers without unstorable trace context; raises for other attributes."""
     storable = dict(headers)
     for name, value in headers.items():
         if UNSTORABLE.search(value):
@@ -251,7 +252,7 @@ def _storable(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def refers(record: Record) -> bool:
-    """Whether a record may say where its data is instead of bringing it."""
+    """Whether a record may refer to its data instead of containing it."""
     return any(name.lower() == "ce_dataref" for name, _ in record.headers)
 
 
@@ -281,7 +282,7 @@ def _time(text: str) -> datetime:
     try:
         if not _RFC3339.fullmatch(text):
             raise ValueError("not RFC 3339")
-        if text[17:19] == "60":  # A leap second, which Python doesn't know: the second before.
+        if text[17:19] == "60":  # a leap second, unknown to Python: the second before
             text = f"{text[:17]}59{text[19:]}"
         time = datetime.fromisoformat(text.upper())
         return time if time.tzinfo is UTC else time.astimezone(UTC)

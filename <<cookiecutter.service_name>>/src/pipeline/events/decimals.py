@@ -1,8 +1,8 @@
-"""Decimals: all digits of the numbers of JSON, of which Pydantic keeps those that a float holds.
+"""Decimals: keeps all digits of JSON numbers for fields of the type `Decimal`.
 
-It reads every number with a fraction or an exponent as a float, also where a field is a `Decimal`,
-and takes a text there as it is. So texts take the place of such numbers, where they stand for
-decimals by the schema that Pydantic has made of the model.
+Pydantic parses every number with a fraction or an exponent as a float, even for a `Decimal`, but
+accepts a string there, digit by digit. So before validation such numbers are replaced by strings
+where the schema that Pydantic has built for the model expects a decimal.
 """
 
 import json
@@ -15,19 +15,19 @@ import orjson
 Schema = Mapping[str, Any]
 
 _NUMBER = re.compile(rb"[:,\[\s](-?\d+(?:\.\d+(?:[eE][+-]?\d+)?|[eE][+-]?\d+))(?=[,}\]\s])")
-"""Those that Pydantic reads as floats; and some of a text, to which nothing is done."""
+"""Numbers that Pydantic parses as floats. Matches inside of strings too, which are not changed."""
 _APART = {"computed_fields", "config", "default", "metadata", "serialization"}
-"""Members of a schema that say nothing of what is read."""
+"""Members of a schema that do not affect validation."""
 _OBJECTS = ("model-fields", "typed-dict", "dataclass-args")
 _INNER = ("schema", "json_schema", "lax_schema", "steps")
 
 
 class _Number(str):
-    """A number as it is written."""
+    """A number as the text in the JSON document."""
 
     @property
     def would_lose(self) -> bool:
-        """Whether it is not what Python writes for a float: 1.50 would be 1.5."""
+        """Whether a float would change its text: 1.50 would become 1.5."""
         is_fraction = self[-1].isdigit() and not self.lstrip("-").isdigit()
         return is_fraction and repr(float(self)) != self
 
@@ -42,9 +42,9 @@ _JSON = json.JSONDecoder(
 
 
 def keeping_digits(schema: Schema) -> Callable[[bytes], bytes] | None:
-    """Return what prepares JSON for the model of this schema; None: it has no decimals.
+    """Return a function that prepares JSON for the schema; None if it has no decimals.
 
-    Raises `TypeError` for a union that would take a decimal for a text.
+    Raises `TypeError` for a union in which a string would match before a decimal.
     """
     nodes = [node for node in _nodes(schema) if isinstance(node.get("type"), str)]
     for node in nodes:
@@ -63,7 +63,7 @@ def keeping_digits(schema: Schema) -> Callable[[bytes], bytes] | None:
             option = orjson.OPT_PASSTHROUGH_SUBCLASS
             return orjson.dumps(value, option=option, default=_as_written)
         except (ValueError, RecursionError, orjson.JSONEncodeError):
-            return data  # it is no JSON, as Pydantic will say
+            return data  # not JSON: Pydantic will report it
 
     return prepare
 
@@ -81,7 +81,7 @@ def _nodes(schema: object) -> Iterator[Schema]:
 
 
 def _kinds(schema: Schema) -> list[str]:
-    """Return the types that a union takes."""
+    """Return the types of a union's members."""
     return [_bare(one)["type"] for one in _choices(schema)] if schema["type"] == "union" else []
 
 
@@ -92,7 +92,7 @@ def _bare(schema: Schema) -> Schema:
 
 
 def _choices(schema: Schema, value: object = None) -> list[Schema]:
-    """Return what a union takes: where it is tagged, what it takes the value for."""
+    """Return the members of a union; of a tagged one, the member that the value selects."""
     choices: Any = schema["choices"]
     tag = schema.get("discriminator")
     if isinstance(choices, list):
@@ -103,7 +103,7 @@ def _choices(schema: Schema, value: object = None) -> list[Schema]:
 
 
 def _exact(value: Any, schema: Schema, named: dict[str, Schema]) -> Any:
-    """Return the value with texts in the place of numbers that stand for decimals."""
+    """Return the value with strings instead of the numbers that are decimals by the schema."""
     kind = schema["type"]
     if kind == "decimal":
         return str(value) if isinstance(value, _Number) and value.would_lose else value
@@ -134,20 +134,20 @@ def _in_object(value: dict[str, Any], schema: Schema, named: dict[str, Schema]) 
             value[name] = _exact(value[name], extras, named)
     for name, field in fields.items():
         alias = field.get("validation_alias", [])
-        for *way, last in [*(alias if isinstance(alias, list) else [[alias]]), [name]]:
+        for *path, last in [*(alias if isinstance(alias, list) else [[alias]]), [name]]:
             holder: Any = value
             try:
-                for step in way:
+                for step in path:
                     holder = holder[step]
                 found = holder[last]
-            except (LookupError, TypeError):  # it is not there
+            except (LookupError, TypeError):  # the value has no such field
                 continue
             if isinstance(holder, dict | list):
                 holder[last] = _exact(found, field["schema"], named)
 
 
 def _items(schema: Schema, count: int) -> list[Schema]:
-    """Return what each of so many elements is to be."""
+    """Return the schemas of the elements of a list with so many of them."""
     if schema["type"] == "named-tuple":
         return [field["schema"] for field in schema["fields"]]
     items = schema.get("items_schema", [])

@@ -15,7 +15,7 @@ _TOPIC = re.compile(r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}")
 
 
 class Event(BaseModel):
-    """Base of everything the service consumes or publishes.
+    """Base class of all events that the service consumes or publishes.
 
     ```python
     class ParcelMoved(Event, type="parcel.moved.v1", topic="parcel-events"):
@@ -23,17 +23,19 @@ class Event(BaseModel):
         place: str
     ```
 
-    Its handlers and their repetitions share one instance: leave what it holds as it is.
+    Each call of a handler, also a repeated one, gets an instance of its own. What a handler changes
+    in it is not seen by any other call.
 
-    Pydantic reads and writes the JSON; overriding `model_validate_json` or `model_dump_json` has no
-    effect on it: use validators and serializers. What the class writes it must read as it was.
+    The engine reads and writes JSON by Pydantic's core, so overriding `model_validate_json` or
+    `model_dump_json` has no effect: use validators and serializers. An event that is serialized
+    and validated again must equal the original.
 
     Secrets are fields of the type `SecretStr`, or with `json_schema_extra={"writeOnly": True}`:
-    whatever shows a payload leaves their values out, see `docs/security.md`.
+    their values are left out wherever a payload is displayed, see `docs/security.md`.
 
     `type` is the CloudEvents type; it names a contract, so change it when a field changes its
-    meaning. `topic` is needed for events that are published; a subclass has its parent's unless it
-    gives one, and what a generic class becomes by its parameters has both.
+    meaning. `topic` is needed for events that are published. A subclass inherits `topic` unless it
+    sets one; a parametrized generic class inherits both.
     """
 
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
@@ -61,19 +63,19 @@ class Event(BaseModel):
 
 
 def check_event(event: object) -> None:
-    """Raise `TypeError` for what is no class of events with a type of its own."""
+    """Raise `TypeError` unless the argument is a subclass of `Event` with a type."""
     if not isinstance(event, type) or not issubclass(event, Event) or event is Event:
         raise TypeError(f'{event!r} is no event: declare class Name(Event, type="…")')
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise `ValueError` for what is no name that can be stored and read."""
+    """Raise `ValueError` for a name that is empty, unprintable or surrounded by white space."""
     if not name or not name.isprintable() or name != name.strip():
         raise ValueError(f"{what} is a name of characters that can be seen, not {name!r}")
 
 
 def check_topic(topic: str) -> None:
-    """Raise `ValueError` for a name that no topic of Kafka's can have."""
+    """Raise `ValueError` for a name that is not valid for a Kafka topic."""
     if not _TOPIC.fullmatch(topic):
         raise ValueError(
             f"a topic is named by 1 to 249 letters, digits, dots, underscores and hyphens,"
@@ -83,18 +85,18 @@ def check_topic(topic: str) -> None:
 
 @cache
 def reader(event: type[Event]) -> Callable[[bytes], Any]:
-    """Return what makes an event of its JSON; a decimal keeps the digits that it has there.
+    """Return the function that parses JSON as this event; decimals keep all of their digits.
 
-    Raises `TypeError` for a model that can't keep them.
+    Raises `TypeError` for a model that could lose them.
     """
-    # As model_validate_json() does, which takes half as long again.
+    # Does what model_validate_json() does, which takes half as long again.
     read = event.__pydantic_validator__.validate_json
     prepare = keeping_digits(event.__pydantic_core_schema__)
     return read if prepare is None else lambda data: read(prepare(data))
 
 
 def declared_events(base: type[Event] = Event) -> Iterator[type[Event]]:
-    """Return the classes of events that the process has imported."""
+    """Yield the event classes that the process has imported."""
     for event in base.__subclasses__():
         yield event
         yield from declared_events(event)

@@ -1,4 +1,4 @@
-"""Identity: how the events of a topic without CloudEvents are named."""
+"""Identity: how events of a topic without CloudEvents get their ids."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from .payload import parse
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The value of a header, whose name counts in any case, names the event.
+    """The value of a header, whose name is case-insensitive, identifies the event.
 
     Logical duplicates collapse: the same value again, at whatever offset, is the same event. The
-    type belongs to the key: two types may use one value. The id is `["<type>","<value>"]`, a JSON
-    array.
+    type is part of the id, so that two types may use one value: the id is `["<type>","<value>"]`, a
+    JSON array.
     """
 
     name: str
@@ -23,12 +23,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True, init=False)
 class PayloadFields:
-    """Top-level fields of the JSON payload, strings, numbers or booleans, name the event together.
+    """Top-level fields of the JSON payload identify the event: strings, numbers or booleans.
 
     Logical duplicates collapse: the same values again, at whatever offset, are the same event. The
-    type belongs to the key. The id is `["<type>",<value>,…]`, a JSON array with the values as they
-    are written, so 7, 7.0 and "7" name three events. A tombstone has no fields: its position names
-    it.
+    type is part of the id, which is `["<type>",<value>,…]`, a JSON array with the values as they
+    are written, so 7, 7.0 and "7" identify three events. A tombstone has no fields: it is
+    identified by its position.
     """
 
     names: tuple[str, ...]
@@ -41,10 +41,10 @@ class PayloadFields:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The place in the topic names the event: the id is `<partition>-<offset>`.
+    """The position in the topic identifies the event: the id is `<partition>-<offset>`.
 
-    Logical duplicates don't collapse: what a producer sends twice is two events. What the broker
-    delivers twice is one. A topic that is deleted and made anew repeats its positions.
+    Logical duplicates don't collapse: a message that a producer sends twice is two events; one that
+    the broker delivers twice is one. A topic that is deleted and created anew repeats positions.
     """
 
 
@@ -53,10 +53,10 @@ Identity = Header | PayloadFields | Position
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """How a topic without CloudEvents names its events; their source is `kafka:<topic>`.
+    """How events of a topic without CloudEvents are identified; their source is `kafka:<topic>`.
 
-    A record that has CloudEvents all the same is read as that. Raises `ValueError` for a type that
-    is empty or can't be stored.
+    A record that has CloudEvents attributes nevertheless is decoded by them. Raises `ValueError`
+    for a type that is empty or can't be stored.
     """
 
     type: str
@@ -69,7 +69,7 @@ class Plain:
 
 
 def plain_id(record: Record, plain: Plain, headers: Mapping[str, str]) -> str:
-    """Return the id of the event by the topic's rule. Raises `Undecodable`."""
+    """Return the event's id by the rule of the topic. Raises `Undecodable`."""
     identity = plain.identity
     try:
         if isinstance(identity, Header):

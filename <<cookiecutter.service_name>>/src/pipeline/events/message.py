@@ -1,4 +1,4 @@
-"""Messages: an event as its consumers see it, and the record that brought it."""
+"""Messages: a decoded event together with its record, and its key in the inbox."""
 
 import json
 import re
@@ -14,15 +14,15 @@ import orjson
 from .references import Reference
 
 LONGEST_KEPT_KEY = 64
-"""Bytes. What is known of longer keys is not kept: caches are bounded by number, not by size."""
+"""Bytes of the longest key that is cached: caches are bounded by their entries, not by memory."""
 
-# PostgreSQL's text holds no NUL; a surrogate stands for a byte that was not UTF-8.
+# PostgreSQL's type text can't hold NUL. A surrogate replaces a byte that was not UTF-8.
 UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 """Characters that the database can't store."""
 
 
 class Record(Protocol):
-    """What is read of a Kafka record; aiokafka's `ConsumerRecord[bytes, bytes]` is one."""
+    """The attributes used of a Kafka record, as of aiokafka's `ConsumerRecord[bytes, bytes]`."""
 
     @property
     def topic(self) -> str: ...
@@ -41,24 +41,24 @@ class Record(Protocol):
 
 
 class Reason(StrEnum):
-    """Why a record can't be decoded: few and fixed, to label metrics."""
+    """Why a record can't be decoded. These are few and fixed, to label metrics."""
 
     MISSING_ATTRIBUTE = "missing attribute"
     """A required CloudEvents attribute is absent or empty."""
     INVALID_ATTRIBUTE = "invalid attribute"
-    """An attribute is not UTF-8, holds a NUL, is no string, or is no RFC 3339 time."""
+    """An attribute is not UTF-8, contains a NUL, is not a string, or is not an RFC 3339 time."""
     INVALID_ENVELOPE = "invalid envelope"
     """The value is not one event in the JSON event format, as its content type says."""
     UNSUPPORTED_SPECVERSION = "unsupported specversion"
-    """The version of CloudEvents is another than 1.0."""
+    """The version of CloudEvents is not 1.0."""
     NOT_CLOUDEVENTS = "not CloudEvents"
-    """Without CloudEvents' attributes, and the topic has no `Plain`."""
+    """The record has no CloudEvents attributes, and the topic has no `Plain`."""
     MISSING_IDENTITY = "missing identity"
-    """Without CloudEvents' attributes, and the topic's `Plain` finds no id."""
+    """The record has no CloudEvents attributes, and the topic's `Plain` finds no id."""
 
 
 class Undecodable(Exception):
-    """A record can't be read as an event; the text says what is wrong and what to do."""
+    """A record can't be decoded as an event; the text says what is wrong and what to do."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
@@ -66,34 +66,34 @@ class Undecodable(Exception):
 
 
 class Message(NamedTuple):
-    """An event, and the record that brought it. What is unset or empty is None."""
+    """A decoded event, and its record. Attributes that are unset or empty are None."""
 
     topic: str
     partition: int
     offset: int
     timestamp: int
-    """The record's, in milliseconds since 1970."""
+    """Timestamp of the record, in milliseconds since 1970."""
     key: bytes | None
     source: str
     id: str
     """Identifies the event, together with `source`."""
     type: str
     time: datetime | None
-    """When it happened, in UTC."""
+    """When the event happened, in UTC."""
     subject: str | None
     sequence: str | None
-    """Its place among the events of a subject or source; ordered as text, not as a number."""
+    """Position among the events of a subject or source; ordered as text, not as a number."""
     dataschema: str | None
     content_type: str | None
     data: bytes | None
-    """The payload. None is a tombstone; a structured event without data is none, and has `b""`."""
+    """The payload. None for a tombstone; `b""` for a structured event without data."""
     traceparent: str | None
     tracestate: str | None
     baggage: str | None
     hash: bytes
-    """`payload_hash` of type, content type and data; empty while the data is not there."""
+    """`payload_hash` of type, content type and data; empty until referenced data is fetched."""
     reference: Reference | None = None
-    """Where the data is, until it is fetched."""
+    """Where the data is stored; None if the record contains it, or once it is fetched."""
 
     def __repr__(self) -> str:
         """Return the record's place and the event's identity, without the payload."""
@@ -102,7 +102,7 @@ class Message(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """One message as one consumer will remember it."""
+    """A message, with the key of its inbox marker for a consumer."""
 
     key: bytes
     consumer: str
@@ -110,7 +110,7 @@ class Marker(NamedTuple):
 
 
 def marker_key(consumer: str, source: str, id: str) -> bytes:
-    """Return the 16 bytes under which the inbox remembers that a consumer took an event."""
+    """Return the key, of 16 bytes, of the marker that a consumer has applied an event."""
     hash = _begun_key(consumer, len(source)).copy()
     hash.update((source + id).encode())
     return hash.digest()
@@ -118,7 +118,7 @@ def marker_key(consumer: str, source: str, id: str) -> bytes:
 
 @lru_cache(maxsize=1_024)
 def _begun_key(consumer: str, source_length: int) -> blake2b:
-    """Return a key's hash as it begins: to copy it takes half of the time that to make it does."""
+    """Return the hash of the common prefix: copying it takes half as long as creating it."""
     return blake2b(f"{len(consumer)}:{source_length}:{consumer}".encode(), digest_size=16)
 
 
@@ -128,7 +128,7 @@ def printable(text: str) -> str:
 
 
 def headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:
-    """Write headers as JSON; every byte of a value is one character of the same number."""
+    """Return headers as JSON; every byte of a value becomes the character with its number."""
     texts = [[name, None if value is None else value.decode("latin-1")] for name, value in headers]
     try:
         return orjson.dumps(texts).decode()
@@ -137,7 +137,7 @@ def headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:
 
 
 def headers_of(text: str) -> list[tuple[str, bytes | None]]:
-    """Return the headers that were written as JSON."""
+    """Return the headers that `headers_as_json` has encoded."""
     try:
         texts = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Payloads: when two are the same, whatever JSON they are written in."""
+"""Payloads: a hash that is equal for equal JSON, however it is formatted."""
 
 import json
 from functools import lru_cache
@@ -12,12 +12,13 @@ HASH_VERSION: int = 1
 
 
 def payload_hash(type: str, content_type: str | None, data: bytes | None) -> bytes:
-    """Return the 16 bytes that tell whether the same id came with another payload.
+    """Return a hash of 16 bytes, by which another payload with a known id is recognised.
 
-    JSON counts canonically: key order, white space and escapes don't matter, and a number is its
-    literal text, so 1 and 1.0 differ. Data is JSON if it parses and the content type says so or is
-    unset. All else counts as bytes, and so does JSON that not all parsers read alike: a key twice
-    in one object, half a surrogate pair, nesting beyond 254. No data is not empty data.
+    JSON is hashed in a canonical form: key order, white space and escapes don't matter, and a
+    number is its literal text, so 1 and 1.0 differ. Data is JSON if it parses and the content type
+    says so or is unset. All other data is hashed as bytes. So is JSON that parsers may read
+    differently: a key twice in one object, half a surrogate pair, nesting beyond 254. Missing data
+    differs from empty data.
     """
     kind = "bytes"
     if data is None:
@@ -32,7 +33,7 @@ def payload_hash(type: str, content_type: str | None, data: bytes | None) -> byt
 
 @lru_cache(maxsize=1_024)
 def _begun_hash(kind: str, type_length: int) -> blake2b:
-    """Return a hash as it begins: to copy it takes half of the time that to make it does."""
+    """Return the hash of the common prefix: copying it takes half as long as creating it."""
     return blake2b(f"{kind}:{type_length}:".encode(), digest_size=16)
 
 
@@ -47,15 +48,15 @@ def is_json(content_type: str | None) -> bool:
 
 
 def _canonical(data: bytes) -> bytes | None:
-    # The fast way: if orjson writes the very bytes that it has read, but for spaces behind commas
-    # and colons, then no number has lost its text and no key was there twice.
+    # The fast path: if orjson writes the same bytes that it has read, except for spaces behind
+    # commas and colons, then no number has changed its text and no key occurs twice.
     try:
         value = orjson.loads(data)
         written = orjson.dumps(value)
         if written == data or written == _tight(data) or _tight(written) == _tight(data):
             return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        pass  # It may be JSON all the same: 1e999 is.
+        pass  # orjson rejects some JSON, such as 1e999
     try:
         return orjson.dumps(parse(data), option=orjson.OPT_SORT_KEYS)
     except (TypeError, ValueError):
@@ -63,12 +64,12 @@ def _canonical(data: bytes) -> bytes | None:
 
 
 def _tight(data: bytes) -> bytes:
-    """Leave out the spaces that many writers put between tokens; some in strings go with them."""
+    """Remove the spaces that many writers put between tokens, and such ones inside of strings."""
     return data.replace(b", ", b",").replace(b": ", b":")
 
 
 def parse(data: bytes) -> Any:
-    """Parse JSON, numbers as they are written; raises `ValueError` where parsers could differ."""
+    """Parse JSON, keeping the text of numbers. Raises `ValueError` where parsers could differ."""
     text = data.decode().strip(" \t\n\r")
     try:
         value, end = _JSON.raw_decode(text)
@@ -80,7 +81,7 @@ def parse(data: bytes) -> Any:
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Pydantic takes the last of two members into a model, but validates both for a dict.
+    # Pydantic uses the last of two equal keys for a model, but validates both for a dict.
     value = dict(members)
     if len(value) < len(members):
         raise ValueError("a key is twice in one object")

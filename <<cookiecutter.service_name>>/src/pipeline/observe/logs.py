@@ -24,6 +24,9 @@ from pipeline.redaction import redact, redact_error
 
 log = logging.getLogger(__name__)
 
+LONGEST_KEY = 100
+"""Bytes of a message's key that a log line contains, at most."""
+
 _HANDLER = "pipeline"
 _RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 """Attributes of a LogRecord, whose last one is there since Python 3.12."""

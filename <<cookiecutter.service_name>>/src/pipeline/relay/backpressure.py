@@ -1,19 +1,20 @@
-"""Backpressure: how far the transactions of a process may be ahead of its relay."""
+"""Backpressure: limits how many events transactions stage ahead of the process's relay."""
 
 import asyncio
 from contextlib import suppress
 
 PATIENCE = 1.0
-"""Seconds that a transaction waits for the relay, at most: long enough for it to send many pages.
-If it needs longer, Kafka or the events of other processes delay it, which may last."""
+"""Seconds that a transaction waits for the relay, at most: enough to send many pages. If it is not
+enough, Kafka or the events of other processes delay the relay, and that may last."""
 
 
 class RelayBackpressure:
-    """About how many events the relay has not sent; transactions wait while they are many.
+    """Estimates how many events are not sent yet; transactions wait while they are too many.
 
-    Both share an event loop, where each of the relay's many short steps waits for a long one of a
-    batch: without it, hardly any event would be published before all of a large backlog in Kafka
-    is consumed. Counted by ids, so that what other processes stage counts as well.
+    The consumer and the relay share an event loop, in which each of the relay's many short steps
+    waits for a long step of a batch. Without a limit, hardly any event would be published before
+    all of a large lag in Kafka is consumed. The number is computed from ids, so it includes events
+    of other processes.
     """
 
     def __init__(self, at_most: int) -> None:
@@ -25,12 +26,12 @@ class RelayBackpressure:
         self._is_small.set()
 
     def staged(self, events: int) -> None:
-        """Note events that this process has committed."""
+        """Add events that this process has committed."""
         self._staged += events
         self._update()
 
     def left(self, events: int, *, is_all: bool) -> None:
-        """Note how many the relay still sees; `is_all`: what was committed lately is among them."""
+        """Set how many events the relay sees; `is_all`: they include all that `staged` counted."""
         self._is_followed = True
         self._left = events
         if is_all:
@@ -38,12 +39,12 @@ class RelayBackpressure:
         self._update()
 
     def end(self) -> None:
-        """Let no transaction wait: the relay has ended, or can't work."""
+        """Make no transaction wait: the relay has ended, or can't send."""
         self._is_followed = False
         self._update()
 
     async def wait(self) -> None:
-        """Wait until they are few, at most for `PATIENCE`."""
+        """Wait until few enough events are left, at most for `PATIENCE`."""
         if not self._is_small.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_small.wait(), PATIENCE)

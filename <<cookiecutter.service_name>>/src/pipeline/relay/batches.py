@@ -1,4 +1,4 @@
-"""Batches: how a page of events becomes Kafka's records, and what is left when one is rejected."""
+"""Batches: turn a page of events into Kafka batches, and narrow down a rejection to its event."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ from pipeline.events.message import LONGEST_KEPT_KEY, headers_of
 from .rejected import Rejection
 
 _AT_MOST = 20
-"""Rejections of one partition in a page, before its topic has to wait: each costs a producer."""
+"""Rejections of a partition in a page after which its topic waits: each one costs a producer."""
 
 Filled = tuple[BatchBuilder, int]
-"""A batch, and how many events are in it."""
+"""A batch, and the number of its events."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Chain:
     sent: int = 0
     """How many of the first ones Kafka has acknowledged in this round."""
     at_most: int | None = None
-    """Events in a batch, since one was rejected and the event at fault is searched for."""
+    """Limit of events in a batch while the event at fault for a rejection is searched for."""
     rejections: int = 0
 
     def fill(self, producer: AIOKafkaProducer, skipped: int = 0) -> Filled:
@@ -50,7 +50,7 @@ class Chain:
         return batch, count
 
     def take(self, count: int) -> None:
-        """Note that the next events are acknowledged."""
+        """Count the next events as acknowledged."""
         self.sent += count
         if self.at_most is not None:
             self.at_most *= 2
@@ -58,23 +58,23 @@ class Chain:
 
 @dataclass
 class Sending:
-    """What has been found out about a page while it is sent."""
+    """The state of a page that is being sent."""
 
     is_transactional: bool
     rejections: dict[int, Rejection] = field(default_factory=dict)
     is_void: bool = False
-    """Whether a rejection has spoilt the transaction that the events are sent in."""
+    """Whether a rejection has made Kafka's transaction impossible to commit."""
     _closed: dict[str, Rejection] = field(default_factory=dict)
-    """Topics that take nothing now."""
+    """Topics to which nothing more of the page is sent, with the reason."""
     _limits: dict[str, int] = field(default_factory=dict)
     """Size of the smallest batch that was too large for a topic."""
 
     def is_too_large(self, topic: str, size: int) -> bool:
-        """Whether a batch that is not larger was found too large already."""
+        """Whether a batch of this size or a smaller one was rejected as too large before."""
         return topic in self._limits and size >= self._limits[topic]
 
     def reject(self, chain: Chain, rejection: Rejection, count: int, size: int) -> None:
-        """Draw the consequences of a rejected batch: for its topic, its halves, or its event."""
+        """Handle a rejected batch: close its topic, halve the batch, or reject its one event."""
         is_new = not self.is_too_large(chain.topic, size)
         if rejection.reason == "too large" and is_new:
             self._limits[chain.topic] = size
@@ -94,7 +94,7 @@ class Sending:
             self._closed.setdefault(chain.topic, many)
 
     def left(self, chains: Sequence[Chain]) -> list[Chain]:
-        """Return the chains with something to send, and leave out what a topic does not take."""
+        """Return the chains with events to send; events of closed topics are rejected."""
         for chain in chains:
             if rejection := self._closed.get(chain.topic):
                 self.rejections |= {event["id"]: rejection for event in chain.events}
@@ -107,9 +107,9 @@ def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
 
 
 def partition_of(key: bytes | None, id: int, partitions: int) -> int:
-    """Return the partition that every Kafka client's default partitioner chooses for the key.
+    """Return the partition that the default partitioner of Kafka clients chooses for the key.
 
-    Events without a key take turns.
+    Events without a key are spread over the partitions by their id.
     """
     if key is None:
         return id % partitions

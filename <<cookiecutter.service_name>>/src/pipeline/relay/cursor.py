@@ -25,15 +25,15 @@ from .window import Progress
 log = logging.getLogger(__name__)
 
 Fence = Callable[[Sequence[str]], Awaitable[list[str]]]
-"""Makes the brokers reject what these relays still send; returns those for which that was done."""
+"""Makes the brokers reject further events of the relays named; returns those that were fenced."""
 
 
 class LeaseExpired(Exception):
-    """The lease ended before the work under it: another relay may own the shards."""
+    """The lease ended before the step under it: another relay may own the shards."""
 
 
 class ServerChanged(Exception):
-    """Behind a pooler another server has taken over: what it has seen is only in its cursor."""
+    """The pooler now leads to another server: only its cursor says which events were published."""
 
     def __init__(self) -> None:
         super().__init__("the database server was restarted or replaced: reading the cursor again")
@@ -99,11 +99,11 @@ class Cursor:
         self.owner = owner
         self.progress: dict[int, Progress] = {}
         self.published = 0
-        """Events that were acknowledged since the process began."""
+        """Events acknowledged since the process began."""
         self.server: datetime | None = None
         """When the server that holds the cursor was started."""
         self.turn = asyncio.Lock()
-        """Held by what uses the connection while a page is sent."""
+        """Guards the connection while a page is sent: leases are extended, pages read meanwhile."""
         self._tokens: dict[int, int] = {}
         self._lease_ends = 0.0
         self._extend_at = 0.0
@@ -112,11 +112,11 @@ class Cursor:
         self._unwritten: set[int] = set()
 
     async def begin(self, driver: asyncpg.Connection) -> None:
-        """Begin with what the database says: what was in memory may not be true any more."""
+        """Note which server holds the cursor; call it first on every new connection."""
         self.server = await driver.fetchval(_SERVER)
 
     def forget(self) -> None:
-        """Own no shard from now on. The database is not changed: leases end by themselves."""
+        """Drop all shards from memory. The database is not changed: their leases expire."""
         self.progress.clear()
         self._tokens.clear()
         self._unwritten.clear()
@@ -134,16 +134,18 @@ class Cursor:
 
     @property
     def seconds_to_extension(self) -> float:
-        """Seconds until the lease is to be extended; 0 where it is time."""
+        """Seconds until the lease is to be extended; 0 if that is due."""
         return max(0.0, self._extend_at - monotonic())
 
     def advance(self, then: Mapping[int, Progress], moved: Iterable[int]) -> None:
-        """Note progress; that of the shards `moved` is stored by the next write."""
+        """Set the progress of shards; that of the shards `moved` is stored by the next write."""
         self.progress.update(then)
         self._unwritten.update(moved)
 
     async def renew(self, driver: asyncpg.Connection, fence: Fence) -> bool:
-        """Extend the leases, take or give shards to an even share; returns whether some were taken.
+        """Extend the leases, and claim or release shards up to an even share of all relays.
+
+        Returns whether some were claimed.
 
         Raises `OtherCluster` and `ServerChanged`.
         """
@@ -164,7 +166,7 @@ class Cursor:
             if gone["owners"] and len(self.progress) < share:
                 fenced = await fence(gone["owners"])
                 await self._claim(driver, share, fenced, gone["until"])
-        # A relay that lives extends its leases long before: the first to end is a dead one's.
+        # A live relay extends its leases early, so the first one to end belongs to a dead relay.
         self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
         metrics.relay_shards.set(len(self.progress))
         return bool(self.progress.keys() - known)
@@ -176,7 +178,7 @@ class Cursor:
         gone: Sequence[str] = (),
         until: datetime | None = None,
     ) -> None:
-        """Take shards that are free, and those of relays that are gone since `until` or before."""
+        """Claim free shards, and those of the relays `gone` whose leases ended by `until`."""
         known = list(self.progress)
         for row in await driver.fetch(
             _CLAIM,
@@ -194,7 +196,7 @@ class Cursor:
             )
 
     async def extend_in_time(self, driver: asyncpg.Connection) -> bool:
-        """Extend the leases if a third of their time is over; returns whether that was done."""
+        """Extend the leases if a third of their time has passed; returns whether it has."""
         if monotonic() < self._extend_at:
             return False
         if await self.extend(driver):
@@ -204,7 +206,7 @@ class Cursor:
     async def extend(self, driver: asyncpg.Connection) -> list[int]:
         """Extend the leases; returns the shards that went to another relay."""
         lease = self._settings.relay_lease
-        # From before the first statement: the database's clock started later, never earlier.
+        # Taken before the first statement, so that this clock ends the lease before the database's.
         begun = monotonic()
         async with self.turn:
             await driver.execute(_ANNOUNCE, self.owner, lease, self.published)
@@ -217,9 +219,9 @@ class Cursor:
     async def write(
         self, driver: asyncpg.Connection, progress: Mapping[int, Progress], *, keep: bool = True
     ) -> list[int]:
-        """Store the progress of shards and extend their leases, or give them back.
+        """Store the progress of shards and extend their leases, or release them.
 
-        Returns the shards that were another relay's already.
+        Returns the shards that another relay has claimed meanwhile.
         """
         lost: list[int] = []
         for one, members in grouped(progress).items():
@@ -247,7 +249,7 @@ class Cursor:
         return lost
 
     async def write_in_time(self, driver: asyncpg.Connection) -> None:
-        """Store what has moved, unless the last write was a moment ago: the rows are hot."""
+        """Store progress, unless the last write was a moment ago: each updates the same rows."""
         if self._unwritten and monotonic() >= self._write_at:
             await self.write_moved(driver)
 
@@ -259,14 +261,14 @@ class Cursor:
     async def writing(
         self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
     ) -> AsyncIterator[None]:
-        """Store the progress and what the block writes in one transaction, else `LeaseExpired`."""
+        """Store the progress and what the block writes together. Raises `LeaseExpired`."""
         async with self.turn, driver.transaction():
             if await self.write(driver, progress):
                 raise LeaseExpired("shards went to another relay before rejections were stored")
             yield
 
     async def release(self, driver: asyncpg.Connection) -> None:
-        """Store all progress and give the shards to other relays."""
+        """Store all progress and release the shards."""
         await self.write(driver, self.progress, keep=False)
         await driver.execute(_LEAVE, self.owner)
 
@@ -276,7 +278,7 @@ class Cursor:
 
 
 def grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:
-    """Return the shards that are equally far, which are read and written as one."""
+    """Return the shards by their progress: those with the same are read and written together."""
     groups: dict[Progress, list[int]] = {}
     for shard, one in progress.items():
         groups.setdefault(one, []).append(shard)

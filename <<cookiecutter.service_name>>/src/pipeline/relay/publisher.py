@@ -29,28 +29,28 @@ log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
-_DEPARTURE_SECONDS = 0.001
-"""Time after which a batch is on its way, and the next one is filled."""
+_FILL_NEXT_BATCH_AFTER_SECONDS = 0.001
+"""A pause in which the producer sends a batch, before the event loop is used to fill the next."""
 _METADATA_SECONDS = 5.0
 _LOOKUPS = 5
 """Requests for a topic that is new to the producer, before it counts as missing."""
 _LOOKUP_SECONDS = 0.1
-_LOOK_SECONDS = 1.0
+_ACKNOWLEDGEMENT_SECONDS = 1.0
 """Time without an acknowledgement after which the topic is looked up again."""
 _STOP_SECONDS = 5.0
 _FENCE_SECONDS = 1.0
-"""The relay's own shards wait meanwhile."""
+"""Time-out of fencing another relay, while the relay's own shards wait."""
 
 
 class NotSent(Exception):
-    """Kafka has not answered for all events; the text says of which topic and why."""
+    """Kafka has not acknowledged all events; the text gives the topic and the error."""
 
 
 class Publisher:
-    """An idempotent producer that is thrown away after a failure, and after a rejection.
+    """An idempotent producer that is replaced after a failure, and after a rejection.
 
-    A batch that is rejected, or expires in the client, has used up a sequence number, and a later
-    one might then overtake it, or be taken for it. A new producer starts with a clean slate.
+    A batch that is rejected, or expires in the client, has used up a sequence number. A later batch
+    could then overtake it, or be dropped as its duplicate. A new producer has new numbers.
     """
 
     def __init__(self, settings: Settings, *, client_id: str, owner: str) -> None:
@@ -67,9 +67,9 @@ class Publisher:
         """Send the events; those that are not rejected are acknowledged by all replicas in sync.
 
         Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
-        time. Those behind a rejected one go on; of a topic that takes no event none is sent. After
-        an error nothing is known about any of them: send them all again. `may_send` is called
-        before every batch.
+        time. Events behind a rejected one are still sent, unless their topic accepts none. After
+        an error it is unknown which were sent: send all of them again. `may_send` is called before
+        every batch.
 
         Raises `NotSent`, and `LeaseExpired` when `may_send` returns False.
         """
@@ -88,9 +88,9 @@ class Publisher:
     async def _send_round(
         self, chains: Sequence[Chain], sending: Sending, may_send: Callable[[], bool]
     ) -> None:
-        """Send every chain to its end, or to its first rejection: the rest needs a new producer.
+        """Send every chain up to its end or first rejection: the rest needs a new producer.
 
-        In a transaction a rejection takes everything back, for the next round to send again.
+        In a transaction a rejection undoes all of the round; the next round sends it again.
         """
         producer = await self._started()
         await _look_up_topics(producer, {chain.topic for chain in chains})
@@ -98,11 +98,11 @@ class Publisher:
         if sending.is_transactional:
             await producer.begin_transaction()
         each = (self._send_chain(producer, chain, sending, may_send) for chain in chains)
-        # All of them end before an error is raised: none may go on in the background.
+        # An error is raised when all have ended: none may keep sending in the background.
         outcomes = await asyncio.gather(*each, return_exceptions=True)
         is_rejected = any(outcome is True for outcome in outcomes)
         for outcome in outcomes:
-            # A rejection makes the rest of its transaction fail, as the next round will show.
+            # A rejection makes other sends of its transaction fail; the next round repeats them.
             if isinstance(outcome, BaseException) and not (
                 is_rejected and isinstance(outcome, NotSent)
             ):
@@ -119,10 +119,10 @@ class Publisher:
             chain.sent = 0
 
     async def fence(self, owners: Sequence[str]) -> list[str]:
-        """Make the brokers reject what these relays may still send: before taking their shards.
+        """Make the brokers reject further events of these relays, before their shards are claimed.
 
-        Returns those for whom that was done; the others wait until the brokers answer for them.
-        Without `relay_transactional` nothing is done: what they send arrives as repeats.
+        Returns the relays that were fenced; the shards of the others wait for the next attempt.
+        Without `relay_transactional` nothing is done, and their late events arrive as repeats.
         """
         if not self._settings.relay_transactional:
             return list(owners)
@@ -132,7 +132,7 @@ class Publisher:
     async def _fence(self, owner: str) -> bool:
         try:
             async with asyncio.timeout(_FENCE_SECONDS):
-                # A new producer with its transactional id ends what the old one has open.
+                # A new producer with the same transactional id fences the old one.
                 producer = await self._new_producer(owner)
                 try:
                     await producer.begin_transaction()
@@ -212,7 +212,7 @@ class Publisher:
         sending: Sending,
         may_send: Callable[[], bool],
     ) -> bool:
-        """Send until all is acknowledged, or the brokers reject something; returns which."""
+        """Send until all is acknowledged or a batch is rejected; returns whether one was."""
         topic = chain.topic
         with traces.sending(
             topic,
@@ -232,7 +232,7 @@ class Publisher:
                         raise LeaseExpired("the lease ended before all events were sent")
                     async with in_background(_send_batch(producer, batch, chain, sending)) as sent:
                         if chain.sent + count < len(chain.events):
-                            await asyncio.wait({sent}, timeout=_DEPARTURE_SECONDS)
+                            await asyncio.wait({sent}, timeout=_FILL_NEXT_BATCH_AFTER_SECONDS)
                             following = chain.fill(producer, skipped=count)
                         await sent
                     chain.take(count)
@@ -261,10 +261,10 @@ async def _commit(producer: AIOKafkaProducer) -> None:
 
 
 async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
-    """Let the client learn which of the topics the brokers know. Raises `NotSent`."""
+    """Refresh the client's metadata until it has the topics. Raises `NotSent`."""
     client = producer.client
     are_new = [not client.add_topic(topic).done() for topic in topics]
-    # The first answer may be to an earlier question, and a broker may not know the newest topics.
+    # The first response may be to an earlier request, and a broker may not know a new topic yet.
     for lookup in range(_LOOKUPS if any(are_new) else 1):
         if lookup > 1:
             await asyncio.sleep(_LOOKUP_SECONDS)
@@ -275,11 +275,11 @@ async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> 
         except TimeoutError:
             answered = False
         if not answered:
-            raise NotSent("the brokers do not say which topics there are")
+            raise NotSent("the brokers do not answer requests for metadata")
 
 
 def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
-    """Return how many there are; raises what `rejection_of` knows where it can't be written."""
+    """Return the number of partitions; raises an error for `rejection_of` if there are none."""
     cluster = producer.client.cluster
     partitions = cluster.partitions_for_topic(topic)
     if partitions:
@@ -293,13 +293,13 @@ async def _send_batch(
     producer: AIOKafkaProducer, batch: BatchBuilder, chain: Chain, sending: Sending
 ) -> None:
     """Send a batch and wait for its acknowledgement."""
-    # The client would wait for a topic that has gone until it comes back.
+    # The client would wait for a deleted partition without a limit.
     if chain.partition >= _partitions(producer, chain.topic):
         raise NotSent(f"{chain.topic} has lost partitions")
     sent = await producer.send_batch(batch, chain.topic, partition=chain.partition)
     try:
         while not sent.done():
-            await asyncio.wait({sent}, timeout=_LOOK_SECONDS)
+            await asyncio.wait({sent}, timeout=_ACKNOWLEDGEMENT_SECONDS)
             if not sent.done():
                 looked = producer.client.force_metadata_update()
                 await asyncio.wait(

@@ -1,11 +1,11 @@
-"""Rejected events: what Kafka does not take for a reason that lies in an event or in its topic.
+"""Rejected events: those that Kafka does not accept because of the event or its topic.
 
-An event that is rejected for itself is dead at once: its row is for a person, and the later events
-of its key go on. Where the topic is missing or forbidden, its events wait, and the later ones of
-that topic behind them, until it takes them. All other errors are outages: the relay waits, and no
+An event that is itself at fault is dead at once: its row is kept for an operator, and later events
+of its key are sent. If the topic is missing or forbidden, its events wait in order, later ones
+behind earlier ones, until it accepts them. All other errors are outages: the relay waits, and no
 event is rejected.
 
-The rows are the state. Only the owner of a shard adds rows of it, and removes those that wait.
+All state is in the rows. Only the owner of a shard adds rows of it, and deletes waiting ones.
 """
 
 import logging
@@ -16,11 +16,12 @@ from typing import Literal, NamedTuple
 
 import asyncpg
 from aiokafka import errors
-from aiokafka.errors import BrokerResponseError, KafkaError
+from aiokafka.errors import KafkaError
 
-from pipeline.apply.outcome import LONGEST_KEY
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
+from pipeline.observe.logs import LONGEST_KEY
+from pipeline.servers.patches import InvalidRecordError
 from pipeline.settings import Settings
 
 from .window import COLUMNS, PAGE_BYTES, filled, fitting
@@ -28,7 +29,7 @@ from .window import COLUMNS, PAGE_BYTES, filled, fitting
 log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
-"""Enough to try whether a topic takes events."""
+"""Enough to test whether a topic accepts events."""
 
 RejectionReason = Literal[
     "topic missing",
@@ -43,15 +44,15 @@ _FINAL = "topic not writable", "too large", "not valid"
 
 
 class Rejection(NamedTuple):
-    """Why Kafka does not take an event."""
+    """Why Kafka does not accept an event."""
 
     reason: RejectionReason
     text: str
-    """What is wrong, in which topic, and what helps."""
+    """What is wrong, in which topic, and what to do."""
 
     @property
     def of_topic(self) -> bool:
-        """Whether the topic takes no event at all."""
+        """Whether the topic accepts no event at all."""
         return self.reason in _OF_TOPIC
 
     @property
@@ -61,18 +62,8 @@ class Rejection(NamedTuple):
 
 
 Rejections = Mapping[int, Rejection]
-"""Of the events that were not sent, by their ids in the outbox."""
+"""Rejections by the ids of the events in the outbox."""
 
-
-class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]
-    """The broker's INVALID_RECORD, which aiokafka does not know."""
-
-    errno = 87
-    message = "INVALID_RECORD"
-    description = "The broker does not take this record."
-
-
-errors.kafka_errors.setdefault(InvalidRecordError.errno, InvalidRecordError)
 
 _TOO_LARGE = Rejection(
     "too large",
@@ -100,7 +91,7 @@ _KINDS: Mapping[type[KafkaError], Rejection] = {
 
 
 def rejection_of(error: KafkaError, event: asyncpg.Record) -> Rejection | None:
-    """Return the rejection that the error stands for; None for an outage."""
+    """Return the rejection that the error means; None for an outage."""
     if kind := _KINDS.get(type(error)):
         text = kind.text.format(topic=event["topic"], id=event["event_id"])
         return Rejection(kind.reason, text)
@@ -118,7 +109,7 @@ SELECT NULL, 0, count(*)
  WHERE shard = ANY ($1) AND died_at IS NOT NULL AND discarded_at IS NULL
 """
 
-# An event that comes again, after a reset or because the cursor went back, is there already.
+# After a reset, or if an older cursor was restored, an event may be stored already.
 _ADD = f"""
 INSERT INTO pipeline.outbox_rejected ({COLUMNS}, reason, error, died_at)
 SELECT {COLUMNS}, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
@@ -129,7 +120,7 @@ SELECT {COLUMNS}, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
     ON CONFLICT (id) DO NOTHING
 """
 
-# With `topic = $1` the planner may go by the primary key, through the events of all topics.
+# With `topic = $1` the planner may scan the primary key, through the events of all topics.
 _DUE = filled(
     f"""
 SELECT {COLUMNS}, shard
@@ -144,7 +135,7 @@ SELECT {COLUMNS}, shard
 
 _DELETE = "DELETE FROM pipeline.outbox_rejected WHERE id = ANY ($1)"
 
-# A topic that still takes nothing changes nothing.
+# The last condition avoids updates while a topic still rejects events for the same reason.
 _SET = """
 UPDATE pipeline.outbox_rejected AS stored
    SET reason = rejected.reason, error = rejected.error,
@@ -158,11 +149,11 @@ UPDATE pipeline.outbox_rejected AS stored
 
 
 class _Row(NamedTuple):
-    """What is stored of a rejected event, beside the event itself."""
+    """What is stored about a rejected event, besides the event itself."""
 
     id: int
     reason: str | None = None
-    """None: it follows events that wait for its topic."""
+    """None if it only waits behind other events of its topic."""
     error: str | None = None
     is_dead: bool = False
 
@@ -184,10 +175,10 @@ class Rejected:
         return monotonic() >= self._look_at
 
     async def look(self, connection: asyncpg.Connection, shards: Sequence[int]) -> None:
-        """Read which topics events wait for in the shards, and count those and the dead ones.
+        """Read which topics events wait for in the shards, and count waiting and dead events.
 
-        To be done when shards were claimed, which is also after an error: what was stored is in
-        doubt then.
+        To be called when shards were claimed. That includes the time after an error, when it is
+        unknown what was stored.
         """
         begun = monotonic()
         rows = await connection.fetch(_COUNT, shards)
@@ -198,11 +189,11 @@ class Rejected:
         metrics.observe_rejected(
             waiting=sum(row["waiting"] for row in rows), dead=sum(row["dead"] for row in rows)
         )
-        # To count many rows takes long.
+        # Counting many rows takes long: at most a twentieth of the time is spent on it.
         self._look_at = monotonic() + 20 * (monotonic() - begun)
 
     def is_waiting(self, topic: str) -> bool:
-        """Whether events wait for the topic: later ones follow behind them."""
+        """Whether events wait for the topic, so that later ones wait behind them."""
         return topic in self._try_at
 
     def seconds_to_next(self) -> float:
@@ -223,8 +214,9 @@ class Rejected:
     ) -> Sequence[asyncpg.Record]:
         """Return the next events of the topic that is to be tried first, in order.
 
-        When none is left, later events of the topic are sent from the window again: the owner of
-        the shards adds all but what is redriven, which they have overtaken before.
+        When none is left, later events of the topic are sent from the window again. Only the owner
+        of the shards adds rows, so none is missed, except
+        redriven ones, which later events have overtaken already.
         """
         topic = min(self._try_at, key=self._try_at.__getitem__, default=None)
         if topic is None or self._try_at[topic] > monotonic():
@@ -239,7 +231,7 @@ class Rejected:
     async def settle(
         self, connection: asyncpg.Connection, events: Sequence[asyncpg.Record], why: Rejections
     ) -> None:
-        """Store what has become of the events that were due, in a transaction."""
+        """Store the results for events that were due, in the caller's transaction."""
         self._try_at[events[0]["topic"]] = monotonic()
         rows = self._note(events, why)
         sent = [event["id"] for event in events if event["id"] not in why]
@@ -249,7 +241,7 @@ class Rejected:
             await connection.execute(_SET, *_columns(rows))
 
     def _note(self, events: Sequence[asyncpg.Record], why: Rejections) -> list[_Row]:
-        """Let topics wait that reject events, report what is new, and return the rows to store."""
+        """Postpone topics that reject events, log new rejections, and return the rows to store."""
         rows = []
         waiting = {}
         for event in events:
@@ -295,5 +287,5 @@ def _log_dead(event: asyncpg.Record, rejection: Rejection) -> None:
 
 
 def _columns(rows: Sequence[_Row]) -> list[list[object]]:
-    """Return rows as what `unnest` takes."""
+    """Return the rows as columns, which are the arguments of `unnest`."""
     return [list(column) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""The relay: publishes the outbox, window by window, in the shards that it has leases for."""
+"""The relay: publishes the outbox, window by window, for the shards that it holds leases of."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ from .window import PAGE_BYTES, Page, Progress, fitting, fresh, is_as_seen, page
 log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
-"""Small, until the size of the events is known."""
+"""Limit until the size of the events is known."""
 _SCHEDULED = "scheduled events"
-"""The part of the health that says whether scheduled events are moved."""
+"""The part of the health that reports whether scheduled events are moved."""
 _EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
-"""Errors whose text says all: their traceback is not logged."""
+"""Errors whose text is complete, so that no traceback is logged."""
 
 Pages = list[tuple[list[int], Page]]
 """Pages of groups of shards."""
@@ -45,7 +45,7 @@ Pages = list[tuple[list[int], Page]]
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Pages that were read in advance, and the progress from which they go on."""
+    """Pages that were read in advance, and the progress that they begin at."""
 
     progress: Mapping[int, Progress]
     pages: Pages
@@ -72,12 +72,12 @@ class Relay:
         self._stopping = asyncio.Event()
 
     def wake(self, events: int) -> None:
-        """Note how many events this process has committed, and publish them at once."""
+        """Publish at once: this process has committed so many events."""
         self.backpressure.staged(events)
         self._staged.set()
 
     def stop(self) -> None:
-        """Let `run` publish what is there, within the shutdown grace, and end."""
+        """Make `run` publish what is committed, within the shutdown grace, and end."""
         self._stopping.set()
         self._staged.set()
 
@@ -127,7 +127,7 @@ class Relay:
             try:
                 await self._publish_until_stopped(driver)
             except TimeoutError:
-                raise  # the next statement would wait as long again for a silent server
+                raise  # a write to a server that does not answer would take as long again
             except Exception:
                 # Otherwise each retry would repeat the pages acknowledged since the last write.
                 if not driver.is_closed():
@@ -166,7 +166,7 @@ class Relay:
             await self._rejected.look(driver, sorted(self._cursor.progress))
 
     async def _move_scheduled(self, driver: asyncpg.Connection) -> bool:
-        """Move scheduled events that are due; an error there does not stop the others."""
+        """Move scheduled events that are due; an error of this does not stop publishing."""
         if not self._scheduled.is_time:
             return False
         try:
@@ -185,11 +185,11 @@ class Relay:
     async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
         """Publish the next page of every group of shards.
 
-        Returns whether there was any event, and whether there are more in the windows that are
-        open. A poll, which no event has caused, mostly finds the database as it was.
+        Returns whether there was any event, and whether there are more in open windows. `is_poll`:
+        no event was reported, so that mostly nothing was committed since the last step.
         """
-        # A page of the window may add as many rejected events as one of theirs removes. So two of
-        # these go out before each, as long as some do: fewer and fewer wait.
+        # A page of the window may add as many waiting events as a retried page removes. So two
+        # pages are retried before each page of the window, and the number of waiting ones falls.
         is_draining = await self._retry(driver) and await self._retry(driver)
         cursor = self._cursor
         if is_poll and await is_as_seen(driver, cursor.progress.values(), cursor.server):
@@ -212,19 +212,19 @@ class Relay:
             cursor.advance(dict.fromkeys(shards, one.then), shards if has_moved else ())
         self._failures = 0
         self._health.ready("relay")
-        # After the last page of a window comes what was committed behind it.
+        # The last page of a window may be followed by events committed since it was opened.
         is_more = is_draining or was_paged or any(one.target for one in cursor.progress.values())
         return is_draining or bool(events), is_more
 
     def _observe(self, pages: Sequence[Page]) -> None:
-        """Report how many events are still to be sent, and since when the oldest one waits."""
+        """Report how many events are still to be sent, and when the oldest one was created."""
         events = [event for one in pages for event in one.events]
-        # Windows overlap in their ids: the widest one is about what is left.
+        # The windows of the groups overlap in their ids, so the widest one approximates the rest.
         beyond = max((one.then.high_id - one.then.last_id for one in pages), default=0)
-        # A window that was opened now has also what was committed lately.
+        # Windows that were opened just now include all that was committed.
         is_all = not any(one.target for one in self._cursor.progress.values())
         self.backpressure.left(len(events) + beyond, is_all=is_all)
-        if events or beyond or self._lags:  # to report no change at every idle poll costs more
+        if events or beyond or self._lags:  # an idle poll reports nothing, which saves its cost
             oldest = min((event["created_at"] for event in events), default=None)
             metrics.observe_outbox(len(events) + beyond, oldest)
         self._lags = bool(events or beyond)
@@ -240,7 +240,7 @@ class Relay:
         for one, shards in paged:
             async with self._cursor.turn:
                 pages.append((shards, await page(driver, one, shards, limit, at_most)))
-        # One snapshot for all of them, so that they are one group from now on.
+        # One snapshot for all groups, so that they have the same progress and become one group.
         snapshot = driver.transaction(isolation="repeatable_read", readonly=True)
         async with snapshot if len(unpaged) > 1 else nullcontext():
             for one, shards in unpaged:
@@ -251,13 +251,16 @@ class Relay:
     async def _reading_ahead(
         self, driver: asyncpg.Connection, then: Mapping[int, Progress]
     ) -> AsyncIterator[None]:
-        """Read what comes then, in windows of which there is more, while a page is sent."""
+        """Read the pages from the progress `then` while the block sends the current ones.
+
+        Does nothing unless all windows have more pages.
+        """
         if any(one.target is None for one in then.values()):
             yield
             return
 
         async def read() -> None:
-            with suppress(Exception):  # it is raised when it is read again
+            with suppress(Exception):  # the next step reads again, and raises it
                 self._ahead = _Ahead(then, await self._read(driver, then))
 
         async with in_background(read()) as reading:
@@ -278,7 +281,7 @@ class Relay:
                 await self._rejected.add(driver, unsent, rejections)
 
     async def _retry(self, driver: asyncpg.Connection) -> bool:
-        """Send events that wait for a topic, if it is time; returns whether some were sent."""
+        """Send events that wait for a topic, if it is due; returns whether some were sent."""
         rows = await self._rejected.due(driver, sorted(self._cursor.progress))
         if not rows:
             return False
@@ -291,17 +294,17 @@ class Relay:
     async def _send(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
     ) -> Rejections:
-        """Send, however long it takes, and extend the leases meanwhile; returns the rejections."""
+        """Send without a time limit, extending the leases meanwhile; returns the rejections."""
         if not events:
             return {}
         cursor, begun = self._cursor, monotonic()
-        # Reading the page, or moving what is due, may have taken most of the lease.
+        # Reading the page, or moving scheduled events, may have taken most of the lease.
         await cursor.extend_in_time(driver)
         async with in_background(self._publisher.send(events, cursor.holds_lease)) as sending:
             while not sending.done():
                 await asyncio.wait({sending}, timeout=cursor.seconds_to_extension)
                 is_extended = await cursor.extend_in_time(driver)
-                # The producer retries without end: not to report it would look like health.
+                # The producer retries without end: only the time shows that Kafka is unavailable.
                 if is_extended and monotonic() - begun > self._settings.relay_lease / 4:
                     self._health.not_ready(
                         "relay", f"waits for {self._settings.kafka} to acknowledge events"

@@ -1,7 +1,7 @@
-"""Scheduled events: they wait in a table of their own, and are moved into the outbox when due.
+"""Scheduled events: kept in a table of their own, and moved into the outbox when they are due.
 
-One relay moves them at a time, so that two of one key keep the order in which they are due. Moving
-is a transaction: neither a kill nor a clock that jumps loses an event or publishes it twice.
+One relay at a time moves them, so that two of one key keep the order in which they are due. A move
+is a transaction: neither a kill nor a jump of the clock loses an event or publishes it twice.
 """
 
 from collections.abc import AsyncIterator
@@ -18,14 +18,14 @@ MOVE_LOCK = 0x1B0C8
 
 _AT_ONCE = 1_000
 _STOPPED = "10s"
-"""Time that a process which stops in the middle of a move may delay the others."""
+"""How long a process that is suspended during a move may keep others from moving."""
 _LOOK_SECONDS = 1.0
-"""Time between two looks at what is due."""
+"""Time between two checks for due events."""
 
 # Reads the first row only, by the index, whatever the planner estimates.
 _IS_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
 
-# A process that stops in the middle must not hold the lock, nor the rows that it is moving.
+# A process that is suspended during a move must not keep the lock, nor the locks of its rows.
 _LOCK = """
 SELECT pg_try_advisory_xact_lock($1) AS is_ours,
        set_config('idle_in_transaction_session_timeout', $2, true)
@@ -61,7 +61,7 @@ class Scheduled:
 
     @property
     def is_time(self) -> bool:
-        """Whether to look again."""
+        """Whether to check again for due events."""
         return monotonic() >= self._look_at
 
     async def move(self, connection: asyncpg.Connection) -> bool:
@@ -69,7 +69,7 @@ class Scheduled:
         self._look_at = monotonic() + _LOOK_SECONDS
         moved = 0
         if await connection.fetchval(_IS_DUE):
-            # The move is a statement after the lock: it sees what the last holder has moved.
+            # A statement of its own after the lock, so that it sees what the last holder has moved.
             async with connection.transaction():
                 if await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED):
                     moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])
@@ -90,7 +90,7 @@ class Waiting:
     type: str
     event_id: str
     size: int
-    """Of the payload, in bytes."""
+    """Size of the payload, in bytes."""
 
 
 async def waiting(connection: asyncpg.Connection, limit: int) -> AsyncIterator[Waiting]:

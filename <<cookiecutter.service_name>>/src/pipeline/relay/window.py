@@ -1,8 +1,8 @@
 """The window: which events the relay has still to publish, read from a snapshot.
 
-The relay remembers the snapshot `seen` up to which it has published; the next window is what is
-visible now and was not visible in `seen`: exact in whatever order transactions commit, with no loss
-to gaps in `id` and no waiting behind a long transaction. PgQ's ticks are the ancestor.
+The relay stores the snapshot `seen` up to which it has published. The next window is what is
+visible now and was not visible in `seen`. That is exact in whatever order transactions commit:
+gaps in `id` lose nothing, and a long transaction delays nothing. PgQ's ticks work alike.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
 
 _SCAN_AT_MOST = 50_000
-"""Ids that one PAGE scans, so that one late row does not make it scan all of them."""
+"""Ids that one page scans: one late row in a wide window does not make it scan all of them."""
 
 PAGE_BYTES = 8 * 2**20
-"""Memory for the events of one page, beside the last one; two pages exist at once."""
+"""Memory for the events of one page, without its last one; two pages exist at once."""
 _ROW_BYTES = 500
 """Approximate size of an event without its payload."""
 
@@ -36,13 +36,13 @@ _HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target
        NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
        NULL AS tracestate, NULL AS baggage, NULL AS headers,
        NULL AS dataref, NULL::bigint AS datalength, NULL AS datachecksum"""
-"""Columns of the first row, which says what is true of all events after it."""
+"""Columns of the first row, which holds what is common to all events after it."""
 
 
 def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
-    """Return the statement that reads a page, cut off behind the event with which it is full.
+    """Return the statement that reads a page, cut off behind the event that fills it.
 
-    The size of a payload is known without reading it.
+    PostgreSQL computes the size of a payload without reading it.
     """
     return f"""
 SELECT {columns}
@@ -56,17 +56,17 @@ SELECT {columns}
 
 
 def _headed(page: str, *, place: str, at_most: str) -> str:
-    """Return the statement that reads a page behind the row that is true of all of it."""
+    """Return the statement that reads the `_HEAD` row and then a page."""
     columns = f"NULL, NULL, NULL, {COLUMNS}"
     rows = filled(page, columns=columns, place=place, at_most=at_most)
     return f"SELECT {_HEAD} UNION ALL ({rows})"
 
 
-# By itself on the primary, READ COMMITTED or in a read-only snapshot: the snapshot it returns is
-# the one it read with. A snapshot's xmax is the latest *completed* transaction + 1, so rows of
-# running ones may lie above it: the window is never bounded by an id.
-# `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value forbids a
-# parallel plan, in which the first row might not come first.
+# Executed on the primary, by itself in READ COMMITTED or in a read-only snapshot, so that the
+# snapshot it returns is the one it reads with. A snapshot's xmax is the latest *completed*
+# transaction + 1, so rows of running ones may lie above it: the window is not bounded by an id.
+# `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value prevents a
+# parallel plan, in which the head row might not come first.
 _FRESH = _headed(
     f"""
 SELECT {COLUMNS}
@@ -87,7 +87,7 @@ SELECT {COLUMNS}
     at_most="$4",
 )
 
-# Functions instead of comparisons of xid: the planner must take the index on id.
+# Functions instead of comparisons of xid make the planner use the index on id.
 _PAGE = _headed(
     f"""
 SELECT {COLUMNS}
@@ -106,7 +106,7 @@ _NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS sn
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a shard is published. While `target` is set, a window is done up to `last_id`."""
+    """How far a shard is published. While `target` is set, up to `last_id` of its window."""
 
     seen: Snapshot
     target: Snapshot | None
@@ -121,15 +121,15 @@ class Page:
     events: Sequence[asyncpg.Record]
     then: Progress
     server: datetime
-    """When the server that answered was started."""
+    """When the server that executed the statement was started."""
 
 
 async def is_as_seen(
     connection: asyncpg.Connection, progress: Iterable[Progress], server: datetime | None
 ) -> bool:
-    """Whether nothing was committed since `seen`: then `fresh` would read nothing.
+    """Whether nothing was committed since `seen`, so that `fresh` would read nothing.
 
-    It costs a tenth of `fresh`.
+    This costs a tenth of `fresh`.
     """
     now = await connection.fetchrow(_NOW)
     return now["server"] == server and all(
@@ -144,9 +144,9 @@ async def fresh(
     limit: int,
     at_most: int = PAGE_BYTES,
 ) -> Page:
-    """Read what has become visible since `seen`: at most so many events, or bytes and one event.
+    """Read events that became visible since `seen`: `limit`, or `at_most` bytes and one event.
 
-    Raises `OtherCluster` where `seen` is a snapshot of another cluster.
+    Raises `OtherCluster` if `seen` is a snapshot of another cluster.
     """
     head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
     if head["target"][1] < progress.seen[1]:
@@ -168,7 +168,7 @@ async def page(
     limit: int,
     at_most: int = PAGE_BYTES,
 ) -> Page:
-    """Read on in a window that is larger than a page."""
+    """Read the next page of an open window."""
     upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
     head, *events = await connection.fetch(
         _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit, at_most
@@ -189,5 +189,5 @@ def fitting(events: Sequence[asyncpg.Record], at_most: int) -> int:
 
 
 def _fill(events: Sequence[asyncpg.Record], at_most: int) -> bool:
-    """Whether the payloads fill a page: then the statement may have cut it off behind them."""
+    """Whether the payloads fill a page, so that the statement may have cut it off behind them."""
     return sum(len(event["payload"] or b"") for event in events) >= at_most

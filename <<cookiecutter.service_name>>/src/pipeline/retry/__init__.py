@@ -1,1 +1,1 @@
-"""The workers of the backlog: they take what is due, in the order of each key."""
+"""The backlog's workers: they handle due rows, in the order of each key."""

@@ -1,4 +1,4 @@
-"""Rows of a lane of the backlog, as a source of the consume transaction."""
+"""Rows of a backlog lane, as a source of the consume transaction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,11 +21,11 @@ from .lanes import Lane, Taken
 
 @dataclass(frozen=True)
 class LaneSource:
-    """Rows of a lane, the first ones of their keys."""
+    """Rows of a lane, beginning with the first one of each key."""
 
     lane: Lane
     lease: float
-    """Seconds that the lane stays ours after the transaction has begun."""
+    """Seconds for which the transaction extends the lane's lease when it begins."""
     taken: Taken
     assumed: Mapping[bytes, Decision] = field(default_factory=dict)
     """Decisions to store without a call of a handler, by marker key."""
@@ -41,33 +41,34 @@ class LaneSource:
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
-        """What could not be decoded before takes its place behind the others of its key."""
+        """Decisions to store without a call: `assumed`, and to defer redecoded messages, which are
+        appended to the rows of their key."""
         return {item.key: DEFERRED for item in self._redecoded} | dict(self.assumed)
 
     @property
     def decoded(self) -> tuple[set[str], list[Failed]]:
-        """Return nothing: what can't be decoded is dead already."""
+        """Return no consumer and no failure: rows that can't be decoded are dead already."""
         return set(), []
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
-        """Hold the lane. Raises `LaneLost`."""
+        """Lock the lane and extend its lease. Raises `LaneLost`."""
         return await lanes.hold(connection, self.lane, self.lease)
 
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
     ) -> tuple[dict[bytes, Known], set[bytes]]:
-        """Return which are in the backlog already, other than as the rows that they come from."""
+        """Return which messages are in other rows of the backlog than those they were read from."""
         own = {item.row for item in self.items}
         new = [item for item in items if item.key not in own]
         known, _ = await backlog.find(connection, new) if new else ({}, set())
         return known, set()
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
-        """Delete the rows of what is applied, and change the others; returns the dead rows."""
+        """Delete the rows of applied messages, and update others; returns the dead rows."""
         superseded = (item for item, _ in outcome.superseded)
         done = (*outcome.applied, *outcome.duplicates, *superseded)
         outcome.undecoded += self.taken.unhandleable
-        # Those behind one that failed, and those to be tried by themselves, stay as they are.
+        # Rows behind one that failed, and rows still to be tried alone, stay as they are.
         changed = [
             *self.taken.unhandleable,
             *(
@@ -85,12 +86,12 @@ class LaneSource:
             done={item.row for item in done if item.row} | self.taken.redecoded.keys(),
             changed=[row for row in changed if not row.is_new],
             keys=self.taken.keys,
-            went_on={item.order_key for item in done},
+            keys_with_progress={item.order_key for item in done},
         )
         return [row for row in changed if row.decision.is_dead]
 
     def halves(self) -> Sequence[Self]:
-        """Return the first half: the others stay due."""
+        """Return the first half; the rows of the other stay due."""
         items, redecoded = self.taken.items, list(self.taken.redecoded.items())
         if max(len(items), len(redecoded)) < 2:
             return [self]

@@ -1,4 +1,4 @@
-"""Lanes of the backlog: leased by workers, read and settled in the order of their keys."""
+"""Lanes of the backlog: leased by workers; their rows are read and settled in the order of keys."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,41 +6,42 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.apply.backlog import Row, has_calls
+from pipeline.apply.backlog import Row
 from pipeline.apply.batch import items_of, validated
 from pipeline.apply.inbox import Generations, SourceLost
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
-from pipeline.handlers.policy import DIED, GAP, REDRIVEN, UNKNOWN, Policy, dead
+from pipeline.handlers.policy import DIED, GAP, UNKNOWN, Policy, dead
 from pipeline.handlers.registry import Handlers
 from pipeline.servers.database import lease_ended
 from pipeline.servers.tasks import TimeSlice
 
 _RUN_BYTES = 16 * 2**20
-"""What the rows of one transaction may take in memory, about."""
-
-
+"""Approximate limit of the memory for the rows of one transaction."""
 _DEMOTED = 10_000
-"""Rows of a key that one statement stops from being due, so that none takes long."""
+"""Rows of a key whose `due_at` one statement clears at most, so that it does not take long."""
 
 
 class LaneLost(SourceLost):
-    """The lane's lease is not ours any more: another worker, or a person, has taken it."""
+    """The lane's lease has ended: another worker has claimed the lane, or a command fenced it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A lane as its worker holds it."""
+    """A claimed lane."""
 
     number: int
     token: int
     starts: int
-    """Workers that have begun and not come back, this one included."""
+    """Workers that have claimed the lane and not released it, this one included."""
     claimed_at: datetime
-    """By the database's clock: those have seen nothing that was stored since."""
+    """By the database's clock. Earlier workers can't have read a row that was stored later."""
 
 
+# Written so that the planner, whatever its statistics are, looks up one row of each lane in the
+# index. With EXISTS it would join the lanes with everything that is due, or scan the table for a
+# lane in which nothing is due; without COALESCE it expects so few rows that it sorts all of them.
 _CLAIM = f"""
 UPDATE pipeline.backlog_lane
    SET owner = $1, token = token + 1, starts = starts + 1,
@@ -57,7 +58,6 @@ UPDATE pipeline.backlog_lane
 RETURNING lane, token, starts, clock_timestamp()
 """
 
-
 _HOLD = """
 WITH held AS (
     UPDATE pipeline.backlog_lane
@@ -69,7 +69,6 @@ SELECT current, oldest, since, opening, EXISTS (SELECT FROM held) AS ours
   FROM pipeline.inbox_generation
 """
 
-
 _RELEASE = """
 UPDATE pipeline.backlog_lane
    SET owner = NULL, lease_until = NULL, starts = 0, released_at = clock_timestamp()
@@ -77,6 +76,7 @@ UPDATE pipeline.backlog_lane
 """
 
 
+# A row that seems to be stored in the future was stored before the clock was set back.
 _TAKE = """
 WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at
@@ -106,7 +106,6 @@ SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_k
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
 
-
 _SET = """
 UPDATE pipeline.backlog AS b
    SET reason = new.reason, attempts = new.attempts, waited = new.waited, holds = new.holds,
@@ -123,6 +122,8 @@ UPDATE pipeline.backlog AS b
 """
 
 
+# The last WHERE compares head.died_at: with b.died_at the planner, whose statistics may be older
+# than the waiting rows, could search for the head among all of them.
 _ONLY_HEADS_ARE_DUE = """
 WITH head AS MATERIALIZED (
     SELECT wanted.key AS order_key, b.key, b.died_at
@@ -146,32 +147,6 @@ UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
 """
 
 
-_FENCE = """
-UPDATE pipeline.backlog_lane
-   SET token = token + 1, owner = NULL, lease_until = NULL,
-       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
- WHERE lane = $1
-"""
-
-
-_SHARE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
-
-
-_REDRIVE = """
-UPDATE pipeline.backlog
-   SET reason = CASE WHEN error LIKE 'ProcessDied:%' THEN $2 ELSE $3 END,
-       attempts = 0, waited = 0, due_at = NULL, died_at = NULL, holds = false
- WHERE key = ANY ($1)
-"""
-
-
-_DISCARD = """
-UPDATE pipeline.backlog
-   SET discarded_at = clock_timestamp(), discarded_by = $2, discarded_why = $3, holds = false
- WHERE key = ANY ($1)
-"""
-
-
 _COUNT = """
 SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
        count(*) FILTER (WHERE died_at IS NOT NULL AND discarded_at IS NULL),
@@ -184,43 +159,43 @@ SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
 async def claim(
     connection: asyncpg.Connection, owner: str, lease: float, consumers: Collection[str]
 ) -> Lane | None:
-    """Take a lane that has something due for these consumers; the one that waits longest first.
+    """Claim the lane with rows due for these consumers that was released first; None if none has.
 
-    A lane of a worker that died is free when its lease, in seconds, has run out.
+    The lane of a worker that died can be claimed when its lease, in seconds, has run out.
     """
     row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers))
     return Lane(*row) if row else None
 
 
 async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Generations:
-    """Hold the lane to the end of the transaction. Raises `LaneLost`."""
+    """Lock the lane to the end of the transaction, and extend its lease. Raises `LaneLost`."""
     row = await connection.fetchrow(_HOLD, lane.number, lane.token, lease)
     if row is None or not row["ours"]:
-        raise LaneLost(f"backlog lane {lane.number} went to somebody else")
+        raise LaneLost(f"backlog lane {lane.number} was taken over")
     return Generations(row["current"], row["oldest"], row["since"], row["opening"])
 
 
 async def release(connection: asyncpg.Connection, lane: Lane) -> None:
-    """Give the lane back, in order."""
+    """Release the lane on a clean end: the count of its starts becomes 0."""
     await connection.execute(_RELEASE, lane.number, lane.token)
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Rows of a lane whose turn it is, the first ones of each key, in its order."""
+    """Due rows of a lane: the first ones of each key, in its order."""
 
     items: Sequence[Item]
     """Messages to handle; those that may kill the process are not validated yet."""
     redecoded: Mapping[bytes, Sequence[Item]]
-    """What records that were nobody's turn out to be now, by their row's key."""
+    """Messages of records that could not be decoded before and now can, by their row's key."""
     unhandleable: Sequence[Row]
-    """Rows that can't be given to any handler of this process."""
+    """Rows that no handler of this process takes, with the decision about them."""
     keys: Sequence[bytes]
-    """Order keys of all rows seen, also of those that turned out not to be due."""
+    """Order keys of all rows read, also of those that are not due."""
 
 
 class NoHandler(Exception):
-    """No handler of the consumer takes the message any more."""
+    """No registered handler of the consumer takes the message."""
 
 
 async def take(
@@ -232,9 +207,9 @@ async def take(
     *,
     before: datetime | None = None,
 ) -> Taken:
-    """Read what is due; keys take turns, and share the `limit`.
+    """Read due rows: of the keys that are due longest, which share the `limit` of rows.
 
-    With `before`, only keys of which a row is due that may have been stored by then.
+    With `before`, only keys with a due row that may have been stored by then.
     """
     rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before)
     keys: list[bytes] = []
@@ -266,7 +241,11 @@ async def take(
 
 
 def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
-    """Decode the row as the service reads it now, for its consumer or, if it is nobody's, all."""
+    """Decode the row as the service does now, for its consumer, or for all if it has none.
+
+    A row without a consumer could not be decoded before. Returns a row to store if no handler takes
+    the message.
+    """
     record = stored_record(row, stored_for=row["stored_for"])
     consumer = row["consumer"]
     hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
@@ -290,15 +269,15 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
                     trace=row["traceparent"],
                 )
             ]
-    who = consumer or "the service"
-    error = NoHandler(f"{who} has no handler for {row['type'] or 'this'!r} of {record.topic}")
+    name = consumer or "the service"
+    error = NoHandler(f"{name} has no handler for {row['type'] or 'this'!r} of {record.topic}")
     if not consumer:
         return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
-    # In the middle of a deployment another process may have one.
+    # During a deployment a process of another version may have a handler.
     decision = Policy().after_failure(
         error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
     )
-    if row["reason"] == UNKNOWN:  # and so it stays
+    if row["reason"] == UNKNOWN:  # the outcome of its call is still unknown
         decision = replace(decision, reason=UNKNOWN)
     return Row(row["key"], consumer, record, decision)
 
@@ -324,11 +303,11 @@ async def settle(
     done: Collection[bytes],
     changed: Sequence[Row],
     keys: Collection[bytes],
-    went_on: Collection[bytes],
+    keys_with_progress: Collection[bytes],
 ) -> None:
-    """Delete the rows that are done and change others, by their keys, then let heads be due.
+    """Delete the rows `done` and update the rows `changed`, by their keys, then schedule heads.
 
-    `went_on` are the order keys of which something was done.
+    `keys` are the order keys of all rows read; for `keys_with_progress` see `schedule_heads`.
     """
     if done:
         await connection.execute(_DELETE, list(done))
@@ -346,49 +325,25 @@ async def settle(
             [row.remembered for row in changed],
             [row.first_trace for row in changed],
         )
-    await schedule_heads(connection, [lane.number], keys, went_on)
+    await schedule_heads(connection, [lane.number], keys, keys_with_progress)
 
 
 async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
-    """Return by consumer: messages that wait, dead letters, seconds since the oldest was stored."""
+    """Return per consumer: waiting messages, dead letters, seconds since the oldest was stored."""
     return [tuple(row) for row in await connection.fetch(_COUNT)]
-
-
-async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
-    """Hold the lane to the end of the transaction, as nobody's worker, to change what is dead.
-
-    Waits for the transaction of the worker that has it, whose later ones raise `LaneLost`. That
-    worker has not died, so it is not counted among those that did. One that makes calls keeps the
-    lane: it knows how they end, and has read only what is alive.
-    """
-    await connection.execute(_SHARE if has_calls(lane) else _FENCE, lane)
-
-
-async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
-    """Let dead rows be tried again, with a new budget.
-
-    Seize their lane before, and let heads be due after.
-    """
-    await connection.execute(_REDRIVE, keys, DIED, REDRIVEN)
-
-
-async def discard(
-    connection: asyncpg.Connection, keys: Sequence[bytes], *, operator: str, why: str
-) -> None:
-    """Close dead rows; they stay for long, to be known again. Seize their lane before."""
-    await connection.execute(_DISCARD, keys, operator, why)
 
 
 async def schedule_heads(
     connection: asyncpg.Connection,
     lanes: Collection[int],
     keys: Collection[bytes],
-    went_on: Collection[bytes] = (),
+    keys_with_progress: Collection[bytes] = (),
 ) -> None:
-    """Make the first row of each order key the only one that is due. Hold the lanes before.
+    """Make the first row of each order key the only one that is due. Lock the lanes before.
 
-    One that waits for another of its sequence may be the next, where its key `went_on`.
+    If the first row waits for an earlier message of its sequence, it becomes due only if its key is
+    among `keys_with_progress`, those of which a row is done: that may have been the message.
     """
     await connection.execute(
-        _ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED, GAP, list(went_on)
+        _ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED, GAP, list(keys_with_progress)
     )

@@ -1,4 +1,4 @@
-"""Rows over which a process may have died: what is stored of them before they are tried alone."""
+"""Suspects, rows over which a process may have died: what is stored before they are tried alone."""
 
 from dataclasses import replace
 
@@ -19,15 +19,16 @@ from pipeline.handlers.policy import (
 def pessimistic(item: Item) -> Decision:
     """Return the decision that holds if the process dies while it handles the row.
 
-    The attempt is spent then, but the row goes on waiting, even after its last one: were it dead
-    while it is tried, a later message of its key could overtake it. The next to take it sees that.
+    It counts the attempt as failed. The row keeps waiting, even if that was its last attempt: if it
+    were dead while it is tried, a later message of its key could overtake it. When it is taken
+    again with all attempts used up, it dies.
     """
     policy = item.handler.policy
     if item.is_suspect and item.attempts >= policy.attempts:
         error = ProcessDied(f"a process began with it (attempt {item.attempts}) and died")
         return dead(policy, "attempts used up", error, attempts=item.attempts)
     error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
-    if item.reason == GAP:  # it may have to wait still, and then nobody is called
+    if item.reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
         decision = suspected(policy, error)
         return replace(decision, attempts=item.attempts, waited=item.waited, is_assumed=True)
     return assumed(policy, error, attempts=item.attempts, waited=item.waited)

@@ -12,6 +12,7 @@ Each item is what aiokafka does without its patch, with the issue upstream where
    attempt, so that nothing behind it is ever read. See `record_batches`.
 7. A consumer for which no records come polls the brokers as often as any other, and does not report
    that its fetching task has ended, or that no broker answers.
+8. The error INVALID_RECORD is unknown: a broker that returns it looks unavailable.
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
@@ -28,7 +29,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition, conn
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
-from aiokafka.errors import KafkaConnectionError, KafkaError
+from aiokafka.errors import BrokerResponseError, KafkaConnectionError, KafkaError, kafka_errors
 
 from pipeline.errors import describe_error
 
@@ -44,6 +45,17 @@ rejections: ContextVar[dict[str, str]] = ContextVar("rejections")
 """Errors of the brokers that were connected to, by address, of the client that is started."""
 
 fetcher.MemoryRecords = FetchedBatches
+
+
+class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has no types
+    """The broker's error INVALID_RECORD."""
+
+    errno = 87
+    message = "INVALID_RECORD"
+    description = "The broker does not take this record."
+
+
+kafka_errors.setdefault(InvalidRecordError.errno, InvalidRecordError)
 
 
 class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no types

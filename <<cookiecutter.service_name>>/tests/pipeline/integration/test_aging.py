@@ -44,7 +44,7 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     (key,) = (item.row for item in taken.items)
     assert key is not None
     keys = taken.keys
-    await lanes.settle(asked, lane, done=[key], changed=[], keys=keys, went_on=keys)
+    await lanes.settle(asked, lane, done=[key], changed=[], keys=keys, keys_with_progress=keys)
     await transaction.rollback()
     await desk.work_off()
     names = ["claim", "hold", "take", "find", "delete", "heads"]

@@ -192,7 +192,9 @@ async def test_what_a_run_of_a_key_leaves_behind(asked: Explaining, key: bytes) 
     record = Deposit(1).record("deposits", 0)
     failed = Row(first, "deposit", record, Decision("failed", attempts=1, due_in=30.0))
     done = [second, *done]
-    await lanes.settle(asked, lane(key), done=done, changed=[failed], keys=[key], went_on=[key])
+    await lanes.settle(
+        asked, lane(key), done=done, changed=[failed], keys=[key], keys_with_progress=[key]
+    )
     delete, change, schedule_heads = asked.plans
     assert (delete.indexes, delete.scanned) == ({"backlog_pkey"}, set())
     assert delete.blocks < 500 * 6

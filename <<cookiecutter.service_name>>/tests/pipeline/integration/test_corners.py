@@ -274,7 +274,7 @@ async def test_counting_what_waits_holds_no_worker_up(
         await desk.apply(Deposit(1))
         await eventually(lambda: bank.calls == [1])
         assert desk.health.reasons.get("backlog") is None
-        await eventually(lambda: "its gauges tell what was before" in caplog.text)
+        await eventually(lambda: "its metrics keep their last values" in caplog.text)
     finally:
         desk.lanes.stop()
         await working

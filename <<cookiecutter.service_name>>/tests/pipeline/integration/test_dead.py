@@ -23,7 +23,7 @@ from pipeline.apply.batch import Batch, read
 from pipeline.consume.partition_source import PartitionSource
 from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
-from pipeline.retry import lanes
+from pipeline.retry import dead_rows, lanes
 from pipeline.retry.lane_source import LaneSource
 from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
@@ -741,15 +741,15 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(dead_commands, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
-    seizes, calls = lanes.fence_lane, []
+    fence, calls = dead_rows.fence_lane, []
 
     async def lose(connection: asyncpg.Connection, lane: int) -> None:
         calls.append(lane)
         if len(calls) == 3:
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-        await seizes(connection, lane)
+        await fence(connection, lane)
 
-    monkeypatch.setattr(lanes, "fence_lane", lose)
+    monkeypatch.setattr(dead_rows, "fence_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -758,7 +758,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to go on",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(lanes, "fence_lane", seizes)
+    monkeypatch.setattr(dead_rows, "fence_lane", fence)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

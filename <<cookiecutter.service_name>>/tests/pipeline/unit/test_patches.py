@@ -8,7 +8,7 @@ import ssl
 from typing import Any
 
 import pytest
-from aiokafka import conn
+from aiokafka import conn, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
@@ -83,3 +83,8 @@ def test_a_name_of_a_header_that_is_not_utf8_cannot_be_read_without_the_patch() 
     data = batch("none", b"v", headers=[("name", b"x")]).replace(b"name", b"n\xffme")
     with pytest.raises((UnicodeDecodeError, CorruptRecordException)):
         list(MemoryRecords(data).next_batch())
+
+
+def test_an_invalid_record_is_an_unknown_error_without_the_patch() -> None:
+    numbers = {getattr(error, "errno", None) for error in vars(errors).values()}
+    assert patches.InvalidRecordError.errno not in numbers
