@@ -1,7 +1,6 @@
 """Messages: an event as its consumers see it, and the record that brought it."""
 
 import json
-import re
 from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
@@ -15,10 +14,6 @@ from .references import Reference
 
 LONGEST_KEPT_KEY = 64
 """Bytes. What is known of longer keys is not kept: caches are bounded by number, not by size."""
-
-# PostgreSQL's text holds no NUL; a surrogate stands for a byte that was not UTF-8.
-UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
-"""Characters that the database can't store."""
 
 
 class Record(Protocol):

@@ -8,7 +8,7 @@ import asyncpg
 
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
-from pipeline.apply.breaker import Failed
+from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, StoredRecord
 from pipeline.apply.outcome import BatchOutcome
@@ -45,7 +45,7 @@ class LaneSource:
         return {item.key: DEFERRED for item in self._redecoded} | dict(self.assumed)
 
     @property
-    def decoded(self) -> tuple[set[str], list[Failed]]:
+    def decoded(self) -> tuple[set[str], list[FailedMessage]]:
         """Return nothing: what can't be decoded is dead already."""
         return set(), []
 
