@@ -88,7 +88,7 @@ async def layers() -> dict[str, float]:
                 slot = Slot(GROUP, topic, records[0].partition)
                 start = records[0].offset
                 await positions.start_at(driver, slot, start)
-                read = await batch.read(handlers, topic, start, records)
+                read = await batch.read(handlers, start, records)
                 work = PartitionSource(slot, read)
                 await consume.apply(work, attempts)
                 page = await window.fresh(

@@ -44,8 +44,9 @@ _LONGEST = 4_000
 """Characters of an error's text: a payload can be wrong in a hundred thousand places."""
 _MOST = 20
 """Errors of an exception group that are described."""
-_NOT_STORABLE = re.compile(r"[\x00\ud800-\udfff]")
-"""Characters that PostgreSQL's text type does not allow."""
+UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
+"""Characters that PostgreSQL's text type does not allow: NUL, and surrogates, which stand for bytes
+that are not UTF-8."""
 _VALUE = re.compile(r"""["']|: """)
 """What precedes a value that PostgreSQL or asyncpg quotes."""
 _WHY = re.compile(r" \((value out of \w+ range|expected [\w.]+, got [\w.]+)\)$")
@@ -135,7 +136,7 @@ def summarize_error(error: BaseException) -> str:
         text = f"its text is not available: {type(failed).__name__}"
     # Longer than the result: a secret that is cut in two is not found.
     text = redact_error(text[: 2 * _LONGEST])[:_LONGEST]
-    return _NOT_STORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    return UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _text(error: BaseException) -> str:

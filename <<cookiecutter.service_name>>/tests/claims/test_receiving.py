@@ -119,7 +119,7 @@ async def test_a_reference_without_a_value_is_no_tombstone(
     record = stored(objects, Deposit(1)).record("deposits", 0)
     record = replace(record, value=None)
     batch = await resolve_batch(
-        await read(counter.desk.handlers, "deposits", await counter.desk.position(), [record]),
+        await read(counter.desk.handlers, await counter.desk.position(), [record]),
         counter.claims,
     )
     await counter.desk.apply_batch(batch)

@@ -152,7 +152,7 @@ async def decisions(
 
     Fails the test for a record that became nothing, or what can't be stored.
     """
-    batch = await read(handlers, topic, 0, records)
+    batch = await read(handlers, 0, records)
     assert batch.end == len(records)
     assert batch.anchor == (Anchor.of(records[-1]) if records else None)
     found: dict[int, str] = dict.fromkeys(batch.skipped, "skipped")

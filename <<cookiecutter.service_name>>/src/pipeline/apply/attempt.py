@@ -1,4 +1,4 @@
-"""What the handlers of one transaction share: connection, rows, outbox, sessions, time limit."""
+"""The state that handlers of one transaction share: connection, rows, outbox, time limit."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -24,62 +24,62 @@ from .item import Item
 
 @dataclass
 class Memory:
-    """What one attempt at a work leaves to the next."""
+    """What an attempt to apply messages passes on to the next attempt."""
 
     handed: set[int] = field(default_factory=set)
     """`id` of the events that were handed to a handler."""
     isolates: bool = False
-    """Whether a message with a session of its own has failed: each has a savepoint from then on, so
-    that all that fail are found at once."""
+    """Whether a message with a session of its own has failed: from then on each such message has a
+    savepoint, so that one attempt finds all messages that fail."""
 
 
 @dataclass(eq=False)
 class Attempt:
-    """What the handlers of one transaction share, and which of them is at work."""
+    """The state that handlers of one transaction share, and the call that is under way."""
 
     connection: AsyncConnection
     driver: asyncpg.Connection
     rows: Rows
-    """Those of the session that messages share, or of the message at work."""
+    """Those of the session that messages share, or of the message that is being handled."""
     outbox: Outbox
     spans: ProcessSpans
     own: Collection[str]
     """Consumers whose messages have a session of their own each."""
-    again: str
-    """Statement that bounds the transaction anew."""
+    restore_limits: str
+    """Statement that sets the transaction's limits again."""
     memory: Memory
     guards: dict[bytes, Guard] = field(default_factory=dict)
     """Those of the messages that have a session of their own, by marker key."""
-    strays: dict[bytes, Exception] = field(default_factory=dict)
-    """What was done for a message after its handler had ended, by marker key."""
+    errors_after_return: dict[bytes, Exception] = field(default_factory=dict)
+    """Errors of calls to `tx` after the message's handler had returned, by marker key."""
     guard: Guard = field(init=False)
-    """Of the messages that share a session, or of the message at work."""
+    """That of the messages that share a session, or of the message that is being handled."""
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     calling: Item | None = None
     context: Context | None = None
-    """Of the latest call."""
+    """Trace context of the latest call."""
     longest: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Seconds that a call has taken at most, by consumer and type of event."""
+    """Longest duration of a call in seconds, by consumer and type of event."""
     deadline: Deadline = field(default_factory=Deadline)
 
     def __post_init__(self) -> None:
         self.guard = Guard(self.outbox)
 
     def has_called(self, handler: Handler) -> None:
-        """Note how long the call took that has just ended."""
+        """Note the duration of the call that has just ended."""
         key = handler.consumer, handler.event.event_type
         if self.deadline.seconds > self.longest.get(key, 0.0):
             self.longest[key] = self.deadline.seconds
 
     def raise_error(self) -> None:
-        """Raise what the call has done wrong, whether its handler knows of it or not."""
+        """Raise the error of the call, also if its handler has caught it or can't have seen it."""
         if (fault := self.guard.fault) is not None:
             self.guard.fault = None
             raise fault
         self.rows.raise_error()
 
     def event_of(self, item: Item) -> Event | None:
-        """Return the event for a call: its own, as the one before may have been changed."""
+        """Return the event for a call; a new object for each, as a handler may have changed it."""
         if id(item.event) in self.memory.handed:
             return validated(item).event
         self.memory.handed.add(id(item.event))
@@ -87,13 +87,13 @@ class Attempt:
 
     @asynccontextmanager
     async def own_session(self, item: Item) -> AsyncIterator[None]:
-        """Give the message that is called next a session of its own."""
+        """Use a session of its own for the message that is handled next."""
         shared = self.rows, self.guard
         guard = self.guards[item.key] = Guard(self.outbox)
-        isolating = isolated(self.driver, self.outbox, self.again)
+        isolating = isolated(self.driver, self.outbox, self.restore_limits)
         async with (
             isolating if self.memory.isolates else nullcontext(),
-            own_session(self.connection, self.driver, guard, self.again) as session,
+            own_session(self.connection, self.driver, guard, self.restore_limits) as session,
         ):
             self.rows, self.guard = Rows(session), guard
             try:
@@ -102,5 +102,5 @@ class Attempt:
                 self.rows, self.guard = shared
 
     def ignores_cancellation(self, seconds: float) -> Item | None:
-        """Return the message whose handler goes on so long after it was cancelled."""
+        """Return the message whose handler has run for `seconds` after its cancellation."""
         return self.calling if self.deadline.overdue() > seconds else None

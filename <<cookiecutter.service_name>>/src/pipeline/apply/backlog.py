@@ -1,13 +1,14 @@
 """The backlog: messages that are stored, to be handled later in the order of their key.
 
-Retries, deferred messages, calls to the outside and dead letters are rows of one table.
-A lane is a share of the order keys. Only who holds a lane's lease handles its rows; consume
-transactions add some. A key may have rows in two lanes, of retries and of deferred messages, after
-a deployment has changed its handler's mode; then the markers keep two workers apart.
+Retries, deferred messages, calls of effects and dead letters are rows of one table. A lane is a
+share of the order keys. Only the worker with the lane's lease handles its rows; consume
+transactions add rows. A key may have rows in two lanes, of retries and of deferred messages, after
+a deployment has changed its handler's mode; then the markers prevent two workers from applying the
+same message.
 
-A row is due when it is added, also behind others of its key, because those may be gone by the time
-it is seen. Those that are added with it can't be: of them only the first of a key is due. Who holds
-the lane lets only the first row of a key be due.
+A row is due when it is added, also behind other rows of its key, because those may be deleted
+before a worker reads it. Of the rows of a key that one transaction adds only the first is due: they
+are read together. The lane's worker makes the first row of a key the only one that is due.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,26 +27,34 @@ from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import LANES
 
 from .batch import items_of
-from .item import IdentityMismatch, Item, Known, StoredRecord, Undecoded, order_key
+from .item import (
+    IdentityMismatch,
+    Item,
+    Known,
+    StoredRecord,
+    Undecoded,
+    order_key,
+    record_digest,
+)
 
 _FIRST_LANES = {"immediate": 0, "deferred": LANES, "call": 2 * LANES}
-"""Of each mode's lanes the one with the lowest number."""
+"""The lowest number of each mode's lanes."""
 _NEXT = -1
-"""Offset of a call that is not stored yet: it comes after all that are."""
+"""Offset of a call that is not stored yet: the database numbers it after all stored calls."""
 
 
 class Row(NamedTuple):
-    """A message or record to be stored, and what becomes of it."""
+    """A message or record to be stored, and the decision on it."""
 
     key: bytes
-    """The marker's key where there is an identity: nothing is stored twice."""
+    """The marker's key if the record has an identity: no message is stored twice."""
     consumer: str
-    """Empty for a record that could not be decoded, which is nobody's yet."""
+    """Empty for a record that could not be decoded: its consumers are not known."""
     record: Record
     decision: Decision
     item: Item | None = None
     remembered: bytes | None = None
-    """The payload hash that the message's identity came with before, if that was another."""
+    """The payload hash of the earlier message of this identity, if it differs."""
 
     @property
     def is_new(self) -> bool:
@@ -54,7 +63,7 @@ class Row(NamedTuple):
 
     @property
     def first_trace(self) -> str | None:
-        """`traceparent` of its first attempt, if that has just been made."""
+        """`traceparent` of its first attempt, if this transaction has made it."""
         if self.item is None or self.item.trace != self.item.message.traceparent:
             return None
         return self.decision.trace
@@ -70,7 +79,8 @@ SELECT NULL, wanted.key, NULL, NULL
                 WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))
 """
 
-# Rows, not columns: asyncpg looks at every element of an array, and at a row as one.
+# An array of rows, not one of each column: asyncpg encodes each element of an array by itself, and
+# a row at once.
 _ADD = """
 INSERT INTO pipeline.backlog
        (key, lane, order_key, sequence, consumer, topic, partition, "offset", timestamp,
@@ -85,29 +95,19 @@ SELECT key, lane, order_key, sequence, consumer, topic, partition,
     ON CONFLICT DO NOTHING
 """
 
-# Written so that the planner, whatever it knows, asks the index for one row of each lane: EXISTS is
-# a join with everything that is due, or looks through the table for a lane that has nothing; and
-# without COALESCE it expects so few rows that it sorts them all.
-
-
-# What seems to be stored later than now was stored before the clock was set back.
-
-
-# Asking for b.died_at would let the planner, who may not know yet that anything waits, look for the
-# row through everything that does.
-
 
 async def find(
     connection: asyncpg.Connection, items: Sequence[Item]
 ) -> tuple[dict[bytes, Known], set[bytes]]:
-    """Return what the backlog holds of these messages, and which of their keys it keeps waiting.
+    """Return the hashes of these messages' rows, and the order keys of which rows are waiting.
 
-    A statement after the one that marks them, so that it sees what that one has waited for.
+    It follows the statement that inserts the markers, so that it sees the rows of transactions for
+    which that statement has waited.
     """
     rows = await connection.fetch(
         _FIND,
         [item.key for item in items],
-        # What is deferred waits in any case.
+        # Deferred messages are stored in any case.
         list({item.order_key for item in items if item.handler.mode == "immediate"}),
     )
     known = {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows if row["key"]}
@@ -115,10 +115,10 @@ async def find(
 
 
 async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
-    """Store rows in the order of their keys; what is stored already stays as it is.
+    """Store rows in the order of their keys; rows that exist already are not changed.
 
-    What stands behind another of its key among them is not due: it is seen together with that one,
-    and is let due when that is settled.
+    A row behind another one of its key in `rows` is not due: a worker reads it together with that
+    one, and makes it due when that one is settled.
     """
     new = []
     waiting: set[bytes] = set()
@@ -163,7 +163,7 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
 
 
 def lane_of(order_key: bytes, mode: str) -> int:
-    """Return the lane of a key. What a handler takes in each of its modes has lanes of its own."""
+    """Return the lane of a key. Each mode of handlers has lanes of its own."""
     return order_key[0] % LANES + _FIRST_LANES[mode]
 
 
@@ -177,8 +177,8 @@ async def add_calls(
 ) -> None:
     """Store a row for each handler of each call, as if the event were a record of a topic.
 
-    The calls of a key have the order in which they are stored: for transactions that lock what the
-    events tell of, the order of the transactions.
+    The calls of a key have the order in which they are stored. If the transactions lock the rows
+    that the events are about, that is the order of the transactions.
     """
     if calls:
         await add(connection, _rows_of_calls(handlers, calls))
@@ -189,12 +189,12 @@ def _rows_of_calls(handlers: Handlers, calls: Iterable[StagedEvent]) -> list[Row
     now = datetime.now(UTC)
     for event in calls:
         headers = event_headers(event._asdict() | {"created_at": now, "sequence": None})
-        # One without a key has its own, so that it stands for itself.
+        # A call without a key gets one of its own, so that it waits for no other.
         key = event.event_id.encode() if event.key is None else event.key
         milliseconds = int(now.timestamp() * 1000)
         record = StoredRecord(event.topic, 0, _NEXT, milliseconds, key, event.payload, headers, 0.0)
         found = items_of(handlers, record, validates=False)
-        assert not isinstance(found, Undecoded)  # we have written it ourselves
+        assert not isinstance(found, Undecoded)  # the engine has written it
         rows += [Row(one.key, one.consumer, record, DEFERRED, one) for one in found]
     return rows
 
@@ -207,17 +207,15 @@ def row_of(item: Item, decision: Decision) -> Row:
 def undecoded_row(one: Undecoded) -> Row:
     """Return the dead letter of a record that can't be given to any handler."""
     record = one.record
-    digest = blake2b(f"{record.topic}:{record.partition}:{record.offset}".encode(), digest_size=16)
-    # A topic that was created anew has other records at the same places.
-    for part in (record.key, record.value):
-        digest.update(b"-" if part is None else b"%d:%b" % (len(part), part))
-    return Row(digest.digest(), "", record, dead(Policy(), one.reason, one.error))
+    # With key and value: a topic that was created anew has other records at the same offsets.
+    key = record_digest(f"{record.topic}:{record.partition}:{record.offset}", record)
+    return Row(key, "", record, dead(Policy(), one.reason, one.error))
 
 
 def mismatch_row(item: Item, error: IdentityMismatch) -> Row:
     """Return the dead letter of a message that has the identity of another one.
 
-    It does not hold its key: in the order stands the other one.
+    It does not block its key: the other message has the place in the order.
     """
     decision = dead(Policy(), "identity mismatch", error)
     key = item.row or mismatch_key(item)
@@ -225,7 +223,7 @@ def mismatch_row(item: Item, error: IdentityMismatch) -> Row:
 
 
 def dead_letter(row: Row, topic: str) -> StagedEvent:
-    """Return the record of a dead row, for a topic of such: as it came, and why in headers."""
+    """Return the record of a dead row for a dead-letter topic, with the reason in its headers."""
     record, decision = row.record, row.decision
     why = {
         "id": row.key.hex(),
@@ -239,7 +237,7 @@ def dead_letter(row: Row, topic: str) -> StagedEvent:
         "timestamp": record.timestamp,
     }
     headers = [
-        # A name that is not UTF-8 can't be sent again.
+        # A header name that is not UTF-8 can't be sent again.
         *((printable(name), value) for name, value in record.headers),
         *((f"dead-letter-{name}", str(value).encode()) for name, value in why.items()),
     ]

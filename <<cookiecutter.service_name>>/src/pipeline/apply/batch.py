@@ -20,16 +20,16 @@ from .positions import Anchor
 _offset = attrgetter("offset")
 
 _BARE_TOMBSTONE = Plain(Tombstone.event_type, Position())
-"""Compacted topics carry tombstones without any header: their place names them."""
+"""Identity of tombstones without headers, as in compacted topics: their position."""
 
 
 class UnknownType(Exception):
-    """No handler takes the type, and the topic is declared to hold no other."""
+    """No handler takes the type, and the topic is declared by `demand_types`."""
 
     def __init__(self, message: Message) -> None:
         super().__init__(
             f"no handler takes {message.type!r} of {message.topic}: add one, or leave"
-            " handlers.demand_types(…) out to skip and count what nobody takes"
+            " handlers.demand_types(…) out to skip and count such records"
         )
 
 
@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def anchor(self) -> Anchor | None:
-        """The last record, which stays beside the position; None for a gap without records."""
+        """The last record, which is stored with the position; None for a gap without records."""
         return Anchor.of(self.records[-1]) if self.records else None
 
     @property
@@ -70,13 +70,12 @@ class Batch:
 
 async def read(
     handlers: Handlers,
-    topic: str,
     start: int,
     records: Sequence[ConsumerRecord],
     *,
     validates: bool = True,
 ) -> Batch:
-    """Decode and validate records; every one of them is an item, skipped or undecoded."""
+    """Decode and validate records; each becomes items, or is skipped or undecoded."""
     items: list[Item] = []
     skipped: list[int] = []
     undecoded: list[Undecoded] = []
@@ -98,10 +97,10 @@ async def read(
 def items_of(
     handlers: Handlers, record: Record, *, validates: bool, hash: bytes | None = None
 ) -> list[Item] | Undecoded:
-    """Return what the record is to each of its handlers.
+    """Return the record's message as an item for each of its handlers.
 
-    To validate its payload runs the service's code. Until that is done an item can't be handled.
-    The payload's hash is computed unless it is given.
+    `validates`: the payload is validated, which runs the service's code; an item that is not
+    validated can't be handled yet. The payload's hash is computed unless `hash` is given.
     """
     topic = record.topic
     if record.value is None and not handlers.takes_tombstones(topic) and not refers(record):
@@ -122,7 +121,7 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
     takers = handlers.of(message.topic, type)
     event, fault = None, None
     for handler in takers if validates and message.reference is None else ():
-        if handler.mode == "immediate":  # what is handled later is validated then
+        if handler.mode == "immediate":  # other messages are validated when they are handled
             event, fault = _validated(handler.event, message)
             break
     items: list[Item] = []
@@ -134,8 +133,8 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
 
 
 def validated(item: Item) -> Item:
-    """Return the item with its event, or with why its payload is none."""
-    if item.message.reference is not None:  # it is not there yet, or can't be had
+    """Return the item with its event, or with the error of its validation."""
+    if item.message.reference is not None:  # the data is not fetched yet, or unavailable
         return item
     event, fault = _validated(item.handler.event, item.message)
     return item._replace(event=event, fault=fault)

@@ -1,4 +1,4 @@
-"""The breaker: when the same error strikes key after key, it is not the messages that are wrong."""
+"""The breaker: it opens when a consumer fails for many keys with one error type."""
 
 import logging
 from collections.abc import Collection, Iterable
@@ -12,27 +12,30 @@ from pipeline.observe.health import Health
 log = logging.getLogger(__name__)
 
 _FORGOTTEN_AFTER = 120.0
-"""Seconds without a probe after which nothing is left here that could make one."""
+"""Seconds without a probe after which this process has no messages of the consumer any more."""
 
 
-class Failed(NamedTuple):
+class FailedMessage(NamedTuple):
     """One message that failed."""
 
     consumer: str
     order_key: bytes
     error: BaseException
     last_error: str | None = None
-    """What it failed with before, as `policy.described`."""
+    """The error of its previous attempt, as `policy.described` returns it."""
 
     @property
-    def is_news(self) -> bool:
-        """Whether it has not failed like this before. Retries of what is wrong always do."""
+    def is_new_error_type(self) -> bool:
+        """Whether its previous attempt did not fail with this type of error.
+
+        A retry of a faulty message repeats its error, which says nothing about the consumer.
+        """
         name = type(self.error).__qualname__
         return self.last_error is None or not self.last_error.startswith(f"{name}:")
 
 
 class BreakerOpen(Exception):
-    """A consumer fails alike for key after key: nothing is set aside, the batch waits."""
+    """A consumer fails with one error type for many keys: nothing is stored, the batch waits."""
 
 
 @dataclass(slots=True)
@@ -44,14 +47,14 @@ class _Consumer:
 
 
 class Breaker:
-    """What fails at the consumers of this process, since each has last succeeded.
+    """Counts the failures of each consumer of this process since its last success.
 
-    It opens when one has failed for many keys in a row, all with the same type of error. Each try
-    after that is a probe; the first success closes it, when it is committed.
+    It opens for a consumer that has failed for many keys in a row with the same type of error. Each
+    attempt after that is a probe; the first success that is committed closes it.
     """
 
     def __init__(self, *, keys: int, pause: float, health: Health) -> None:
-        """`keys` that fail alike open it; while it is open there is a `pause` in seconds."""
+        """It opens after failures for `keys` keys; a probe follows after `pause` seconds."""
         self._limit = keys
         self._pause = pause
         self._health = health
@@ -59,44 +62,51 @@ class Breaker:
 
     @property
     def resting(self) -> set[str]:
-        """Consumers for whom it is open, and whose next probe is not due."""
+        """Consumers for which it is open, and whose next probe is not due."""
         now = monotonic()
-        gone = [
+        return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
+
+    def forget_idle(self) -> None:
+        """Close it for consumers that this process does not probe any more."""
+        now = monotonic()
+        idle = [
             name
             for name, one in self._failing.items()
             if one.is_open and now > one.probe_at + _FORGOTTEN_AFTER
         ]
-        for name in gone:
+        for name in idle:
             self._close(name, "is not tried here any more: another process has its partitions")
-        return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
 
     @property
     def open(self) -> set[str]:
-        """Consumers for whom it is open."""
+        """Consumers for which it is open."""
         return {name for name, one in self._failing.items() if one.is_open}
 
     def succeeded(self, consumers: Iterable[str]) -> None:
-        """Note whose work has been committed."""
+        """Close it for consumers of which a transaction was committed."""
         for consumer in consumers:
             self._close(consumer, "succeeds again")
 
-    def observe(self, failures: Iterable[Failed], *, succeeded: Collection[str] = ()) -> None:
-        """Note who failed in an attempt; raises `BreakerOpen` if nothing may be stored.
+    def observe(
+        self, failures: Iterable[FailedMessage], *, succeeded: Collection[str] = ()
+    ) -> None:
+        """Count the failures of an attempt. Raises `BreakerOpen` if it is open for a consumer.
 
-        The failures of those who `fared_well` with other messages of the attempt are their own.
+        Failures of a consumer that has `succeeded` with other messages of the attempt are not
+        counted: those messages are at fault.
         """
         failed: dict[str, BaseException] = {}
         for failure in failures:
             if failure.consumer not in succeeded:
                 failed[failure.consumer] = failure.error
-                if failure.is_news:
+                if failure.is_new_error_type:
                     self._note(failure)
         for consumer, error in failed.items():
             state = self._failing.get(consumer)
             if state is not None and (state.is_open or len(state.keys) >= self._limit):
                 self._open(state, consumer, error)
 
-    def _note(self, failure: Failed) -> None:
+    def _note(self, failure: FailedMessage) -> None:
         state = self._failing.get(failure.consumer)
         if state is None or (state.kind is not type(failure.error) and not state.is_open):
             state = self._failing[failure.consumer] = _Consumer(type(failure.error))

@@ -1,4 +1,4 @@
-"""Handlers at work: called one after the other, in one transaction."""
+"""The calls of handlers in a transaction, one after the other."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -25,28 +25,28 @@ from .outcome import BatchOutcome
 from .sequence import followed, gap_before, note_applied
 
 _READ_ONLY = "25006"
-"""PostgreSQL's code for a transaction that is read only. A transaction that has written before is
-so by `SET TRANSACTION`, and not by a failover."""
+"""PostgreSQL's code for a read-only transaction. The transaction has written before, so the cause
+is a handler's `SET TRANSACTION`, not a failover."""
 
 
 @dataclass
-class Failures:
-    """What has failed in the calls of a transaction."""
+class FailedCalls:
+    """The calls of a transaction that have failed."""
 
     needs_session: str | None = None
     """Consumer whose messages need sessions of their own."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
-    """The first of them has failed by itself, the others maybe because of it."""
+    """Messages and errors. The first has failed by itself, the others maybe because of it."""
     in_batch: BaseException | None = None
     """Error of a handler that had several messages at once, any of which may be at fault."""
     traces: dict[bytes, str | None] = field(default_factory=dict)
     """`traceparent` of the calls that failed, by marker key."""
     late: Item | None = None
-    """The latest of them, if it exceeded its time limit."""
+    """The last of the messages that failed, if it exceeded its time limit."""
     is_cut_off: bool = False
     """Whether a statement may still be under way on the connection."""
     is_certain: bool = False
-    """Whether each of those that failed has failed by itself."""
+    """Whether each message that failed has failed by itself."""
 
 
 class _CallFailed(Exception):
@@ -65,16 +65,18 @@ class _NeedsOwnSession(Exception):
     """A handler has used its session, and has none of its own."""
 
 
-async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> Failures:
+async def call_handlers(
+    items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome
+) -> FailedCalls:
     """Lock the rows that handlers have declared, and call the handlers in order.
 
-    First come the messages that share a session: after one of them has failed the transaction is
-    lost, and the others are called all the same, to find out which of them fail, too, but for those
-    of the same order key. Then come those that have a session of their own each.
+    First the handlers of messages that share a session are called. After one of these has failed
+    the transaction will be rolled back; the others are called all the same, to find all that fail,
+    except those of the same order key. Then follow the messages with a session of their own each.
     """
     for entity, keys in _declared(items):
         await attempt.rows.lock(entity, keys)
-    failures = Failures()
+    failures = FailedCalls()
     begun = perf_counter()
     sharing, own = items, list[Item]()
     if attempt.own:
@@ -91,23 +93,25 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
             await attempt.driver.execute(DONE)
     except _NeedsOwnSession as need:
         failures.needs_session = str(need)
-    _find_strays(attempt, outcome, failures)
+    _add_errors_after_return(attempt, outcome, failures)
     outcome.seconds = perf_counter() - begun
     return failures
 
 
-def _find_strays(attempt: Attempt, outcome: BatchOutcome, failures: Failures) -> None:
-    """Make what a message's code has tried after its handler had ended the message's failure."""
+def _add_errors_after_return(
+    attempt: Attempt, outcome: BatchOutcome, failures: FailedCalls
+) -> None:
+    """Add the messages whose code went on after their handler had returned."""
     failures.in_batch = failures.in_batch or attempt.guard.stray
     tried = {key: guard.stray for key, guard in attempt.guards.items() if guard.stray}
-    if strays := attempt.strays | tried:
+    if errors := attempt.errors_after_return | tried:
         failures.failed += [
-            (item, strays[item.key]) for item in outcome.applied if item.key in strays
+            (item, errors[item.key]) for item in outcome.applied if item.key in errors
         ]
 
 
 async def _call_in_order(
-    items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome, failures: Failures
+    items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome, failures: FailedCalls
 ) -> None:
     behind: set[bytes] = set()
     early: set[bytes] = set()
@@ -152,7 +156,7 @@ async def _call_in_order(
 async def _call_in_session(
     run: Sequence[Item], attempt: Attempt, outcome: BatchOutcome, early: set[bytes]
 ) -> None:
-    """Call the handler of the messages that it takes together, in the session that it needs."""
+    """Call the handler for the messages of one call, in the session that it needs."""
     item = run[0]
     is_own = item.consumer in attempt.own
     try:
@@ -208,9 +212,10 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
     handler = item.handler
     attempt.calling = item
     attempt.context = None
+    is_cancelled = False
     try:
         if handler.takes_batches:
-            await _hand_over(run, attempt)
+            await _call_with_batch(run, attempt)
             return None
         result = await _call(item, attempt, gap)
         attempt.raise_error()
@@ -219,13 +224,14 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         return result_as_json(result)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():
+        is_cancelled = task is None or task.cancelling() > 0
+        if is_cancelled:
             raise
         raise _CallFailed(error, attempt.context) from error
-    except BaseException as error:  # sys.exit() too, and the panic of a library that is not Python
+    except BaseException as error:  # also sys.exit(), and the panic of an extension module
         if attempt.deadline.is_over:
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
-            late.__cause__ = error  # which tells where it was
+            late.__cause__ = error  # its traceback says where the handler waited
             raise _CallFailed(late, attempt.context, is_cut_off=True) from error
         try:
             attempt.raise_error()
@@ -241,12 +247,13 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
     finally:
         attempt.calling = None
         shared = attempt.rows.session.sync_session
-        if isinstance(shared, SharedSession) and shared.is_wanted:
+        # A cancellation of the task, as by a revocation of the partition, must not be replaced.
+        if isinstance(shared, SharedSession) and shared.is_wanted and not is_cancelled:
             raise _NeedsOwnSession(handler.consumer)
 
 
 def result_as_json(result: object) -> str | None:
-    """Return what is kept of a handler's result. Raises `TypeError` for what is no JSON."""
+    """Return the handler's result as JSON. Raises `TypeError` if it can't be JSON."""
     if result is None:
         return None
     try:
@@ -261,10 +268,11 @@ def result_as_json(result: object) -> str | None:
 async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     """Call a handler of single events, in the trace of the message.
 
-    What was called outside already has its span, and has told how long it took.
+    A call that was made before the transaction has its span and its duration recorded already.
     """
     handler, message = item.handler, item.message
-    tx = Transaction(attempt.rows, attempt.outbox, message, item.key, attempt.strays, gap=gap)
+    errors = attempt.errors_after_return
+    tx = Transaction(attempt.rows, attempt.outbox, message, item.key, errors, gap=gap)
     current = (
         attempt.spans.of(message, handler.consumer, item.trace)
         if item.called is None
@@ -280,15 +288,16 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
             attempt.has_called(handler)
 
 
-async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
-    """Call a handler of batches. Each event it publishes belongs to the trace of its message."""
+async def _call_with_batch(run: Sequence[Item], attempt: Attempt) -> None:
+    """Call a handler of batches. Events that it publishes are in the traces of their messages."""
     handler, rows, outbox = run[0].handler, attempt.rows, attempt.outbox
+    errors = attempt.errors_after_return
     spans = [attempt.spans.of(item.message, handler.consumer, item.trace) for item in run]
     attempt.context = spans[0].context
     calls = [
         (
             attempt.event_of(item),
-            Transaction(rows, outbox, item.message, item.key, attempt.strays, span.context),
+            Transaction(rows, outbox, item.message, item.key, errors, span.context),
         )
         for item, span in zip(run, spans, strict=True)
     ]
@@ -308,7 +317,7 @@ async def _hand_over(run: Sequence[Item], attempt: Attempt) -> None:
 
 
 def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
-    """Return the rows that the handlers are going to change, by table name."""
+    """Return the keys of the rows that the handlers declare, sorted by table name."""
     wanted: dict[type[Aggregate], set[Key]] = {}
     for item in items:
         if (loads := item.handler.loads) and item.event is not None:

@@ -1,6 +1,7 @@
-"""The seams for a claim check: payloads that are too large to travel with their events.
+"""The interface of a claim check, for payloads that are too large to be sent in their events.
 
-The engine itself stores nothing outside of PostgreSQL and Kafka; `claims` is an implementation.
+The engine itself stores nothing outside of PostgreSQL and Kafka; the package `claims` implements
+the interface.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ Unavailability = Literal["data missing", "data changed", "data elsewhere", "data
 
 
 class DataUnavailable(Exception):
-    """The data of an event can't be had by trying again; the text says what to do."""
+    """The data of an event is unavailable, also to a retry; the text says what to do."""
 
     def __init__(self, reason: Unavailability, text: str) -> None:
         super().__init__(text)
@@ -26,10 +27,10 @@ class DataUnavailable(Exception):
 
 
 class ClaimCheck(Protocol):
-    """Stores payloads that are too large to travel, and fetches those that events refer to."""
+    """Stores payloads that are too large for a record, and fetches those that events refer to."""
 
     def sent_size(self, event: StagedEvent, allowed: int) -> int:
-        """Return the bytes of the record that is sent: few, if the payload is to be stored.
+        """Return the size of the event's record in bytes: small, if the payload is to be stored.
 
         `allowed` is the largest size of a record. Raises `Unpublishable` for a payload that can
         neither be sent nor stored.
@@ -42,18 +43,19 @@ class ClaimCheck(Protocol):
         outbox: Outbox,
         reserve: Callable[[float], None] = ...,
     ) -> None:
-        """Store what is too large, and replace its events by ones that refer to it.
+        """Store payloads that are too large, and replace their events by events that refer to them.
 
-        It is part of the transaction, just before the outbox is written. `reserve` is called before
-        anything is stored, with the seconds that this takes at most. Raises `StoreUnavailable`.
+        It runs in the transaction, just before the outbox is written. `reserve` is called before
+        anything is stored, with the longest time in seconds that this takes. Raises
+        `StoreUnavailable`.
         """
         ...
 
     async def resolve(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return items with the data that they refer to, or with `DataUnavailable` as their fault.
 
-        They are fewer, and the first ones, if the data of the next one can't be fetched at once.
-        Raises `StoreUnavailable` if that is the first.
+        If the data of an item can't be fetched now, only the items before it are returned. Raises
+        `StoreUnavailable` if it is the first.
         """
         ...
 
@@ -67,7 +69,7 @@ async def resolve_batch(batch: Batch, claims: ClaimCheck | None) -> Batch:
 
     Raises `StoreUnavailable`.
     """
-    # As when it is decoded: what is handled later is validated then.
+    # As in `batch.read`: messages that are handled later are validated then.
     items = await resolve(batch.items, claims, lambda item: item.handler.mode == "immediate")
     if len(items) < len(batch.items):
         batch = batch.between(batch.start, batch.items[len(items)].message.offset)

@@ -9,8 +9,8 @@ from typing import Self
 class Deadline:
     """Cancels the task that makes it when a call of a handler takes too long.
 
-    As `asyncio.timeout` does, which sets a timer for every call, at a cost that exceeds most
-    handlers'. Here one timer stands for many calls: it looks for how long the latest has run.
+    `asyncio.timeout` does the same, but sets a timer for every call, which costs more than most
+    handlers do. Here one timer serves many calls: it checks how long the latest has run.
     """
 
     def __init__(self) -> None:
@@ -20,20 +20,20 @@ class Deadline:
         self._cancelling = task.cancelling()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._looks_at = math.inf
+        self._checks_at = math.inf
         self._ends_at = math.inf
         self._begun = 0.0
         self.is_over = False
         """Whether the latest call was cancelled."""
         self.seconds = 0.0
-        """How long the latest call has taken."""
+        """Duration of the latest call."""
 
     def within(self, seconds: float) -> Self:
-        """Give the call in the `with` that follows so many seconds; `TimeoutError` ends it."""
+        """Limit the call in the `with` block to so many seconds. It raises `TimeoutError`."""
         self.is_over = False
         self._ends_at = self._loop.time() + seconds
-        if self._ends_at < self._looks_at:
-            self._look_at(self._ends_at)
+        if self._ends_at < self._checks_at:
+            self._check_at(self._ends_at)
         return self
 
     def __enter__(self) -> None:
@@ -46,31 +46,32 @@ class Deadline:
         self._ends_at = math.inf
         if self.is_over:
             is_ours = self._task.uncancel() <= self._cancelling
-            # Also where the call has swallowed its end and returned.
+            # Also if the call has suppressed the cancellation and returned.
             if is_ours and kind in (None, asyncio.CancelledError):
                 raise TimeoutError from error
 
     def overdue(self) -> float:
-        """Return for how many seconds a call goes on that was cancelled."""
+        """Return the seconds for which a call has run since its cancellation."""
         return max(0.0, self._loop.time() - self._ends_at)
 
     def close(self) -> None:
-        """Let no timer stay behind."""
+        """Cancel the pending timer."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look_at(self, time: float) -> None:
+    def _check_at(self, time: float) -> None:
         self.close()
-        self._looks_at = time
-        self._timer = self._loop.call_at(time, self._look)
+        self._checks_at = time
+        self._timer = self._loop.call_at(time, self._check)
 
-    def _look(self) -> None:
-        self._looks_at = math.inf
+    def _check(self) -> None:
+        self._checks_at = math.inf
         if self._loop.time() >= self._ends_at:
-            # What it waits for may have come while others kept the loop: that is seen to first.
+            # What the call awaits may have completed while other code blocked the loop. Callbacks
+            # that are ready run before the cancellation.
             self._loop.call_soon(self._end)
         elif self._ends_at < math.inf:
-            self._look_at(self._ends_at)
+            self._check_at(self._ends_at)
 
     def _end(self) -> None:
         if self._loop.time() >= self._ends_at:

@@ -1,4 +1,4 @@
-"""Why a transaction was rolled back, where its messages may be at fault."""
+"""The reasons for which a transaction is rolled back because of its messages."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class MessagesFailed:
     """Some messages have failed, and the others can be applied without them."""
 
     decisions: dict[bytes, Decision]
-    """What becomes of those that failed, by marker key."""
+    """Decisions on those that failed, by marker key."""
     late: bytes | None
     """Marker key of the one that exceeded its time limit."""
     is_cut_off: bool
@@ -44,8 +44,8 @@ class CulpritUnknown:
 Failure = NeedsOwnSession | MessagesFailed | CulpritUnknown
 
 
-class Progress:
-    """How far a transaction has come."""
+class TransactionProgress:
+    """Times of a transaction, by which its failures are classified."""
 
     def __init__(self, limit: float) -> None:
         """`limit` is the time limit in seconds, which begins now."""
@@ -53,7 +53,7 @@ class Progress:
         self._reserved = 0.0
         self._started = perf_counter()
         self.handlers_since = math.inf
-        """When the engine's own statements were done, and those of handlers began."""
+        """Time at which the engine's own statements ended and the calls of handlers began."""
         self.has_own_sessions = False
         """Whether handlers may have left something on the connection."""
         self.trace: str | None = None
@@ -80,13 +80,16 @@ class Progress:
             raise TimeoutError
         self._reserved = 0.0
 
-    def classify(self, source: Source, error: Exception, *, may_be_guilty: bool) -> Failure | None:
-        """Return the failure that an error means; None if no message is at fault.
+    def classify(
+        self, source: Source, error: Exception, *, messages_may_be_cause: bool
+    ) -> Failure | None:
+        """Return the failure for an error; None if no message is at fault.
 
         An error of the infrastructure is an outage, unless the transaction has exceeded its time
-        limit: then it was cut off, and its messages may be too many or too slow. A database that
-        takes most of the limit for the engine's own statements on one message is slow. An object
-        store that fails may be given too much at once, until it fails on one message.
+        limit: then it was cut off, and its messages may be too many or too slow. The database is
+        slow, which is an outage, if the engine's own statements on one message take most of the
+        limit. An error of the object store may be caused by too much data, unless there is only one
+        message.
         """
         if isinstance(error, StoreUnavailable):
             return (
@@ -94,7 +97,7 @@ class Progress:
             )
         is_slow = len(source.items) == 1 and (self.handlers_since - self._started > self._limit / 2)
         is_outage = is_infrastructure(error) and (not self.is_late or is_slow)
-        if is_outage or not may_be_guilty:
+        if is_outage or not messages_may_be_cause:
             return None
         if not self.is_late:
             return CulpritUnknown("transaction failed", error, self.trace)

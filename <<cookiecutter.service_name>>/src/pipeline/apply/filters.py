@@ -1,9 +1,9 @@
-"""Bloom filters of closed inbox generations: most new events are known to be new without asking.
+"""Bloom filters of closed inbox generations: most new events need no query of these.
 
-A closed generation never changes. Housekeeping adds its keys to the newest filter, or to a new one
-when that is full; processes load the filters and look a key up in the database only where one has
-it, or is missing. A generation too large for the memory gets none, which is noted in its place. Why
-all that is exact: `docs/protocol.md`.
+A closed generation never changes. Retention adds its keys to the newest filter, or to a new one
+when that is full; processes load the filters and query the database only for keys that a filter
+has, and for generations without a filter. A generation that is too large for the memory has an
+empty row instead of a filter. `docs/protocol.md` says why the result is exact.
 """
 
 import asyncio
@@ -29,24 +29,25 @@ FILTER_LOCK = 0x1B0C7
 """Advisory lock: one process builds filters at a time."""
 
 FORMAT = f"1, rbloom {version('rbloom')}"
-"""Which bits a key sets. A filter of another format is built anew."""
+"""Determines which bits a key sets. A filter of another format is built again."""
 
 _ROOM = 16
-"""Times the keys of its first generation that a filter holds, at most: to ask one filter of ten
-generations takes 0.3 µs an event; ten filters, one of each, 3 µs; the database 40 µs of its CPU."""
+"""Capacity of a filter, as a multiple of the keys of its first generation. A look-up in one filter
+of ten generations takes 0.3 µs an event; in ten filters of one generation each, 3 µs; a query of
+the database takes 40 µs of its CPU."""
 _AT_LEAST = 65_536
-"""Keys that the smallest filter holds."""
+"""Capacity of the smallest filter, in keys."""
 _RATE = 0.001
-"""False positives of a filter that is full: one in a batch. 0.01 would save a third of the memory,
-and let nearly every batch look something up."""
+"""Rate of false positives of a full filter: one in a batch. 0.01 would save a third of the memory,
+and nearly every batch would need a query."""
 _KEY_BYTES = -math.log(_RATE) / math.log(2) ** 2 / 8
-"""Of a filter, for each key that it can hold: 1.8."""
+"""Bytes of a filter for each key of its capacity: 1.8."""
 _PORTION = 2_000
-"""Keys that are fetched at a time: the event loop is held up for a millisecond or two."""
+"""Keys that are fetched at a time: they block the event loop for a millisecond or two."""
 _SECONDS = 86_400.0
-"""A large generation takes longer than other statements may."""
+"""Time limit of statements on a generation: a large one takes longer than other statements may."""
 _PAUSE = 1.0
-"""Seconds between looks for filters, while transactions lack them."""
+"""Seconds between attempts to load filters, while transactions lack some."""
 
 _FORGET = """
 DELETE FROM pipeline.inbox_filter USING pipeline.inbox_generation
@@ -84,7 +85,7 @@ VALUES ($1, $2, $3, $4, $5, $6, $7)
        bits = excluded.bits
 """
 
-_MOMENT = "SELECT oldest, current, opening FROM pipeline.inbox_generation"
+_GENERATIONS = "SELECT oldest, current, opening FROM pipeline.inbox_generation"
 
 _STORED = """
 SELECT first_generation, last_generation, keys, capacity, digest
@@ -104,22 +105,22 @@ def _hash(key: bytes) -> int:
 
 
 def _largest(mebibytes: int) -> int:
-    """Return how many keys a filter holds at most: two are to fit into the memory."""
+    """Return the largest capacity of a filter in keys: two filters must fit into the memory."""
     return int(mebibytes * 2**20 / 2 / _KEY_BYTES)
 
 
 def _capacity(keys: int, at_most: int) -> int:
-    """Return how many keys a filter is to hold whose first generation has so many.
+    """Return the capacity of a filter whose first generation has so many keys.
 
-    None, if that one alone has more than `at_most`.
+    0 if that generation alone has more than `at_most` keys.
     """
     return min(max(_ROOM * keys, _AT_LEAST), at_most) if max(keys, 1) <= at_most else 0
 
 
 class _Filter(NamedTuple):
-    """A filter as it is stored, without its bits. Equal ones have the same.
+    """A filter as it is stored, without its bits. Equal ones have the same bits.
 
-    One without capacity stands for a generation that was too large to have one.
+    A capacity of 0 marks a generation that was too large for a filter.
     """
 
     first: int
@@ -130,7 +131,7 @@ class _Filter(NamedTuple):
 
     @property
     def generations(self) -> range:
-        """Those whose keys it has."""
+        """Numbers of the generations whose keys it has."""
         return range(self.first, self.last + 1)
 
     @property
@@ -139,24 +140,25 @@ class _Filter(NamedTuple):
         return self.capacity * _KEY_BYTES
 
     def digest_with(self, bits: bytes) -> bytes:
-        """Return what tells whether all of it is as it was stored."""
+        """Return the checksum of metadata and bits."""
         digest = sha256(repr((FORMAT, *self[:-1])).encode())
         digest.update(bits)
         return digest.digest()
 
     def opened(self, bits: bytes) -> Bloom | None:
-        """Return it to be asked, or None if it is damaged."""
+        """Return the Bloom filter for look-ups, or None if it is damaged."""
         return Bloom.load_bytes(bits, _hash) if self.digest_with(bits) == self.digest else None
 
 
 async def build(connection: asyncpg.Connection, *, mebibytes: int) -> None:
-    """Build filters for the closed generations that have none; none larger than half the memory.
+    """Build filters for the closed generations that have none, of at most half the memory each.
 
-    Harmless to repeat, and to be cut off. What fails is logged: the next round tries again.
+    It can be repeated and interrupted safely. An error of the database is logged, and the next
+    call tries again.
     """
     at_most = _largest(mebibytes)
     try:
-        # What was too large may fit by now: the setting has changed.
+        # A generation that was too large may fit after a change of the setting.
         await connection.execute(_FORGET, FORMAT, at_most)
         number: int | None = 0
         while number is not None:
@@ -170,21 +172,22 @@ async def build(connection: asyncpg.Connection, *, mebibytes: int) -> None:
 
 
 async def _build_next(connection: asyncpg.Connection, *, after: int, at_most: int) -> int | None:
-    """Bring the next generation into a filter; returns its number, or None if all are.
+    """Add the next generation to a filter; returns its number, or None if none is left.
 
-    None holds more than `at_most` keys.
+    No filter has a capacity above `at_most` keys.
     """
-    # In one transaction, so that one server is asked and told, whatever happens.
+    # One transaction, so that keys are read from the server that stores the filter, also when a
+    # failover happens meanwhile.
     async with connection.transaction():
         if not await connection.fetchval(_LOCK, FILTER_LOCK):
-            return None  # another process is at it
+            return None  # another process builds filters
         generation: int | None = await connection.fetchval(_NEXT_WITHOUT_FILTER, after)
         if generation is None:
             return None
         keys: int = await connection.fetchval(_COUNT, generation, timeout=_SECONDS)
         one, bloom = await _with_room(connection, generation, keys, at_most)
         if not one.capacity:
-            # Noted, so that nobody counts again, and processes know that they need not look for it.
+            # Stored, so that its keys are not counted again and processes do not try to load it.
             await connection.execute(_STORE, *one[:-1], b"", FORMAT, b"")
             log.info("inbox generation %s has no filter: %s keys are too many", generation, keys)
             return generation
@@ -206,7 +209,7 @@ async def _build_next(connection: asyncpg.Connection, *, after: int, at_most: in
 async def _with_room(
     connection: asyncpg.Connection, generation: int, keys: int, at_most: int
 ) -> tuple[_Filter, Bloom | None]:
-    """Return the filter that the generation is to be in, and what is in it so far, if anything."""
+    """Return the filter for the generation, and its present bits if it exists already."""
     row = await connection.fetchrow(_WITH_ROOM, generation, keys, at_most)
     if row:
         *columns, bits = row
@@ -218,29 +221,29 @@ async def _with_room(
 
 
 class Filters:
-    """The filters in memory: which keys closed generations have for sure not."""
+    """The filters in memory: they say which keys are certainly not in closed generations."""
 
     def __init__(self, *, mebibytes: int) -> None:
-        """With so much memory; while one is loaded, it is there twice more."""
+        """`mebibytes` limits their memory; loading a filter takes twice its size in addition."""
         self.lacking = asyncio.Event()
-        """Set when a transaction has asked the database for want of a filter."""
+        """Set when a transaction has queried the database because a filter is not loaded."""
         self._mebibytes = mebibytes
         self._blooms: Mapping[_Filter, Bloom] = {}
         self._generations: frozenset[int] = frozenset()
         self._too_large: frozenset[int] = frozenset()
-        """Generations without a filter here, for want of memory."""
-        self._moment: tuple[int, UUID] | None = None
-        """The generation that was current, and its opening, when the database was read."""
+        """Generations whose filters do not fit into the memory."""
+        self._loaded_at: tuple[int, UUID] | None = None
+        """The current generation and its opening at the time when the filters were loaded."""
 
     def sift(
         self, closed: range, opening: UUID, keys: Sequence[bytes]
     ) -> tuple[list[bytes], range]:
-        """Return the keys that some filter has, and the generations that are in none.
+        """Return the keys that a filter may have, and the range of generations without a filter.
 
-        `opening` is that of the generation after the closed ones, as the transaction has read it.
+        `opening` is that of the generation after the closed ones, as read by the transaction.
         """
-        # After a rotation, a restore or a failover the same numbers may mean other generations.
-        if self._moment != (closed.stop, opening):
+        # After a rotation, a restore or a failover the same numbers may be other generations.
+        if self._loaded_at != (closed.stop, opening):
             self.lacking.set()
             return [], closed
         found: set[bytes] = set()
@@ -254,7 +257,7 @@ class Filters:
         return list(found), range(without[0], without[-1] + 1)
 
     async def keep_loading(self, engine: AsyncEngine) -> None:
-        """Load what transactions lack, again and again. Nobody waits for it."""
+        """Load filters when transactions lack some, until cancelled. Transactions do not wait."""
         while True:
             await self.lacking.wait()
             self.lacking.clear()
@@ -270,11 +273,11 @@ class Filters:
             await asyncio.sleep(_PAUSE)
 
     async def load(self, connection: asyncpg.Connection) -> None:
-        """Load the stored filters that are not in memory, newest first, as far as they fit."""
+        """Load stored filters that are not in memory, newest first, until the memory is full."""
         too_large: list[int] = []
-        # One snapshot: it says of which generations these are the filters.
+        # One snapshot, so that the filters are those of the generations read here.
         async with connection.transaction(isolation="repeatable_read"):
-            oldest, current, opening = await connection.fetchrow(_MOMENT)
+            oldest, current, opening = await connection.fetchrow(_GENERATIONS)
             blooms: dict[_Filter, Bloom] = {}
             for row in await connection.fetch(_STORED, FORMAT):
                 one = _Filter(*row)
@@ -294,11 +297,11 @@ class Filters:
         self._blooms = blooms
         self._generations = frozenset(n for one in blooms for n in one.generations)
         self._too_large = frozenset(too_large)
-        self._moment = current, opening
+        self._loaded_at = current, opening
         metrics.generations_unfiltered.set(len(set(range(oldest, current)) - self._generations))
 
     def _has_room(self, one: _Filter, beside: Iterable[_Filter]) -> bool:
-        """Whether there is memory for it, or would be if it was built."""
+        """Whether the memory has room for it, or for one that was too large to be built."""
         if not one.capacity:
             return _capacity(one.keys, _largest(self._mebibytes)) > 0
         return one.size + sum(other.size for other in beside) <= self._mebibytes * 2**20

@@ -1,13 +1,14 @@
-"""The inbox: where a partition goes on, and which events have already taken effect.
+"""The inbox: markers of the messages that have already taken effect.
 
-Everything here runs on the connection of a consume transaction, in the order of `docs/protocol.md`,
-but for `register`, `start_at`, `position`, `seek`, `rotate` and `forget`, which are transactions of
-their own.
+All functions run in a consume transaction, in the order of `docs/protocol.md`, except `register`,
+which runs in a transaction of its own. Positions are in `positions.py`; generations are closed and
+deleted in `retention/rotation.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Self
 from uuid import UUID
 
 import asyncpg
@@ -23,24 +24,30 @@ GENERATION_LOCK = 0x1B0C5
 
 
 class SourceLost(Exception):
-    """Another process has the source of these messages: nothing of them may be changed."""
+    """Another process owns the source of these messages: the transaction is rolled back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generations:
-    """Which generation takes new markers, and the oldest that is still remembered."""
+    """The generation that takes new markers, and the oldest one that is kept."""
 
     current: int
     oldest: int
     since: datetime | None
-    """What happened before is not remembered; None: nothing was forgotten yet."""
+    """Markers from before this time may be deleted; None: none was deleted yet."""
     opening: UUID
-    """Names the rotation that opened the current one: no other has this name."""
+    """Unique id of the rotation that opened the current generation."""
+
+    @classmethod
+    def of(cls, row: asyncpg.Record) -> Self:
+        """Return the generations of a row of `inbox_generation`."""
+        return cls(row["current"], row["oldest"], row["since"], row["opening"])
 
     def forgot(self, message: Message) -> bool:
-        """Whether the message may have taken effect so long ago that its marker was forgotten.
+        """Whether the message is so old that its marker may have been deleted.
 
-        By its times: not so at a consumer that `remembers_all`.
+        By the times of record and event. It does not apply to consumers that `remembers_all`
+        returns.
         """
         if self.since is None:
             return False
@@ -62,7 +69,8 @@ SELECT consumer FROM pipeline.inbox_consumer WHERE consumer = ANY ($1) AND gener
 """
 
 
-# In all of them what no filter rules out, and everything in those without a filter.
+# First the keys that a filter may have, in all closed generations; then all keys, in generations
+# without a filter.
 _FIND_IN_CLOSED_GENERATIONS = """
 SELECT key, hash, hash_version
   FROM pipeline.inbox
@@ -73,7 +81,8 @@ SELECT key, hash, hash_version
  WHERE generation >= $4 AND generation < $5 AND key = ANY ($6)
 """
 
-# Rows, not columns: asyncpg looks at every element of an array, and at a row as one.
+# An array of rows, not one of each column: asyncpg encodes each element of an array by itself, and
+# a row at once.
 _MARK = """
 INSERT INTO pipeline.inbox
        (generation, key, hash, hash_version, consumer, source, id, type,
@@ -101,10 +110,10 @@ _UNMARK = "DELETE FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)"
 
 
 async def register(connection: asyncpg.Connection, consumers: Iterable[str]) -> None:
-    """Store the generation in which each consumer begins; one that has begun keeps its own.
+    """Store the generation in which each consumer begins; a registered one keeps its own.
 
-    Before it applies anything: then all its markers are in that generation or in later ones, also
-    where the current one is closed meanwhile.
+    Call it before a consumer applies anything: then all its markers are in that generation or in
+    later ones, also if the current one is closed meanwhile.
     """
     await connection.execute(_REGISTER, sorted(consumers))
 
@@ -112,10 +121,10 @@ async def register(connection: asyncpg.Connection, consumers: Iterable[str]) -> 
 async def remembers_all(
     connection: asyncpg.Connection, generations: Generations, consumers: Iterable[str]
 ) -> set[str]:
-    """Return the consumers of which no marker was ever forgotten: they have begun since.
+    """Return the consumers of which no marker was deleted: they have begun since.
 
-    What they have no marker of they have not applied, however old it is. A consumer that was not
-    registered is none of them.
+    A message without a marker was not applied by them, however old it is. Consumers that are not
+    registered are not returned.
     """
     rows = await connection.fetch(_REMEMBERS_ALL, sorted(consumers), generations.oldest)
     return {row["consumer"] for row in rows}
@@ -127,14 +136,14 @@ async def mark(
     items: Sequence[Item],
     filters: Filters,
 ) -> dict[bytes, Known]:
-    """Remember the messages; returns what was remembered of some of them before, by key."""
+    """Insert markers of the messages; returns the markers that existed before, by key."""
     first: dict[bytes, Item] = {}
     for item in items:
         first.setdefault(item.key, item)
     known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
         known = await _find_closed(connection, generations, list(first), filters)
-    # Sorted, so that two batches with the same keys wait for each other and never in a circle.
+    # Sorted, so that two transactions with the same keys wait for each other without a deadlock.
     new = [first[key] for key in sorted(key for key in first if key not in known)]
     inserted = await _insert(connection, generations.current, new) if new else set()
     if raced := [item.key for item in new if item.key not in inserted]:
@@ -170,17 +179,17 @@ async def _find_closed(
 async def unmark(
     connection: asyncpg.Connection, generations: Generations, keys: Sequence[bytes]
 ) -> None:
-    """Forget messages that this transaction has marked: they are in the backlog instead."""
+    """Delete markers that this transaction has inserted: the messages are in the backlog."""
     await connection.execute(_UNMARK, generations.current, keys)
 
 
 async def keep_results(
     connection: asyncpg.Connection, generations: Generations, results: Mapping[bytes, str]
 ) -> None:
-    """Keep what handlers returned, as JSON, beside the markers inserted by this transaction.
+    """Store the results of handlers, as JSON, in the markers that this transaction has inserted.
 
-    A statement of its own: a marker is inserted before its handler is called, so that whoever has
-    the same message waits there.
+    A statement of its own: a marker is inserted before its handler is called, so that a transaction
+    with the same message waits there.
     """
     await connection.execute(
         _KEEP_RESULTS, generations.current, list(results), list(results.values())

@@ -1,4 +1,4 @@
-"""An item: one message for one of its handlers, and what is known of it."""
+"""An item: one message for one of its handlers, and its state."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,15 +30,15 @@ class IdentityMismatch(Exception):
 
 
 class Known(NamedTuple):
-    """What the inbox or the backlog stores of a message that came before."""
+    """The payload hash that the inbox or the backlog has stored for a message."""
 
     hash: bytes
     hash_version: int
 
     def check(self, message: Message) -> None:
         """Raise `IdentityMismatch` if the message has another payload."""
-        # Hashes of two versions can't be compared: the id alone says that it is the same event.
-        # Without data there is no hash.
+        # Hashes of two versions can't be compared: then equal ids are taken for the same event.
+        # A message without data has no hash.
         is_comparable = self.hash_version == HASH_VERSION and self.hash and message.hash
         if is_comparable and self.hash != message.hash:
             raise IdentityMismatch(message, self.hash)
@@ -72,11 +72,11 @@ class Item(NamedTuple):
     attempts: int = 0
     """Attempts before this one."""
     waited: float = 0.0
-    """Seconds that its policy has let it wait so far."""
+    """Seconds of waiting so far that count for the policy's `max_age`."""
     row: bytes | None = None
     """Key of its row, if it comes from the backlog."""
     stored: Known | None = None
-    """What its row stores of its payload, if it comes from the backlog."""
+    """The payload hash in its row, if it comes from the backlog."""
     was_young: bool = False
     """Whether it was not too old when it was stored in the backlog."""
     reason: str = ""
@@ -84,13 +84,13 @@ class Item(NamedTuple):
     last_error: str | None = None
     """Type and text of its latest error."""
     trace: str | None = None
-    """`traceparent` that is stored with its row: its first attempt's, or else its sender's."""
+    """`traceparent` in its row: that of its first attempt, or else of its sender."""
     called: Context | None = None
-    """Trace context of the call that was made before the transaction: its handler has no span."""
+    """Trace context of a call that was made before the transaction, and has a span already."""
 
     @property
     def consumer(self) -> str:
-        """Name under which the inbox remembers the message."""
+        """Name of the consumer, which is part of the marker's key."""
         return self.handler.consumer
 
     @property
@@ -100,7 +100,7 @@ class Item(NamedTuple):
 
     @property
     def sequence(self) -> int:
-        """CloudEvents' sequence, where the handler goes by it; 0: the order is that of records."""
+        """CloudEvents' sequence if the handler has `gaps`; 0: the order is that of records."""
         if self.handler.gaps is None:
             return 0
         with suppress(Reject):
@@ -128,6 +128,14 @@ def order_key(consumer: str, record: Record) -> bytes:
         return _digest(consumer, record.topic, f"-{record.partition}:{record.offset}".encode())
     made = _kept_digest if len(record.key) <= LONGEST_KEPT_KEY else _digest
     return made(consumer, record.topic, b"+" + record.key)
+
+
+def record_digest(name: str, record: Record) -> bytes:
+    """Return a hash, in 16 bytes, of a name and of the record's key and value."""
+    digest = blake2b(name.encode(), digest_size=16)
+    for part in (record.key, record.value):
+        digest.update(b"-" if part is None else b"%d:%b" % (len(part), part))
+    return digest.digest()
 
 
 def _digest(consumer: str, topic: str, key: bytes) -> bytes:

@@ -35,9 +35,10 @@ _BEGIN_WITH_TRANSACTION_TIMEOUT = sa.text(
 
 
 def of_settings(settings: Settings, *, handler: str = "") -> dict[str, str]:
-    """Return what bounds a transaction, as `begin` takes it.
+    """Return the limits of a transaction, as `begin` takes them.
 
-    `handler` is the value of the setting `pipeline.handler`, see `door`.
+    `handler` is the value of the setting `pipeline.handler`, see `AT_WORK` in
+    `handlers/sessions.py`.
     """
     transaction, lock = (
         f"{round(seconds * 1000)}ms"
@@ -47,22 +48,22 @@ def of_settings(settings: Settings, *, handler: str = "") -> dict[str, str]:
 
 
 def statement(connection: AsyncConnection, limits: Mapping[str, str]) -> str:
-    """Return the statement that sets the limits anew, after they were reset."""
+    """Return the statement that sets the limits again after a reset."""
     bounded = _is_bounded(connection)
     values = {name: f"'{value}'" for name, value in limits.items()}
     return f"SELECT {(_LIMITS + _TRANSACTION_TIMEOUT * bounded).format(**values)}"
 
 
 async def begin(connection: AsyncConnection, limits: Mapping[str, str]) -> None:
-    """Bound the transaction and hold off rotation. Must be its first statement, alone.
+    """Set the transaction's limits and prevent rotation until it ends. Its first statement.
 
-    The lock is granted after the statement's snapshot was taken, so what it guards is read by the
-    next one.
+    The lock is granted after the statement's snapshot was taken, so what the lock protects must be
+    read by a later statement.
     """
     statement = _BEGIN_WITH_TRANSACTION_TIMEOUT if _is_bounded(connection) else _BEGIN
     await connection.execute(statement, {"lock": GENERATION_LOCK, **limits})
 
 
 def _is_bounded(connection: AsyncConnection) -> bool:
-    """Whether the server knows transaction_timeout, which came with PostgreSQL 17."""
+    """Whether the server has transaction_timeout, which was added in PostgreSQL 17."""
     return (connection.dialect.server_version_info or (0,)) >= (17,)

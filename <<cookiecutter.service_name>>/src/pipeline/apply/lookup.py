@@ -1,4 +1,4 @@
-"""Which messages are new: duplicates, mismatches, those that are too old or have to wait."""
+"""Sorts messages into new ones, duplicates, mismatches, too old ones and those that wait."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -20,11 +20,11 @@ from .positions import time_of
 from .source import Source
 
 _SECONDS_AS_MILLISECONDS = range(1_000_000_000, 5_000_000_000)
-"""From 2001 to 2128, where a producer gives seconds for milliseconds: January, February 1970."""
+"""Timestamps of 2001 to 2128 in seconds; in milliseconds these are January, February 1970."""
 
 
 class TooOld(Exception):
-    """The message is older than the inbox remembers, so it may be a repeat."""
+    """The message is older than the oldest markers, so it may be a repeat."""
 
     def __init__(self, message: Message, since: datetime | None) -> None:
         at = message.timestamp
@@ -44,14 +44,14 @@ class TooOld(Exception):
 
 
 class Found(NamedTuple):
-    """What inbox and backlog say of messages."""
+    """The result of looking messages up in inbox and backlog."""
 
     new: list[Item]
     """Those that are to be applied, parked or dead."""
     waiting: set[bytes]
     """Order keys of which rows wait in the backlog."""
     in_backlog: set[bytes]
-    """Marker keys of those that are in the backlog: their new markers have to go again."""
+    """Marker keys of those that are in the backlog: their new markers must be deleted."""
 
 
 async def look_up(
@@ -61,7 +61,7 @@ async def look_up(
     source: Source,
     outcome: BatchOutcome,
 ) -> Found:
-    """Insert the markers of the messages, and find those that came before.
+    """Insert the markers of the messages, and find those that exist already.
 
     Duplicates and mismatches go into the outcome.
     """
@@ -91,7 +91,7 @@ async def look_up(
 async def too_old(
     driver: asyncpg.Connection, generations: Generations, new: Sequence[Item]
 ) -> dict[bytes, Decision]:
-    """Return decisions, by marker key, for messages that may have been applied and forgotten."""
+    """Return decisions, by marker key, on messages whose markers may have been deleted."""
     old = [
         item
         for item in new
@@ -135,7 +135,7 @@ def to_handle(
 
 
 def in_sequence(items: Sequence[Item]) -> Sequence[Item]:
-    """Sort the events of a key by their sequence, where their handler goes by it."""
+    """Sort the events of each key by their sequence, if their handler has `gaps`."""
     places: dict[bytes, list[int]] = {}
     for place, item in enumerate(items):
         if item.handler.gaps is not None:

@@ -1,4 +1,4 @@
-"""What has become of messages: told to the caller, to the log and to metrics."""
+"""The outcome of a transaction for its messages, and its report to the log and to metrics."""
 
 import logging
 from collections import Counter
@@ -18,24 +18,25 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class BatchOutcome:
-    """What a transaction has made of its messages."""
+    """The outcome of a transaction for its messages."""
 
     applied: list[Item] = field(default_factory=list)
     duplicates: list[Item] = field(default_factory=list)
     superseded: list[tuple[Item, str]] = field(default_factory=list)
-    """What a later one of its sequence has overtaken, and which; no handler was called."""
+    """Messages of which a later one in their sequence was applied, with its name; no handler was
+    called."""
     mismatched: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
     decided: list[tuple[Item, Decision]] = field(default_factory=list)
-    """What is not applied now: parked, or dead."""
+    """Messages that are not applied now: parked, or dead."""
     undecoded: list[Row] = field(default_factory=list)
     """Records that can't be given to a handler."""
 
     returned: dict[bytes, str] = field(default_factory=dict)
-    """What handlers have returned, as JSON, by marker key."""
+    """Results of handlers, as JSON, by marker key."""
     seconds: float = 0.0
-    """How long the handlers have taken."""
+    """Duration of the handlers' calls."""
     succeeded: set[str] = field(default_factory=set)
-    """Consumers that have handled something, and the decoder if it could read something."""
+    """Consumers that have applied a message, and the decoder if it could decode a record."""
 
     events: int = 0
     """Events that were written to the outbox."""
@@ -43,15 +44,17 @@ class BatchOutcome:
     """Whether calls were written to the backlog."""
 
     def report(self, group: str) -> None:
-        """Count and log what has been committed."""
-        fine = (("new", self.applied), ("duplicate", self.duplicates))
+        """Count and log the outcome, after the commit."""
+        successes = (("new", self.applied), ("duplicate", self.duplicates))
         counts: Counter[tuple[str, str, str]] = Counter(
-            (item.record.topic, item.consumer, outcome) for outcome, items in fine for item in items
+            (item.record.topic, item.consumer, outcome)
+            for outcome, items in successes
+            for item in items
         )
         if log.isEnabledFor(logging.DEBUG):
-            for outcome, items in fine:
+            for outcome, items in successes:
                 for item in items:
-                    _log_fine(item, outcome)
+                    _log_success(item, outcome)
 
         def count(item: Item, outcome: str) -> None:
             counts[item.record.topic, item.consumer, outcome] += 1
@@ -64,10 +67,10 @@ class BatchOutcome:
                 continue
             count(item, "dead" if decision.is_dead else "parked")
             if decision.is_decided:
-                _log_fate(item, decision)
+                _log_decision(item, decision)
         for item, error in self.mismatched:
             count(item, "mismatch")
-            _log_fate(item, dead(item.handler.policy, "identity mismatch", error))
+            _log_decision(item, dead(item.handler.policy, "identity mismatch", error))
         for row in self.undecoded:
             outcome = "dead" if row.decision.is_dead else "parked"
             counts[row.record.topic, row.consumer, outcome] += 1
@@ -92,7 +95,7 @@ def _log_undecoded(record: Record, decision: Decision) -> None:
         )
 
 
-def _log_fine(item: Item, outcome: str) -> None:
+def _log_success(item: Item, outcome: str) -> None:
     with traces.within(item.trace or item.message.traceparent):
         log.debug("%s: %s", _what(item), outcome, extra=_names(item) | {"reason": outcome})
 
@@ -108,17 +111,17 @@ def _log_superseded(item: Item, by: str) -> None:
         )
 
 
-def _log_fate(item: Item, decision: Decision) -> None:
+def _log_decision(item: Item, decision: Decision) -> None:
     message = item.message
     policy = item.handler.policy
-    # Where an impostor's letter lies is the backlog's business.
+    # A message with another one's identity has a row of its own, whose key is not the marker's.
     key = item.row or (b"" if decision.reason == "identity mismatch" else item.key)
     letter = key.hex()[:16]
     if decision.is_dead:
         level, then = logging.ERROR, f"is dead ({decision.reason}, attempt {decision.attempts})"
         then += f", letter {letter}" if letter else ""
     elif decision.reason in (PARKED, GAP):
-        # No failure, and maybe of every message for hours: the metrics count them.
+        # Not a failure, and possibly the outcome of every message for hours: metrics count them.
         level, then = logging.DEBUG, f"{decision.reason}, again in {decision.due_in:.0f} s"
     else:
         attempt = f"attempt {decision.attempts} of {policy.attempts}"

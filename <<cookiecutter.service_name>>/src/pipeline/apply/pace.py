@@ -1,4 +1,4 @@
-"""How many messages a transaction takes."""
+"""The number of messages in a transaction, adapted to the duration of handlers."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ _SHARE = 0.25
 _FIRST = 100
 """Messages of the first transaction, before the handlers' duration is known."""
 _AT_LEAST = 2
-"""With one message at a time, nothing would show that several take no longer."""
+"""With one message at a time, it could not be measured that several take no longer."""
 
 
 class Pace:
     """Adapts the number of messages to the time that handlers take.
 
-    A transaction that exceeds its time limit is rolled back and applied again in halves, so slow
-    handlers would be called in vain.
+    A transaction that exceeds its time limit is rolled back and applied again in halves, so the
+    calls of slow handlers would be wasted.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -29,12 +29,12 @@ class Pace:
         """Messages of the next transaction."""
 
     def learn(self, outcomes: Sequence[BatchOutcome]) -> None:
-        """Adapt to messages that were applied in one transaction, or had to be in several."""
+        """Adapt to messages that were applied in one transaction, or had to be divided."""
         self.limit = min(self._at_most, 2 * self.limit)
         for one in outcomes:
             if one.applied:
                 fitting = math.ceil(len(one.applied) * self._seconds / one.seconds)
                 self.limit = min(self.limit, max(_AT_LEAST, fitting))
-        if len(outcomes) > 1:  # it was too much at once
+        if len(outcomes) > 1:  # the messages did not fit into one transaction
             largest = max(len(one.applied) for one in outcomes)
             self.limit = min(self.limit, max(_AT_LEAST, largest))

@@ -1,26 +1,27 @@
-"""Positions: where each partition goes on, moved by the consume transaction itself."""
+"""Positions: the next offset of each partition, moved by the consume transaction itself."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from hashlib import blake2b
 from typing import NamedTuple, Self
 
 import asyncpg
 from aiokafka import ConsumerRecord
 
 from pipeline.apply.inbox import Generations, SourceLost
+from pipeline.apply.item import record_digest
 
 _LAST_MILLISECOND = 253_402_300_799_000
-"""The end of the year 9999. Producers may send any number as a time."""
+"""The end of the year 9999. Producers may send any number as a timestamp."""
 
 
 class PositionMoved(SourceLost):
-    """The position is not where the batch was fetched from: another owner, or a commit unseen."""
+    """The position differs from the batch's start: another process has moved it, or an earlier
+    commit whose result was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Whose position: one topic partition as one consumer group reads it."""
+    """Key of a position: a topic partition as a consumer group reads it."""
 
     group: str
     topic: str
@@ -28,7 +29,7 @@ class Slot:
 
 
 class Anchor(NamedTuple):
-    """The last record before a position: by it a topic is recognised."""
+    """The last record before a position: it shows whether the topic was created anew."""
 
     offset: int
     time: datetime
@@ -36,20 +37,18 @@ class Anchor(NamedTuple):
 
     @classmethod
     def of(cls, record: ConsumerRecord) -> Self:
-        """Describe a record as it lies in its partition."""
-        digest = blake2b(f"{record.timestamp}".encode(), digest_size=16)
-        for part in (record.key, record.value):
-            digest.update(b"-" if part is None else b"%d:%b" % (len(part), part))
-        return cls(record.offset, time_of(record.timestamp), digest.digest())
+        """Return the anchor that a record is."""
+        digest = record_digest(f"{record.timestamp}", record)
+        return cls(record.offset, time_of(record.timestamp), digest)
 
 
 def time_of(milliseconds: int) -> datetime:
-    """Return the time of a record; what is no time of a calendar becomes the nearest one."""
+    """Return the time of a record; a timestamp outside of the calendar becomes its nearest time."""
     return datetime.fromtimestamp(min(max(0, milliseconds), _LAST_MILLISECOND) / 1e3, UTC)
 
 
 class StoredPosition(NamedTuple):
-    """Where a partition goes on; without an anchor if nothing was read from it yet."""
+    """The position of a partition; without an anchor if no record was read from it yet."""
 
     next_offset: int
     anchor: Anchor | None
@@ -130,10 +129,10 @@ async def move_position(
     anchor: Anchor | None,
     starts: int,
 ) -> Generations:
-    """Move the position over the batch; raises `PositionMoved` if it is not where we think.
+    """Move the position over the batch. Raises `PositionMoved` if it is not `fetched_from`.
 
-    Without a new anchor, over a gap in the offsets, the old one stays. `starts` is what the next
-    position is suspected of: 0, or more while records are tried one by one.
+    Without a new anchor, over a gap in the offsets, the old one stays. `starts` is the count of
+    starts that is stored for the next position: 0, or more while records are tried one by one.
     """
     place = slot.group, slot.topic, slot.partition
     last = anchor or (None, None, None)
@@ -142,16 +141,16 @@ async def move_position(
     )
     if row is None or not row["ours"]:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
-    return Generations(row["current"], row["oldest"], row["since"], row["opening"])
+    return Generations.of(row)
 
 
 async def count_duplicates(connection: asyncpg.Connection, slot: Slot, number: int) -> None:
-    """Remember how many messages came to the partition again, for people who ask."""
+    """Add to the count of the partition's duplicates; only reports read it."""
     await connection.execute(_COUNT_DUPLICATES, slot.group, slot.topic, slot.partition, number)
 
 
 async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition | None:
-    """Return where the partition goes on, or None if it was never read."""
+    """Return the stored position, or None if there is none."""
     row = await connection.fetchrow(_POSITION, slot.group, slot.topic, slot.partition)
     if row is None:
         return None
@@ -160,14 +159,14 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
 
 
 async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
-    """Store where a partition begins; keeps the position if another process was first."""
+    """Store the first position of a partition; one that is stored already stays."""
     await connection.execute(_START_AT, slot.group, slot.topic, slot.partition, offset)
 
 
 async def count_start(connection: asyncpg.Connection, slot: Slot, position: int) -> int:
-    """Count that a process begins to work at the position; returns how many have, without end.
+    """Count a start at the position; returns the number of starts without a regular end.
 
-    In a transaction of its own: a record that kills the process leaves no other trace.
+    A transaction of its own: a record that kills the process leaves no other trace.
     """
     return (
         await connection.fetchval(_COUNT_START, slot.group, slot.topic, slot.partition, position)
@@ -176,18 +175,18 @@ async def count_start(connection: asyncpg.Connection, slot: Slot, position: int)
 
 
 async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: int) -> None:
-    """Take back a start that has ended in order."""
+    """Undo `count_start` after a regular end."""
     await connection.execute(_FORGIVE_START, slot.group, slot.topic, slot.partition, position)
 
 
 async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
-    """Let the partition go on from another offset, by a person's decision.
+    """Set the position of a partition, for an operator's command.
 
-    A batch that is under way does not find the position where it was, and is rolled back.
+    A batch that is under way raises `PositionMoved` and is rolled back.
     """
     await connection.execute(_SEEK, slot.group, slot.topic, slot.partition, offset)
 
 
 async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
-    """Let the partition go back to an offset, unless somebody has let it go back further."""
+    """Set the position of a partition back to an offset, unless it is before that already."""
     await connection.execute(_REWIND, slot.group, slot.topic, slot.partition, offset)

@@ -1,4 +1,4 @@
-"""Events of a row in the order of their CloudEvents sequence: early, overtaken, conflicting."""
+"""Applies events of a row in the order of their CloudEvents sequence."""
 
 from dataclasses import replace
 from typing import cast
@@ -22,7 +22,7 @@ async def gap_before(
 ) -> int | None:
     """Return how many events are missing before the one to apply; None: it is not applied now.
 
-    Then the outcome says what becomes of it. `waiting` are the order keys of those that came too
+    In that case the outcome has the decision. `waiting` are the order keys of events that came too
     early in this transaction. Raises `Reject` for an event without a sequence.
     """
     sequence = sequence_of(item.message)
@@ -63,19 +63,19 @@ def _supersede(item: Item, row: Sequenced, outcome: BatchOutcome) -> None:
 
 
 def _decide_on_early(item: Item, gap: int, *, follows: bool) -> Decision | None:
-    """Return what becomes of an event before which others are missing; None: it is applied."""
-    if follows:  # also after its own deadline
+    """Return the decision on an event before which others are missing; None: it is applied."""
+    if follows:  # also if its own time is over
         return FOLLOWER
     gaps, policy = item.handler.gaps, item.handler.policy
     assert gaps is not None
     error = SequenceGap(item.sequence, gap)
     waited = item.record.stored_for if isinstance(item.record, StoredRecord) else 0.0
-    # An attempt that was stored beforehand does not count: no handler was called.
+    # An attempt that was stored before a risky call does not count: no handler was called.
     was_tried = item.attempts > 0 and item.reason not in (GAP, DIED)
     attempts = item.attempts if was_tried else 0
     if waited < gaps.wait:
         return early(error, attempts=attempts, waited=item.waited, due_in=gaps.wait - waited)
-    # Also what an operator has redriven, who knows of the gap, and what was tried since.
+    # A redriven message is applied too: its operator has seen the gap. So is one tried since then.
     if gaps.then == "apply" or item.reason in (REDRIVEN, PARKED) or was_tried:
         return None
     return replace(dead(policy, GAP, error, attempts=attempts), holds=gaps.then == "hold")

@@ -1,4 +1,4 @@
-"""Sources of the consume transaction: what a partition and a lane of the backlog both answer."""
+"""The interface of a partition and of a lane of the backlog to the consume transaction."""
 
 from collections.abc import Sequence
 from typing import Protocol, Self
@@ -8,14 +8,14 @@ import asyncpg
 from pipeline.handlers.policy import Decision
 
 from .backlog import Row
-from .breaker import Failed
+from .breaker import FailedMessage
 from .inbox import Generations
 from .item import Item, Known
 from .outcome import BatchOutcome
 
 
 class Source(Protocol):
-    """Messages for one transaction, and the place that moves with them."""
+    """Messages for one transaction, and the position or lane that it changes with them."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -24,37 +24,43 @@ class Source(Protocol):
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
-        """Decisions that need no handler: what is parked or dead from the start, by marker key."""
+        """Decisions that were made before the transaction, by marker key."""
         ...
 
     @property
-    def decoded(self) -> tuple[set[str], list[Failed]]:
-        """What the decoder could read, and what not: the breaker treats it as a consumer."""
+    def decoded(self) -> tuple[set[str], list[FailedMessage]]:
+        """Decoders that have succeeded, and records that could not be decoded.
+
+        The breaker treats a decoder as a consumer.
+        """
         ...
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the position over the messages, or hold the lane, to the end of the transaction.
 
-        Raises `SourceLost` if another process has the source.
+        Raises `SourceLost` if another process owns it.
         """
         ...
 
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
     ) -> tuple[dict[bytes, Known], set[bytes]]:
-        """Return which messages are in the backlog, and the order keys that wait there."""
+        """Return the messages that are in the backlog, and the order keys that wait there."""
         ...
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
-        """Write what is not applied to the backlog, and delete what is; returns the dead rows."""
+        """Store messages that are not applied in the backlog; returns the rows that are dead.
+
+        Rows of messages that are applied are deleted.
+        """
         ...
 
     def halves(self) -> Sequence[Self]:
-        """Return smaller sources, to be applied in turn; only itself if it can't be divided."""
+        """Return smaller sources, to be applied in order; only itself if it can't be divided."""
         ...
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
-        """Record the committed transaction, which has taken so many seconds."""
+        """Record the metrics of a committed transaction that took so many seconds."""
         ...
 
 

@@ -29,9 +29,9 @@ from pipeline.settings import Settings
 from . import backlog, inbox
 from .attempt import Attempt, Memory
 from .breaker import Breaker, BreakerOpen
-from .calls import Failures, call_handlers
+from .calls import FailedCalls, call_handlers
 from .claim_check import ClaimCheck
-from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession, Progress
+from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession, TransactionProgress
 from .filters import Filters
 from .inbox import SourceLost
 from .item import Item
@@ -47,7 +47,7 @@ _CONTENTIONS = 3
 
 
 class Signals:
-    """What the other parts of a process learn from committed transactions; here, nothing."""
+    """Notifies other parts of the process of committed transactions; this class does nothing."""
 
     async def wait_for_relay(self) -> None:
         """Return when the outbox has room for more events."""
@@ -59,11 +59,11 @@ class Signals:
         """React to rows of the backlog that are due at once."""
 
     def calls_staged(self) -> None:
-        """React to new rows whose work is done outside of a transaction."""
+        """React to new rows of effects, whose handlers are called outside of a transaction."""
 
 
 class ConsumeTransactions:
-    """Applies messages in transactions, in the order that `docs/protocol.md` fixes."""
+    """Applies messages in transactions, in the order of `docs/protocol.md`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ConsumeTransactions:
         signals: Signals,
         claims: ClaimCheck | None = None,
     ) -> None:
-        """`source` is that of the events; `claims` stores payloads too large to travel."""
+        """`source` is that of published events; `claims` stores payloads too large for a record."""
         self.engine = engine
         self.group = group
         self._source = source
@@ -96,9 +96,9 @@ class ConsumeTransactions:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator["ConsumeTransactions"]:
-        """Lend transactions beside which this process runs no others.
+        """Return transactions while this process runs no others.
 
-        A message that kills the process is the only suspect then.
+        If the process dies, the message that they apply is the only suspect.
         """
         async with self._taking_all, AsyncExitStack() as taken:
             for _ in range(self.settings.concurrency):
@@ -110,17 +110,17 @@ class ConsumeTransactions:
     def ignoring_cancellation(
         self, seconds: float
     ) -> tuple[Item, asyncio.Task[object] | None] | None:
-        """Return a message whose handler runs so long after it was cancelled, and its task."""
+        """Return a message whose handler ignores its cancellation for `seconds`, and the task."""
         for attempt in self._under_way:
             if item := attempt.ignores_cancellation(seconds):
                 return item, attempt.task
         return None
 
     async def apply(self, source: Source, retrying: Attempts) -> Sequence[BatchOutcome]:
-        """Apply all messages; returns the outcome of each transaction that this has taken.
+        """Apply all messages; returns the outcome of each transaction that was needed.
 
-        Every message has taken effect then, or is stored. Raises `BreakerOpen` when a consumer
-        fails for whatever comes, and `SourceLost` if another process has the source.
+        Every message has then taken effect or is stored. Raises `BreakerOpen` if the breaker is
+        open for a consumer, and `SourceLost` if another process owns the source.
         """
         outcomes: list[BatchOutcome] = []
         left: list[tuple[Source, dict[bytes, Decision]]] = [(source, source.decisions)]
@@ -137,11 +137,11 @@ class ConsumeTransactions:
                 case MessagesFailed(failed, late):
                     decisions = decisions | failed
                     if late is not None and late not in were_late:
-                        # Called once more: it may have waited for a connection that was dead.
+                        # Its handler is called once more: it may have waited for a dead connection.
                         were_late.add(late)
                         del decisions[late]
                 case CulpritUnknown():
-                    traceback.clear_frames(result.error.__traceback__)  # they hold the batch
+                    traceback.clear_frames(result.error.__traceback__)  # they refer to the batch
                     parts = part.halves()
                     if len(parts) > 1 or len(parts[0].items) < len(part.items):
                         left[:0] = [(half, decisions) for half in parts]
@@ -169,14 +169,14 @@ class ConsumeTransactions:
                 return await self._transact(source, decisions, memory)
             except Exception as error:
                 contentions += is_contention(error)
-                if contentions > _CONTENTIONS and _may_be_guilty(source, decisions):
+                if contentions > _CONTENTIONS and _messages_may_be_cause(source, decisions):
                     return CulpritUnknown("locked out", error)
                 raise
 
         result = await retrying(transact)
         if isinstance(result, CulpritUnknown) and is_single(source):
-            # Once more: a row that another partition has created meanwhile is found now, and a
-            # slow connection was replaced.
+            # The second attempt finds a row that another partition has created meanwhile, and has
+            # another connection if the first one was slow.
             contentions = 0
             result = await retrying(transact)
         return result
@@ -191,7 +191,7 @@ class ConsumeTransactions:
         # The time limit does not include the wait for a connection.
         async with self._slots, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
-            progress = Progress(limit)
+            progress = TransactionProgress(limit)
             try:
                 async with asyncio.timeout(limit + _EARLY):
                     result = await self._execute(connection, source, decisions, memory, progress)
@@ -201,8 +201,8 @@ class ConsumeTransactions:
                 await _roll_back(connection, progress)
                 raise
             except Exception as error:
-                guilty = _may_be_guilty(source, decisions)
-                failure = progress.classify(source, error, may_be_guilty=guilty)
+                may_be = _messages_may_be_cause(source, decisions)
+                failure = progress.classify(source, error, messages_may_be_cause=may_be)
                 if failure is None:
                     await connection.invalidate()
                     raise
@@ -224,9 +224,9 @@ class ConsumeTransactions:
         source: Source,
         decisions: Mapping[bytes, Decision],
         memory: Memory,
-        progress: Progress,
+        progress: TransactionProgress,
     ) -> BatchOutcome | Failure:
-        """Do everything that belongs to the transaction, but for the commit."""
+        """Execute all statements of the transaction except the commit."""
         outcome = BatchOutcome()
         own = self._own.intersection(item.consumer for item in source.items)
         progress.has_own_sessions = bool(own)
@@ -234,15 +234,14 @@ class ConsumeTransactions:
         # Time limits, and the lock that keeps generations from being closed: one statement.
         await limits.begin(connection, bounds)
         driver = await driver_of(connection)
-        # The position moves, or the lane is held. Another process's are left alone.
+        # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
-        # Markers: what has one already is a duplicate.
+        # Inserts markers: a message that has one already is a duplicate.
         found = await look_up(driver, generations, self._filters, source, outcome)
         decisions = {**decisions, **await too_old(driver, generations, found.new)}
         items = to_handle(found, decisions, outcome)
         # Handlers change rows and stage events.
         outbox = self._outbox()
-        again = limits.statement(connection, bounds)
         attempt = Attempt(
             connection,
             driver,
@@ -250,7 +249,7 @@ class ConsumeTransactions:
             outbox,
             ProcessSpans(self.group),
             own=own,
-            again=again,
+            restore_limits=limits.statement(connection, bounds),
             memory=memory,
         )
         progress.handlers_begin()
@@ -259,7 +258,7 @@ class ConsumeTransactions:
             return failure
         await attempt.rows.flush()
         attempt.rows.session.sync_session.close()
-        # What is not applied is parked or dead: rows of the backlog instead of markers.
+        # Messages that are not applied, parked or dead ones, get rows in the backlog, no markers.
         if outcome.returned:
             await inbox.keep_results(driver, generations, outcome.returned)
         if not_applied := found.in_backlog | {item.key for item, _ in outcome.decided}:
@@ -267,13 +266,13 @@ class ConsumeTransactions:
         died = await source.settle(driver, outcome)
         if topic := self.settings.dead_letter_topic:
             outbox.add(backlog.dead_letter(row, topic) for row in died)
-        # Calls and events, after the rows of the aggregates are locked: that gives their order.
+        # Calls and events are written after the aggregates are locked: so they have their order.
         await backlog.add_calls(driver, self.handlers, outbox.calls)
         if self.claims is not None:
             await self.claims.store(driver, outbox, progress.reserve)
         if not await outbox.write(driver) and outcome.applied and not outcome.returned:
-            # If a handler has swallowed the error of a statement, COMMIT would succeed and change
-            # nothing. This statement fails.
+            # If a handler has suppressed the error of a statement, COMMIT would report success and
+            # change nothing. This statement fails.
             await driver.execute("SELECT")
         outcome.events, outcome.has_calls = len(outbox), bool(outbox.calls)
         return outcome
@@ -287,8 +286,12 @@ class ConsumeTransactions:
         )
 
     async def _call(
-        self, items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome, progress: Progress
-    ) -> Failures:
+        self,
+        items: Sequence[Item],
+        attempt: Attempt,
+        outcome: BatchOutcome,
+        progress: TransactionProgress,
+    ) -> FailedCalls:
         info = (await attempt.connection.get_raw_connection()).info
         info[GUARD] = attempt.guard
         self._under_way.add(attempt)
@@ -301,7 +304,9 @@ class ConsumeTransactions:
             self._under_way.discard(attempt)
             info.pop(GUARD, None)
 
-    def _committed(self, source: Source, outcome: BatchOutcome, progress: Progress) -> None:
+    def _committed(
+        self, source: Source, outcome: BatchOutcome, progress: TransactionProgress
+    ) -> None:
         self.breaker.succeeded(outcome.succeeded)
         if outcome.events:
             self.signals.events_staged(outcome.events)
@@ -314,7 +319,7 @@ class ConsumeTransactions:
 
 
 async def _roll_back(
-    connection: AsyncConnection, progress: Progress, *, is_cut_off: bool = False
+    connection: AsyncConnection, progress: TransactionProgress, *, is_cut_off: bool = False
 ) -> None:
     """Roll back as expected: the connection stays usable unless a statement may be under way."""
     if is_cut_off or progress.is_late:
@@ -328,6 +333,6 @@ def _suspects(source: Source, decisions: Mapping[bytes, Decision]) -> list[Item]
     return [item for item in source.items if item.key not in decisions]
 
 
-def _may_be_guilty(source: Source, decisions: Mapping[bytes, Decision]) -> bool:
-    """Whether the messages may be at fault: they are too many, or one of them is."""
+def _messages_may_be_cause(source: Source, decisions: Mapping[bytes, Decision]) -> bool:
+    """Whether messages may be at fault: there are several records, or a message to handle."""
     return not is_single(source) or bool(_suspects(source, decisions))

@@ -1,12 +1,12 @@
-"""Which messages are at fault for what has failed, and what becomes of them."""
+"""Which messages are at fault for a failure, and the decisions on them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeline.handlers.policy import Decision, Park, Reject, undecided
 
-from .breaker import Breaker, Failed
-from .calls import Failures
+from .breaker import Breaker, FailedMessage
+from .calls import FailedCalls
 from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession
 from .item import Item
 from .outcome import BatchOutcome
@@ -14,41 +14,41 @@ from .source import Source
 
 
 def judge(
-    source: Source, failures: Failures, outcome: BatchOutcome, breaker: Breaker, trace: str | None
+    source: Source, calls: FailedCalls, outcome: BatchOutcome, breaker: Breaker, trace: str | None
 ) -> Failure | None:
-    """Return what has failed in the calls of handlers, or None.
+    """Return the failure of the calls of handlers, or None.
 
-    Raises `BreakerOpen` if it is the consumer that fails, for whatever comes.
+    Raises `BreakerOpen` if the breaker is open for a consumer that failed.
     """
-    if failures.needs_session is not None:
-        return NeedsOwnSession(failures.needs_session)
-    if failures.in_batch is not None:
-        return CulpritUnknown("failed", failures.in_batch, trace, is_cut_off=failures.is_cut_off)
+    if calls.needs_session is not None:
+        return NeedsOwnSession(calls.needs_session)
+    if calls.in_batch is not None:
+        return CulpritUnknown("failed", calls.in_batch, trace, is_cut_off=calls.is_cut_off)
     readable, failed = source.decoded
     outcome.succeeded = readable | {item.consumer for item in outcome.applied}
     failed += [
-        Failed(item.consumer, item.order_key, item.fault, item.last_error)
+        FailedMessage(item.consumer, item.order_key, item.fault, item.last_error)
         for item, decision in outcome.decided
         if item.fault is not None and decision.is_dead
     ]
     failed += [
-        Failed(item.consumer, item.order_key, error, item.last_error)
-        for item, error in failures.failed
+        FailedMessage(item.consumer, item.order_key, error, item.last_error)
+        for item, error in calls.failed
         if not isinstance(error, Park | Reject)  # those are decisions
     ]
     breaker.observe(failed, succeeded=outcome.succeeded)
-    if not failures.failed:
+    if not calls.failed:
         return None
     decisions = {
         item.key: _after_failure(item, error, "failed")
-        if number == 0 or failures.is_certain
+        if number == 0 or calls.is_certain
         else undecided(error)
-        for number, (item, error) in enumerate(failures.failed)
+        for number, (item, error) in enumerate(calls.failed)
     }
     return MessagesFailed(
-        {key: replace(one, trace=failures.traces.get(key)) for key, one in decisions.items()},
-        late=failures.late and failures.late.key,
-        is_cut_off=failures.is_cut_off,
+        {key: replace(one, trace=calls.traces.get(key)) for key, one in decisions.items()},
+        late=calls.late and calls.late.key,
+        is_cut_off=calls.is_cut_off,
     )
 
 
@@ -57,11 +57,11 @@ def blame(
 ) -> dict[bytes, Decision]:
     """Return decisions on the messages of one record, one of which must be at fault.
 
-    Raises `BreakerOpen` if it is the consumer that fails, for whatever comes.
+    Raises `BreakerOpen` if the breaker is open for their consumer.
     """
     error = failure.error
     breaker.observe(
-        Failed(item.consumer, item.order_key, error, item.last_error) for item in suspects
+        FailedMessage(item.consumer, item.order_key, error, item.last_error) for item in suspects
     )
     if len(suspects) > 1:
         return {item.key: undecided(error) for item in suspects}

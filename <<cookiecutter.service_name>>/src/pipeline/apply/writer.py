@@ -1,7 +1,7 @@
 """Writers without a message: an HTTP API or a job that changes rows and publishes events.
 
-They take no lock while somebody thinks. A row that another one has changed meanwhile is noticed by
-its version when it is written, and everything is done again with the row as it is now.
+They hold no lock between reading and writing. If another transaction has changed a row meanwhile,
+the version that is checked by the write shows it, and the work is repeated with the new row.
 """
 
 from collections.abc import Awaitable, Callable
@@ -61,19 +61,19 @@ class Versioned:
 
 
 class Conflict(Exception):
-    """Others have changed the same rows again and again; nothing of this was written."""
+    """Other transactions have changed the rows during each attempt; nothing was written."""
 
     def __init__(self, attempts: int) -> None:
         super().__init__(f"the rows were changed by others at each of {attempts} attempts")
 
 
 class Writing(UnitOfWork):
-    """What a writer does in one attempt: as in a handler, rows are loaded, events published."""
+    """One attempt of a writer: it loads rows and publishes events, as a handler does."""
 
     __slots__ = ("_attempt", "_versioned")
 
     def __init__(self, rows: Rows, outbox: Outbox, id: str) -> None:
-        """`id` names the work: its events have the same ids at each attempt."""
+        """`id` identifies the work: its events have the same ids at each attempt."""
         super().__init__(rows, outbox)
         self._attempt = id
         self._versioned: dict[str, Versioned] = {}
@@ -91,7 +91,7 @@ class Writing(UnitOfWork):
         if not isinstance(of, Versioned):
             super().publish(event, of=of, **how)
             return
-        # A savepoint may have taken some back.
+        # The rollback of a savepoint may have removed some.
         self._versioned = {id: row for id, row in self._versioned.items() if self._outbox.holds(id)}
         if how or any(of is row for row in self._versioned.values()):
             raise TypeError("publish(…, of=row) of a Versioned row is called once, with no key=")
@@ -100,7 +100,7 @@ class Writing(UnitOfWork):
         self._versioned[id] = of
 
     def placed(self, event: StagedEvent) -> StagedEvent:
-        """Return the event with key and sequence if it is that of a versioned row, now written."""
+        """Return the event; one of a versioned row, which is now written, with key and sequence."""
         row = self._versioned.get(event.event_id)
         if row is None:
             return event
@@ -127,8 +127,8 @@ class Writer:
         handlers: Handlers | None = None,
         claims: ClaimCheck | None = None,
     ) -> None:
-        """See `Service.writer`, which makes one. `source` is the events' own; `handlers` know the
-        effects that `call` is for; `claims` stores payloads too large to travel."""
+        """See `Service.writer`, which makes one. `source` is the events' own; `handlers`
+        has the effects for `call`; `claims` stores payloads too large for a record."""
         self._engine = engine
         self._source = source
         self._max_event_bytes = max_event_bytes
@@ -137,14 +137,14 @@ class Writer:
         self._claims = claims
 
     async def write(self, work: Callable[[Writing], Awaitable[T]]) -> T:
-        """Do the work in a transaction; again, on a fresh session, when others were quicker.
+        """Do the work in a transaction; repeat it, in a new session, after a conflict.
 
-        Pauses grow up to a second and differ, so that writers do not meet again. Raises `Conflict`
-        when all attempts are used up, `StoreUnavailable` if a large payload can't be stored, and
-        `HandlerFault` for work that ends the transaction, or goes on after an error of a statement;
-        what the work raises is nobody else's to try again.
+        Pauses grow up to a second and are random, so that writers do not conflict again. Raises
+        `Conflict` when all attempts are used up, `StoreUnavailable` if a large payload can't be
+        stored, and `HandlerFault` for work that ends the transaction, or goes on after an error of
+        a statement. Other errors of the work are raised without a repetition.
         """
-        id = uuid4().hex  # the events are the same at each attempt
+        id = uuid4().hex  # events have the same ids at each attempt
 
         def give_up(state: RetryCallState) -> T:
             assert state.outcome is not None

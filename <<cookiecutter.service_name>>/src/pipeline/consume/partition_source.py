@@ -9,7 +9,7 @@ import asyncpg
 from pipeline.apply import backlog, positions
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch
-from pipeline.apply.breaker import Failed
+from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, order_key
 from pipeline.apply.outcome import BatchOutcome
@@ -43,12 +43,13 @@ class PartitionSource:
         return {item.key: DEFERRED for item in self.items if item.handler.mode == "deferred"}
 
     @property
-    def decoded(self) -> tuple[set[str], list[Failed]]:
-        """The decoder's name if it has read a record, and the records that it failed to read."""
+    def decoded(self) -> tuple[set[str], list[FailedMessage]]:
+        """What the decoder could read, and what not."""
         decoder = f"the decoder of {self.slot.topic}"
         readable = bool(self.batch.items or self.batch.skipped)
         failed = [
-            Failed(decoder, order_key("", one.record), one.error) for one in self.batch.undecoded
+            FailedMessage(decoder, order_key("", one.record), one.error)
+            for one in self.batch.undecoded
         ]
         return ({decoder} if readable else set()), failed
 

@@ -198,10 +198,9 @@ class Reader:
         Without `validates` the payload is not parsed and no data is fetched, because that may have
         killed a process: the record is parked as it is.
         """
-        topic = self._partition.topic
         if not records:
             return Batch(start, await self._client.position(self._partition), (), ())
-        batch = await read(self._handlers, topic, start, records, validates=validates)
+        batch = await read(self._handlers, start, records, validates=validates)
         if validates:
             batch = await self._attempts("fetching data")(
                 resolve_batch, batch, self._consume.claims

@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 import orjson
 
+from pipeline.errors import UNSTORABLE
+
 from .identity import Plain, plain_id
-from .message import UNSTORABLE, Message, Reason, Record, Undecodable
+from .message import Message, Reason, Record, Undecodable
 from .payload import is_json, parse, payload_hash
 from .references import Reference
 

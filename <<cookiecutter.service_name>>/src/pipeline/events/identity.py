@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import orjson
 
-from .message import UNSTORABLE, Reason, Record, Undecodable
+from pipeline.errors import UNSTORABLE
+
+from .message import Reason, Record, Undecodable
 from .payload import parse
 
 

@@ -1,7 +1,6 @@
 """Messages: a decoded event together with its record, and its key in the inbox."""
 
 import json
-import re
 from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
@@ -15,10 +14,6 @@ from .references import Reference
 
 LONGEST_KEPT_KEY = 64
 """Bytes of the longest key that is cached: caches are bounded by their entries, not by memory."""
-
-# PostgreSQL's type text can't hold NUL. A surrogate replaces a byte that was not UTF-8.
-UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
-"""Characters that the database can't store."""
 
 
 class Record(Protocol):

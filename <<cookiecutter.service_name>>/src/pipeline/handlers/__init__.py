@@ -1,1 +1,1 @@
-"""What users write against: registry, transaction, aggregates, ordering, policy."""
+"""The interface for a service's code: registry, transaction, aggregates, ordering, policy."""

@@ -31,7 +31,7 @@ class Aggregate:
 
     @classmethod
     def by(cls, *fields: str) -> "Loads[Self]":
-        """Say which fields of the event hold the primary key, in the order of its columns."""
+        """Return `loads=` for a handler: the event's fields with the primary key, in its order."""
         return Loads(cls, fields)
 
 
@@ -45,7 +45,7 @@ _LOCKING: dict[type[Aggregate], sa.Select[Any]] = {}
 
 @dataclass(frozen=True)
 class Loads(Generic[A]):
-    """Which rows a handler is going to change, told before it runs."""
+    """Declares the row that a handler is going to change, so that it is locked beforehand."""
 
     entity: type[A]
     fields: tuple[str, ...]
@@ -77,7 +77,7 @@ class Loads(Generic[A]):
 
 def primary_key(entity: type[Aggregate]) -> tuple[str, ...]:
     """Return the attributes of the primary key, in the order of its columns."""
-    if entity not in _PRIMARY_KEYS:  # asked for every message; SQLAlchemy takes 2 µs
+    if entity not in _PRIMARY_KEYS:  # needed for every message; SQLAlchemy takes 2 µs
         mapper = sa.inspect(entity)
         _PRIMARY_KEYS[entity] = tuple(
             mapper.get_property_by_column(column).key for column in mapper.primary_key
@@ -116,9 +116,9 @@ def canonical(entity: type[Any], key: Key) -> Key:
 
 
 def record_key(entity: type[Any], values: Key) -> str:
-    """Return what a primary key is as the key of a record: its text, or JSON of several.
+    """Return the key of a record for a primary key: its text, or a JSON array of several.
 
-    Values that the database deems equal have one text.
+    Values that are equal in the database have the same text.
     """
     texts = [_text(value) for value in canonical(entity, values)]
     return texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
@@ -138,7 +138,7 @@ _EXACT = (
 
 
 def _build_readers(entity: type[Aggregate]) -> tuple[Callable[[Any], Any], ...] | None:
-    """Return how values are read back, by column; None: as they are.
+    """Return the conversion of a value as the database returns it, by column; None: unchanged.
 
     Raises `TypeError` for a column whose equality is not that of its values in Python.
     """
@@ -177,7 +177,7 @@ def _reader_of(
 async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) -> dict[Key, A]:
     """Fetch the rows that exist and lock them until the transaction ends, in the key's order.
 
-    Keys are given and returned as `canonical` has them.
+    Keys are passed and returned in the form of `canonical`.
     """
     columns = {f"key_{place}": list(values) for place, values in enumerate(zip(*keys, strict=True))}
     found = {
@@ -186,20 +186,20 @@ async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) ->
     }
     if not found.keys() <= set(keys):
         raise TypeError(
-            f"{entity.__name__} has the key {next(iter(found))!r}, but was asked for as"
+            f"{entity.__name__} has the key {next(iter(found))!r}, but was requested as"
             f" {next(iter(keys))!r}: use the type that the column holds"
         )
     return found
 
 
 def _fetch(session: Session, statement: sa.Select[Any], values: dict[str, list[Any]]) -> list[Any]:
-    # Unique where a relationship is joined.
+    # A joined relationship repeats rows.
     return list(Session.scalars(session, statement, values).unique())
 
 
 def _locking(entity: type[A]) -> sa.Select[A]:
     """Return the statement that locks rows."""
-    if entity not in _LOCKING:  # to build it takes as long as to send it
+    if entity not in _LOCKING:  # building it takes as long as sending it
         _LOCKING[entity] = _build_locking(entity)
     return _LOCKING[entity]
 

@@ -1,7 +1,7 @@
-"""Order that events bring along: the sequence of those of one subject, or the time of each.
+"""Orders that events carry themselves: the sequence of a subject's events, or the event's time.
 
-Kafka keeps the order in which it was given the events of a key. A producer that gives them in
-another one, or loses some, is noticed by the sequence, and by nothing else.
+Kafka keeps the order in which the events of a key were sent. Only the sequence shows that a
+producer has sent them in another order, or has lost some.
 """
 
 from dataclasses import dataclass
@@ -26,24 +26,25 @@ class Sequenced:
 
 
 class Timed:
-    """Mixin for a row that the latest event wins, by its own time, see `Transaction.overwrites`."""
+    """Mixin for a row that has the values of the latest event, see `Transaction.overwrites`."""
 
     written_at: Mapped[datetime | None] = mapped_column(sa.DateTime(timezone=True))
-    """Time of the event that has won so far."""
+    """Time of the latest event so far."""
     written_by: Mapped[str | None] = mapped_column(sa.Text)
-    """Its source and id: of two with the same time one wins, wherever they are applied."""
+    """Its source and id: they decide between events of the same time, whichever comes first."""
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """What is done with an event whose predecessors have not come."""
+    """Decision on an event whose predecessors have not come."""
 
     wait: float = 600.0
-    """Seconds that it waits for them, with all that come after it. They may still be in Kafka:
-    longer than the service may be away or behind."""
+    """Seconds that it and its successors wait for them. Choose more than the longest outage or lag
+    of the service, because the predecessors may still be in Kafka."""
     then: Literal["apply", "die", "hold"] = "apply"
-    """After that it is applied, with the gap told by `Transaction.gap`; or it is a dead letter, and
-    the next one waits in its place, or all of the key wait for a person."""
+    """After that "apply" applies it, with the number of missing events in `Transaction.gap`. "die"
+    makes it a dead letter, and the next event waits in its place; "hold" makes it a dead letter,
+    and all events of its key wait until an operator redrives or discards it."""
 
     def __post_init__(self) -> None:
         if not is_delay(self.wait):
@@ -61,22 +62,22 @@ class SequenceGap(Exception):
 
 
 class SequenceConflict(Exception):
-    """Another event of the same sequence was applied: their producer counts wrongly."""
+    """Another event with this sequence was applied: their producer numbers events wrongly."""
 
     def __init__(self, sequence: int, other: str) -> None:
         super().__init__(
-            f"it has the sequence {sequence}, as {other!r} that was applied: one of both was not"
-            " meant; see what their producer counts by"
+            f"it has the sequence {sequence}, as {other!r} that was applied: one of both has a"
+            " wrong number; check how their producer numbers its events"
         )
 
 
 def name_of(message: Message) -> str:
-    """Return what names an event in a row: its source and its id."""
+    """Return the identity of an event that is stored in a row: source and id."""
     return f"{message.source} {message.id}"
 
 
 def sequence_of(message: Message) -> int:
-    """Return the event's place among those of its subject. Raises `Reject` if it has none."""
+    """Return the event's sequence number. Raises `Reject` if it has no valid one."""
     text = message.sequence or ""
     if text.isascii() and text.isdecimal() and len(text) < 40 and 0 < int(text) < 2**63:
         return int(text)
@@ -87,7 +88,7 @@ def sequence_of(message: Message) -> int:
 
 
 def overwrites(row: Timed, message: Message) -> bool:
-    """Let the event win over the row if it is later; says whether it is. Raises `Reject`."""
+    """Return whether the event is later than the row, and note it there. Raises `Reject`."""
     if message.time is None:
         raise Reject("what wins goes by the CloudEvents attribute `time`, which is not there")
     by = name_of(message)

@@ -1,4 +1,4 @@
-"""What becomes of a message whose handler fails: tried again later, set aside, or dead."""
+"""Decisions on a message whose handler fails: retried later, parked, or dead."""
 
 import random
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from typing import Literal
 from pipeline.errors import format_traceback, is_infrastructure, leaves, summarize_error
 
 _JITTER = 0.1
-"""Share of a delay by which it differs, so that what failed together does not come back at once."""
+"""Random share of a delay, so that messages that failed together are not retried together."""
 SHORTEST = 0.01
-"""Seconds; without an attempt to count, what is parked for no time would never end."""
+"""Shortest delay in seconds. Parking counts no attempt, so without a delay it would never end."""
 _LONGEST = 100 * 365 * 86_400.0
-"""Seconds that anything may be put off; PostgreSQL's time ends somewhere."""
+"""Longest delay in seconds; it keeps due times within the range of PostgreSQL's timestamps."""
 _TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
 
 
 class _Later(Exception):
-    """Puts a message off."""
+    """Postpones a message."""
 
     def __init__(self, text: str = "", *, after: float | None = None) -> None:
         super().__init__(text)
@@ -35,10 +35,10 @@ class Retry(_Later):
 
 
 class Park(_Later):
-    """Raised by a handler: what this message needs is not there yet; set it aside.
+    """Raised by a handler: this message needs something that does not exist yet; park it.
 
-    It is tried again `after` seconds (by the policy's schedule without). That is no failure and
-    counts as no attempt, but is bounded by the policy's `max_age`.
+    It is tried again after `after` seconds, by default by the policy's schedule. Parking is not a
+    failure and counts as no attempt, but is limited by the policy's `max_age`.
     """
 
 
@@ -47,15 +47,14 @@ class Reject(Exception):
 
 
 NOT_DONE = (Retry, Park, Reject)
-"""What a handler raises to say that it has done nothing: of a call, that it did not take place."""
+"""Raised by a handler that has done nothing; by an effect, if its call did not take place."""
 _STRONGEST_FIRST = (Reject, Park, Retry)
 
 
 def as_decision(error: BaseException) -> BaseException:
     """Return the strongest of the decisions that an exception group contains, else the error.
 
-    A group is what it contains: where something failed beside the decisions, it is a failure. An
-    outage is none.
+    A group that also contains a failure is a failure. Errors of the infrastructure do not count.
     """
     if not isinstance(error, BaseExceptionGroup):
         return error
@@ -67,7 +66,7 @@ def as_decision(error: BaseException) -> BaseException:
 
 
 def is_delay(seconds: object) -> bool:
-    """Whether anything may be put off for so long."""
+    """Whether a message may be postponed by this: a number of seconds up to 100 years."""
     return isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST
 
 
@@ -77,17 +76,17 @@ class ProcessDied(Exception):
 
 @dataclass(frozen=True)
 class Policy:
-    """How often, how long and when a failed message is tried again, and what its death does."""
+    """Limits and schedule of retries, and the effect of a dead message on its key."""
 
     attempts: int = 6
     """Attempts in all; after the last one the message is dead."""
     max_age: float = 86_400.0
-    """Seconds that a message waits for its attempts, summed up. An outage, an open breaker and the
-    queue before it don't count, whatever a clock says."""
+    """Limit, in seconds, of the sum of a message's delays. The time that it waits for an outage, an
+    open breaker or earlier messages does not count, nor does a change of the clock."""
     schedule: Sequence[float] = (30.0, 120.0, 480.0, 1_920.0, 3_600.0)
     """Seconds to the next attempt, after the first, second, …; the last one repeats."""
     after_death: Literal["go on", "hold"] = "go on"
-    """Whether later messages of the key go on, or wait until a person has decided."""
+    """Whether later messages of the key go on, or wait for an operator to redrive or discard it."""
 
     def __post_init__(self) -> None:
         if not (self.attempts >= 1 and self.max_age > 0 and self.schedule):
@@ -100,9 +99,9 @@ class Policy:
     def after_failure(
         self, error: BaseException, *, attempts: int, waited: float, reason: str
     ) -> "Decision":
-        """Return what becomes of a message that has failed once more.
+        """Return the decision on a message that has failed.
 
-        `attempts` and `waited` are its own from before.
+        `attempts` and `waited` are those before this attempt.
         """
         error = as_decision(error)
         if isinstance(error, Reject):
@@ -131,75 +130,75 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a message that is not applied now."""
+    """The decision on a message that is not applied now."""
 
     reason: str
     attempts: int = 0
     waited: float = 0.0
-    """Seconds that its policy has let it wait so far."""
+    """Seconds of waiting so far that count for the policy's `max_age`."""
     due_in: float | None = 0.0
-    """Seconds until it is tried; None: it is dead."""
+    """Seconds until the next attempt; None: it is dead."""
     holds: bool = False
-    """Whether a dead one keeps the later ones of its key waiting."""
+    """Whether the later messages of its key wait for this one, which is dead."""
     error: str | None = None
     traceback: str | None = None
     is_assumed: bool = False
-    """Whether it is stored only in case that nobody comes back to store another."""
+    """Whether it is stored before a risky attempt, and holds only if the process dies in it."""
     trace: str | None = None
-    """`traceparent` of the attempt that has led to it, if there was one."""
+    """`traceparent` of the attempt that was decided on, if there was one."""
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is what its own handling has led to, and not where it stands."""
+        """Whether it results from the message itself, not from earlier messages of its key."""
         return self.due_in != 0.0 or self.attempts > 0
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is to be tried by itself."""
+        """Whether the message is to be tried by itself."""
         return self.reason == UNDECIDED
 
     @property
     def is_dead(self) -> bool:
-        """Whether only a person can do more for it."""
+        """Whether the message is a dead letter, which only an operator can redrive or discard."""
         return self.due_in is None
 
 
 DIED = "process died"
-"""Reason of a message that is tried alone, with the attempt spent beforehand."""
+"""Reason of a message that is tried alone; its attempt is counted before it begins."""
 UNDECIDED = "undecided"
 """Reason of a message that may have failed because of another."""
 PARKED = "parked by its handler"
 """Reason of a message whose handler has raised `Park`."""
 REDRIVEN = "redriven"
-"""Reason of what was a dead letter until a person asked for it to be tried again."""
+"""Reason of a dead letter that an operator has redriven."""
 GAP = "sequence gap"
-"""Reason of a message that came before others of its subject that come before it."""
+"""Reason of a message that came before its predecessors in the sequence of its subject."""
 UNKNOWN = "outcome unknown"
-"""Reason of a call that may have taken place, and must not take place twice."""
+"""Reason of a call that may have taken place and must not be repeated."""
 FOLLOWER = Decision("follows another")
-"""An earlier message of its key waits or has failed."""
+"""Decision on a message of whose key an earlier one waits or has failed."""
 DEFERRED = Decision("deferred")
-"""Its handler is called later, by design."""
+"""Decision on a message whose handler is called later: a deferred one or a call."""
 
 
 def undecided(error: BaseException) -> Decision:
-    """Return the fate of a message that failed after another one, and maybe because of that.
+    """Return the decision on a message that failed after another one, and maybe because of it.
 
-    It is tried by itself, at once, and nothing is held against it until then.
+    It is tried by itself, at once; this failure counts as no attempt.
     """
     return Decision(UNDECIDED, error=described(error))
 
 
 def suspected(policy: Policy, error: BaseException) -> Decision:
-    """Return the fate of a message over which processes have died, maybe because of others.
+    """Return the decision on a message in whose batch processes have died, maybe for others.
 
-    It is tried alone, and nothing is held against it until then.
+    It is tried alone; these deaths count as no attempt.
     """
     return Decision(DIED, due_in=max(policy.schedule[0], SHORTEST), error=described(error))
 
 
 def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Decision:
-    """Return the fate of a message that only a person can do more for."""
+    """Return the decision that makes a message a dead letter."""
     return Decision(
         reason,
         attempts=attempts,
@@ -211,14 +210,14 @@ def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0
 
 
 def early(error: BaseException, *, attempts: int, waited: float, due_in: float) -> Decision:
-    """Return the fate of a message that waits for others, so many seconds at most."""
+    """Return the decision on a message that waits for predecessors, `due_in` seconds at most."""
     return Decision(GAP, attempts, waited, max(due_in, SHORTEST), error=described(error))
 
 
 def assumed(
     policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str = DIED
 ) -> Decision:
-    """Return what is stored of a message before it is tried: its attempt, spent in vain."""
+    """Return the decision that is stored before a risky attempt: the attempt counts as failed."""
     delay = max(_delay(policy, attempts + 1), SHORTEST)
     return Decision(
         reason, attempts + 1, waited + delay, delay, error=described(error), is_assumed=True

@@ -1,4 +1,4 @@
-"""Whether an event is read from its own JSON as it was."""
+"""Checks that an event is equal to the one that is read from its JSON."""
 
 from datetime import datetime
 from typing import Any
@@ -15,11 +15,11 @@ _ADVICE = (
 
 
 class Unpublishable(ValueError):
-    """An event that could never be sent. Nothing was staged; the handler sees this error."""
+    """An event that can't be sent. It is raised to the handler; nothing was staged."""
 
 
 def check_readback(event: Event, payload: bytes) -> None:
-    """Raise `Unpublishable` if the event's class does not read what it has written as it was."""
+    """Raise `Unpublishable` if the event's class reads another event from the event's JSON."""
     kind = type(event)
     try:
         read = kind.__pydantic_validator__.validate_json(payload)
@@ -43,10 +43,10 @@ def _members(one: object) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether values are the same, also where Python has no two equal ones."""
+    """Whether values are the same, also for types whose `==` does not compare values."""
     if one == other or type(one) is not type(other):
         return bool(one == other)
-    if isinstance(one, datetime):  # of two zones, in the hour that a clock is set back by
+    if isinstance(one, datetime):  # in two zones, in the hour that is repeated
         return bool(one.isoformat() == other.isoformat())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))

@@ -30,12 +30,13 @@ class Handler:
     function: Callable[..., Awaitable[object]]
     policy: Policy
     mode: Literal["immediate", "deferred", "call"]
-    """What is a "call" is done outside of a transaction, by workers of an optional package."""
+    """A "call" is an effect: workers of the optional package `effects` call it, outside of a
+    transaction."""
     timeout: float
     takes_batches: bool = False
     takes_old: bool = False
     gaps: Gaps | None = None
-    """Where it goes by the sequence of its events."""
+    """Set if it applies events in the order of their sequence."""
 
 
 class Handlers:
@@ -61,27 +62,27 @@ class Handlers:
     ) -> Callable[[Function[E]], Function[E]]:
         """Register the decorated coroutine function for the events of a topic.
 
-        `consumer` is part of the identity under which the inbox remembers: keep it when you
-        rename the function. `loads` names the rows that the handler is going to change; they are
-        fetched and locked for the whole batch in one query.
+        `consumer` is part of the key of inbox markers: keep it when you rename the function.
+        `loads` names the rows that the handler is going to change; they are fetched and locked for
+        the whole batch in one query.
 
-        `policy` says what becomes of a message that the function fails on; later messages of its
-        key wait behind it. With `mode="deferred"` every message is stored at once and handled
-        later, from the backlog. After `timeout` seconds a call is ended, and has failed. With
-        `takes_old=True` also what is older than the inbox remembers is applied, at the risk of
-        a second time; otherwise it is a dead letter.
+        `policy` decides on a message for which the function fails; later messages of its key wait
+        behind it. With `mode="deferred"` every message is stored at once and handled
+        later, from the backlog. After `timeout` seconds a call is cancelled, and has failed. With
+        `takes_old=True` messages older than the oldest inbox markers are applied, at the risk of
+        applying them twice; otherwise they are dead letters.
 
         With `gaps` the events of a row, the one that `loads` names, are applied in the order of
-        their CloudEvents `sequence`: what was overtaken is skipped and counted as superseded, and
-        what comes too early waits as `gaps` says. The row is a `Sequenced` one. All handlers of a
-        consumer and a topic go by it, or none.
+        their CloudEvents `sequence`: an event older than the latest applied one is skipped and
+        counted as superseded, and one that comes too early waits as `gaps` says. The row is a
+        `Sequenced` one. All handlers of a consumer and a topic have `gaps`, or none.
 
-        What the function returns is kept as JSON beside the marker, as long as that is, at the
-        price of a statement in a transaction in which any function returns something.
-        `service inbox show` prints it; whoever sends the event once more gets no answer.
+        The function's result is stored as JSON in the marker, and kept as long as that is. It costs
+        one more statement in a transaction in which a function returns a result. `service inbox
+        show` prints it; a repeated event gets no answer.
 
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
-        function does not fit, and `ValueError` for a time-out or a name that is none.
+        function does not fit, and `ValueError` for an invalid time-out or name.
         """
         check_topic(topic)
         if gaps is not None and not (loads and issubclass(loads.entity, Sequenced)):
@@ -110,9 +111,9 @@ class Handlers:
     ) -> Callable[[BatchFunction[E]], BatchFunction[E]]:
         """Register a coroutine function that takes many events at once, an `EventBatch`.
 
-        For handlers that read and write by sets, in SQL of their own. All is as in `on`, but that
-        the function returns nothing, `timeout` is for all of a call, and when it fails on several
-        events they are tried again in halves, until it is known which one is at fault.
+        For handlers that read and write sets of rows, in SQL of their own. It differs from `on` in
+        that the function returns nothing, `timeout` limits the whole call, and when a call with
+        several events fails they are tried again in halves, until one event fails by itself.
         """
         check_topic(topic)
         check_options(event, consumer=consumer, loads=loads, timeout=timeout)
@@ -166,9 +167,9 @@ class Handlers:
                 )
 
     def plain(self, topic: str, how: Plain) -> None:
-        """Say how a topic without CloudEvents names its events.
+        """Declare the type and identity of the events of a topic without CloudEvents.
 
-        Raises `TypeError` if it was said before.
+        Raises `TypeError` if that was declared before.
         """
         check_topic(topic)
         if topic in self._plain:
@@ -181,7 +182,7 @@ class Handlers:
         self._demanding.add(topic)
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
-        """Return the same handlers for topics of other names: where others use the brokers, too.
+        """Return the same handlers for renamed topics, as for brokers that are shared.
 
         Raises `ValueError` if two topics would have the same name.
         """
@@ -190,7 +191,7 @@ class Handlers:
             raise ValueError(f"two topics would have the same name: {sorted(names.values())}")
         renamed = Handlers()
         for topic, types in self._by_topic.items():
-            name = names.get(topic, topic)  # calls have no topic of Kafka's
+            name = names.get(topic, topic)  # calls have no topic in Kafka
             renamed._by_topic[name] = {
                 type: tuple(replace(one, topic=name) for one in handlers)
                 for type, handlers in types.items()
@@ -205,12 +206,12 @@ class Handlers:
 
     @property
     def demanding(self) -> frozenset[str]:
-        """Topics of which `demand_types` was told."""
+        """Topics for which `demand_types` was called."""
         return frozenset(self._demanding)
 
     @property
     def topics(self) -> frozenset[str]:
-        """Topics that some handler takes events of."""
+        """Topics that have a handler."""
         return frozenset(self._by_topic) - {CALLS}
 
     @property
@@ -220,7 +221,7 @@ class Handlers:
 
     @property
     def replaced(self) -> list[str]:
-        """Names of the functions that a decorator above the registration has replaced since."""
+        """Names of functions that were replaced by a decorator above their registration."""
         functions = {one.function for one in self}
         return sorted(one.__qualname__ for one in functions if signatures.is_wrapped_since(one))
 
@@ -247,7 +248,7 @@ class Handlers:
         return self._by_topic.get(topic, {}).get(type, ())
 
     def plain_of(self, topic: str) -> Plain | None:
-        """Return what `plain` was told of the topic."""
+        """Return the topic's declaration by `plain`, or None."""
         return self._plain.get(topic)
 
     def demands_types(self, topic: str) -> bool:
@@ -262,10 +263,10 @@ class Handlers:
 def check_options(
     event: type[Event], *, consumer: str, loads: Loads[Any] | None, timeout: float
 ) -> None:
-    """Raise `TypeError` or `ValueError` if these can't be a handler's."""
+    """Raise `TypeError` or `ValueError` if these are no valid options of a handler."""
     check_event(event)
     check_name("a consumer", consumer)
-    if event.__pydantic_complete__:  # else it names what comes later
+    if event.__pydantic_complete__:  # otherwise it refers to classes that are defined later
         reader(event)
     if loads is not None:
         loads.check(event)

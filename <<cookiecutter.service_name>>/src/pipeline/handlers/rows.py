@@ -1,4 +1,4 @@
-"""The rows that handlers change: loaded and locked once, and given to each message as stored."""
+"""The rows that handlers change: locked once in a transaction, read back between messages."""
 
 import asyncio
 from itertools import islice
@@ -25,44 +25,44 @@ class Rows:
 
     def __init__(self, session: AsyncSession) -> None:
         self.session = session
-        # It answers three times as quickly.
+        # Its methods are three times as fast as those of the AsyncSession.
         self._known = cast(RowSession, session.sync_session)
         if isinstance(self._known, OwnSession):
             self._known.locks = self
         self._rows: dict[Place, Aggregate | None] = {}
         self._taken: dict[Place, int] = {}
-        """Number of the message that has taken the row last."""
+        """Number of the message that has loaded the row last."""
         self._locked: dict[int, Aggregate] = {}
-        """All rows that were locked, by `id`, in that order."""
+        """All rows that were locked, by `id`, in the order of locking."""
         self._savepoints: list[tuple[dict[Place, Aggregate | None], int]] = []
-        """What was known before each savepoint, and how many rows were locked."""
+        """The rows before each open savepoint, and the number of locked ones."""
         self._statement = asyncio.Lock()
         self.message = 0
         """Number of the message whose handler is called."""
         self.error: BaseException | None = None
-        """What a statement has failed with: it may be a neighbour's row that could not be written,
-        and a handler may have caught it."""
+        """Error of a statement: it may have written the row of another message, and the handler may
+        have caught the error."""
 
     def begin_message(self) -> None:
-        """Note that the handler of another message is called."""
+        """Note that the handler of the next message is called."""
         self.message += 1
         self.error = None
 
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
-        """Fetch and lock in one statement."""
+        """Fetch and lock rows in one statement."""
         async with self._statement:
             await self._lock(entity, {aggregate.canonical(entity, key) for key in keys})
 
     async def flush(self) -> None:
-        """Write what has changed."""
+        """Write the changed rows."""
         async with self._statement:
             await self.session.run_sync(Session.flush)
 
     async def get(self, entity: type[A], key: Key) -> A | None:
         """Return the locked row; one that is not declared is fetched and locked now.
 
-        What another message of the batch has changed is read back, unless that would change
-        nothing.
+        A row that another message of the batch has changed is read back, unless the database would
+        return the values that are in memory.
         """
         place = entity, aggregate.canonical(entity, key)
         if not self._has(place):
@@ -84,7 +84,7 @@ class Rows:
             CURRENT_GUARD.reset(call)
 
     def raise_error(self) -> None:
-        """Raise what a statement has failed with, and for one that is cancelled or under way."""
+        """Raise the error of a statement, or `HandlerFault` if one is cancelled or under way."""
         if self._statement.locked():
             raise HandlerFault(UNDER_WAY)
         if isinstance(self.error, asyncio.CancelledError):
@@ -93,12 +93,12 @@ class Rows:
             raise self.error
 
     def _has(self, place: Place) -> bool:
-        """Whether what is in memory is what the database would return."""
+        """Whether the row in memory is what the database would return."""
         if place not in self._rows:
             return False
         row, taken = self._rows[place], self._taken.get(place, self.message)
         if row is None:
-            # One of a shared session can have come by `create` only, or was added.
+            # In a shared session a row can have appeared only by `create` or `add`.
             return isinstance(self._known, SharedSession) and not self._known.has_new
         if taken != self.message:
             return is_as_stored(row)
@@ -116,11 +116,11 @@ class Rows:
         self._rows |= {(entity, key): found.get(key) for key in keys}
 
     def begin_savepoint(self) -> None:
-        """Remember which rows are locked."""
+        """Save the set of locked rows."""
         self._savepoints.append((dict(self._rows), len(self._locked)))
 
     def end_savepoint(self, *, was_undone: bool) -> None:
-        """Forget that; or the rows that were locked since, and those that must be read again."""
+        """Drop the saved set; if the savepoint was rolled back, restore it without expired rows."""
         earlier, number = self._savepoints.pop()
         if was_undone:
             self._rows = {
@@ -148,7 +148,7 @@ class Rows:
     def key_of(self, row: object) -> str:
         """Return the key of events of a row.
 
-        Raises `TypeError` if it has none, or others could change it at the same time.
+        Raises `TypeError` if it has none, or another transaction could change the row.
         """
         if not isinstance(row, Aggregate):
             raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
@@ -166,12 +166,12 @@ class Rows:
         return aggregate.record_key(type(row), values)
 
     def _holds(self, row: Aggregate, values: Key) -> bool:
-        # It may have been loaded as one of a class that it inherits.
+        # The row may have been loaded as an instance of a base class.
         place = aggregate.canonical(type(row), values)
         return any(self._rows.get((one, place)) is row for one in type(row).__mro__)
 
     def add(self, row: object) -> None:
-        """Have a new row inserted with the next flush."""
+        """Insert a new row with the next flush."""
         Session.add(self._known, row)
 
     def create(self, entity: type[A], key: Key) -> A:

@@ -1,9 +1,8 @@
-"""The handler's door: the sessions that handlers work with, and the guard of their connection.
+"""The SQLAlchemy sessions of handlers and writers. `servers/guard.py` checks their statements.
 
 Messages that only use `tx` share a session, which saves round trips. A message that uses
-`tx.session` has a session of its own, over the connection of the batch: it begins with nothing in
-memory, its changes are flushed when its handler returns, and what it did to the connection is
-undone.
+`tx.session` has a session of its own, on the connection of the batch: it starts empty, its changes
+are flushed when its handler returns, and the state of the connection is reset.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from pipeline.servers.guard import (
 
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
-refuses COMMIT then, see `pipeline.refuse_commit`."""
+then rejects COMMIT, see `pipeline.refuse_commit`."""
 BEGIN = f"SELECT set_config('pipeline.handler', '{AT_WORK}', true)"
 DONE = "SELECT set_config('pipeline.handler', '', true)"
 
@@ -38,7 +37,8 @@ _IS_AT_WORK = f"""
 SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}'
             AND current_setting('transaction_read_only') = 'off')::int
 """
-"""Fails if the transaction is read only, or another one: a local setting ends with it."""
+"""Fails if the transaction is read-only, or not the one that the engine has begun: a local setting
+ends with its transaction."""
 
 _RESET = """
 RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
@@ -47,30 +47,30 @@ SELECT pg_advisory_unlock_all()
 
 
 class NeedsSession(BaseException):
-    """A handler has asked for a session of its own, and is called again with one.
+    """A handler needs a session of its own, and is called again with one.
 
-    Not an `Exception`: handlers catch those.
+    Not an `Exception`, because handlers may catch these.
     """
 
 
 class RowSession(Session):
-    """A session that knows which rows were added to it."""
+    """A session that records which rows were added to it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.added: set[object] = set()
-        """Rows that were added and are flushed: no other transaction can see them."""
+        """Rows that were added and flushed: no other transaction can see them."""
         self.has_new = False
         """Whether any row was added, by a handler or a relationship."""
         self.has_deleted = False
-        """Whether anything was deleted: to ask each time what that is takes long."""
+        """Whether any row was deleted: `Session.deleted` is slow to compute."""
 
 
 class SharedSession(RowSession):
     """The session of the messages that have none of their own; no handler may use it.
 
-    Its rows lead to it: by a relationship that is loaded late, or by `object_session`. What a
-    handler does to it goes through `want`, which has the handler called again with its own.
+    A handler can reach it through its rows, by a lazy relationship or by `object_session`. Then
+    `want` ends the call, and the handler is called again with a session of its own.
     """
 
     is_wanted = False
@@ -102,24 +102,24 @@ def _wanting(name: str) -> Callable[..., Any]:
     return method
 
 
-_ASKING = {"get_bind", "identity_key", "is_modified", "object_session"}
+_READ_ONLY_METHODS = {"get_bind", "identity_key", "is_modified", "object_session"}
 """Methods of a session that change nothing."""
 for _name, _method in vars(Session).items():
-    if callable(_method) and not _name.startswith("_") and _name not in _ASKING:
+    if callable(_method) and not _name.startswith("_") and _name not in _READ_ONLY_METHODS:
         setattr(SharedSession, _name, _wanting(_name))
 
 
 class Locks(Protocol):
-    """What is known of the rows that a session has locked."""
+    """The rows that a session has locked."""
 
     def begin_savepoint(self) -> None:
-        """Remember which are locked."""
+        """Save the set of locked rows."""
 
     def end_savepoint(self, *, was_undone: bool) -> None:
-        """Forget that, or those that were locked since."""
+        """Drop the saved set; if the savepoint was rolled back, restore it."""
 
     def check(self) -> None:
-        """Raise `HandlerFault` for a row that was changed without a lock. Before each flush."""
+        """Raise `HandlerFault` if a row was changed without a lock. Called before each flush."""
 
 
 class OwnSession(RowSession):
@@ -144,7 +144,7 @@ class OwnSession(RowSession):
 
 
 class WriterSession(OwnSession):
-    """The session of a writer, which notes what it has written."""
+    """The session of a writer, which records the rows that it has written."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -220,17 +220,18 @@ async def own_session(
     connection: AsyncConnection,
     driver: asyncpg.Connection,
     guard: "Guard",
-    again: str,
+    restore_limits: str,
     kind: type[OwnSession] = OwnSession,
 ) -> AsyncIterator[AsyncSession]:
-    """Lend a session for one message, in the transaction of the connection.
+    """Return a session for one message, in the transaction of the connection.
 
-    At the end of the block its changes are flushed and the connection is as it was; `again` is the
-    statement that sets the transaction's limits anew. Raises `HandlerFault` if it can't be.
+    At the end of the block its changes are flushed and the state of the connection is reset;
+    `restore_limits` is the statement that sets the transaction's limits again. Raises
+    `HandlerFault` if the handler has made that impossible.
     """
     sync = connection.sync_connection
     assert sync is not None
-    # Set in place by `Session.connection(execution_options=…)`.
+    # `Session.connection(execution_options=…)` sets them in place.
     options = sync._execution_options
     info = (await connection.get_raw_connection()).info
     others, info[GUARD] = info.get(GUARD), guard
@@ -238,9 +239,9 @@ async def own_session(
     cast(OwnSession, session.sync_session).guard = guard
     try:
         yield session
-        # A task that was begun last, and is not awaited, begins its statement now.
+        # A task that the handler has started last and did not await starts its statement now.
         await asyncio.sleep(0)
-        await _end(session, driver, guard, again)
+        await _end(session, driver, guard, restore_limits)
     except BaseException as error:
         if guard.was_cancelled and not isinstance(error, asyncio.CancelledError):
             raise HandlerFault(CANCELLED) from error
@@ -251,7 +252,9 @@ async def own_session(
         Session.close(session.sync_session)
 
 
-async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, again: str) -> None:
+async def _end(
+    session: AsyncSession, driver: asyncpg.Connection, guard: Guard, restore_limits: str
+) -> None:
     if guard.under_way:
         raise HandlerFault(UNDER_WAY)
     if guard.fault:
@@ -262,7 +265,7 @@ async def _end(session: AsyncSession, driver: asyncpg.Connection, guard: Guard, 
         while (savepoint := session.get_nested_transaction()) is not None:
             await savepoint.commit()
         await session.flush()
-        await driver.execute(f"{_IS_AT_WORK}; {_RESET}; {again}")
+        await driver.execute(f"{_IS_AT_WORK}; {_RESET}; {restore_limits}")
     except asyncpg.DivisionByZeroError as error:
         raise HandlerFault(HAS_ENDED) from error
     except asyncpg.InFailedSQLTransactionError as error:
@@ -282,15 +285,17 @@ _UNDO = "ROLLBACK TO SAVEPOINT message; RELEASE SAVEPOINT message"
 
 
 @asynccontextmanager
-async def isolated(driver: asyncpg.Connection, outbox: Stages, again: str) -> AsyncIterator[None]:
-    """Undo what one message does if it fails, so that others of its transaction can go on."""
+async def isolated(
+    driver: asyncpg.Connection, outbox: Stages, restore_limits: str
+) -> AsyncIterator[None]:
+    """Roll back to a savepoint if the message fails, so that the transaction can go on."""
     earlier = outbox.staged
     await driver.execute(_SAVE)
     try:
         yield
     except Exception as error:
         try:
-            await driver.execute(f"{_UNDO}; {_RESET}; {again}")
+            await driver.execute(f"{_UNDO}; {_RESET}; {restore_limits}")
         except Exception:
             if isinstance(error, HandlerFault):
                 raise error from None
@@ -301,9 +306,9 @@ async def isolated(driver: asyncpg.Connection, outbox: Stages, again: str) -> As
 
 
 async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None:
-    """Roll back, and leave nothing of a handler on the connection; or close it."""
+    """Roll back and reset the state of the connection; close it if that fails."""
     try:
         await connection.rollback()
         await driver.execute(_RESET)
     except Exception:
-        await connection.invalidate()  # it is lost, or in the middle of a statement
+        await connection.invalidate()  # it is lost, or a statement is under way

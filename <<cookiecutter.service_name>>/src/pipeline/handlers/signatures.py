@@ -1,4 +1,4 @@
-"""Signatures: whether a function can be called as a handler, and whether it is the one called."""
+"""Checks of handler functions: their signatures, and decorators above their registration."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 def check(function: Callable[..., object], **takes: Any) -> None:
     """Raise `TypeError` for a function that can't take arguments of these types, in this order.
 
-    What its annotations say counts as far as they can be evaluated.
+    Its annotations are checked as far as they can be evaluated.
     """
     if not iscoroutinefunction(function):
         raise TypeError(f"{function} is no coroutine function: write `async def`")
@@ -18,13 +18,13 @@ def check(function: Callable[..., object], **takes: Any) -> None:
     parameters = ", ".join(f"{name}: {_text(given)}" for name, given in takes.items())
     advice = f"write `async def {name}({parameters})`"
     try:
-        # Not of what it wraps, which may take more or less.
+        # Not the signature of a wrapped function, which may differ.
         bound = signature(function, follow_wrapped=False).bind(*takes.values())
     except TypeError as error:
         raise TypeError(f"{name} can't be called as a handler is ({error}): {advice}") from None
     try:
         hints = get_type_hints(function)
-    except Exception:  # of names that only a type checker knows, or that come later
+    except Exception:  # names that only a type checker knows, or that are defined later
         return
     for parameter, given in bound.arguments.items():
         hint = hints.get(parameter, Any)
@@ -52,7 +52,7 @@ def _text(given: Any) -> str:
 
 
 def is_wrapped_since(function: Callable[..., object]) -> bool:
-    """Whether its module has put something else, which calls it, in its place: a decorator."""
+    """Whether a decorator in its module has replaced the function by one that calls it."""
     name = getattr(function, "__qualname__", "")
     found = getattr(sys.modules.get(function.__module__), name, function)
     if found is function or not callable(found):

@@ -1,6 +1,7 @@
 """The outbox: events staged in memory while handlers run, written by one COPY before the commit.
 
-Those that are due later are written into a table of their own, from which `scheduled` moves them.
+Events that are due later are written into a table of their own; `relay/scheduled.py` moves them to
+the outbox.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +23,13 @@ CALLS = "(calls)"
 """Stands for the topic of events that are staged by `call`; no topic has such a name."""
 
 _HEADERS_AT_MOST = 700
-"""Bytes that names, separators and fixed values of the headers can take."""
+"""Upper limit, in bytes, of the names, separators and fixed values of the headers."""
 _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
 
 
-_BEGUN = blake2b(digest_size=16)
+_EMPTY_HASH = blake2b(digest_size=16)
 
 
 class StagedEvent(NamedTuple):
@@ -47,15 +48,15 @@ class StagedEvent(NamedTuple):
     tracestate: str | None
     baggage: str | None
     headers: str | None = None
-    """Those of a dead letter's record, as JSON; an event's own are made of the other columns."""
+    """Headers of a dead letter's record, as JSON; an event's are made of the other columns."""
     dataref: str | None = None
-    """Where the payload is, if it is too large to travel; the one here is empty then."""
+    """Location of the payload if it is too large for a record; `payload` is then empty."""
     datalength: int | None = None
     datachecksum: str | None = None
 
     @property
     def size(self) -> int:
-        """Bytes that its record takes at most, with payload, key and headers."""
+        """Upper limit of its record's size in bytes, with payload, key and headers."""
         key, payload = len(self.key or b""), len(self.payload or b"")
         names = len(self.source.encode()) + len(self.type.encode())
         context = len(self.tracestate or "") + len(self.baggage or "")
@@ -69,11 +70,11 @@ class Due(NamedTuple):
     """None: the event's id."""
     at: datetime | None
     after: timedelta | None
-    """One of both; this one by the database's clock."""
+    """Either `at` or `after` is set; `after` counts from the database's clock."""
 
     @classmethod
     def check(cls, at: datetime | None, after: timedelta | None, name: str | None) -> Self:
-        """Return it; raises `TypeError` or `Unpublishable` for what can't be meant."""
+        """Return the due time; raises `TypeError` or `Unpublishable` for invalid arguments."""
         if (at is None) == (after is None):
             raise TypeError("publish(…) takes at= or after= for an event that is due later")
         if at is not None and at.tzinfo is None:
@@ -88,10 +89,10 @@ class Due(NamedTuple):
 
 
 COLUMNS = ", ".join(StagedEvent._fields)
-"""Those of an event, wherever it is stored."""
+"""Columns of an event, in each table that stores events."""
 
-# By name, so that two transactions wait for each other and never in a circle; of those that are due
-# at the same time `scheduled_at` tells in which order they were staged.
+# Sorted by name, so that two transactions wait for each other without a deadlock. `scheduled_at`
+# keeps the order of staging among events that are due at the same time.
 _SCHEDULE = f"""
 WITH moment AS MATERIALIZED (SELECT clock_timestamp() AS at)
 INSERT INTO pipeline.scheduled (name, due_at, scheduled_at, {COLUMNS})
@@ -108,17 +109,17 @@ CANCEL = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
 
 
 def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
-    """Return the id of the event that a message causes: the same in every execution.
+    """Return the id of an event that a message's handler publishes: the same in every execution.
 
     `ordinal` counts the events that one handler stages for one message, from 0.
     """
-    hash = _BEGUN.copy()  # quicker than to make one
+    hash = _EMPTY_HASH.copy()  # faster than a new one
     hash.update(b"%b%b%d" % (marker_key, payload_hash, ordinal))
     return hash.hexdigest()
 
 
 Staged = tuple[int, int, dict[str, tuple[Due, StagedEvent] | None]]
-"""How many events and calls are staged, and what is scheduled or cancelled."""
+"""Numbers of staged events and calls, and the events that are scheduled or cancelled."""
 
 
 class Outbox:
@@ -134,7 +135,7 @@ class Outbox:
     ) -> None:
         """`call_types` are the events that may be staged by `call`, by their types.
 
-        `sent_size` returns the bytes of an event as it is sent, if so many are allowed.
+        `sent_size` returns the size of an event's record, given the size that is allowed.
         """
         self._source = source
         self.max_event_bytes = max_event_bytes
@@ -144,16 +145,16 @@ class Outbox:
         self.calls: list[StagedEvent] = []
         """Events for handlers outside of the transaction, after its commit."""
         self._scheduled: dict[str, tuple[Due, StagedEvent] | None] = {}
-        """By name; None for what is cancelled. What is asked last is what holds."""
+        """By name; None for a cancelled one. The latest call for a name replaces earlier ones."""
         self._injected: tuple[Context, traces.TraceHeaders] | None = None
-        """The latest context, and what it is in headers: a handler publishes several events."""
+        """The latest context and its headers, kept because a handler may publish several events."""
 
     def __len__(self) -> int:
         return len(self._staged)
 
     @property
     def staged(self) -> Staged:
-        """What is staged so far. Set to an earlier value, it drops what was staged since."""
+        """The state of staging. Setting it to an earlier value drops all that was staged since."""
         return len(self._staged), len(self.calls), dict(self._scheduled)
 
     @staged.setter
@@ -172,9 +173,10 @@ class Outbox:
         context: Context | None = None,
         due: Due | None = None,
     ) -> None:
-        """Keep the event for the COPY, or until it is due; in the current trace unless told.
+        """Stage the event for the COPY, or until it is `due`.
 
-        Raises `Unpublishable` if its topic or key can't be sent or it is larger than allowed.
+        `context` is its trace, by default the current one. Raises `Unpublishable` if its topic or
+        key can't be sent or it is larger than allowed.
         """
         kind = type(event)
         staged = self._written(event, _topic_of(kind), id, key, sequence, context)
@@ -183,15 +185,15 @@ class Outbox:
             self._staged.append(staged)
         else:
             name = due.name or id
-            self._scheduled.pop(name, None)  # its place is the last one now
+            self._scheduled.pop(name, None)  # its new place in the order is the last one
             self._scheduled[name] = due, staged
 
     def call(
         self, event: Event, *, id: str, key: str | None, context: Context | None = None
     ) -> None:
-        """Keep the event for the handlers of its calls; in the current trace unless given another.
+        """Stage the event for its effects. `context` is its trace, by default the current one.
 
-        Raises `TypeError` if there is none, and `Unpublishable` as `stage` does.
+        Raises `TypeError` if no effect takes it, and `Unpublishable` as `stage` does.
         """
         kind = type(event)
         taken = self._call_types.get(kind.event_type)
@@ -254,12 +256,12 @@ class Outbox:
             )
 
     def holds(self, id: str) -> bool:
-        """Whether the event of this id is staged, and not taken back."""
+        """Whether the event of this id is staged, and was not dropped since."""
         return any(event.event_id == id for event in self._staged)
 
     @property
     def events(self) -> Iterator[StagedEvent]:
-        """The staged events, also those that are due later."""
+        """The staged events, followed by those that are due later."""
         yield from self._staged
         yield from (one[1] for one in self._scheduled.values() if one is not None)
 
@@ -271,22 +273,22 @@ class Outbox:
                 self._scheduled[name] = one[0], events.get(one[1].event_id, one[1])
 
     def cancel(self, name: str) -> None:
-        """Let a scheduled event not be published, if it still waits when this commits."""
+        """Cancel a scheduled event, if it is not published yet when the transaction commits."""
         self._scheduled[name] = None
 
     def _headers_of(self, context: Context) -> traces.TraceHeaders:
-        # Taken and put as one: a handler may publish from threads.
+        # Read and replaced as one tuple: a handler may publish from several threads.
         injected = self._injected
         if injected is None or injected[0] is not context:
             injected = self._injected = context, traces.creation_context(context)
         return injected[1]
 
     def add(self, events: Iterable[StagedEvent]) -> None:
-        """Keep events that are no handler's for the COPY."""
+        """Stage events of the engine for the COPY."""
         self._staged += events
 
     async def write(self, connection: asyncpg.Connection) -> bool:
-        """Write all into the transaction open on the connection; False if that is nothing."""
+        """Write all events in the connection's transaction; returns False if there are none."""
         if self._staged:
             await copy(connection, self._staged)
         if self._scheduled:
@@ -317,7 +319,7 @@ def _topic_of(kind: type[Event]) -> str:
 
 async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
     """Append rows to the outbox, in order, by COPY."""
-    # Without a transaction COPY would commit by itself, and events would outlive a rollback.
+    # Without a transaction COPY would commit by itself, and a rollback would keep the events.
     if not connection.is_in_transaction():
         raise RuntimeError("outbox rows may only be written in a transaction that has begun")
     with statements.Statement("COPY"):

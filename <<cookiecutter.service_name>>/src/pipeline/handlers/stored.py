@@ -28,25 +28,25 @@ _EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
     sa.Uuid: UUID,
     sa.LargeBinary: bytes,
 }
-"""Types of columns that return the value that was written, if it is of this type of Python."""
+"""Column types that return a written value unchanged if it has this Python type."""
 
 
 _IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
 
 
 class _Kind(NamedTuple):
-    """What is known of the rows of a class."""
+    """Properties of the rows of a class."""
 
     size: int
     """Entries in the `__dict__` of a row that is loaded: its columns and SQLAlchemy's state."""
     checks: dict[str, Callable[[Any], bool]]
-    """By column: whether the database would return the value as it is."""
+    """By column: whether the database would return the value unchanged."""
     keys: frozenset[str]
     """Columns of the primary key."""
     may_mutate: bool
     """Whether a value can change in place or by a relationship, which its row does not show."""
     is_computed: bool
-    """Whether the database fills columns in when the row is written."""
+    """Whether the database computes columns when the row is written."""
 
 
 def is_as_stored(row: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The transaction as a handler sees it: load and change rows, publish events."""
+"""The transaction that handlers get: it loads rows and publishes events."""
 
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
@@ -19,13 +19,13 @@ E = TypeVar("E", bound=Event)
 
 
 class Transaction(UnitOfWork):
-    """What one handler does for one message; it commits with the whole batch, or not at all.
+    """The changes of one handler for one message; they commit with the whole batch, or not at all.
 
-    A handler may run again, for a lost connection or a neighbour's fault: keep effects that a
-    rollback does not undo out of it.
+    A handler may be called again, after a lost connection or a failure of another message: it must
+    have no effects that a rollback does not undo.
     """
 
-    __slots__ = ("_key", "_strays", "gap", "message")
+    __slots__ = ("_errors_after_return", "_key", "gap", "message")
 
     def __init__(
         self,
@@ -33,18 +33,20 @@ class Transaction(UnitOfWork):
         outbox: Outbox,
         message: Message,
         key: bytes,
-        strays: dict[bytes, Exception],
+        errors_after_return: dict[bytes, Exception],
         context: Context | None = None,
         gap: int = 0,
     ) -> None:
-        """`key` is the marker's; `strays` takes, by it, what is done after the handler ended."""
+        """`key` is the marker's. An error of a call after the handler has returned is stored in
+        `errors_after_return`, by that key.
+        """
         super().__init__(rows, outbox, context)
         self.message = message
         """Envelope of the event: identity, key, time, partition and offset."""
         self.gap = gap
-        """So many events that come before this one did not come in time, see `Gaps`."""
+        """Number of events missing before this one, which did not come in time, see `Gaps`."""
         self._key = key
-        self._strays = strays
+        self._errors_after_return = errors_after_return
 
     def _id(self) -> str:
         return event_id(self._key, self.message.hash, self._staged)
@@ -53,24 +55,24 @@ class Transaction(UnitOfWork):
         try:
             super()._check()
         except HandlerFault as error:
-            self._strays[self._key] = error
+            self._errors_after_return[self._key] = error
             raise
 
     def overwrites(self, row: Timed) -> bool:
-        """Let the event win over what wrote the row before, if it is later; says whether it is.
+        """Return whether the event is later than the last one that wrote the row, and note it.
 
-        The latest by CloudEvents' `time`, whatever order events come in; of two with the same time
-        always the same one. That is as good as the clocks of those who send: one that is ahead wins
-        until it is overtaken. What was deleted is forgotten, and an older event makes it anew.
-        Raises `Reject` for an event without a time.
+        Events are compared by CloudEvents' `time`, in whatever order they come; of two with the
+        same time always the same one wins. It relies on the clocks of producers: events of a clock
+        that is ahead win until its time has come. A deleted row has no time, so that an older event
+        creates it again. Raises `Reject` for an event without a time.
         """
         return overwrites(row, self.message)
 
 
 class EventBatch(Generic[E]):
-    """Events that a handler takes together, in order, each with the transaction to publish in.
+    """Events that a handler takes together, in order, each with a `Transaction` to publish in.
 
-    All the transactions are one, and share `session`.
+    All of them belong to one database transaction, and share `session`.
     """
 
     def __init__(self, calls: Sequence[tuple[E, Transaction]]) -> None:

@@ -19,12 +19,12 @@ A = TypeVar("A", bound=Aggregate)
 
 
 class UnitOfWork(ABC):
-    """What a handler and a writer have in common: they commit all of it, or nothing."""
+    """Changes of a handler or a writer, which are committed together or not at all."""
 
     __slots__ = ("_context", "_has_ended", "_outbox", "_rows", "_staged")
 
     def __init__(self, rows: Rows, outbox: Outbox, context: Context | None = None) -> None:
-        """Events are published in the trace of the context, by default in the current one."""
+        """`context` is the trace of published events, by default the current one."""
         self._rows = rows
         self._outbox = outbox
         self._context = context
@@ -36,7 +36,7 @@ class UnitOfWork(ABC):
         """Return the id of the event that is staged next."""
 
     def end(self) -> None:
-        """Refuse all that follows: what a task does that outlives its handler would be lost."""
+        """Reject further calls: changes by a task that outlives its handler would be lost."""
         self._has_ended = True
 
     def _check(self) -> None:
@@ -45,12 +45,12 @@ class UnitOfWork(ABC):
 
     @property
     def session(self) -> AsyncSession:
-        """SQLAlchemy's session, of this message alone. Leave it open, and the transaction, too.
+        """SQLAlchemy's session of this message alone. Close neither it nor the transaction.
 
-        A message that has one takes a few round trips more: `load`, `load_or_create` and `add` do
-        without. Its changes are flushed when the handler returns. Savepoints, by `begin_nested()`,
-        take back what was published inside. The connection's state (`SET`, temporary tables,
-        session locks) ends with the message.
+        It costs the message a few more round trips; `load`, `load_or_create` and `add` do not need
+        it. Its changes are flushed when the handler returns. Savepoints, by `begin_nested()`,
+        drop the events published inside when they are rolled back. The connection's state (`SET`,
+        temporary tables, session locks) ends with the message.
         """
         self._check()
         session = self._rows.session
@@ -89,18 +89,18 @@ class UnitOfWork(ABC):
     ) -> None:
         """Stage an event; it is in the outbox exactly if this transaction commits.
 
-        `of` is the aggregate that the event tells of: its primary key becomes the record's key
+        `of` is the aggregate that the event is about: its primary key becomes the record's key
         and its `version`, raised by one, the event's sequence. Events of one aggregate keep their
         order because its row is locked: it must come from `tx.load…`, or be new. Without `of`,
         `key` and `sequence` may be given; an event without a key has no order, and those of one key
-        have theirs if you have locked what they tell of.
+        have the order of their transactions if you have locked the rows that they are about.
 
         With `at`, a time with its zone, or `after` the commit, the event is put into the outbox
-        when it is due, by the database's clock; until then `tx.cancel` takes it back by its `name`.
-        Another one of that name takes its place. It has no place among the other events of its key,
-        and so no `of` and no `sequence`.
+        when it is due, by the database's clock; until then `tx.cancel` cancels it by its `name`.
+        Another event of that name replaces it. It is not ordered with other events of its key, so
+        `of` and `sequence` are not allowed.
 
-        Raises `Unpublishable` for an event that could never be sent.
+        Raises `Unpublishable` for an event that can't be sent.
         """
         self._check()
         due = None
@@ -123,9 +123,10 @@ class UnitOfWork(ABC):
     def call(self, event: Event, *, of: Aggregate | None = None, key: str | None = None) -> None:
         """Stage an event for its effects: they are called exactly if this transaction commits.
 
-        They are called after the commit (see the optional package `effects`), those of one key one
-        after the other, in the order of the transactions that lock what the events tell of. `of` is
-        that row, as in `publish`, and its primary key the key; without both there is no order.
+        They are called after the commit (see the optional package `effects`), for one key one after
+        the other, in the order of the transactions that lock the row that the events are about.
+        `of` is that row, as in `publish`, and its primary key is the key; without `of` and `key`
+        there is no order.
 
         Raises `TypeError` if no effect takes the event, and `Unpublishable` if it can't be stored.
         """
@@ -138,9 +139,9 @@ class UnitOfWork(ABC):
         self._staged += 1
 
     def cancel(self, name: str) -> None:
-        """Take back the scheduled event of this name, exactly if this transaction commits.
+        """Cancel the scheduled event of this name, exactly if this transaction commits.
 
-        What is published already, or was never scheduled, is left alone.
+        It has no effect on an event that is published already or was never scheduled.
         """
         self._check()
         self._outbox.cancel(name)

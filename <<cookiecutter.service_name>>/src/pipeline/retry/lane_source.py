@@ -8,7 +8,7 @@ import asyncpg
 
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
-from pipeline.apply.breaker import Failed
+from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, StoredRecord
 from pipeline.apply.outcome import BatchOutcome
@@ -46,8 +46,8 @@ class LaneSource:
         return {item.key: DEFERRED for item in self._redecoded} | dict(self.assumed)
 
     @property
-    def decoded(self) -> tuple[set[str], list[Failed]]:
-        """Return no consumer and no failure: rows that can't be decoded are dead already."""
+    def decoded(self) -> tuple[set[str], list[FailedMessage]]:
+        """Return nothing: what can't be decoded is dead already."""
         return set(), []
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:

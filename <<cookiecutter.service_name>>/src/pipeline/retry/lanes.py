@@ -172,7 +172,7 @@ async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Gene
     row = await connection.fetchrow(_HOLD, lane.number, lane.token, lease)
     if row is None or not row["ours"]:
         raise LaneLost(f"backlog lane {lane.number} was taken over")
-    return Generations(row["current"], row["oldest"], row["since"], row["opening"])
+    return Generations.of(row)
 
 
 async def release(connection: asyncpg.Connection, lane: Lane) -> None:

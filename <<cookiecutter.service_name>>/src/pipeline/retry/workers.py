@@ -279,6 +279,7 @@ class BacklogWorkers:
         return {"", *handlers.consumers} - handlers.callers - self._breaker.resting
 
     async def _claim(self) -> Lane | None:
+        self._breaker.forget_idle()
         lease = self._settings.backlog_lease
         return await self._query(
             "claiming a lane",

@@ -74,7 +74,7 @@ class Desk:
             replace(deposit, partition=self.slot.partition).record(self.slot.topic, start + place)
             for place, deposit in enumerate(deposits)
         ]
-        return await read(self.handlers, self.slot.topic, start, records)
+        return await read(self.handlers, start, records)
 
     async def apply(self, *deposits: Deposit, start: int | None = None) -> Sequence[Outcome]:
         """Apply the deposits as one batch, from the position stored unless `start` says where."""

@@ -50,7 +50,7 @@ _STATEMENTS: Mapping[object, str] = {
     filters._WITH_ROOM: "filters: look for one with room",
     filters._FETCH: "filters: read keys",
     filters._STORE: "filters: store",
-    filters._MOMENT: "filters: read the generation",
+    filters._GENERATIONS: "filters: read the generation",
     filters._STORED: "filters: list",
     filters._BITS: "filters: load",
     inbox._REGISTER: "consumers: register",

@@ -121,7 +121,7 @@ def lane(key: bytes) -> Lane:
 async def items(*accounts: str) -> list[Item]:
     """Return new messages for the accounts, which are keys."""
     deposits = (Deposit(1, account=name).record("t", n) for n, name in enumerate(accounts))
-    return list((await read(BANK.handlers, "t", 0, list(deposits))).items)
+    return list((await read(BANK.handlers, 0, list(deposits))).items)
 
 
 async def rows_of(db: asyncpg.Connection, key: bytes, count: int) -> list[bytes]:

@@ -245,7 +245,7 @@ async def nameless(desk: Desk, *deposits: Deposit, start: int) -> Batch:
     """Decode records that have no headers, and so no identity of their own."""
     topic = desk.slot.topic
     records = [replace(one.record(topic, start + n), headers=()) for n, one in enumerate(deposits)]
-    return await read(desk.handlers, topic, start, records)
+    return await read(desk.handlers, start, records)
 
 
 async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(

@@ -307,8 +307,8 @@ async def test_after_a_restore_the_filters_of_other_generations_with_the_same_nu
         def sift(
             self: Filters, closed: range, opening: UUID, keys: Sequence[bytes]
         ) -> tuple[list[bytes], range]:
-            if self._moment:
-                opening = self._moment[1]
+            if self._loaded_at:
+                opening = self._loaded_at[1]
             return naive(self, closed, opening, keys)
 
         monkeypatch.setattr(Filters, "sift", sift)

@@ -117,7 +117,7 @@ async def test_every_nasty_record_takes_effect_or_is_stored_as_it_came(
     desk = await new_desk(handlers, topic="nasty", breaker_keys=10_000)
     found = [kafka_record(nasty, offset, "nasty") for offset, nasty in enumerate(NASTY)]
     assert await desk.position() == 0
-    outcomes = await desk.apply_batch(await read(handlers, "nasty", 0, found))
+    outcomes = await desk.apply_batch(await read(handlers, 0, found))
     assert await desk.position() == len(NASTY)
     stored = await desk.backlog()
     assert {"invalid payload", "invalid envelope"} <= {row["reason"] for row in stored}

@@ -80,7 +80,7 @@ def taken(batch: Batch) -> list[tuple[int, str]]:
 async def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of_registration(
     handlers: Handlers,
 ) -> None:
-    batch = await read(handlers, TOPIC, 5, [record(5), record(6)])
+    batch = await read(handlers, 5, [record(5), record(6)])
     assert taken(batch) == [(5, "ship"), (5, "bill"), (6, "ship"), (6, "bill")]
     assert (batch.start, batch.end, batch.skipped, batch.undecoded) == (5, 7, [], [])
     assert batch.items[0].event == Placed(order=1)
@@ -90,13 +90,13 @@ async def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of
 async def test_what_is_handled_later_is_not_validated_now() -> None:
     registry = Handlers()
     registry.on(Placed, topic=TOPIC, consumer="ship", mode="deferred")(ignore)
-    (item,) = (await read(registry, TOPIC, 0, [record(0, value=b"{}")])).items
+    (item,) = (await read(registry, 0, [record(0, value=b"{}")])).items
     assert (item.event, item.fault) == (None, None)
     registry.on(Placed, topic=TOPIC, consumer="audit", mode="deferred")(ignore)
-    for item in (await read(registry, TOPIC, 0, [record(0, value=b"{}")])).items:
+    for item in (await read(registry, 0, [record(0, value=b"{}")])).items:
         assert (item.event, item.fault) == (None, None)
     registry.on(Placed, topic=TOPIC, consumer="bill")(ignore)
-    _, _, bill = (await read(registry, TOPIC, 0, [record(0)])).items
+    _, _, bill = (await read(registry, 0, [record(0)])).items
     assert bill.event == Placed(order=1)
 
 
@@ -104,7 +104,7 @@ async def test_the_end_is_behind_the_last_record_whatever_gaps_there_are(
     handlers: Handlers,
 ) -> None:
     """Trap 13."""
-    batch = await read(handlers, TOPIC, 5, [record(7), record(20)])
+    batch = await read(handlers, 5, [record(7), record(20)])
     assert (batch.start, batch.end) == (5, 21)
 
 
@@ -112,7 +112,7 @@ async def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_pa
     handlers: Handlers,
 ) -> None:
     records = [record(0, type="other", value=b"no JSON"), record(1), record(2, value=None)]
-    batch = await read(handlers, TOPIC, 0, records)
+    batch = await read(handlers, 0, records)
     assert [offset for offset, _ in taken(batch)] == [1, 1]
     assert (batch.skipped, batch.end, batch.undecoded) == ([0, 2], 3, [])
 
@@ -120,7 +120,7 @@ async def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_pa
 async def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(
     handlers: Handlers,
 ) -> None:
-    batch = await read(handlers, TOPIC, 0, [record(0, value=None, type=None)])
+    batch = await read(handlers, 0, [record(0, value=None, type=None)])
     assert (batch.skipped, batch.end, batch.undecoded) == ([0], 1, [])
 
 
@@ -128,16 +128,16 @@ async def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_
     handlers: Handlers,
 ) -> None:
     handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
-    batch = await read(handlers, TOPIC, 0, [record(0, value=None, key=b"a\xff")])
+    batch = await read(handlers, 0, [record(0, value=None, key=b"a\xff")])
     assert taken(batch) == [(0, "forget")]
     assert batch.items[0].event == Tombstone(key="a\\xff")
-    (item,) = (await read(handlers, TOPIC, 0, [record(0, value=None, key=None)])).items
+    (item,) = (await read(handlers, 0, [record(0, value=None, key=None)])).items
     assert item.event == Tombstone(key="")
 
 
 async def test_a_tombstone_without_headers_is_named_by_its_place(handlers: Handlers) -> None:
     handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
-    batch = await read(handlers, TOPIC, 7, [record(7, value=None, type=None, key=b"a")])
+    batch = await read(handlers, 7, [record(7, value=None, type=None, key=b"a")])
     assert batch.items[0].message.id == "0-7"
 
 
@@ -146,7 +146,7 @@ async def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_tak
 ) -> None:
     """Trap 14."""
     bare = record(2, type=None)
-    batch = await read(handlers, TOPIC, 0, [record(0), record(1, type="other"), bare, record(3)])
+    batch = await read(handlers, 0, [record(0), record(1, type="other"), bare, record(3)])
     assert taken(batch) == [(0, "ship"), (0, "bill"), (3, "ship"), (3, "bill")]
     assert (batch.start, batch.end, batch.skipped) == (0, 4, [1])
     (one,) = batch.undecoded
@@ -159,9 +159,7 @@ async def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
     handlers: Handlers,
 ) -> None:
     handlers.demand_types(TOPIC)
-    batch = await read(
-        handlers, TOPIC, 0, [record(0, type="other"), record(1), record(2, value=None)]
-    )
+    batch = await read(handlers, 0, [record(0, type="other"), record(1), record(2, value=None)])
     assert [offset for offset, _ in taken(batch)] == [1, 1]
     assert [(one.record.offset, one.reason) for one in batch.undecoded] == [(0, "unknown type")]
     assert "'other' of orders" in str(batch.undecoded[0].error)
@@ -182,7 +180,7 @@ async def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and
     handlers: Handlers, bad: ConsumerRecord[bytes, bytes], consumers: list[str]
 ) -> None:
     """Trap 14."""
-    batch = await read(handlers, TOPIC, 0, [record(1), bad, record(3)])
+    batch = await read(handlers, 0, [record(1), bad, record(3)])
     assert (batch.end, batch.skipped, batch.undecoded) == (4, [], [])
     faulty = [item for item in batch.items if item.fault is not None]
     assert [(item.record.offset, item.handler.consumer) for item in faulty] == [
@@ -209,7 +207,7 @@ async def test_a_decimal_of_a_record_keeps_its_digits_in_either_mode(
         head = '"specversion": "1.0", "id": "1", "source": "/shop", "type": "paid"'
         paid.value = f'{{{head}, "data": {data}}}'.encode()
         paid.headers = (("content-type", b"application/cloudevents+json"),)
-    (item,) = (await read(handlers, TOPIC, 0, [paid])).items
+    (item,) = (await read(handlers, 0, [paid])).items
     assert isinstance(item.event, Paid)
     assert str(item.event.amount) == "12345678901234567.890"
 
@@ -226,14 +224,14 @@ async def test_a_validator_that_would_end_the_process_is_its_payloads_fault(
             raise kind
 
     handlers.on(Ending, topic=TOPIC, consumer="ship")(ignore)
-    (item,) = (await read(handlers, TOPIC, 0, [record(0, type="ending", value=b"{}")])).items
+    (item,) = (await read(handlers, 0, [record(0, type="ending", value=b"{}")])).items
     assert type(item.fault) is kind
 
 
 async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_value(
     handlers: Handlers,
 ) -> None:
-    item, _ = (await read(handlers, TOPIC, 0, [record(0, value=b'{"order": "secret"}')])).items
+    item, _ = (await read(handlers, 0, [record(0, value=b'{"order": "secret"}')])).items
     assert isinstance(item.fault, ValidationError)
     assert "order" in summarize_error(item.fault)
     assert "secret" not in summarize_error(item.fault)
@@ -242,7 +240,7 @@ async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_val
 async def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
     handlers.plain(TOPIC, Plain("placed", PayloadFields("order")))
     same = [record(n, value=json.dumps({"order": 1}).encode(), type=None) for n in (0, 1)]
-    batch = await read(handlers, TOPIC, 0, same)
+    batch = await read(handlers, 0, same)
     assert taken(batch) == [(0, "ship"), (0, "bill"), (1, "ship"), (1, "bill")]
     assert len({item.key for item in batch.items}) == 2
 
@@ -251,7 +249,7 @@ async def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_
     handlers: Handlers,
 ) -> None:
     records = [record(0), record(2, type="other"), record(3), record(5, type=None), record(9)]
-    batch = await read(handlers, TOPIC, 0, records)
+    batch = await read(handlers, 0, records)
     part = batch.between(1, 9)
     assert (part.start, part.end, part.skipped) == (1, 9, [2])
     assert [one.offset for one in part.records] == [2, 3, 5]
@@ -263,7 +261,7 @@ async def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_
 
 
 async def test_an_empty_read_moves_nothing(handlers: Handlers) -> None:
-    batch = await read(handlers, TOPIC, 3, [])
+    batch = await read(handlers, 3, [])
     assert (batch.start, batch.end, batch.items) == (3, 3, [])
 
 
@@ -291,7 +289,7 @@ async def test_others_have_their_turn_while_a_batch_is_read_that_takes_long_to_v
     registry = Handlers()
     registry.on(Slow, topic=TOPIC, consumer="ship")(ignore)
     async with in_background(look()):
-        await read(registry, TOPIC, 0, [record(number) for number in range(20)])
+        await read(registry, 0, [record(number) for number in range(20)])
     assert validated == 20
     assert max(after - before for before, after in pairwise(seen)) == 1
 
@@ -310,5 +308,5 @@ async def test_a_batch_that_takes_no_time_is_read_in_one_turn(
 
     async with in_background(look()):
         await asyncio.sleep(0)
-        await read(handlers, TOPIC, 0, [record(number) for number in range(10)])
+        await read(handlers, 0, [record(number) for number in range(10)])
     assert turns == 1

@@ -1,0 +1,76 @@
+"""The calls of handlers in a transaction."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from aiokafka import ConsumerRecord
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pipeline.apply.attempt import Attempt, Memory
+from pipeline.apply.batch import read
+from pipeline.apply.calls import FailedCalls, call_handlers
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.events.event import Event
+from pipeline.handlers.registry import Handlers
+from pipeline.handlers.rows import Rows
+from pipeline.handlers.sessions import SharedSession
+from pipeline.handlers.staging import Outbox
+from pipeline.handlers.transaction import Transaction
+from pipeline.observe.traces import ProcessSpans
+
+
+class Placed(Event, type="placed", topic="orders"):
+    """An order was placed."""
+
+    order: int
+
+
+def record() -> ConsumerRecord[bytes, bytes]:
+    names = {"specversion": "1.0", "id": "1", "source": "/shop", "type": "placed"}
+    headers = [(f"ce_{name}", value.encode()) for name, value in names.items()]
+    headers.append(("content-type", b"application/json"))
+    value = b'{"order": 1}'
+    return ConsumerRecord("orders", 0, 0, 0, 0, b"1", value, None, 1, len(value), tuple(headers))
+
+
+async def call(handlers: Handlers) -> FailedCalls:
+    attempt = Attempt(
+        connection=cast(Any, None),
+        driver=cast(Any, None),
+        rows=Rows(AsyncSession(sync_session_class=SharedSession)),
+        outbox=Outbox("/test", 1_000),
+        spans=ProcessSpans("group"),
+        own=(),
+        restore_limits="",
+        memory=Memory(),
+    )
+    try:
+        items = (await read(handlers, 0, [record()])).items
+        return await call_handlers(items, attempt, BatchOutcome())
+    finally:
+        attempt.deadline.close()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_cancellation_is_not_replaced_by_the_need_for_a_session(is_cancelled: bool) -> None:
+    handlers = Handlers()
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @handlers.on(Placed, topic="orders", consumer="ship")
+    async def ship(event: Placed, tx: Transaction) -> None:
+        try:
+            await tx.session.flush()
+        finally:
+            has_begun.set()
+            await may_end.wait()
+
+    task = asyncio.create_task(call(handlers))
+    await has_begun.wait()
+    if is_cancelled:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        may_end.set()
+        assert (await task).needs_session == "ship"
