@@ -19,8 +19,8 @@ from archive import days
 from archive.files import MANIFEST, Manifest
 from object_store import Store
 from object_store import store as stores
-from pipeline.retention import lease, partitions
 from pipeline.retention import archive as retentions
+from pipeline.retention import lease, partitions
 from pipeline.retention.maintenance import Round, run_retention
 from pipeline.retention.partitions import Partition, State
 
