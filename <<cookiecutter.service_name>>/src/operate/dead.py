@@ -172,8 +172,8 @@ class Store(ABC, Generic[RedrivenT]):
         rows: Sequence[asyncpg.Record],
         operator: str,
         why: str,
-    ) -> Sequence[asyncpg.Record]:
-        """Close a chunk of rows, and return them."""
+    ) -> None:
+        """Close a chunk of rows."""
 
     @abstractmethod
     async def _settle(
@@ -265,7 +265,8 @@ class Store(ABC, Generic[RedrivenT]):
         """Close entries, of which the rows stay. Yields what was committed."""
 
         async def change(rows: Sequence[asyncpg.Record]) -> Sequence[asyncpg.Record]:
-            return await self._discard(connection, rows, operator, why)
+            await self._discard(connection, rows, operator, why)
+            return rows
 
         async for rows in self._in_chunks(connection, state, selection, change):
             yield rows

@@ -112,9 +112,8 @@ class DeadEvents(Store[int]):
         rows: Sequence[asyncpg.Record],
         operator: str,
         why: str,
-    ) -> Sequence[asyncpg.Record]:
+    ) -> None:
         await connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
-        return rows
 
     async def _settle(self, connection: asyncpg.Connection, some: Sequence[int]) -> Settled[int]:
         stored = {row["number"]: row for row in await connection.fetch(_BECAME, some)}

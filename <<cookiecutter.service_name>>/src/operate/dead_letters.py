@@ -187,11 +187,10 @@ class DeadLetters(Store[Redriven]):
         rows: Sequence[asyncpg.Record],
         operator: str,
         why: str,
-    ) -> Sequence[asyncpg.Record]:
+    ) -> None:
         keys = [row["key"] for row in rows]
         await dead_rows.discard(connection, keys, operator=operator, why=why)
         await _schedule_heads(connection, rows)
-        return rows
 
     async def _redriven(self, connection: asyncpg.Connection, row: asyncpg.Record) -> Redriven:
         key, place = row["key"], _place(row)

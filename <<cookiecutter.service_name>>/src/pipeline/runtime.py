@@ -143,14 +143,16 @@ async def _serve(
         await inbox_coverage.check(settings, handlers.topics)
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-    signals, consumer = _consuming(service, settings, engine, health, relay, filters, claims)
+    consume, consumer, signals = _consuming(
+        service, settings, engine, health, relay, filters, claims
+    )
     # In this order they stop: the relay publishes what the others have committed last.
     groups: list[Sequence[Running]] = []
     if Part.CONSUME in parts:
         groups.append([consumer, signals.lanes, *signals.calls])
     if Part.RELAY in parts:
         groups.append([relay])
-    watched = partial(_find_call_ignoring_cancellation, [signals.consume, *signals.calls])
+    watched = partial(_find_call_ignoring_cancellation, [consume, *signals.calls])
     async with (
         in_background(watch_calls(watched, settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
@@ -167,11 +169,11 @@ def _consuming(
     relay: Relay,
     filters: Filters,
     claims: ClaimCheck | None,
-) -> tuple["_Signals", Consumer]:
+) -> tuple[ConsumeTransactions, Consumer, "_Signals"]:
     """Return the parts that apply messages."""
     handlers = service.handlers
     signals = _Signals(relay)
-    signals.consume = ConsumeTransactions(
+    consume = ConsumeTransactions(
         engine,
         group=service.name,
         source=service.source,
@@ -182,18 +184,18 @@ def _consuming(
         signals=signals,
         claims=claims,
     )
-    signals.lanes = BacklogWorkers(signals.consume, health)
+    signals.lanes = BacklogWorkers(consume, health)
     kinds = service.workers if handlers.callers else ()
-    signals.calls = [workers(signals.consume, health) for workers in kinds]
+    signals.calls = [workers(consume, health) for workers in kinds]
     consumer = Consumer(
         engine,
-        signals.consume,
+        consume,
         handlers=handlers,
         group=service.name,
         settings=settings,
         health=health,
     )
-    return signals, consumer
+    return consume, consumer, signals
 
 
 async def _run_until(
@@ -223,7 +225,6 @@ async def _run_until(
 class _Signals(Signals):
     """Wakes the parts of the process that have something to do after a transaction."""
 
-    consume: ConsumeTransactions
     lanes: BacklogWorkers
     calls: Sequence[BacklogWorkers]
 
