@@ -14,6 +14,7 @@ from pipeline.servers.database import driver_of
 from .bank import Bank
 from .desk import Desk, NewDesk
 from tests.contract.bank import Deposit, Deposited, histories
+from tests.servers.waiting import eventually
 
 EXITS = [KeyboardInterrupt, GeneratorExit, SystemExit]
 
@@ -115,8 +116,19 @@ async def test_only_a_lost_connection_is_an_outage_of_what_asyncpg_says_of_its_u
             await what
         found[str(info.value).partition(";")[0]] = is_infrastructure(info.value)
 
-    sleeping = asyncio.create_task(one.execute("SELECT pg_sleep(600)"))
-    await asyncio.sleep(0)
+    pid = one.get_server_pid()
+
+    async def is_asleep() -> bool:
+        query = "SELECT wait_event = 'PgSleep' FROM pg_stat_activity WHERE pid = $1"
+        return bool(await db.fetchval(query, pid))
+
+    async def fall_asleep() -> asyncio.Task[str]:
+        task = asyncio.create_task(one.execute("SELECT pg_sleep(600)"))
+        # PostgreSQL ignores a request to cancel a statement that has not begun.
+        await eventually(is_asleep)
+        return task
+
+    sleeping = await fall_asleep()
     await note(one.execute("SELECT"))
     sleeping.cancel()
     await asyncio.gather(sleeping, return_exceptions=True)
@@ -124,9 +136,7 @@ async def test_only_a_lost_connection_is_an_outage_of_what_asyncpg_says_of_its_u
     await note(one.transaction().start())
     await note(one.fetchval("SELECT $1::int"))
     await note(one.fetchval("SELECT $1::int", "x"))
-    pid = one.get_server_pid()
-    sleeping = asyncio.create_task(one.execute("SELECT pg_sleep(600)"))
-    await asyncio.sleep(0)
+    sleeping = await fall_asleep()
     await db.execute("SELECT pg_terminate_backend($1)", pid)
     await note(sleeping)
     await note(one.execute("SELECT"))

@@ -416,6 +416,7 @@ async def test_a_batch_comes_out_as_plain_sqlalchemy_does(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1_800)
 @drawing(1_000)
 @given(batch=batches)
 async def test_many_batches_come_out_as_plain_sqlalchemy_does(
