@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import programs
 import pytest
 from servers.network import free_port
 from sqlalchemy import make_url
@@ -19,8 +20,21 @@ from sqlalchemy import make_url
 from .programs import program
 from .waiting import PATIENCE
 
+
+def _version() -> tuple[int, ...]:
+    command = [programs.program("pgbouncer").find() or "pgbouncer", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+
+
 POOLED = os.environ.get("TEST_POOLER") == "1"
 """Whether the tests reach their databases through PgBouncer."""
+
+CANCELLING = pytest.mark.skipif(
+    POOLED and _version() < (1, 21),
+    reason="PgBouncer before 1.21 may exit when a statement is cancelled (its issues 801, 822)",
+)
+"""Marks tests in which a statement is cancelled."""
 
 _INI = """
 [databases]

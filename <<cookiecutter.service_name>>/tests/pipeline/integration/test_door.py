@@ -34,7 +34,7 @@ from .calling import take_calls
 from .desk import Desk, NewDesk
 from .test_inbox import Connect
 from tests.contract.bank import Base, Deposit, Deposited
-from tests.servers.pooler import POOLED
+from tests.servers.pooler import CANCELLING
 from tests.servers.waiting import eventually
 
 TOPIC = "deposits"
@@ -431,6 +431,7 @@ async def timing_out(tx: Transaction, key: str) -> None:
     await change(tx, key)
 
 
+@CANCELLING
 @pytest.mark.parametrize(
     ("habit", "text"),
     [
@@ -848,17 +849,15 @@ async def impatient_and_silent(tx: Transaction, key: str) -> None:
         read_only,
         read_only_and_writing,
         too_much_of_the_disk,
-        gathering_rows,
-        forgetting_a_row,
-        impatient,
-        impatient_and_silent,
+        *(
+            pytest.param(habit, marks=CANCELLING)
+            for habit in (gathering_rows, forgetting_a_row, impatient, impatient_and_silent)
+        ),
     ],
 )
 async def test_what_looks_like_an_outage_is_the_fault_of_its_message(
     habits: Habits, db: asyncpg.Connection, connect: Connect, habit: Habit
 ) -> None:
-    if POOLED and habit in (gathering_rows, impatient_and_silent):
-        pytest.skip("PgBouncer 1.18 drops all connections when one is cut off in a statement")
     await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('locked', 0, 0)")
     habits.habits = {2: habit}
     other = await connect()
