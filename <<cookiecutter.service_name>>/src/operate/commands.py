@@ -28,7 +28,7 @@ from .terminal import (
     Json,
     Program,
     in_a_sentence,
-    of_postgresql,
+    naming_servers,
     operation,
     read_settings,
     run_to_end,
@@ -144,7 +144,7 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
             raise FileNotFoundError(
                 f"no {revisions.ALEMBIC} here: run this in the service's folder"
             )
-        with of_postgresql(settings):
+        with naming_servers(settings):
             command.upgrade(Config(revisions.ALEMBIC), "heads")
     run_to_end(_make_ahead(Invocation(service, settings, as_json)))
 

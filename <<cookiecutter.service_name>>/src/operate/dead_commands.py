@@ -2,13 +2,11 @@
 
 import getpass
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import asyncpg
 import typer
 
-from .dead import Became, Entry, Group, Selection, State, Store
+from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
 from .dead_options import Confirmation, Filters, Ids, LetterFilters
@@ -16,8 +14,7 @@ from .errors import Refused
 from .output import format_value, one_line, print_fields, print_json, print_table
 from .terminal import Invocation, operation
 
-T = TypeVar("T")
-Kind = type[Store[Any]]
+Kind = type[Store]
 
 PROGRESS = 10_000
 """After so many changes there is a line on standard error."""
@@ -28,11 +25,6 @@ _IS: dict[State, str] = {
     "dead": "is dead",
     "discarded": "was discarded",
 }
-_STAYS = {
-    "consumer": "this service has no consumer {one.consumer!r}: they would wait for ever",
-    "reason": "it is not known whether they were applied: see --reason {one.reason!r}",
-}
-"""Why `redrive` excludes dead letters."""
 
 
 async def list_entries(
@@ -44,41 +36,30 @@ async def list_entries(
     summary: Annotated[bool, typer.Option("--summary", help="only count by groups")] = False,
     limit: Annotated[int, typer.Option(min=1, help="so many at most")] = 50,
 ) -> None:
-    """List what is dead, the newest first; with --json each is a line."""
+    """List the newest; those that wait or were discarded if that is said."""
     if waiting and discarded:
         raise typer.BadParameter("--waiting and --discarded exclude each other")
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"
-    store = kind.of(invocation.service, invocation.settings)
     async with invocation.connected() as connection:
-        selection = await filters.select(connection, store)
+        store = kind.of(connection, invocation.service, invocation.settings)
+        selection = await filters.select(store, connection)
         if invocation.as_json and not summary:
-            async for one in store.entries(connection, state, selection, limit):
+            async for one in store.entries(state, selection, limit):
                 print_json(one)
             return
-        groups = await store.count(connection, state, selection)
+        groups = await store.count(state, selection)
         if invocation.as_json:
             print_json(*groups[:limit])
             return
+        shown = total = _total(groups)
         if summary:
             _print_groups(groups[:limit])
-            shown = total = _total(groups)
         else:
-            entries = store.entries(connection, state, selection, limit)
-            rows = [[format_value(one[name]) for name in kind.listed] async for one in entries]
-            print_table(kind.listed, rows, right=("attempts", "offset"))
-            shown, total = len(rows), _total(groups)
-        more = f", the newest of {total:,}: --limit shows more" if total > shown else ""
-        typer.echo(f"{shown:,} {state}{more}")
-        if kind is DeadLetters and state == "dead":
-            await _mention_events(invocation, connection)
-
-
-async def _mention_events(invocation: Invocation, connection: asyncpg.Connection) -> None:
-    events = await DeadEvents.of(invocation.service, invocation.settings).count(
-        connection, "dead", Selection()
-    )
-    if events:
-        typer.echo(f"dead events, too: {_total(events):,}; see `service dead events list`")
+            found = [one async for one in store.entries(state, selection, limit)]
+            shown = len(found)
+            _print_columns(kind.listed, found)
+    more = f", the newest of {total:,}: --limit shows more" if total > shown else ""
+    typer.echo(f"{shown:,} {state}{more}")
 
 
 async def show(
@@ -88,11 +69,13 @@ async def show(
 ) -> None:
     """Show all that is stored of one, and what to do about it; also of one that waits."""
     async with invocation.connected() as connection:
-        entry = await kind.of(invocation.service, invocation.settings).show(connection, id)
+        entry = await kind.of(connection, invocation.service, invocation.settings).show(id)
     if invocation.as_json:
         print_json(entry)
-    else:
-        _print_entry(entry)
+        return
+    texts = [entry.pop(name, None) for name in ("traceback", "value", "payload")]
+    headers = {f"header {name}": value for name, value in entry.pop("headers", ())}
+    print_fields(entry | headers, *(format_value(text) for text in texts if text is not None))
 
 
 async def redrive(
@@ -108,23 +91,27 @@ async def redrive(
     The exit code is 3 if some are dead again.
     """
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
-    store, became = kind.of(invocation.service, invocation.settings), None
+    became = None
     async with invocation.connected() as connection:
-        everything = await _select(connection, kind, store, "dead", filters, ids)
+        store = kind.of(connection, invocation.service, invocation.settings)
+        await _check_state(store, "dead", ids)
+        everything = await filters.select(store, connection, ids)
         selection = store.redrivable(everything)
-        groups = await store.count(connection, "dead", everything)
-        groups = _without_excluded(groups, selection)
+        groups = _without_excluded(await store.count("dead", everything), selection)
         redriven: Sequence[Any] = ()
-        if _is_confirmed(invocation, "Redrive", groups, confirmation):
-            chunks = store.redrive(connection, selection)
-            redriven = await _count_changes("redriven", _total(groups), chunks)
-            became = await store.follow(connection, redriven, wait) if wait else None
+        if _is_confirmed(invocation, "Redrive", groups, confirmation, "dead"):
+            redriven = await _count_changes("redriven", groups, store.redrive(selection))
+            became = await store.follow(redriven, wait) if wait else None
     if invocation.as_json:
         counts, died = (became.counts, became.died) if became else (None, None)
         done = {"found": _total(groups), "redriven": len(redriven)}
         print_json(done | {"became": counts, "died": died})
     elif became:
-        _print_became(became)
+        counted = [f"{number:,} {name}" for name, number in became.counts.items() if number]
+        if counted:
+            typer.echo(", ".join(counted))
+        for one in became.died:
+            typer.echo(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
         if became.counts["waiting"]:
             typer.echo(f"Some wait after {wait:g} s: {store.hint}")
     if became and became.counts["dead"]:
@@ -147,15 +134,16 @@ async def discard(
         if not text.strip():
             raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
-    store = kind.of(invocation.service, invocation.settings)
     state: State = "waiting" if waiting else "dead"
     async with invocation.connected() as connection:
-        selection = await _select(connection, kind, store, state, filters, ids)
-        groups = await store.count(connection, state, selection)
+        store = kind.of(connection, invocation.service, invocation.settings)
+        await _check_state(store, state, ids)
+        selection = await filters.select(store, connection, ids)
+        groups = await store.count(state, selection)
         discarded: Sequence[Any] = ()
         if _is_confirmed(invocation, "Discard", groups, confirmation, state):
-            chunks = store.discard(connection, selection, operator=by, why=because, state=state)
-            discarded = await _count_changes("discarded", _total(groups), chunks)
+            chunks = store.discard(selection, operator=by, why=because, state=state)
+            discarded = await _count_changes("discarded", groups, chunks)
     if invocation.as_json:
         print_json({"found": _total(groups), "discarded": len(discarded)})
 
@@ -167,46 +155,38 @@ def _user() -> str:
         return ""
 
 
-async def _select(
-    connection: asyncpg.Connection,
-    kind: Kind,
-    store: Store[Any],
-    state: State,
-    filters: Filters,
-    ids: Sequence[str] | None,
-) -> Selection:
-    """Return what is chosen. Raises `Refused` for an id of an entry in another state."""
+async def _check_state(store: Store, state: State, ids: Sequence[str] | None) -> None:
+    """Raise `Refused` for an id of an entry in another state."""
     for id in ids or ():
-        found: State = (await store.show(connection, id))["state"]
+        found: State = (await store.show(id))["state"]
         if found != state:
-            raise Refused(
-                f"{id} is not {state}, it {_IS[found]}: see `service {kind.command} show {id}`"
-            )
-    return await filters.select(connection, store, ids)
+            see = f"see `service {store.command} show {id}`"
+            raise Refused(f"{id} is not {state}, it {_IS[found]}: {see}")
 
 
-def _without_excluded(groups: Sequence[Group], selection: Selection) -> list[Group]:
+def _without_excluded(groups: Sequence[Entry], selection: Selection) -> list[Entry]:
     """Return what is redriven, and report what is not, and why."""
     redriven = []
     for one in groups:
-        if selection.consumers is not None and one.consumer not in selection.consumers:
-            why = _STAYS["consumer"]
-        elif one.reason in (selection.except_reasons or ()):
-            why = _STAYS["reason"]
+        consumer, reason = one["consumer"], one["reason"]
+        if selection.consumers is not None and consumer not in selection.consumers:
+            why = f"this service has no consumer {consumer!r}: they would wait for ever"
+        elif reason in (selection.except_reasons or ()):
+            why = f"it is not known whether they were applied: see --reason {reason!r}"
         else:
             redriven.append(one)
             continue
-        named = "  ".join(map(format_value, (one.count, one.reason, one.consumer, one.topic)))
-        typer.echo(f"left out: {one_line(named)}; {why.format(one=one)}", err=True)
+        named = "  ".join(map(format_value, (one["count"], reason, consumer, one["topic"])))
+        typer.echo(f"left out: {one_line(named)}; {why}", err=True)
     return redriven
 
 
 def _is_confirmed(
     invocation: Invocation,
     verb: str,
-    groups: Sequence[Group],
+    groups: Sequence[Entry],
     confirmation: Confirmation,
-    state: State = "dead",
+    state: State,
 ) -> bool:
     """Show what will be changed, and ask whether to go on. Raises `typer.Abort` if not."""
     number = _total(groups)
@@ -220,38 +200,27 @@ def _is_confirmed(
     return True
 
 
-def _print_entry(entry: Entry) -> None:
-    """Write the columns of an entry, its headers, and then its texts of several lines."""
-    values = dict(entry)
-    texts = [values.pop(name, None) for name in ("traceback", "value", "payload")]
-    headers = {f"header {name}": value for name, value in values.pop("headers", ())}
-    print_fields(values | headers, *(format_value(text) for text in texts if text is not None))
+def _print_groups(groups: Sequence[Entry]) -> None:
+    if groups:
+        absent = "consumer" if groups[0]["consumer"] is None else ""  # of events
+        _print_columns([name for name in groups[0] if name != absent], groups)
 
 
-def _print_groups(groups: Sequence[Group]) -> None:
-    names = [one.name for one in fields(Group)]
-    if all(one.consumer is None for one in groups):  # they are events
-        names.remove("consumer")
-    rows = ([format_value(getattr(one, name)) for name in names] for one in groups)
-    print_table(names, rows, right=("count",))
+def _print_columns(names: Sequence[str], entries: Sequence[Entry]) -> None:
+    rows = ([format_value(one[name]) for name in names] for one in entries)
+    print_table(names, rows, right=("count", "attempts", "offset"))
 
 
-def _print_became(became: Became) -> None:
-    counts = [f"{number:,} {outcome}" for outcome, number in became.counts.items() if number]
-    if counts:
-        typer.echo(", ".join(counts))
-    for one in became.died:
-        typer.echo(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
+def _total(groups: Sequence[Entry]) -> int:
+    return sum(one["count"] for one in groups)
 
 
-def _total(groups: Sequence[Group]) -> int:
-    return sum(one.count for one in groups)
-
-
-async def _count_changes(verb: str, found: int, chunks: AsyncIterator[Sequence[T]]) -> Sequence[T]:
+async def _count_changes(
+    verb: str, groups: Sequence[Entry], chunks: AsyncIterator[Sequence[Any]]
+) -> Sequence[Any]:
     """Return everything that chunks have changed; report how many, now and then and at the end."""
-    changed: list[T] = []
-    reported = 0
+    changed: list[Any] = []
+    reported, found = 0, _total(groups)
     try:
         async for some in chunks:
             changed += some
@@ -265,19 +234,20 @@ async def _count_changes(verb: str, found: int, chunks: AsyncIterator[Sequence[T
     return changed
 
 
-def _group(kind: Kind, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
+def _group(kind: Kind, id: str, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
     """Return the commands for a kind of entries; `discarded` are no options of `discard`."""
     group = typer.Typer(help=help, no_args_is_help=True)
     line = f"service {kind.command}"
     chosen: dict[str, Any] = {"kind": kind, "filters": filters}
     changed = chosen | {"confirmation": Confirmation}
     operation(group, "list", example=f"{line} list --summary", **chosen)(list_entries)
-    operation(group, example=f"{line} show {kind.example}", kind=kind)(show)
+    operation(group, example=f"{line} show {id}", kind=kind)(show)
     operation(group, example=f"{line} redrive --topic orders --newer-than 2h", **changed)(redrive)
-    example = f"{line} discard {kind.example} --because 'sent again by hand'"
+    example = f"{line} discard {id} --because 'sent again by hand'"
     operation(group, example=example, **changed, **discarded)(discard)
     return group
 
 
-app = _group(DeadLetters, LetterFilters, "Messages that need a person's decision.", waiting=False)
-app.add_typer(_group(DeadEvents, Filters, "Events that Kafka rejects."), name="events")
+_LETTERS = "Messages that need a person's decision."
+app = _group(DeadLetters, "7d0f2c5e", LetterFilters, _LETTERS, waiting=False)
+app.add_typer(_group(DeadEvents, "17", Filters, "Events that Kafka rejects."), name="events")

@@ -9,7 +9,7 @@ import asyncpg
 from pipeline.service import Service
 from pipeline.settings import Settings
 
-from .dead import Outcome, Settled, Store
+from .dead import Outcome, Rows, Store
 from .errors import Refused
 
 REASONS: Mapping[str, str] = {
@@ -49,7 +49,7 @@ SELECT id AS number, id::text AS id, reason, error, died_at IS NOT NULL AS is_de
 """
 
 
-class DeadEvents(Store[int]):
+class DeadEvents(Store):
     """Events that Kafka has rejected. An id is the event's number in the outbox.
 
     A chunk holds the cursor of a shard, so that the relay that owns it stores no rejected event
@@ -58,7 +58,6 @@ class DeadEvents(Store[int]):
 
     name = "dead event"
     command = "dead events"
-    example = "17"
     reasons = REASONS
     outcomes = ("waiting", "dead", "sent")
     hint = (
@@ -85,41 +84,33 @@ class DeadEvents(Store[int]):
     chunk = "id"
 
     @classmethod
-    def of(cls, service: Service, settings: Settings) -> Self:
+    def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
         """Return the store; a relay that waits for it has two thirds of its lease left."""
-        return cls(patience=settings.relay_lease / 3)
+        return cls(connection, patience=settings.relay_lease / 3)
 
-    async def keys_of(self, connection: asyncpg.Connection, ids: Sequence[str]) -> list[int]:
+    async def keys_of(self, ids: Sequence[str]) -> list[int]:
         """Return the numbers of events. Raises `Refused`."""
         for id in ids:
             if not (re.fullmatch("[0-9]{1,19}", id) and int(id) <= _LARGEST_ID):
                 raise Refused(f"{id[:40]!r} is not the number of an event in the outbox")
         return [int(id) for id in ids]
 
-    async def _lock(self, connection: asyncpg.Connection, number: int) -> None:
-        await connection.execute(_HOLD_SHARD, number)
+    async def _lock(self, number: int) -> None:
+        await self._connection.execute(_HOLD_SHARD, number)
 
-    async def _redrive(
-        self, connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
-    ) -> Sequence[int]:
+    async def _redrive(self, rows: Rows) -> Sequence[int]:
         ids = [row["id"] for row in rows]
-        await connection.execute(_REDRIVE, ids)
+        await self._connection.execute(_REDRIVE, ids)
         return ids
 
-    async def _discard(
-        self,
-        connection: asyncpg.Connection,
-        rows: Sequence[asyncpg.Record],
-        operator: str,
-        why: str,
-    ) -> None:
-        await connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
+    async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
+        await self._connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
+        return rows
 
-    async def _settle(self, connection: asyncpg.Connection, some: Sequence[int]) -> Settled[int]:
-        stored = {row["number"]: row for row in await connection.fetch(_BECAME, some)}
-        settled: list[tuple[int, Outcome, asyncpg.Record | None]] = []
-        for id in some:
-            row = stored.get(id)
-            outcome: Outcome = "sent" if row is None else "dead" if row["is_dead"] else "waiting"
-            settled.append((id, outcome, row))
-        return settled
+    async def _settle(self, some: Sequence[int]) -> list[tuple[Outcome, asyncpg.Record | None]]:
+        stored = {row["number"]: row for row in await self._connection.fetch(_BECAME, some)}
+        rows = [stored.get(id) for id in some]
+        return [
+            ("sent" if row is None else "dead" if row["is_dead"] else "waiting", row)
+            for row in rows
+        ]

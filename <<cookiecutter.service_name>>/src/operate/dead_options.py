@@ -4,25 +4,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 import asyncpg
 import typer
 
 from .dead import Selection, Store
 
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
-def span(text: str) -> timedelta:
-    """Return how long `90s`, `15m`, `2h` or `7d` is."""
+def _span(text: str) -> timedelta:
     match = re.fullmatch(r"(\d+)([smhd])", text)
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m, 2h or 7d")
-    return timedelta(seconds=int(match[1]) * _UNITS[match[2]])
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
-_Age = Annotated[timedelta | None, typer.Option(parser=span, metavar="90s|15m|2h|7d")]
+_Age = Annotated[timedelta | None, typer.Option(parser=_span, metavar="90s|15m|2h|7d")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
 
 
@@ -45,30 +44,23 @@ class Filters:
     newer_than: _Age = None
 
     @property
-    def consumers(self) -> Sequence[str] | None:
-        """Events have none."""
-        return None
-
-    @property
     def are_given(self) -> bool:
         """Whether any option is set."""
         return any(getattr(self, one.name) not in (None, []) for one in fields(self))
 
     async def select(
-        self,
-        connection: asyncpg.Connection,
-        store: Store[Any],
-        ids: Sequence[str] | None = None,
+        self, store: Store, connection: asyncpg.Connection, ids: Sequence[str] | None = None
     ) -> Selection:
         """Return the entries that the options and ids choose at this moment."""
         for reason in self.reason or ():
             if reason not in store.reasons:
                 known = ", ".join(store.reasons)
                 raise typer.BadParameter(f"--reason {reason!r} is none of: {known}")
+        consumer = getattr(self, "consumer", None)  # events have none
         return Selection(
-            keys=await store.keys_of(connection, ids) if ids else None,
+            keys=await store.keys_of(ids) if ids else None,
             reasons=self.reason or None,
-            consumers=self.consumers,
+            consumers=None if consumer is None else [consumer],
             event_id=self.event_id,
             type=self.type,
             topic=self.topic,
@@ -86,11 +78,6 @@ class LetterFilters(Filters):
     consumer: Annotated[
         str | None, typer.Option(help="name; '' for records that no handler has seen")
     ] = None
-
-    @property
-    def consumers(self) -> Sequence[str] | None:
-        """The consumer as a selection has it."""
-        return None if self.consumer is None else [self.consumer]
 
 
 @dataclass(frozen=True)

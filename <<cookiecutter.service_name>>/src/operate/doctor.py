@@ -3,7 +3,7 @@
 A check that can't be made is a finding, too, and the others are made.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -17,6 +17,7 @@ from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import health, server_checks, status, topic_checks
 from .health import Finding
+from .server_checks import ServerCheck
 
 CLOCKS_APART = 2.0
 
@@ -48,62 +49,61 @@ async def examine(
         described = await topics.describe(settings, names)
         yield Finding("ok", f"{settings.kafka} answers", check="kafka")
     except (KafkaError, OSError, TimeoutError) as error:
-        yield Finding(
-            "wrong",
-            f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made",
-            "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS",
-            check="kafka",
-        )
+        found = f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made"
+        advice = "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
+        yield Finding("wrong", found, advice, check="kafka")
     for one in _named("settings", _settings(service, settings)):
         yield one
     if described is not None:
         for check in topic_checks.CHECKS:
-            found = check(service, settings, described)
-            for one in _named(check.__name__.replace("_", " "), found):
+            made = check(service, settings, described)
+            for one in _named(check.__name__.replace("_", " "), made):
                 yield one
-    if connection is not None:
-        async for one in _of_database(connection, service, settings):
-            yield one
-
-
-async def _of_database(
-    connection: asyncpg.Connection, service: Service, settings: Settings
-) -> Findings:
-    async def of_status() -> list[Finding]:
-        return list(health.judge(await status.look(connection, service, settings)))
-
-    checks: dict[str, Callable[[], Awaitable[list[Finding]]]] = {
-        "schema": lambda: _all(_schema(connection)),
-        "tables": lambda: _all(_tables(connection, service)),
-        "pooler": lambda: _all(_pooler(connection, settings)),
-        "clock": lambda: _all(_clock(connection)),
-        "status": of_status,
-    }
-    for one in server_checks.CHECKS:
-        checks[one.name] = lambda one=one: _all(one.findings(connection))  # type: ignore[misc]
-    for name, check in checks.items():
+    if connection is None:
+        return
+    for name, findings in _of_database(connection, service, settings).items():
         try:
-            found = await check()
+            of_database = [one async for one in findings]
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError) as error:
-            missing = f"not migrated: {describe_error(error)}"
-            found = [Finding("wrong", missing, "run `service migrate`")]
+            found = f"not migrated: {describe_error(error)}"
+            of_database = [Finding("wrong", found, "run `service migrate`")]
         except (asyncpg.PostgresError, TimeoutError) as error:
             if connection.is_closed():
                 raise  # the server is away, and no check can be made
-            why = f"the check can't be made: {describe_error(error)}"
-            found = [Finding("warning", why, "correct the cause, and run `service doctor` again")]
-        for one_found in _named(name, found):
-            yield one_found
+            found = f"the check can't be made: {describe_error(error)}"
+            advice = "correct the cause, and run `service doctor` again"
+            of_database = [Finding("warning", found, advice)]
+        for one in _named(name, of_database):
+            yield one
 
 
-async def _all(findings: Findings) -> list[Finding]:
-    return [one async for one in findings]
+def _of_database(
+    connection: asyncpg.Connection, service: Service, settings: Settings
+) -> dict[str, Findings]:
+    return {
+        "schema": _schema(connection),
+        "tables": _tables(connection, service),
+        "pooler": _pooler(connection, settings),
+        "clock": _clock(connection),
+        "status": _status(connection, service, settings),
+        **{one.name: _server(connection, one) for one in server_checks.CHECKS},
+    }
 
 
 def _named(name: str, findings: Iterable[Finding]) -> list[Finding]:
     """Return findings that bear the name of their check; none means that all is well."""
     found = [one if one.check else replace(one, check=name) for one in findings]
     return found or [Finding("ok", "as it should be", check=name)]
+
+
+async def _status(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
+    for one in health.judge(await status.look(connection, service, settings)):
+        yield one
+
+
+async def _server(connection: asyncpg.Connection, check: ServerCheck) -> Findings:
+    for one in check.findings(await connection.fetch(check.statement, *check.arguments)):
+        yield one
 
 
 def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
@@ -117,15 +117,11 @@ def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
 async def _schema(connection: asyncpg.Connection) -> Findings:
     migrations = revisions.load_migrations()
     if migrations is None:
-        yield Finding(
-            "warning",
-            "no alembic.ini here, so that it is not known which schema is the newest",
-            "run `service doctor` in the service's folder",
-        )
+        found = "no alembic.ini here, so that it is not known which schema is the newest"
+        yield Finding("warning", found, "run `service doctor` in the service's folder")
     elif missing := await revisions.missing(connection, migrations):
-        yield Finding(
-            "wrong", f"not migrated to {', '.join(sorted(missing))}", "run `service migrate`"
-        )
+        found = f"not migrated to {', '.join(sorted(missing))}"
+        yield Finding("wrong", found, "run `service migrate`")
 
 
 async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
@@ -153,17 +149,11 @@ async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Finding
     given = connection.get_server_pid()
     is_there = given != await connection.fetchval("SELECT pg_backend_pid()")
     if is_there and not settings.database_pooler:
-        yield Finding(
-            "wrong",
-            "there is a pooler before the database, and the settings name none",
-            "set PIPELINE_DATABASE_POOLER=true",
-        )
+        found = "there is a pooler before the database, and the settings name none"
+        yield Finding("wrong", found, "set PIPELINE_DATABASE_POOLER=true")
     elif settings.database_pooler and not is_there:
-        yield Finding(
-            "warning",
-            "the settings name a pooler, and there is none: statements are prepared anew each time",
-            "unset PIPELINE_DATABASE_POOLER",
-        )
+        found = "the settings name a pooler, and there is none: each statement is prepared anew"
+        yield Finding("warning", found, "unset PIPELINE_DATABASE_POOLER")
 
 
 async def _clock(connection: asyncpg.Connection) -> Findings:

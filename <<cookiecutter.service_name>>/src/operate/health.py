@@ -6,7 +6,7 @@ alert's name in `deploy/prometheus/alerts.yaml`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .output import format_count
 from .status import AT_MOST, Backlog, Status
@@ -35,37 +35,50 @@ class Finding:
     check: str = field(default="", kw_only=True)
 
 
-Findings = Iterator[Finding]
-Cases = Iterable[Mapping[str, object]]
+Cases = Iterable[Mapping[str, Any]]
+"""What is not as it should be: values for a check's texts, and the `level` where it varies."""
 
 
 @dataclass(frozen=True)
-class StatusCheck:
-    """A check of a service's status."""
+class Check:
+    """What is looked for, and the sentences for it."""
 
     name: str
-    part: str
-    """The part of the status that it needs."""
     level: Level
-    cases: Callable[[Status], Cases]
-    """Returns what is not as it should be: values for the texts."""
     found: str
     advice: str
 
+    def findings(self, cases: Cases) -> list[Finding]:
+        """Return a finding for each case; one that is `ok` if there is none."""
+        found = [
+            Finding(
+                one.get("level", self.level),
+                self.found.format(**one),
+                self.advice.format(**one),
+                check=self.name,
+            )
+            for one in cases
+        ]
+        return found or [Finding("ok", "as it should be", check=self.name)]
 
-def judge(status: Status) -> Findings:
-    """Yield what every check finds; one that finds nothing is `ok`."""
+
+@dataclass(frozen=True)
+class StatusCheck(Check):
+    """A check of a service's status."""
+
+    part: str
+    """The part of the status that it needs."""
+    cases: Callable[[Status], Cases]
+
+
+def judge(status: Status) -> Iterator[Finding]:
+    """Yield what every check finds; of a part that is not known only that, once."""
+    for part in dict.fromkeys(one.part for one in CHECKS):
+        if why := status.unknown.get(part):
+            yield Finding("warning", f"not known: {why}", "correct what it names", check=part)
     for check in CHECKS:
-        if why := status.unknown.get(check.part):
-            advice = "correct what it names"
-            yield Finding("warning", f"not known: {why}", advice, check=check.name)
-            continue
-        cases = [*check.cases(status)]
-        for case in cases:
-            found, advice = check.found.format(**case), check.advice.format(**case)
-            yield Finding(check.level, found, advice, check=check.name)
-        if not cases:
-            yield Finding("ok", "as it should be", check=check.name)
+        if check.part not in status.unknown:
+            yield from check.findings(check.cases(status))
 
 
 def _count(number: int) -> str:
@@ -75,22 +88,24 @@ def _count(number: int) -> str:
 def _late_outbox(status: Status, *, has_relays: bool) -> Cases:
     is_late = status.outbox_seconds > OUTBOX_LAG
     if is_late and has_relays == (status.shards_without_relay == 0):
-        yield {
-            "count": _count(status.outbox_events),
-            "seconds": status.outbox_seconds,
-            "shards": status.shards_without_relay,
-        }
+        yield vars(status) | {"count": _count(status.outbox_events)}
 
 
-def _waiting(status: Status) -> Iterator[tuple[Mapping[str, object], Backlog]]:
-    for name, one in status.backlog.items():
-        if one.waiting:
-            count = _count(one.waiting)
-            yield {"name": name or "(none)", "count": count, "seconds": one.oldest}, one
+def _rejected(status: Status) -> Cases:
+    for one in status.rejected:
+        if one.oldest > EVENTS_REJECTED:
+            yield vars(one) | {"count": _count(one.count)}
 
 
 def _dead(number: int) -> Cases:
     return [{"count": _count(number)}] if number else []
+
+
+def _waiting(status: Status, applies: Callable[[str, Backlog], bool]) -> Cases:
+    """Return the consumers for which messages wait, and to which something applies."""
+    for name, one in status.backlog.items():
+        if one.waiting and applies(name, one):
+            yield vars(one) | {"name": name or "(none)", "count": _count(one.waiting)}
 
 
 def _never_read(status: Status) -> Cases:
@@ -120,127 +135,118 @@ def _stalled(status: Status, cause: Literal["no reader", "transaction", "unknown
 CHECKS = (
     StatusCheck(
         "cluster",
-        "outbox",
         "wrong",
-        lambda status: [] if status.is_this_cluster else [{}],
         "the outbox is another database cluster's, and nothing is published",
         "run `service relay reset`",
+        "outbox",
+        lambda status: [] if status.is_this_cluster else [{}],
     ),
     StatusCheck(
         "relays",
-        "outbox",
         "wrong",
-        lambda status: _late_outbox(status, has_relays=False),
-        "{count} events wait, one for {seconds:,.0f} seconds, and {shards} shards have no relay",
+        "{count} events wait, one for {outbox_seconds:,.0f} seconds, and {shards_without_relay}"
+        " shards have no relay",
         "start `service relay`, or `service run` (NoRelayOwner in the runbook)",
+        "outbox",
+        lambda status: _late_outbox(status, has_relays=False),
     ),
     StatusCheck(
         "outbox",
-        "outbox",
         "warning",
-        lambda status: _late_outbox(status, has_relays=True),
-        "{count} events wait, one for {seconds:,.0f} seconds",
+        "{count} events wait, one for {outbox_seconds:,.0f} seconds",
         "see `/health/ready` of the relay (OutboxLag in the runbook)",
+        "outbox",
+        lambda status: _late_outbox(status, has_relays=True),
     ),
     StatusCheck(
         "rejected events",
-        "rejected",
         "wrong",
-        lambda status: [
-            {**vars(one), "count": _count(one.count)}
-            for one in status.rejected
-            if one.oldest > EVENTS_REJECTED
-        ],
         "Kafka takes no events for topic {topic} ({reasons}): {count} wait, one for"
         " {oldest:,.0f} seconds",
         "see `service dead events list --waiting --summary`, and correct what it names: they are"
         " published then (EventsRejected in the runbook)",
+        "rejected",
+        _rejected,
     ),
     StatusCheck(
         "dead letters",
-        "backlog",
         "warning",
-        lambda status: _dead(sum(one.dead for one in status.backlog.values())),
         "dead messages need a decision: {count}",
         "see `service dead list`, correct the cause, and redrive or discard them",
+        "backlog",
+        lambda status: _dead(sum(one.dead for one in status.backlog.values())),
     ),
     StatusCheck(
         "dead events",
-        "rejected",
         "warning",
-        lambda status: _dead(status.dead_events),
         "dead events need a decision: {count}",
         "see `service dead events list`, correct the cause, and redrive or discard them",
+        "rejected",
+        lambda status: _dead(status.dead_events),
     ),
     StatusCheck(
         "backlog",
-        "backlog",
         "warning",
-        lambda status: [case for case, one in _waiting(status) if one.oldest > BACKLOG_AGE],
-        "messages wait for consumer {name}: {count}, one for {seconds:,.0f} seconds",
+        "messages wait for consumer {name}: {count}, one for {oldest:,.0f} seconds",
         "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
+        "backlog",
+        lambda status: _waiting(status, lambda _, one: one.oldest > BACKLOG_AGE),
     ),
     StatusCheck(
         "consumers",
-        "backlog",
         "warning",
-        lambda status: [
-            case
-            for case, _ in _waiting(status)
-            if case["name"] not in {*status.consumers, "(none)"}
-        ],
         "no handler here is consumer {name}, for which messages wait: {count}",
         "deploy it again; to discard them, as one that ignores them",
+        "backlog",
+        lambda status: _waiting(status, lambda name, _: name not in {*status.consumers, ""}),
     ),
     StatusCheck(
         "partitions ahead",
-        "memory",
         "wrong",
-        lambda status: [vars(status)] if days_ahead(status) < NO_PARTITION_AHEAD else [],
         "the outbox has partitions until {ahead_until}",
         "run `service retention run`, and see why no running service does",
+        "memory",
+        lambda status: [vars(status)] if days_ahead(status) < NO_PARTITION_AHEAD else [],
     ),
     StatusCheck(
         "held partitions",
-        "retention",
         "warning",
-        lambda status: [{"name": name, "why": why} for name, why in status.held.items()],
         "{name} is due to go: {why}",
         "see `service retention status`",
+        "retention",
+        lambda status: [{"name": name, "why": why} for name, why in status.held.items()],
     ),
     StatusCheck(
         "partitions",
-        "positions",
         "warning",
-        _never_read,
         "{topic} has partitions that were never read: {numbers}",
         "start `service run`; if they were added, keys have moved there, and what is in their old"
         " partitions may be handled after it",
+        "positions",
+        _never_read,
     ),
     StatusCheck(
         "positions",
-        "positions",
         "wrong",
-        lambda status: [vars(one) for one in status.readings if one.is_out_of_range],
         "{topic}/{partition} stands at offset {position}, and the brokers have {first} to {end}"
         " (PartitionStuck in the runbook)",
         "see what was lost, then `service topics seek {topic} --partition {partition} --to"
         " earliest`, first with --dry-run",
+        "positions",
+        lambda status: [vars(one) for one in status.readings if one.is_out_of_range],
     ),
     StatusCheck(
         "readers",
-        "positions",
         "wrong",
-        lambda status: _stalled(status, "no reader"),
         "{topic}/{partition} has no reader, and has not moved for over a minute, {lag:,} offsets"
         " before the end",
         "start `service run`, or `service consume` (NoConsumer in the runbook)",
+        "positions",
+        lambda status: _stalled(status, "no reader"),
     ),
     StatusCheck(
         "open transactions",
-        "positions",
         "warning",
-        lambda status: _stalled(status, "transaction"),
         "a producer's transaction is open in {topic}/{partition} at offset {open_transaction}:"
         " {lag:,} offsets are not read before it ends",
         "its producer ends it, or the brokers do after the producer's transaction.timeout.ms, by"
@@ -248,14 +254,16 @@ CHECKS = (
         " --partition {partition}` names its producer, by CurrentTransactionStartOffset"
         " {open_transaction}, and `kafka-transactions.sh abort --topic {topic} --partition"
         " {partition} --start-offset {open_transaction}` aborts it: its records are never read",
+        "positions",
+        lambda status: _stalled(status, "transaction"),
     ),
     StatusCheck(
         "lag",
-        "positions",
         "warning",
-        lambda status: _stalled(status, "unknown"),
         "{topic}/{partition} has not moved for over a minute, {lag:,} offsets before the end",
         "see `/health/ready` of the service",
+        "positions",
+        lambda status: _stalled(status, "unknown"),
     ),
 )
 

@@ -41,11 +41,6 @@ SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
 app = typer.Typer(help="Messages that the service has handled.", no_args_is_help=True)
 
 
-@app.callback()
-def _() -> None:
-    """Messages that the service has handled."""
-
-
 async def remembered(
     connection: asyncpg.Connection, service: Service, id: str, source: str | None
 ) -> list[dict[str, Any]]:

@@ -1,12 +1,9 @@
 """Checks of the PostgreSQL server: the rows of each statement are what is not as it should be."""
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-import asyncpg
-
-from .health import Finding, Level
+from .health import Check
 
 LONG = timedelta(minutes=5)
 """How long a transaction may be open."""
@@ -18,39 +15,24 @@ _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position
 
 
 @dataclass(frozen=True)
-class ServerCheck:
+class ServerCheck(Check):
     """A statement; its rows fill in the texts, and may have the `level`."""
 
-    name: str
-    level: Level
-    found: str
-    advice: str
     statement: str
     arguments: tuple[object, ...] = ()
-
-    async def findings(self, connection: asyncpg.Connection) -> AsyncIterator[Finding]:
-        """Yield a finding for each row."""
-        for row in await connection.fetch(self.statement, *self.arguments):
-            level = row.get("level", self.level)
-            yield Finding(level, self.found.format(**row), self.advice.format(**row))
 
 
 CHECKS = (
     ServerCheck(
         "server",
         "ok",
-        "PostgreSQL {version}",
-        "",
-        "SELECT current_setting('server_version') AS version",
-    ),
-    ServerCheck(
-        "server version",
-        "wrong",
-        "PostgreSQL {version} is older than {oldest}",
-        "upgrade the server",
+        "PostgreSQL {version}, of which {oldest} is the oldest that will do",
+        "{advice}",
         """
-SELECT current_setting('server_version') AS version, $1::int AS oldest
- WHERE current_setting('server_version_num')::int < 10000 * $1::int
+SELECT current_setting('server_version') AS version, $1 AS oldest,
+       CASE WHEN is_old THEN 'wrong' ELSE 'ok' END AS level,
+       CASE WHEN is_old THEN 'upgrade the server' ELSE '' END AS advice
+  FROM (SELECT current_setting('server_version_num')::int < 10000 * $1::int AS is_old) AS server
 """,
         (OLDEST_POSTGRESQL,),
     ),
@@ -91,31 +73,6 @@ SELECT pid, COALESCE(NULLIF(application_name, ''), usename, '?') AS name, xact_s
  ORDER BY xact_start LIMIT 5
 """,
         (LONG,),
-    ),
-    ServerCheck(
-        "prepared transactions",
-        "warning",
-        "the prepared transaction {gid} is open: nothing is vacuumed meanwhile",
-        "COMMIT PREPARED or ROLLBACK PREPARED '{gid}'",
-        """
-SELECT gid FROM pg_prepared_xacts WHERE prepared < clock_timestamp() - $1::interval LIMIT 5
-""",
-        (LONG,),
-    ),
-    ServerCheck(
-        "replication slots",
-        "warning",
-        "replication slot {slot_name} has no reader, and keeps {megabytes:,} MB of the log, and"
-        " dead rows",
-        "start its reader, or SELECT pg_drop_replication_slot('{slot_name}')",
-        """
-SELECT slot_name, megabytes, CASE WHEN megabytes > 1000 THEN 'wrong' ELSE 'warning' END AS level
-  FROM (SELECT slot_name, COALESCE(
-                   pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn) / 1000000, 0)::bigint
-                   AS megabytes
-          FROM pg_replication_slots WHERE NOT active) AS unread
- ORDER BY slot_name
-""",
     ),
     ServerCheck(
         "bloat",

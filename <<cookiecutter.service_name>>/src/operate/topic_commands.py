@@ -1,5 +1,6 @@
 """The commands `service topics …` and `service replay`."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated
 
@@ -12,9 +13,9 @@ from pipeline.servers import clients
 
 from . import moves
 from .errors import Refused
-from .moves import Move, Place, Replay, ReplayOutcome
+from .moves import Move, Place, Replay
 from .output import print_json
-from .terminal import Invocation, of_kafka, operation
+from .terminal import Invocation, naming_servers, operation
 
 _REPLICAS = 3
 """Where there are as many brokers: one may fail, and what was acknowledged is kept."""
@@ -64,7 +65,7 @@ async def create(
     """
     settings = invocation.settings
     names = invocation.service.topics | ({settings.dead_letter_topic or ""} - {""})
-    with of_kafka(settings):
+    with naming_servers(settings):
         async with clients.admin_client(settings) as admin:
             if replicas is None:
                 replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
@@ -93,8 +94,7 @@ async def seek(
     """Go on elsewhere in a topic: what was handled before is not handled again."""
     place, settings, service = _place(to), invocation.settings, invocation.service
     async with invocation.connected() as connection:
-        with of_kafka(settings):
-            found = await moves.plan_moves(connection, settings, service, topic, partition, place)
+        found = await moves.plan_moves(connection, settings, service, topic, partition, place)
         for one in found:
             if not dry_run:
                 await positions.seek(connection, one.slot, one.new)
@@ -118,22 +118,19 @@ async def replay(
     place, settings, service = _place(since), invocation.settings, invocation.service
     became = None
     async with invocation.connected() as connection:
-        with of_kafka(settings):
-            planned = await moves.plan_replay(
-                connection, settings, service, topic, partition, place
-            )
+        planned = await moves.plan_replay(connection, settings, service, topic, partition, place)
         if planned.forgotten and not too_old:
             raise Refused(_forgotten(planned))
         for one in planned.moves:
             await positions.rewind(connection, one.slot, one.new)
             invocation.say(_moved(one, "goes"))
         if wait:
-            async for progress in moves.follow(connection, planned):
-                stalled = ": does the service run?" if progress.is_stalled else ""
-                invocation.say(
-                    f"{progress.done:,} of {planned.records:,} offsets are read again{stalled}"
-                )
-            became = await moves.outcome(connection, planned)
+            before = -1
+            async for done in moves.follow(connection, planned):
+                hint = ": does the service run?" if done == before else ""
+                invocation.say(f"{done:,} of {planned.records:,} offsets are read again{hint}")
+                before = done
+            became = dict(await moves.outcome(connection, planned))
     if invocation.as_json:
         print_json({"moves": planned.moves, "became": became})
     elif became:
@@ -159,14 +156,14 @@ def _moved(one: Move, verb: str) -> str:
     )
 
 
-def _report(became: ReplayOutcome) -> None:
-    waiting = f", {became.waiting:,} wait in the backlog" if became.waiting else ""
+def _report(became: Mapping[str, int]) -> None:
+    waiting = f", {became['waiting']:,} wait in the backlog" if became["waiting"] else ""
     typer.echo(
-        f"{became.applied:,} messages took effect that had not, {became.known:,} were known"
+        f"{became['applied']:,} messages took effect that had not, {became['known']:,} were known"
         f"{waiting}; others were dead letters, or have no handler"
     )
-    if became.buried:
+    if became["buried"]:
         typer.echo(
-            f"{became.buried:,} messages were too old, and are dead letters now:"
+            f"{became['buried']:,} messages were too old, and are dead letters now:"
             ' `service dead list --reason "too old"`'
         )

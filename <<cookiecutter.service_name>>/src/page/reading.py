@@ -1,7 +1,5 @@
 """What is shown: each page, as it is asked for."""
 
-from typing import Any
-
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,8 +35,7 @@ class Reading:
         templates: Templates,
         watch: Watch,
     ) -> None:
-        self._letters = DeadLetters.of(service, settings)
-        self._events = DeadEvents.of(service, settings)
+        self._service = service
         self._settings = settings
         self._page = page
         self._engine = engine
@@ -62,7 +59,7 @@ class Reading:
             topic=wanted["topic"] or None,
             record_key=key.encode() if key else None,
         )
-        letters = await self._list(self._letters, state, selection)
+        letters = await self._list(DeadLetters, state, selection)
         return self._templates.page(
             "letters.html",
             operator,
@@ -71,21 +68,27 @@ class Reading:
             parameters=wanted,
             state=state,
             states=STATES,
-            reasons=list(self._letters.reasons),
+            reasons=list(DeadLetters.reasons),
         )
 
     async def letter(self, request: Request, operator: Operator) -> Response:
         """Show one of them, as it came and as it failed."""
-        async with autocommitting(self._engine) as connection:
-            entry = await self._letters.show(connection, request.path_params["id"])
-        trace = self._trace(entry["traceparent"])
-        return self._templates.page("letter.html", operator, one=entry, trace=trace)
+        return await self._show(DeadLetters, "letter.html", request, operator)
 
-    async def _list(self, store: Store[Any], state: State, selection: Selection) -> list[Entry]:
+    async def _list(self, kind: type[Store], state: State, selection: Selection) -> list[Entry]:
         """Return the newest entries, and one more than are shown."""
         async with autocommitting(self._engine) as connection:
-            found = store.entries(connection, state, selection, _LISTED + 1)
-            return [one async for one in found]
+            store = kind.of(connection, self._service, self._settings)
+            return [one async for one in store.entries(state, selection, _LISTED + 1)]
+
+    async def _show(
+        self, kind: type[Store], template: str, request: Request, operator: Operator
+    ) -> Response:
+        async with autocommitting(self._engine) as connection:
+            store = kind.of(connection, self._service, self._settings)
+            entry = await store.show(request.path_params["id"])
+        trace = self._trace(entry["traceparent"])
+        return self._templates.page(template, operator, one=entry, trace=trace)
 
     def _trace(self, traceparent: str | None) -> str | None:
         """Return where a trace is shown; what came from outside gets into it only as an id."""
@@ -97,7 +100,7 @@ class Reading:
     async def events(self, request: Request, operator: Operator) -> Response:
         """Show events that Kafka has rejected."""
         state = parameters.state(request)
-        events = await self._list(self._events, state, Selection())
+        events = await self._list(DeadEvents, state, Selection())
         return self._templates.page(
             "events.html",
             operator,
@@ -109,10 +112,7 @@ class Reading:
 
     async def event(self, request: Request, operator: Operator) -> Response:
         """Show one of them."""
-        async with autocommitting(self._engine) as connection:
-            entry = await self._events.show(connection, request.path_params["id"])
-        trace = self._trace(entry["traceparent"])
-        return self._templates.page("event.html", operator, one=entry, trace=trace)
+        return await self._show(DeadEvents, "event.html", request, operator)
 
     async def backlog(self, request: Request, operator: Operator) -> Response:
         """Show keys that wait."""
