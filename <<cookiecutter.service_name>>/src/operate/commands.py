@@ -9,6 +9,7 @@ import typer
 from alembic import command
 from alembic.config import Config
 
+from pipeline.relay import scheduled
 from pipeline.retention.maintenance import make_ahead
 from pipeline.runtime import Part, run
 from pipeline.servers import cluster, revisions
@@ -18,11 +19,11 @@ from . import (
     dead_commands,
     inbox_commands,
     retention_commands,
-    scheduled_commands,
     status_commands,
     topic_commands,
 )
-from .output import print_json
+from .errors import Refused
+from .output import format_time, print_json, print_table
 from .terminal import (
     Invocation,
     Json,
@@ -40,13 +41,14 @@ log = logging.getLogger(__name__)
 
 app = typer.Typer()
 relay_app = typer.Typer(invoke_without_command=True)
+scheduled_app = typer.Typer(help="Events that are to be published later.", no_args_is_help=True)
 
 GROUPS = {
     "topics": topic_commands.app,
     "inbox": inbox_commands.app,
     "dead": dead_commands.app,
     "retention": retention_commands.app,
-    "scheduled": scheduled_commands.app,
+    "scheduled": scheduled_app,
     "relay": relay_app,
 }
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
@@ -132,6 +134,42 @@ async def _question(connection: asyncpg.Connection, keep_progress: bool) -> str:
     if await cluster.is_ours(connection):
         return f"The outbox is this database cluster's already. {question}"
     return question
+
+
+@operation(scheduled_app, "list", example="service scheduled list --limit 10")
+async def list_waiting(
+    invocation: Invocation,
+    limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
+) -> None:
+    """List what waits, the next to be due first."""
+    async with invocation.connected() as connection:
+        found = [one async for one in scheduled.waiting(connection, limit)]
+    if invocation.as_json:
+        print_json(*found)
+        return
+    rows = (
+        [format_time(one.due_at), one.name, one.type, one.topic, one.key or "-"] for one in found
+    )
+    print_table(("due", "name", "type", "topic", "key"), rows)
+    if not found:
+        typer.echo("No event is scheduled.")
+
+
+@operation(scheduled_app, example="service scheduled cancel remind-ada")
+async def cancel(
+    invocation: Invocation,
+    names: Annotated[list[str], typer.Argument(help="names of scheduled events")],
+) -> None:
+    """Take events back, so that they are never published."""
+    async with invocation.connected() as connection:
+        cancelled = await scheduled.cancel(connection, names)
+    if invocation.as_json:
+        print_json(*({"name": name} for name in cancelled))
+    else:
+        for name in cancelled:
+            typer.echo(f"cancelled {name}")
+    if missing := set(names).difference(cancelled):
+        raise Refused(f"not scheduled, or published already: {', '.join(sorted(missing))}")
 
 
 @app.command(epilog="For example: service migrate")

@@ -205,6 +205,12 @@ class Store(ABC):
         is_discarded = row["state"] == "discarded"
         return self._read(row) | {"advice": DISCARDED if is_discarded else advice}
 
+    async def _stored(self, keys: Sequence[Any]) -> dict[Any, asyncpg.Record]:
+        """Return the entries that are in the table, in short, by their primary keys."""
+        select = f"SELECT {self.key} AS _key, {self.entry} FROM {self.table}"
+        rows = await self._connection.fetch(f"{select} WHERE {self.key} = ANY ($1)", keys)
+        return {row["_key"]: row for row in rows}
+
     def _read(self, row: asyncpg.Record) -> Entry:
         return {
             name: content_of(value) if isinstance(value, bytes) else value

@@ -43,11 +43,6 @@ UPDATE pipeline.outbox_rejected
  WHERE id = ANY ($1)
 """
 
-_BECAME = """
-SELECT id AS number, id::text AS id, reason, error, died_at IS NOT NULL AS is_dead
-  FROM pipeline.outbox_rejected WHERE id = ANY ($1)
-"""
-
 
 class DeadEvents(Store):
     """Events that Kafka has rejected. An id is the event's number in the outbox.
@@ -108,9 +103,9 @@ class DeadEvents(Store):
         return rows
 
     async def _settle(self, some: Sequence[int]) -> list[tuple[Outcome, asyncpg.Record | None]]:
-        stored = {row["number"]: row for row in await self._connection.fetch(_BECAME, some)}
+        stored = await self._stored(some)
         rows = [stored.get(id) for id in some]
         return [
-            ("sent" if row is None else "dead" if row["is_dead"] else "waiting", row)
+            ("sent" if row is None else "dead" if row["died_at"] else "waiting", row)
             for row in rows
         ]

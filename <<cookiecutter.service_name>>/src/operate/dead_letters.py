@@ -69,12 +69,6 @@ _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY k
 
 _ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
 
-_STORED = """
-SELECT key, left(encode(key, 'hex'), 16) AS id, topic, partition, "offset", reason, error,
-       died_at IS NOT NULL AS is_dead
-  FROM pipeline.backlog WHERE key = ANY ($1)
-"""
-
 _MARKED = """
 SELECT key, topic, partition, "offset"
   FROM pipeline.inbox
@@ -200,7 +194,7 @@ class DeadLetters(Store):
         self, some: Sequence[Redriven]
     ) -> list[tuple[Outcome, asyncpg.Record | None]]:
         keys = list({key for one in some for key in (*one.keys, *one.markers)})
-        stored = {row["key"]: row for row in await self._connection.fetch(_STORED, keys)}
+        stored = await self._stored(keys)
         # Markers are read later: a row that leaves the backlog in between is found by its marker.
         marked = {row["key"]: _place(row) for row in await self._connection.fetch(_MARKED, keys)}
         return [_outcome(one, stored, marked) for one in some]
@@ -213,7 +207,7 @@ def _outcome(
 ) -> tuple[Outcome, asyncpg.Record | None]:
     rows = [row for key in one.keys if (row := stored.get(key)) and _place(row) == one.place]
     if rows:
-        return ("dead", rows[0]) if all(row["is_dead"] for row in rows) else ("waiting", None)
+        return ("dead", rows[0]) if all(row["died_at"] for row in rows) else ("waiting", None)
     places = [marked[key] for key in one.markers if key in marked]
     if one.place in places:
         return "applied", None

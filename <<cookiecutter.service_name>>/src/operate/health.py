@@ -85,10 +85,14 @@ def _count(number: int) -> str:
     return format_count(number, AT_MOST)
 
 
-def _late_outbox(status: Status, *, has_relays: bool) -> Cases:
-    is_late = status.outbox_seconds > OUTBOX_LAG
-    if is_late and has_relays == (status.shards_without_relay == 0):
-        yield vars(status) | {"count": _count(status.outbox_events)}
+def _late_outbox(status: Status) -> Cases:
+    if status.outbox_seconds > OUTBOX_LAG:
+        yield {
+            "count": _count(status.outbox_events),
+            "seconds": status.outbox_seconds,
+            "shards": status.shards_without_relay,
+            "level": "wrong" if status.shards_without_relay else "warning",
+        }
 
 
 def _rejected(status: Status) -> Cases:
@@ -106,6 +110,12 @@ def _waiting(status: Status, applies: Callable[[str, Backlog], bool]) -> Cases:
     for name, one in status.backlog.items():
         if one.waiting and applies(name, one):
             yield vars(one) | {"name": name or "(none)", "count": _count(one.waiting)}
+
+
+def _not_ahead(status: Status) -> Cases:
+    until = status.ahead_until
+    if until is None or (until - status.at.date()).days < NO_PARTITION_AHEAD:
+        yield vars(status)
 
 
 def _never_read(status: Status) -> Cases:
@@ -142,21 +152,13 @@ CHECKS = (
         lambda status: [] if status.is_this_cluster else [{}],
     ),
     StatusCheck(
-        "relays",
-        "wrong",
-        "{count} events wait, one for {outbox_seconds:,.0f} seconds, and {shards_without_relay}"
-        " shards have no relay",
-        "start `service relay`, or `service run` (NoRelayOwner in the runbook)",
-        "outbox",
-        lambda status: _late_outbox(status, has_relays=False),
-    ),
-    StatusCheck(
         "outbox",
         "warning",
-        "{count} events wait, one for {outbox_seconds:,.0f} seconds",
-        "see `/health/ready` of the relay (OutboxLag in the runbook)",
+        "{count} events wait, one for {seconds:,.0f} seconds; {shards} shards have no relay",
+        "start `service relay`, or `service run`; if every shard has a relay, see its"
+        " `/health/ready` (NoRelayOwner and OutboxLag in the runbook)",
         "outbox",
-        lambda status: _late_outbox(status, has_relays=True),
+        _late_outbox,
     ),
     StatusCheck(
         "rejected events",
@@ -206,7 +208,7 @@ CHECKS = (
         "the outbox has partitions until {ahead_until}",
         "run `service retention run`, and see why no running service does",
         "memory",
-        lambda status: [vars(status)] if days_ahead(status) < NO_PARTITION_AHEAD else [],
+        _not_ahead,
     ),
     StatusCheck(
         "held partitions",
@@ -266,8 +268,3 @@ CHECKS = (
         lambda status: _stalled(status, "unknown"),
     ),
 )
-
-
-def days_ahead(status: Status) -> int:
-    """Return the number of days after today for which the outbox has partitions."""
-    return -1 if status.ahead_until is None else (status.ahead_until - status.at.date()).days

@@ -17,10 +17,10 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from pipeline.apply import positions
 from pipeline.apply.positions import Slot
 from pipeline.servers import clients
-from pipeline.service import Service
-from pipeline.settings import CLOCK_MARGIN, Settings
+from pipeline.settings import CLOCK_MARGIN
 
 from .errors import Refused
+from .terminal import Invocation
 
 _LOOK_SECONDS = 1.0
 _STALLED_SECONDS = 30.0
@@ -82,13 +82,13 @@ class Move:
 
 async def plan_moves(
     connection: asyncpg.Connection,
-    settings: Settings,
-    service: Service,
+    invocation: Invocation,
     topic: str,
     partition: int | None,
     to: Place,
 ) -> list[Move]:
     """Return how positions would move. Raises `Refused` for what the topic does not have."""
+    service, settings = invocation.service, invocation.settings
     if topic not in service.handlers.topics:
         known = ", ".join(sorted(service.handlers.topics)) or "none"
         raise Refused(f"the service does not read topic {topic}; it reads {known}")
@@ -153,14 +153,14 @@ class Replay:
 
 async def plan_replay(
     connection: asyncpg.Connection,
-    settings: Settings,
-    service: Service,
+    invocation: Invocation,
     topic: str,
     partition: int | None,
     to: Place,
 ) -> Replay:
     """Return what would be read again. Raises `Refused` if that is nothing."""
-    found = await plan_moves(connection, settings, service, topic, partition, to)
+    service, settings = invocation.service, invocation.settings
+    found = await plan_moves(connection, invocation, topic, partition, to)
     back = [one for one in found if one.old is not None and one.new < one.old]
     if not back:
         raise Refused(

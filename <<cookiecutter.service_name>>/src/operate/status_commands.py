@@ -12,7 +12,7 @@ from pipeline.errors import summarize_error
 from . import doctor, status
 from .errors import Unavailable
 from .health import Finding, judge
-from .output import format_count, format_time, print_json, print_table
+from .output import format_count, format_span, format_time, print_json, print_table
 from .status import AT_MOST, Backlog, Reading, Status
 from .terminal import Invocation, operation
 
@@ -117,7 +117,7 @@ def _lines(name: str, texts: list[str], at_most: int) -> list[str]:
 
 def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     """Yield a line's name, the part of the status that it needs, and its text."""
-    age = f", oldest {_span(found.outbox_seconds)}" if found.outbox_events else ""
+    age = f", oldest {format_span(found.outbox_seconds)}" if found.outbox_events else ""
     to_publish = f"{format_count(found.outbox_events, AT_MOST)} to publish{age}"
     other = "another cluster's, nothing is sent: `service relay reset`"
     yield "outbox", "outbox", to_publish if found.is_this_cluster else other
@@ -139,7 +139,7 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
 def _topic(found: Status, readings: list[Reading]) -> str:
     topic = readings[0].topic
     moved = max((one.moved_at for one in readings if one.moved_at), default=None)
-    ago = f"moved {_span((found.at - moved).total_seconds())} ago" if moved else "never read"
+    ago = f"moved {format_span((found.at - moved).total_seconds())} ago" if moved else "never read"
     lags = [one.lag for one in readings if one.lag is not None]
     if not lags:
         return f"{topic}  {len(readings)} partitions, lag not known, {ago}"
@@ -154,13 +154,5 @@ def _consumer(found: Status, name: str, one: Backlog) -> str:
     waiting = f"{min(one.waiting, AT_MOST):,}{'+' if found.is_waiting_cut_off else ''}"
     dead = f"{min(one.dead, AT_MOST):,}{'+' if found.is_dead_cut_off else ''}"
     least = "at least " if found.is_waiting_cut_off else ""  # only some were counted
-    age = f", oldest {least}{_span(one.oldest)}" if one.waiting else ""
+    age = f", oldest {least}{format_span(one.oldest)}" if one.waiting else ""
     return f"{name or '(none)'}  {waiting} waiting, {dead} dead{age}"
-
-
-def _span(seconds: float) -> str:
-    """Return a time in its largest unit."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(0.0, seconds):,.0f} s"

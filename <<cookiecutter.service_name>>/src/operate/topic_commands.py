@@ -1,6 +1,5 @@
 """The commands `service topics …` and `service replay`."""
 
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated
 
@@ -92,9 +91,9 @@ async def seek(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="change nothing")] = False,
 ) -> None:
     """Go on elsewhere in a topic: what was handled before is not handled again."""
-    place, settings, service = _place(to), invocation.settings, invocation.service
+    place = _place(to)
     async with invocation.connected() as connection:
-        found = await moves.plan_moves(connection, settings, service, topic, partition, place)
+        found = await moves.plan_moves(connection, invocation, topic, partition, place)
         for one in found:
             if not dry_run:
                 await positions.seek(connection, one.slot, one.new)
@@ -115,10 +114,9 @@ async def replay(
     wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
 ) -> None:
     """Read a topic again: what took effect before is skipped, what has not is handled."""
-    place, settings, service = _place(since), invocation.settings, invocation.service
-    became = None
+    place, became = _place(since), None
     async with invocation.connected() as connection:
-        planned = await moves.plan_replay(connection, settings, service, topic, partition, place)
+        planned = await moves.plan_replay(connection, invocation, topic, partition, place)
         if planned.forgotten and not too_old:
             raise Refused(_forgotten(planned))
         for one in planned.moves:
@@ -134,7 +132,16 @@ async def replay(
     if invocation.as_json:
         print_json({"moves": planned.moves, "became": became})
     elif became:
-        _report(became)
+        waiting = f", {became['waiting']:,} wait in the backlog" if became["waiting"] else ""
+        typer.echo(
+            f"{became['applied']:,} messages took effect that had not, {became['known']:,} were"
+            f" known{waiting}; others were dead letters, or have no handler"
+        )
+        if became["buried"]:
+            typer.echo(
+                f"{became['buried']:,} messages were too old, and are dead letters now:"
+                ' `service dead list --reason "too old"`'
+            )
 
 
 def _forgotten(planned: Replay) -> str:
@@ -154,16 +161,3 @@ def _moved(one: Move, verb: str) -> str:
         f"{one.slot.topic}/{one.slot.partition} {verb} from {old} to {one.new}"
         f" (the brokers have {one.first} to {one.end}){lost}"
     )
-
-
-def _report(became: Mapping[str, int]) -> None:
-    waiting = f", {became['waiting']:,} wait in the backlog" if became["waiting"] else ""
-    typer.echo(
-        f"{became['applied']:,} messages took effect that had not, {became['known']:,} were known"
-        f"{waiting}; others were dead letters, or have no handler"
-    )
-    if became["buried"]:
-        typer.echo(
-            f"{became['buried']:,} messages were too old, and are dead letters now:"
-            ' `service dead list --reason "too old"`'
-        )

@@ -10,8 +10,6 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from operate.dead import Selection, Store
-from operate.dead_events import DeadEvents
-from operate.dead_letters import DeadLetters
 from operate.errors import Refused
 from pipeline import Service
 from pipeline.errors import describe_error
@@ -40,31 +38,10 @@ class Actions:
         self._engine = engine
         self._templates = templates
 
-    async def redrive_letter(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
+    async def redrive(
+        self, kind: type[Store], request: Request, operator: Operator, _: object
     ) -> Response:
-        """Try a dead letter again."""
-        return await self._redrive(DeadLetters, request, operator)
-
-    async def redrive_event(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Try to publish a dead event again."""
-        return await self._redrive(DeadEvents, request, operator)
-
-    async def discard_letter(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Give a dead letter up."""
-        return await self._discard(DeadLetters, request, operator, form)
-
-    async def discard_event(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Give a dead event up."""
-        return await self._discard(DeadEvents, request, operator, form)
-
-    async def _redrive(self, kind: type[Store], request: Request, operator: Operator) -> Response:
+        """Try a dead letter or event again."""
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
             id, selection = await _one(store, request)
@@ -79,9 +56,10 @@ class Actions:
         counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
         return self._templates.note(operator, f"{id} was redriven; by now {counts}.")
 
-    async def _discard(
+    async def discard(
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
+        """Give a dead letter or event up."""
         why = parameters.why(form)
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)

@@ -4,9 +4,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
-from operate.dead import STATES, Entry, Selection, State, Store
-from operate.dead_events import DeadEvents
-from operate.dead_letters import DeadLetters
+from operate.dead import STATES, Selection, Store
 from operate.output import content_of
 from pipeline import Service
 from pipeline.relay import scheduled
@@ -46,8 +44,10 @@ class Reading:
         """Show how the service stands."""
         return self._templates.page("overview.html", operator, **await self._watch.now())
 
-    async def letters(self, request: Request, operator: Operator) -> Response:
-        """Show dead letters, those that are searched for."""
+    async def entries(
+        self, kind: type[Store], template: str, request: Request, operator: Operator
+    ) -> Response:
+        """Show the newest dead letters or events, of those that are searched for."""
         wanted = parameters.search(request)
         state = parameters.state(request)
         key = wanted["key"]
@@ -59,31 +59,24 @@ class Reading:
             topic=wanted["topic"] or None,
             record_key=key.encode() if key else None,
         )
-        letters = await self._list(DeadLetters, state, selection)
+        async with autocommitting(self._engine) as connection:
+            store = kind.of(connection, self._service, self._settings)
+            found = [one async for one in store.entries(state, selection, _LISTED + 1)]
         return self._templates.page(
-            "letters.html",
+            template,
             operator,
-            letters=letters[:_LISTED],
-            are_more=len(letters) > _LISTED,
+            entries=found[:_LISTED],
+            are_more=len(found) > _LISTED,
             parameters=wanted,
             state=state,
             states=STATES,
-            reasons=list(DeadLetters.reasons),
+            reasons=list(kind.reasons),
         )
 
-    async def letter(self, request: Request, operator: Operator) -> Response:
-        """Show one of them, as it came and as it failed."""
-        return await self._show(DeadLetters, "letter.html", request, operator)
-
-    async def _list(self, kind: type[Store], state: State, selection: Selection) -> list[Entry]:
-        """Return the newest entries, and one more than are shown."""
-        async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
-            return [one async for one in store.entries(state, selection, _LISTED + 1)]
-
-    async def _show(
+    async def entry(
         self, kind: type[Store], template: str, request: Request, operator: Operator
     ) -> Response:
+        """Show one of them, as it came and as it failed."""
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
             entry = await store.show(request.path_params["id"])
@@ -96,23 +89,6 @@ class Reading:
         if self._page.trace_url is None or not id or len(id[0]) != 32 or not id[0].isalnum():
             return None
         return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
-
-    async def events(self, request: Request, operator: Operator) -> Response:
-        """Show events that Kafka has rejected."""
-        state = parameters.state(request)
-        events = await self._list(DeadEvents, state, Selection())
-        return self._templates.page(
-            "events.html",
-            operator,
-            events=events[:_LISTED],
-            are_more=len(events) > _LISTED,
-            state=state,
-            states=STATES,
-        )
-
-    async def event(self, request: Request, operator: Operator) -> Response:
-        """Show one of them."""
-        return await self._show(DeadEvents, "event.html", request, operator)
 
     async def backlog(self, request: Request, operator: Operator) -> Response:
         """Show keys that wait."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import asyncpg
 import pytest
 
-from operate import dead, dead_commands, dead_options
+from operate import dead, dead_commands
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
 from pipeline import Handlers, PayloadFields, Plain, Policy, Reject
@@ -79,7 +79,7 @@ def store(desk: Desk, connection: asyncpg.Connection, patience: float = PATIENCE
 async def redrive(desk: Desk, selection: Selection = EVERYTHING) -> list[Redriven]:
     """Redrive as the command does, without waiting for what becomes of them."""
     async with autocommitting(desk.engine) as driver:
-        until = selection.until or await dead_options.ago(driver, timedelta(0))
+        until = selection.until or await dead_commands.ago(driver, timedelta(0))
         chosen = store(desk, driver).redrivable(replace(selection, until=until))
         return [one async for some in store(desk, driver).redrive(chosen) for one in some]
 
@@ -364,7 +364,7 @@ async def test_letters_are_chosen_by_what_they_are(bank: Bank, desk: Desk) -> No
         "missing attribute",
     ]
     async with autocommitting(desk.engine) as driver:
-        hour_ago = await dead_options.ago(driver, timedelta(hours=1))
+        hour_ago = await dead_commands.ago(driver, timedelta(hours=1))
         for number in range(3):
             await driver.execute(
                 "UPDATE pipeline.backlog SET died_at = died_at - interval '2 h'"
@@ -595,6 +595,7 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
     summary = await service("list", "--summary", "--json", "--reason", "rejected")
     (group,) = [json.loads(line) for line in summary.stdout.splitlines()]
     assert (group["reason"], group["consumer"], group["count"]) == ("rejected", "deposit", 1)
+    assert set(group) == {"count", "reason", "consumer", "type", "topic", "oldest", "newest"}
     shown = json.loads((await service("show", newest.id[:8], "--json")).stdout)
     assert shown["value"] == {"hex": "ff00"}
     assert shown["advice"] == REASONS["invalid payload"]

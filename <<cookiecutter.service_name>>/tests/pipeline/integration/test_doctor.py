@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
 
-from operate import doctor, health, server_checks, status, status_commands, topic_checks
+from operate import doctor, health, status, status_commands, topic_checks
 from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
@@ -69,9 +69,9 @@ def with_argument(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object
     """Let a check of the server have another threshold."""
     checks = [
         replace(one, arguments=arguments) if one.name == name else one
-        for one in server_checks.CHECKS
+        for one in doctor.SERVER_CHECKS
     ]
-    monkeypatch.setattr(server_checks, "CHECKS", checks)
+    monkeypatch.setattr(doctor, "SERVER_CHECKS", checks)
 
 
 @asynccontextmanager
@@ -137,7 +137,7 @@ async def test_a_healthy_service_has_nothing(
     assert await process.ended() == 0, process.output
     names, *lines = process.output.splitlines()
     assert names.split() == ["level", "check", "found"]
-    checks = (*topic_checks.CHECKS, *health.CHECKS, *server_checks.CHECKS)
+    checks = (*topic_checks.CHECKS, *health.CHECKS, *doctor.SERVER_CHECKS)
     assert len(lines) == len(checks) + len(
         ("kafka", "settings", "schema", "tables", "pooler", "clock")
     )
@@ -264,7 +264,7 @@ async def test_events_that_nobody_publishes_are_told(
     await stage(db, [event(bank.balances, 1)])
     assert "outbox" not in await examine(), "they have just come"
     await db.execute("UPDATE pipeline.outbox SET created_at = now() - interval '6 minutes'")
-    found = (await examine())["relays"]
+    found = (await examine())["outbox"]
     assert found.level == "wrong"
     assert "1 events wait, one for 3" in found.found
     assert "64 shards have no relay" in found.found
@@ -272,7 +272,7 @@ async def test_events_that_nobody_publishes_are_told(
         "UPDATE pipeline.outbox_cursor SET owner = 'a', lease_until = now() + interval '1 hour'"
     )
     found = (await examine())["outbox"]
-    assert (found.level, "shards" in found.found) == ("warning", False)
+    assert (found.level, "; 0 shards have no relay" in found.found) == ("warning", True)
 
 
 async def test_a_topic_that_is_missing_is_told(examine: Examine, unborn: Bank) -> None:
@@ -620,7 +620,7 @@ async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
 async def test_dead_rows_of_a_table_that_has_been_emptied_are_told(
     examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
-    with_argument(monkeypatch, "bloat", server_checks._HOT, 100)
+    with_argument(monkeypatch, "bloat", doctor._HOT, 100)
     await db.execute(f"ALTER TABLE pipeline.{table} SET (autovacuum_enabled = off)")
     await db.execute(_FILL[table])
     await db.execute(f"DELETE FROM pipeline.{table}")

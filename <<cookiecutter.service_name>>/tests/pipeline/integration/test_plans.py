@@ -340,7 +340,7 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     assert 50 < len(ids) < 1_000
     await asked.execute(dead_events._REDRIVE, [row["id"] for row in ids])
     await asked.execute(dead_events._DISCARD, [row["id"] for row in ids], "ann", "a test")
-    await asked.fetch(dead_events._BECAME, [row["id"] for row in ids])
+    await dead_events.DeadEvents(asked, patience=5)._stored([row["id"] for row in ids])
     chosen, redrive, discard, became = asked.plans
     assert (chosen.indexes, chosen.scanned) == ({"outbox_rejected_dead_idx"}, set())
     assert chosen.blocks < 3 * len(ids)
