@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Annotated
 
-import asyncpg
 import typer
 from alembic import command
 from alembic.config import Config
@@ -119,21 +118,18 @@ async def reset(
     """Publish everything in the outbox again, after a dump was restored."""
     async with invocation.connected() as connection:
         if not yes:
-            invocation.confirm(await _question(connection, keep_progress))
+            question = "Go on where the relays were?"
+            if not keep_progress:
+                number = await cluster.count(connection)
+                is_ours = await cluster.is_ours(connection)
+                why = "The outbox is this database cluster's already. " if is_ours else ""
+                question = f"{why}Publish {number:,} events again, with their ids?"
+            invocation.confirm(question)
         renewed = await cluster.reset(connection, keep_progress=keep_progress)
     if invocation.as_json:
         print_json({"published_again": renewed})
     else:
         typer.echo("The outbox belongs to this database cluster now; relays publish it.")
-
-
-async def _question(connection: asyncpg.Connection, keep_progress: bool) -> str:
-    if keep_progress:
-        return "Go on where the relays were?"
-    question = f"Publish {await cluster.count(connection):,} events again, with their ids?"
-    if await cluster.is_ours(connection):
-        return f"The outbox is this database cluster's already. {question}"
-    return question
 
 
 @operation(scheduled_app, "list", example="service scheduled list --limit 10")

@@ -107,28 +107,22 @@ class Store(ABC):
     listed: ClassVar[Sequence[str]]
     """Columns of entries that a list shows people."""
 
-    # Names in SQL: of the table, of its columns, and of expressions that stand for a column.
-    table: ClassVar[str]
-    key: ClassVar[str]
+    source: ClassVar[str]
+    """The table in SQL, with more names for its columns, so that both tables have these: `row_key`,
+    `lock` (the number of the lane or shard that a chunk locks), `waiting_since`, `why`, `consumer`,
+    `event_id`, `record_key`."""
     key_type: ClassVar[str]
-    waiting_since: ClassVar[str]
-    reason: ClassVar[str]
-    consumer: ClassVar[str]
-    event_id: ClassVar[str]
-    record_key: ClassVar[str]
     entry: ClassVar[str]
     """Columns of an entry in short."""
     detail: ClassVar[str]
     """The other columns of an entry."""
-    lock: ClassVar[str]
-    """The column that the rows of a chunk have in common: the lane or shard that is locked."""
-    order: ClassVar[str]
-    """The order in which rows with one lock are redriven."""
     chunk: ClassVar[str]
     """Columns that redriving and discarding need."""
+    order: ClassVar[str]
+    """The order in which rows with one lock are redriven."""
 
     def __init__(self, connection: asyncpg.Connection, patience: float) -> None:
-        self._connection = connection
+        self.connection = connection
         self._patience = patience
 
     @classmethod
@@ -164,39 +158,39 @@ class Store(ABC):
         """Count the entries that are alike, the most frequent first."""
         statement = self._statement(
             state,
-            f"SELECT count(*), {self.reason} AS reason, {self.consumer} AS consumer, type, topic,"
-            " min(<since>) AS oldest, max(<since>) AS newest",
+            "SELECT count(*), why AS reason, consumer, type, topic, min(<since>) AS oldest,"
+            " max(<since>) AS newest",
             "GROUP BY 2, 3, 4, 5 ORDER BY 1 DESC, 2, 3, 4, 5",
         )
-        rows = await self._connection.fetch(statement, *selection.arguments, timeout=SECONDS)
+        rows = await self.connection.fetch(statement, *selection.arguments, timeout=SECONDS)
         return [dict(row) for row in rows]
 
     async def entries(self, state: State, selection: Selection, limit: int) -> AsyncIterator[Entry]:
         """Yield the newest entries, at most `limit`."""
         statement = self._statement(
             state,
-            f"SELECT {self.entry}, {_STATE} AS state, <since> AS since, {self.key} AS _key",
-            f"AND ($11::timestamptz IS NULL OR (<since>, {self.key}) < ($11, $12::{self.key_type}))"
-            " ORDER BY since DESC, _key DESC LIMIT $13",
+            f"SELECT {self.entry}, {_STATE} AS state, <since> AS since, row_key",
+            f"AND ($11::timestamptz IS NULL OR (<since>, row_key) < ($11, $12::{self.key_type}))"
+            " ORDER BY since DESC, row_key DESC LIMIT $13",
         )
         after: tuple[object, object] = None, None
         while limit > 0:
             size = min(limit, CHUNK)
             arguments = *selection.arguments, *after, size
-            rows = await self._connection.fetch(statement, *arguments, timeout=SECONDS)
+            rows = await self.connection.fetch(statement, *arguments, timeout=SECONDS)
             for row in rows:
                 yield self._read(row)
             if len(rows) < size:
                 return
             limit -= size
-            after = rows[-1]["since"], rows[-1]["_key"]
+            after = rows[-1]["since"], rows[-1]["row_key"]
 
     async def show(self, id: str) -> Entry:
         """Return all that is stored of an entry, and the `advice`. Raises `Refused`."""
         (key,) = await self.keys_of([id])
-        row = await self._connection.fetchrow(
-            f"SELECT {self.entry}, {_STATE} AS state, {self.detail} FROM {self.table}"
-            f" WHERE {self.key} = $1",
+        row = await self.connection.fetchrow(
+            f"SELECT {self.entry}, {_STATE} AS state, {self.detail} FROM {self.source}"
+            " WHERE row_key = $1",
             key,
         )
         if row is None:
@@ -207,15 +201,14 @@ class Store(ABC):
 
     async def _stored(self, keys: Sequence[Any]) -> dict[Any, asyncpg.Record]:
         """Return the entries that are in the table, in short, by their primary keys."""
-        select = f"SELECT {self.key} AS _key, {self.entry} FROM {self.table}"
-        rows = await self._connection.fetch(f"{select} WHERE {self.key} = ANY ($1)", keys)
-        return {row["_key"]: row for row in rows}
+        statement = f"SELECT row_key, {self.entry} FROM {self.source} WHERE row_key = ANY ($1)"
+        return {row["row_key"]: row for row in await self.connection.fetch(statement, keys)}
 
     def _read(self, row: asyncpg.Record) -> Entry:
         return {
             name: content_of(value) if isinstance(value, bytes) else value
             for name, value in row.items()
-            if name != "_key"
+            if name != "row_key"
         }
 
     def redrive(self, selection: Selection) -> AsyncIterator[Sequence[Any]]:
@@ -233,8 +226,8 @@ class Store(ABC):
         self, state: State, selection: Selection, change: Callable[[Rows], Awaitable[Any]]
     ) -> AsyncIterator[Any]:
         """Change rows of a state lock by lock, and the rows of a key in their order."""
-        connection = self._connection
-        locks = self._statement(state, f"SELECT DISTINCT {self.lock}", f"ORDER BY {self.lock}")
+        connection = self.connection
+        locks = self._statement(state, "SELECT DISTINCT lock", "ORDER BY lock")
         for (number,) in await connection.fetch(locks, *selection.arguments, timeout=SECONDS):
             is_done = False
             while not is_done:
@@ -272,7 +265,7 @@ class Store(ABC):
     @classmethod
     def chunk_statement(cls, state: State) -> str:
         """Return the statement that reads rows of one lock, $11, at most $12."""
-        rest = f"AND {cls.lock} = $11 ORDER BY {cls.order} LIMIT $12"
+        rest = f"AND lock = $11 ORDER BY {cls.order} LIMIT $12"
         return cls._statement(state, f"SELECT {cls.chunk}", rest)
 
     @classmethod
@@ -281,19 +274,19 @@ class Store(ABC):
 
         `<since>` in it stands for the column with the time since which a row is in this state.
         """
-        since = {"dead": "died_at", "discarded": "discarded_at"}.get(state, cls.waiting_since)
+        since = {"dead": "died_at", "discarded": "discarded_at"}.get(state, "waiting_since")
         return f"""
 {select}
-  FROM {cls.table}
+  FROM {cls.source}
  WHERE {_CONDITIONS[state]}
-   AND ($1::{cls.key_type}[] IS NULL OR {cls.key} = ANY ($1))
-   AND ($2::text[] IS NULL OR {cls.reason} = ANY ($2))
-   AND ($3::text[] IS NULL OR {cls.reason} <> ALL ($3))
-   AND ($4::text[] IS NULL OR {cls.consumer} = ANY ($4))
-   AND ($5::text IS NULL OR {cls.event_id} = $5)
+   AND ($1::{cls.key_type}[] IS NULL OR row_key = ANY ($1))
+   AND ($2::text[] IS NULL OR why = ANY ($2))
+   AND ($3::text[] IS NULL OR why <> ALL ($3))
+   AND ($4::text[] IS NULL OR consumer = ANY ($4))
+   AND ($5::text IS NULL OR event_id = $5)
    AND ($6::text IS NULL OR type = $6)
    AND ($7::text IS NULL OR topic = $7)
-   AND ($8::bytea IS NULL OR {cls.record_key} = $8)
+   AND ($8::bytea IS NULL OR record_key = $8)
    AND ($9::timestamptz IS NULL OR <since> >= $9)
    AND ($10::timestamptz IS NULL OR <since> <= $10)
 {rest}

@@ -67,9 +67,7 @@ class Filters:
         """Whether any option is set."""
         return any(getattr(self, one.name) not in (None, []) for one in fields(self))
 
-    async def select(
-        self, store: Store, connection: asyncpg.Connection, ids: Sequence[str] | None = None
-    ) -> Selection:
+    async def select(self, store: Store, ids: Sequence[str] | None = None) -> Selection:
         """Return the entries that the options and ids choose at this moment."""
         for reason in self.reason or ():
             if reason not in store.reasons:
@@ -84,9 +82,9 @@ class Filters:
             type=self.type,
             topic=self.topic,
             record_key=None if self.key is None else self.key.encode(),
-            since=None if self.newer_than is None else await ago(connection, self.newer_than),
+            since=None if self.newer_than is None else await ago(store.connection, self.newer_than),
             # Excludes what dies from now on.
-            until=await ago(connection, self.older_than or timedelta(0)),
+            until=await ago(store.connection, self.older_than or timedelta(0)),
         )
 
 
@@ -135,7 +133,7 @@ async def list_entries(
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"
     async with invocation.connected() as connection:
         store = kind.of(connection, invocation.service, invocation.settings)
-        selection = await filters.select(store, connection)
+        selection = await filters.select(store)
         if invocation.as_json and not summary:
             async for one in store.entries(state, selection, limit):
                 print_json(one)
@@ -188,7 +186,7 @@ async def redrive(
     async with invocation.connected() as connection:
         store = kind.of(connection, invocation.service, invocation.settings)
         await _check_state(store, "dead", ids)
-        everything = await filters.select(store, connection, ids)
+        everything = await filters.select(store, ids)
         selection = store.redrivable(everything)
         groups = _without_excluded(await store.count("dead", everything), selection)
         redriven: Sequence[Any] = ()
@@ -231,7 +229,7 @@ async def discard(
     async with invocation.connected() as connection:
         store = kind.of(connection, invocation.service, invocation.settings)
         await _check_state(store, state, ids)
-        selection = await filters.select(store, connection, ids)
+        selection = await filters.select(store, ids)
         groups = await store.count(state, selection)
         discarded: Sequence[Any] = ()
         if _is_confirmed(invocation, "Discard", groups, confirmation, state):

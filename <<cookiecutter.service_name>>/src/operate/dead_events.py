@@ -61,22 +61,18 @@ class DeadEvents(Store):
     )
     listed = ("id", "since", "reason", "type", "event_id", "topic", "key")
 
-    table = "pipeline.outbox_rejected"
-    key = "id"
+    source = """(
+SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text AS consumer,
+       key AS record_key, COALESCE(reason, 'follows another') AS why
+  FROM pipeline.outbox_rejected) AS event"""
     key_type = "bigint"
-    waiting_since = "parked_at"
-    reason = "COALESCE(reason, 'follows another')"
-    consumer = "NULL::text"
-    event_id = "event_id"
-    record_key = "key"
-    entry = """id::text, COALESCE(reason, 'follows another') AS reason, error, type, source,
+    entry = """id::text, why AS reason, error, type, source,
         event_id, topic, key, COALESCE(datalength, octet_length(payload)) AS size, created_at,
         parked_at, died_at, discarded_at"""
     detail = """subject, sequence, content_type, traceparent, discarded_by, discarded_why, dataref,
         payload"""
-    lock = "shard"
-    order = "id"
     chunk = "id"
+    order = "id"
 
     @classmethod
     def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
@@ -91,15 +87,15 @@ class DeadEvents(Store):
         return [int(id) for id in ids]
 
     async def _lock(self, number: int) -> None:
-        await self._connection.execute(_HOLD_SHARD, number)
+        await self.connection.execute(_HOLD_SHARD, number)
 
     async def _redrive(self, rows: Rows) -> Sequence[int]:
         ids = [row["id"] for row in rows]
-        await self._connection.execute(_REDRIVE, ids)
+        await self.connection.execute(_REDRIVE, ids)
         return ids
 
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
-        await self._connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
+        await self.connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
         return rows
 
     async def _settle(self, some: Sequence[int]) -> list[tuple[Outcome, asyncpg.Record | None]]:

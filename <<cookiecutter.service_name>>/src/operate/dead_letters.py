@@ -99,21 +99,17 @@ class DeadLetters(Store):
     hint = "see `service dead list --waiting`, and whether the service runs."
     listed = ("id", "since", "attempts", "reason", "consumer", "type", "topic", "offset", "key")
 
-    table = "pipeline.backlog"
-    key = "key"
+    source = """(
+SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS why,
+       id AS event_id
+  FROM pipeline.backlog) AS letter"""
     key_type = "bytea"
-    waiting_since = "received_at"
-    reason = "reason"
-    consumer = "consumer"
-    event_id = "id"
-    record_key = "record_key"
     entry = """left(encode(key, 'hex'), 16) AS id, reason, error, attempts, consumer, type, source,
-        id AS event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
+        event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
         discarded_at, holds"""
     detail = """timestamp, waited, encode(hash, 'hex') AS hash, traceparent, traceback,
         encode(remembered_hash, 'hex') AS remembered_hash, discarded_by, discarded_why, headers,
         value"""
-    lock = "lane"
     order = 'order_key, sequence, partition, "offset"'
     chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
 
@@ -133,7 +129,7 @@ class DeadLetters(Store):
             if not re.fullmatch("[0-9a-fA-F]{8,32}", id):
                 raise Refused(f"{id!r} is not the id of a dead letter: 8 to 32 hex digits")
             first, last = (bytes.fromhex(id.ljust(32, digit)) for digit in "0f")
-            found = await self._connection.fetch(_KEYS, first, last)
+            found = await self.connection.fetch(_KEYS, first, last)
             if len(found) != 1:
                 how_many = "more than one row has" if found else "no row has"
                 raise Refused(f"{how_many} an id that begins with {id}: see `service dead list`")
@@ -160,30 +156,30 @@ class DeadLetters(Store):
         return entry
 
     async def _lock(self, number: int) -> None:
-        await dead_rows.fence_lane(self._connection, number)
+        await dead_rows.fence_lane(self.connection, number)
 
     async def _redrive(self, rows: Rows) -> Sequence[Redriven]:
         redriven = [await self._redriven(row) for row in rows]
-        await dead_rows.redrive(self._connection, [row["key"] for row in rows])
+        await dead_rows.redrive(self.connection, [row["key"] for row in rows])
         await self._schedule_heads(rows)
         return redriven
 
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
         keys = [row["key"] for row in rows]
-        await dead_rows.discard(self._connection, keys, operator=operator, why=why)
+        await dead_rows.discard(self.connection, keys, operator=operator, why=why)
         await self._schedule_heads(rows)
         return rows
 
     async def _schedule_heads(self, rows: Rows) -> None:
         numbers, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
-        await lanes.schedule_heads(self._connection, numbers, order_keys)
+        await lanes.schedule_heads(self.connection, numbers, order_keys)
 
     async def _redriven(self, row: asyncpg.Record) -> Redriven:
         key, place = row["key"], _place(row)
         if row["consumer"]:
             return Redriven([key], [marker_key(row["consumer"], row["source"], row["id"])], place)
         # A record that no handler has seen becomes a message to each of its handlers.
-        stored = await self._connection.fetchrow(_ROW, key)
+        stored = await self.connection.fetchrow(_ROW, key)
         record = lanes.stored_record(stored, stored_for=0.0)
         found = items_of(self._handlers, record, validates=False)
         items = [] if isinstance(found, Undecoded) else found
@@ -196,7 +192,7 @@ class DeadLetters(Store):
         keys = list({key for one in some for key in (*one.keys, *one.markers)})
         stored = await self._stored(keys)
         # Markers are read later: a row that leaves the backlog in between is found by its marker.
-        marked = {row["key"]: _place(row) for row in await self._connection.fetch(_MARKED, keys)}
+        marked = {row["key"]: _place(row) for row in await self.connection.fetch(_MARKED, keys)}
         return [_outcome(one, stored, marked) for one in some]
 
 

@@ -40,7 +40,7 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import Refused, Unavailable
+from .errors import NOT_LET_IN, Refused, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,6 @@ PREFIX = "PIPELINE_"
 """Prefix of every variable that is a setting, of the engine or of an optional package."""
 
 _AS_JSON = TypeAdapter(bool | None)
-
-_NOT_LET_IN = ("28", "3D", "42501")
-"""How PostgreSQL's error codes begin for a wrong user, password or database, and for a privilege
-that the user lacks."""
 
 _EXPECTED = (
     Misconfigured,
@@ -251,7 +247,7 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
         report(describe_error(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = sqlstate_of(error) or ""
-        if state.startswith(_NOT_LET_IN):
+        if state.startswith(NOT_LET_IN):
             report(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
         elif is_infrastructure(error):
             report(f"PostgreSQL: {describe_error(error)}")
