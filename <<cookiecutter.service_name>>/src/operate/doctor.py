@@ -4,7 +4,7 @@ A check that can't be made is a finding, too, and the others are made.
 """
 
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import asyncpg
@@ -16,7 +16,7 @@ from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import health, status, topic_checks
-from .health import Check, Finding
+from .health import Finding, Level, named
 
 CLOCKS_APART = 2.0
 
@@ -45,9 +45,13 @@ _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position
 
 
 @dataclass(frozen=True)
-class ServerCheck(Check):
+class ServerCheck:
     """A statement; its rows fill in the texts, and may have the `level`."""
 
+    name: str
+    level: Level
+    found: str
+    advice: str
     statement: str
     arguments: tuple[object, ...] = ()
 
@@ -154,12 +158,12 @@ async def examine(
         found = f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made"
         advice = "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
         yield Finding("wrong", found, advice, check="kafka")
-    for one in _named("settings", _settings(service, settings)):
+    for one in named("settings", _settings(service, settings)):
         yield one
     if described is not None:
         for check in topic_checks.CHECKS:
             made = check(service, settings, described)
-            for one in _named(check.__name__.replace("_", " "), made):
+            for one in named(check.__name__.replace("_", " "), made):
                 yield one
     if connection is None:
         return
@@ -175,7 +179,7 @@ async def examine(
             found = f"the check can't be made: {describe_error(error)}"
             advice = "correct the cause, and run `service doctor` again"
             of_database = [Finding("warning", found, advice)]
-        for one in _named(name, of_database):
+        for one in named(name, of_database):
             yield one
 
 
@@ -192,20 +196,15 @@ def _of_database(
     }
 
 
-def _named(name: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings that bear the name of their check; none means that all is well."""
-    found = [one if one.check else replace(one, check=name) for one in findings]
-    return found or [Finding("ok", "as it should be", check=name)]
-
-
 async def _status(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
     for one in health.judge(await status.look(connection, service, settings)):
         yield one
 
 
 async def _server(connection: asyncpg.Connection, check: ServerCheck) -> Findings:
-    for one in check.findings(await connection.fetch(check.statement, *check.arguments)):
-        yield one
+    for row in await connection.fetch(check.statement, *check.arguments):
+        level = row.get("level", check.level)
+        yield Finding(level, check.found.format(**row), check.advice.format(**row))
 
 
 def _settings(service: Service, settings: Settings) -> Iterable[Finding]:

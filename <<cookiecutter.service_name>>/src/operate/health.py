@@ -1,15 +1,15 @@
 """Checks of a service's status: for each, its threshold and the sentence for what it finds.
 
-`service doctor` and the operations page report them. A threshold that an alert has, too, bears the
-alert's name in `deploy/prometheus/alerts.yaml`.
+`service doctor`, `service status` and the operations page report them. A threshold that an alert
+has, too, bears the alert's name in `deploy/prometheus/alerts.yaml`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from .output import format_count
-from .status import AT_MOST, Backlog, Status
+from .status import AT_MOST, Reading, Status
 
 Level = Literal["ok", "warning", "wrong"]
 
@@ -35,236 +35,191 @@ class Finding:
     check: str = field(default="", kw_only=True)
 
 
-Cases = Iterable[Mapping[str, Any]]
-"""What is not as it should be: values for a check's texts, and the `level` where it varies."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """What is looked for, and the sentences for it."""
-
-    name: str
-    level: Level
-    found: str
-    advice: str
-
-    def findings(self, cases: Cases) -> list[Finding]:
-        """Return a finding for each case; one that is `ok` if there is none."""
-        found = [
-            Finding(
-                one.get("level", self.level),
-                self.found.format(**one),
-                self.advice.format(**one),
-                check=self.name,
-            )
-            for one in cases
-        ]
-        return found or [Finding("ok", "as it should be", check=self.name)]
-
-
-@dataclass(frozen=True)
-class StatusCheck(Check):
-    """A check of a service's status."""
-
-    part: str
-    """The part of the status that it needs."""
-    cases: Callable[[Status], Cases]
+def named(check: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings that bear the name of their check; none means that all is well."""
+    found = [one if one.check else replace(one, check=check) for one in findings]
+    return found or [Finding("ok", "as it should be", check=check)]
 
 
 def judge(status: Status) -> Iterator[Finding]:
-    """Yield what every check finds; of a part that is not known only that, once."""
-    for part in dict.fromkeys(one.part for one in CHECKS):
+    """Yield what every check finds; of a part that is not known only that."""
+    for part, checks in CHECKS.items():
         if why := status.unknown.get(part):
             yield Finding("warning", f"not known: {why}", "correct what it names", check=part)
-    for check in CHECKS:
-        if check.part not in status.unknown:
-            yield from check.findings(check.cases(status))
+            continue
+        for check in checks:
+            yield from named(check.__name__.replace("_", " "), check(status))
 
 
 def _count(number: int) -> str:
     return format_count(number, AT_MOST)
 
 
-def _late_outbox(status: Status) -> Cases:
+def cluster(status: Status) -> Iterator[Finding]:
+    """The outbox is this database cluster's."""
+    if not status.is_this_cluster:
+        found = "the outbox is another database cluster's, and nothing is published"
+        yield Finding("wrong", found, "run `service relay reset`")
+
+
+def outbox(status: Status) -> Iterator[Finding]:
+    """Events are published soon."""
     if status.outbox_seconds > OUTBOX_LAG:
-        yield {
-            "count": _count(status.outbox_events),
-            "seconds": status.outbox_seconds,
-            "shards": status.shards_without_relay,
-            "level": "wrong" if status.shards_without_relay else "warning",
-        }
+        shards = status.shards_without_relay
+        yield Finding(
+            "wrong" if shards else "warning",
+            f"{_count(status.outbox_events)} events wait, one for {status.outbox_seconds:,.0f}"
+            f" seconds; {shards} shards have no relay",
+            "start `service relay`, or `service run` (NoRelayOwner in the runbook)"
+            if shards
+            else "see `/health/ready` of the relay (OutboxLag in the runbook)",
+        )
 
 
-def _rejected(status: Status) -> Cases:
+def rejected_events(status: Status) -> Iterator[Finding]:
+    """No topic rejects all events for long."""
     for one in status.rejected:
         if one.oldest > EVENTS_REJECTED:
-            yield vars(one) | {"count": _count(one.count)}
+            yield Finding(
+                "wrong",
+                f"Kafka takes no events for topic {one.topic} ({one.reasons}): {_count(one.count)}"
+                f" wait, one for {one.oldest:,.0f} seconds",
+                "see `service dead events list --waiting --summary`, and correct what it names:"
+                " they are published then (EventsRejected in the runbook)",
+            )
 
 
-def _dead(number: int) -> Cases:
-    return [{"count": _count(number)}] if number else []
+def dead_events(status: Status) -> Iterator[Finding]:
+    """No event needs a person's decision."""
+    if status.dead_events:
+        found = f"dead events need a decision: {_count(status.dead_events)}"
+        advice = "see `service dead events list`, correct the cause, and redrive or discard them"
+        yield Finding("warning", found, advice)
 
 
-def _waiting(status: Status, applies: Callable[[str, Backlog], bool]) -> Cases:
-    """Return the consumers for which messages wait, and to which something applies."""
+def dead_letters(status: Status) -> Iterator[Finding]:
+    """No message needs a person's decision."""
+    if dead := sum(one.dead for one in status.backlog.values()):
+        found = f"dead messages need a decision: {_count(dead)}"
+        advice = "see `service dead list`, correct the cause, and redrive or discard them"
+        yield Finding("warning", found, advice)
+
+
+def backlog(status: Status) -> Iterator[Finding]:
+    """No message waits for long."""
     for name, one in status.backlog.items():
-        if one.waiting and applies(name, one):
-            yield vars(one) | {"name": name or "(none)", "count": _count(one.waiting)}
+        if one.waiting and one.oldest > BACKLOG_AGE:
+            yield Finding(
+                "warning",
+                f"messages wait for consumer {name or '(none)'}: {_count(one.waiting)}, one for"
+                f" {one.oldest:,.0f} seconds",
+                "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
+            )
 
 
-def _not_ahead(status: Status) -> Cases:
+def consumers(status: Status) -> Iterator[Finding]:
+    """Messages wait only for consumers that the service has."""
+    for name, one in status.backlog.items():
+        if one.waiting and name not in {*status.consumers, ""}:
+            found = f"no handler here is consumer {name}, for which messages wait:"
+            advice = "deploy it again; to discard them, as one that ignores them"
+            yield Finding("warning", f"{found} {_count(one.waiting)}", advice)
+
+
+def partitions_ahead(status: Status) -> Iterator[Finding]:
+    """The outbox has partitions for the next days."""
     until = status.ahead_until
     if until is None or (until - status.at.date()).days < NO_PARTITION_AHEAD:
-        yield vars(status)
+        advice = "run `service retention run`, and see why no running service does"
+        yield Finding("wrong", f"the outbox has partitions until {until}", advice)
 
 
-def _never_read(status: Status) -> Cases:
+def held_partitions(status: Status) -> Iterator[Finding]:
+    """What is due to be dropped is dropped."""
+    for name, why in status.held.items():
+        yield Finding("warning", f"{name} is due to go: {why}", "see `service retention status`")
+
+
+def partitions(status: Status) -> Iterator[Finding]:
+    """Every partition that has records is read."""
     begun = {one.topic for one in status.readings if one.position is not None}
     unread: dict[str, list[str]] = {}
     for one in status.readings:
         has_records = one.end != one.first
         if one.position is None and one.end is not None and (one.topic in begun or has_records):
             unread.setdefault(one.topic, []).append(str(one.partition))
-    return [{"topic": topic, "numbers": ", ".join(some)} for topic, some in unread.items()]
+    for topic, numbers in unread.items():
+        yield Finding(
+            "warning",
+            f"{topic} has partitions that were never read: {', '.join(numbers)}",
+            "start `service run`; if they were added, keys have moved there, and what is in their"
+            " old partitions may be handled after it",
+        )
 
 
-def _stalled(status: Status, cause: Literal["no reader", "transaction", "unknown"]) -> Cases:
-    """Return partitions that have records to read and have not moved, by the cause."""
+def positions(status: Status) -> Iterator[Finding]:
+    """The brokers have every position."""
+    for one in status.readings:
+        if one.is_out_of_range:
+            yield Finding(
+                "wrong",
+                f"{one.topic}/{one.partition} stands at offset {one.position}, and the brokers have"
+                f" {one.first} to {one.end} (PartitionStuck in the runbook)",
+                f"see what was lost, then `service topics seek {one.topic} --partition"
+                f" {one.partition} --to earliest`, first with --dry-run",
+            )
+
+
+def _stalled(status: Status) -> Iterator[Reading]:
     for one in status.readings:
         since = (status.at - one.moved_at).total_seconds() if one.moved_at else 0.0
-        if one.position is None or not one.lag or since <= STALLED:
-            continue
+        if one.position is not None and one.lag and since > STALLED:
+            yield one
+
+
+def readers(status: Status) -> Iterator[Finding]:
+    """Every partition that has records to read has a reader."""
+    for one in _stalled(status):
         if status.are_readers_known and one.reader is None:
-            found = "no reader"
-        else:
-            found = "unknown" if one.open_transaction is None else "transaction"
-        if found == cause:
-            yield vars(one)
+            yield Finding(
+                "wrong",
+                f"{one.topic}/{one.partition} has no reader, and has not moved for over a minute,"
+                f" {one.lag:,} offsets before the end",
+                "start `service run`, or `service consume` (NoConsumer in the runbook)",
+            )
 
 
-CHECKS = (
-    StatusCheck(
-        "cluster",
-        "wrong",
-        "the outbox is another database cluster's, and nothing is published",
-        "run `service relay reset`",
-        "outbox",
-        lambda status: [] if status.is_this_cluster else [{}],
-    ),
-    StatusCheck(
-        "outbox",
-        "warning",
-        "{count} events wait, one for {seconds:,.0f} seconds; {shards} shards have no relay",
-        "start `service relay`, or `service run`; if every shard has a relay, see its"
-        " `/health/ready` (NoRelayOwner and OutboxLag in the runbook)",
-        "outbox",
-        _late_outbox,
-    ),
-    StatusCheck(
-        "rejected events",
-        "wrong",
-        "Kafka takes no events for topic {topic} ({reasons}): {count} wait, one for"
-        " {oldest:,.0f} seconds",
-        "see `service dead events list --waiting --summary`, and correct what it names: they are"
-        " published then (EventsRejected in the runbook)",
-        "rejected",
-        _rejected,
-    ),
-    StatusCheck(
-        "dead letters",
-        "warning",
-        "dead messages need a decision: {count}",
-        "see `service dead list`, correct the cause, and redrive or discard them",
-        "backlog",
-        lambda status: _dead(sum(one.dead for one in status.backlog.values())),
-    ),
-    StatusCheck(
-        "dead events",
-        "warning",
-        "dead events need a decision: {count}",
-        "see `service dead events list`, correct the cause, and redrive or discard them",
-        "rejected",
-        lambda status: _dead(status.dead_events),
-    ),
-    StatusCheck(
-        "backlog",
-        "warning",
-        "messages wait for consumer {name}: {count}, one for {oldest:,.0f} seconds",
-        "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
-        "backlog",
-        lambda status: _waiting(status, lambda _, one: one.oldest > BACKLOG_AGE),
-    ),
-    StatusCheck(
-        "consumers",
-        "warning",
-        "no handler here is consumer {name}, for which messages wait: {count}",
-        "deploy it again; to discard them, as one that ignores them",
-        "backlog",
-        lambda status: _waiting(status, lambda name, _: name not in {*status.consumers, ""}),
-    ),
-    StatusCheck(
-        "partitions ahead",
-        "wrong",
-        "the outbox has partitions until {ahead_until}",
-        "run `service retention run`, and see why no running service does",
-        "memory",
-        _not_ahead,
-    ),
-    StatusCheck(
-        "held partitions",
-        "warning",
-        "{name} is due to go: {why}",
-        "see `service retention status`",
-        "retention",
-        lambda status: [{"name": name, "why": why} for name, why in status.held.items()],
-    ),
-    StatusCheck(
-        "partitions",
-        "warning",
-        "{topic} has partitions that were never read: {numbers}",
-        "start `service run`; if they were added, keys have moved there, and what is in their old"
-        " partitions may be handled after it",
-        "positions",
-        _never_read,
-    ),
-    StatusCheck(
-        "positions",
-        "wrong",
-        "{topic}/{partition} stands at offset {position}, and the brokers have {first} to {end}"
-        " (PartitionStuck in the runbook)",
-        "see what was lost, then `service topics seek {topic} --partition {partition} --to"
-        " earliest`, first with --dry-run",
-        "positions",
-        lambda status: [vars(one) for one in status.readings if one.is_out_of_range],
-    ),
-    StatusCheck(
-        "readers",
-        "wrong",
-        "{topic}/{partition} has no reader, and has not moved for over a minute, {lag:,} offsets"
-        " before the end",
-        "start `service run`, or `service consume` (NoConsumer in the runbook)",
-        "positions",
-        lambda status: _stalled(status, "no reader"),
-    ),
-    StatusCheck(
-        "open transactions",
-        "warning",
-        "a producer's transaction is open in {topic}/{partition} at offset {open_transaction}:"
-        " {lag:,} offsets are not read before it ends",
-        "its producer ends it, or the brokers do after the producer's transaction.timeout.ms, by"
-        " default a minute. If it stays: `kafka-transactions.sh describe-producers --topic {topic}"
-        " --partition {partition}` names its producer, by CurrentTransactionStartOffset"
-        " {open_transaction}, and `kafka-transactions.sh abort --topic {topic} --partition"
-        " {partition} --start-offset {open_transaction}` aborts it: its records are never read",
-        "positions",
-        lambda status: _stalled(status, "transaction"),
-    ),
-    StatusCheck(
-        "lag",
-        "warning",
-        "{topic}/{partition} has not moved for over a minute, {lag:,} offsets before the end",
-        "see `/health/ready` of the service",
-        "positions",
-        lambda status: _stalled(status, "unknown"),
-    ),
-)
+def lag(status: Status) -> Iterator[Finding]:
+    """Every partition that has records to read moves, and no producer's transaction holds it."""
+    for one in _stalled(status):
+        topic, partition, start = one.topic, one.partition, one.open_transaction
+        if status.are_readers_known and one.reader is None:
+            continue
+        if start is None:
+            found = f"{topic}/{partition} has not moved for over a minute, {one.lag:,} offsets"
+            advice = "see `/health/ready` of the service"
+            yield Finding("warning", f"{found} before the end", advice)
+            continue
+        yield Finding(
+            "warning",
+            f"a producer's transaction is open in {topic}/{partition} at offset {start}:"
+            f" {one.lag:,} offsets are not read before it ends",
+            "its producer ends it, or the brokers do after the producer's transaction.timeout.ms,"
+            " by default a minute. If it stays: `kafka-transactions.sh describe-producers --topic"
+            f" {topic} --partition {partition}` names its producer, by"
+            f" CurrentTransactionStartOffset {start}, and `kafka-transactions.sh abort --topic"
+            f" {topic} --partition {partition} --start-offset {start}` aborts it: its records are"
+            " never read",
+            check="open transactions",
+        )
+
+
+CHECKS: Mapping[str, Sequence[Callable[[Status], Iterator[Finding]]]] = {
+    "outbox": (cluster, outbox),
+    "rejected": (rejected_events, dead_events),
+    "backlog": (dead_letters, backlog, consumers),
+    "memory": (partitions_ahead,),
+    "retention": (held_partitions,),
+    "positions": (partitions, positions, readers, lag),
+}
+"""By the part of the status that they need."""
