@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .output import format_count
-from .status import AT_MOST, Reading, Status
+from .status import Reading, Status, format_count
 
 Level = Literal["ok", "warning", "wrong"]
 
@@ -51,10 +50,6 @@ def judge(status: Status) -> Iterator[Finding]:
             yield from named(check.__name__.replace("_", " "), check(status))
 
 
-def _count(number: int) -> str:
-    return format_count(number, AT_MOST)
-
-
 def cluster(status: Status) -> Iterator[Finding]:
     """The outbox is this database cluster's."""
     if not status.is_this_cluster:
@@ -68,8 +63,8 @@ def outbox(status: Status) -> Iterator[Finding]:
         shards = status.shards_without_relay
         yield Finding(
             "wrong" if shards else "warning",
-            f"{_count(status.outbox_events)} events wait, one for {status.outbox_seconds:,.0f}"
-            f" seconds; {shards} shards have no relay",
+            f"{format_count(status.outbox_events)} events wait, one for"
+            f" {status.outbox_seconds:,.0f} seconds; {shards} shards have no relay",
             "start `service relay`, or `service run` (NoRelayOwner in the runbook)"
             if shards
             else "see `/health/ready` of the relay (OutboxLag in the runbook)",
@@ -82,8 +77,8 @@ def rejected_events(status: Status) -> Iterator[Finding]:
         if one.oldest > EVENTS_REJECTED:
             yield Finding(
                 "wrong",
-                f"Kafka takes no events for topic {one.topic} ({one.reasons}): {_count(one.count)}"
-                f" wait, one for {one.oldest:,.0f} seconds",
+                f"Kafka takes no events for topic {one.topic} ({one.reasons}):"
+                f" {format_count(one.count)} wait, one for {one.oldest:,.0f} seconds",
                 "see `service dead events list --waiting --summary`, and correct what it names:"
                 " they are published then (EventsRejected in the runbook)",
             )
@@ -92,7 +87,7 @@ def rejected_events(status: Status) -> Iterator[Finding]:
 def dead_events(status: Status) -> Iterator[Finding]:
     """No event needs a person's decision."""
     if status.dead_events:
-        found = f"dead events need a decision: {_count(status.dead_events)}"
+        found = f"dead events need a decision: {format_count(status.dead_events)}"
         advice = "see `service dead events list`, correct the cause, and redrive or discard them"
         yield Finding("warning", found, advice)
 
@@ -100,7 +95,7 @@ def dead_events(status: Status) -> Iterator[Finding]:
 def dead_letters(status: Status) -> Iterator[Finding]:
     """No message needs a person's decision."""
     if dead := sum(one.dead for one in status.backlog.values()):
-        found = f"dead messages need a decision: {_count(dead)}"
+        found = f"dead messages need a decision: {format_count(dead)}"
         advice = "see `service dead list`, correct the cause, and redrive or discard them"
         yield Finding("warning", found, advice)
 
@@ -111,8 +106,8 @@ def backlog(status: Status) -> Iterator[Finding]:
         if one.waiting and one.oldest > BACKLOG_AGE:
             yield Finding(
                 "warning",
-                f"messages wait for consumer {name or '(none)'}: {_count(one.waiting)}, one for"
-                f" {one.oldest:,.0f} seconds",
+                f"messages wait for consumer {name or '(none)'}: {format_count(one.waiting)},"
+                f" one for {one.oldest:,.0f} seconds",
                 "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
             )
 
@@ -123,7 +118,7 @@ def consumers(status: Status) -> Iterator[Finding]:
         if one.waiting and name not in {*status.consumers, ""}:
             found = f"no handler here is consumer {name}, for which messages wait:"
             advice = "deploy it again; to discard them, as one that ignores them"
-            yield Finding("warning", f"{found} {_count(one.waiting)}", advice)
+            yield Finding("warning", f"{found} {format_count(one.waiting)}", advice)
 
 
 def partitions_ahead(status: Status) -> Iterator[Finding]:

@@ -114,8 +114,3 @@ def format_value(value: object) -> str:
             return str(text)
         case _:
             return str(value)
-
-
-def format_count(number: int, at_most: int) -> str:
-    """Return a number that was counted up to `at_most`, and whether there are more."""
-    return f"{min(number, at_most):,}{'+' if number > at_most else ''}"

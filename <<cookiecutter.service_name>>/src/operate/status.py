@@ -199,6 +199,11 @@ class Status:
         return sum(one.count for one in self.rejected)
 
 
+def format_count(number: int) -> str:
+    """Return a count of a status, and whether there are more."""
+    return f"{min(number, AT_MOST):,}{'+' if number > AT_MOST else ''}"
+
+
 async def look(connection: asyncpg.Connection, service: Service, settings: Settings) -> Status:
     """Return the status. Raises what PostgreSQL fails with when it can't be used at all."""
     async with asyncio.timeout(_SECONDS):

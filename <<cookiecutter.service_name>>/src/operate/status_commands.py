@@ -12,8 +12,8 @@ from pipeline.errors import summarize_error
 from . import doctor, status
 from .errors import Unavailable
 from .health import Finding, judge
-from .output import format_count, format_span, format_time, print_json, print_table
-from .status import AT_MOST, Backlog, Reading, Status
+from .output import format_span, format_time, print_json, print_table
+from .status import AT_MOST, Backlog, Reading, Status, format_count
 from .terminal import Invocation, operation
 
 _WATCH_SECONDS = 2.0
@@ -118,7 +118,7 @@ def _lines(name: str, texts: list[str], at_most: int) -> list[str]:
 def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     """Yield a line's name, the part of the status that it needs, and its text."""
     age = f", oldest {format_span(found.outbox_seconds)}" if found.outbox_events else ""
-    to_publish = f"{format_count(found.outbox_events, AT_MOST)} to publish{age}"
+    to_publish = f"{format_count(found.outbox_events)} to publish{age}"
     other = "another cluster's, nothing is sent: `service relay reset`"
     yield "outbox", "outbox", to_publish if found.is_this_cluster else other
     shards = sum(len(one.shards) for one in found.relays.values())
@@ -126,11 +126,11 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     alone = f", {without} shards without one" if without else ""
     relays = f"{len(found.relays)} with {shards} shards{alone}"
     yield "relays", "relays", relays if found.relays else "none: run `service relay`"
-    waiting = format_count(found.waiting_events, AT_MOST)
-    dead = format_count(found.dead_events, AT_MOST)
+    waiting = format_count(found.waiting_events)
+    dead = format_count(found.dead_events)
     yield "rejected", "rejected", f"{waiting} waiting, {dead} dead"
     due = f", next {format_time(found.next_due)}" if found.next_due else ""
-    yield "scheduled", "scheduled", f"{format_count(found.scheduled, AT_MOST)}{due}"
+    yield "scheduled", "scheduled", f"{format_count(found.scheduled)}{due}"
     since = found.remembered_since
     yield "remembers", "memory", f"all since {format_time(since)}" if since else "everything"
     yield "ahead", "memory", f"partitions until {found.ahead_until}"
