@@ -233,7 +233,6 @@ def test_the_fields_of_events_for_scripts_are_those_that_the_commands_write() ->
 
 
 def test_the_fields_for_scripts_are_those_that_the_commands_write() -> None:
-    assert set(fields("operate/dead.py", "Group")) == GROUP
     written = {
         *columns("operate/dead_letters.py", "DeadLetters"),
         *GROUP,

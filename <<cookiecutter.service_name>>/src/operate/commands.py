@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable
 from typing import Annotated
 
-import asyncpg
 import typer
 from alembic import command
 from alembic.config import Config
 
+from pipeline.relay import scheduled
 from pipeline.retention.maintenance import make_ahead
 from pipeline.runtime import Part, run
 from pipeline.servers import cluster, revisions
@@ -18,17 +18,17 @@ from . import (
     dead_commands,
     inbox_commands,
     retention_commands,
-    scheduled_commands,
     status_commands,
     topic_commands,
 )
-from .output import print_json
+from .errors import Refused
+from .output import format_time, print_json, print_table
 from .terminal import (
     Invocation,
     Json,
     Program,
     in_a_sentence,
-    of_postgresql,
+    naming_servers,
     operation,
     read_settings,
     run_to_end,
@@ -40,13 +40,14 @@ log = logging.getLogger(__name__)
 
 app = typer.Typer()
 relay_app = typer.Typer(invoke_without_command=True)
+scheduled_app = typer.Typer(help="Events that are to be published later.", no_args_is_help=True)
 
 GROUPS = {
     "topics": topic_commands.app,
     "inbox": inbox_commands.app,
     "dead": dead_commands.app,
     "retention": retention_commands.app,
-    "scheduled": scheduled_commands.app,
+    "scheduled": scheduled_app,
     "relay": relay_app,
 }
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
@@ -117,7 +118,13 @@ async def reset(
     """Publish everything in the outbox again, after a dump was restored."""
     async with invocation.connected() as connection:
         if not yes:
-            invocation.confirm(await _question(connection, keep_progress))
+            question = "Go on where the relays were?"
+            if not keep_progress:
+                number = await cluster.count(connection)
+                is_ours = await cluster.is_ours(connection)
+                why = "The outbox is this database cluster's already. " if is_ours else ""
+                question = f"{why}Publish {number:,} events again, with their ids?"
+            invocation.confirm(question)
         renewed = await cluster.reset(connection, keep_progress=keep_progress)
     if invocation.as_json:
         print_json({"published_again": renewed})
@@ -125,13 +132,40 @@ async def reset(
         typer.echo("The outbox belongs to this database cluster now; relays publish it.")
 
 
-async def _question(connection: asyncpg.Connection, keep_progress: bool) -> str:
-    if keep_progress:
-        return "Go on where the relays were?"
-    question = f"Publish {await cluster.count(connection):,} events again, with their ids?"
-    if await cluster.is_ours(connection):
-        return f"The outbox is this database cluster's already. {question}"
-    return question
+@operation(scheduled_app, "list", example="service scheduled list --limit 10")
+async def list_waiting(
+    invocation: Invocation,
+    limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
+) -> None:
+    """List what waits, the next to be due first."""
+    async with invocation.connected() as connection:
+        found = [one async for one in scheduled.waiting(connection, limit)]
+    if invocation.as_json:
+        print_json(*found)
+        return
+    rows = (
+        [format_time(one.due_at), one.name, one.type, one.topic, one.key or "-"] for one in found
+    )
+    print_table(("due", "name", "type", "topic", "key"), rows)
+    if not found:
+        typer.echo("No event is scheduled.")
+
+
+@operation(scheduled_app, example="service scheduled cancel remind-ada")
+async def cancel(
+    invocation: Invocation,
+    names: Annotated[list[str], typer.Argument(help="names of scheduled events")],
+) -> None:
+    """Take events back, so that they are never published."""
+    async with invocation.connected() as connection:
+        cancelled = await scheduled.cancel(connection, names)
+    if invocation.as_json:
+        print_json(*({"name": name} for name in cancelled))
+    else:
+        for name in cancelled:
+            typer.echo(f"cancelled {name}")
+    if missing := set(names).difference(cancelled):
+        raise Refused(f"not scheduled, or published already: {', '.join(sorted(missing))}")
 
 
 @app.command(epilog="For example: service migrate")
@@ -144,7 +178,7 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
             raise FileNotFoundError(
                 f"no {revisions.ALEMBIC} here: run this in the service's folder"
             )
-        with of_postgresql(settings):
+        with naming_servers(settings):
             command.upgrade(Config(revisions.ALEMBIC), "heads")
     run_to_end(_make_ahead(Invocation(service, settings, as_json)))
 

@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from functools import partial
 from time import monotonic
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 import asyncpg
 
@@ -48,15 +49,13 @@ SELECT set_config('lock_timeout', $1, true),
 
 Entry = dict[str, Any]
 """A row as the commands show it: columns by their names; bytes as `Content`."""
+Rows = Sequence[asyncpg.Record]
 Outcome = Literal["waiting", "dead", "sent", "applied", "duplicate", "gone"]
 """What became of an entry that was redriven.
 
 `waiting`: it has not had its turn yet, or has failed and is tried again; `dead`: again;
 `sent`: Kafka has taken the event; `applied`: the message took effect; `duplicate`: its event took
 effect by way of another record; `gone`: its record is another event to the handlers now."""
-RedrivenT = TypeVar("RedrivenT")
-Settled = Sequence[tuple[RedrivenT, Outcome, asyncpg.Record | None]]
-"""What became of some entries, and the rows of those that are dead again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +80,6 @@ class Selection:
         return tuple(getattr(self, one.name) for one in fields(self))
 
 
-@dataclass(frozen=True)
-class Group:
-    """Number of entries that are alike."""
-
-    count: int
-    reason: str
-    consumer: str | None
-    """None: the entries are events."""
-    type: str | None
-    topic: str
-    oldest: datetime
-    newest: datetime
-
-
 @dataclass
 class Became:
     """What became of the entries that were redriven."""
@@ -104,17 +89,16 @@ class Became:
     """Some of those that are dead again: `id`, `reason`, `error`."""
 
 
-class Store(ABC, Generic[RedrivenT]):
-    """Entries of one table. `patience` is how many seconds a chunk waits for a lock.
+class Store(ABC):
+    """Entries of one table.
 
-    A stopped process that holds a lock loses its connection after the same time.
+    `patience` is how many seconds a chunk waits for a lock. A stopped process that holds one loses
+    its connection after the same time.
     """
 
     name: ClassVar[str]
     command: ClassVar[str]
     """The command group that shows and changes the entries."""
-    example: ClassVar[str]
-    """An id, for the help."""
     reasons: ClassVar[Mapping[str, str]]
     """Every reason for which a row is in the table, and what a person is to do about it."""
     outcomes: ClassVar[tuple[Outcome, ...]]
@@ -123,194 +107,154 @@ class Store(ABC, Generic[RedrivenT]):
     listed: ClassVar[Sequence[str]]
     """Columns of entries that a list shows people."""
 
-    # Names in SQL: of the table, of its columns, and of expressions that stand for a column.
-    table: ClassVar[str]
-    key: ClassVar[str]
+    source: ClassVar[str]
+    """The table in SQL, with more names for its columns, so that both tables have these: `row_key`,
+    `lock` (the number of the lane or shard that a chunk locks), `waiting_since`, `why`, `consumer`,
+    `event_id`, `record_key`."""
     key_type: ClassVar[str]
-    waiting_since: ClassVar[str]
-    reason: ClassVar[str]
-    consumer: ClassVar[str]
-    event_id: ClassVar[str]
-    record_key: ClassVar[str]
     entry: ClassVar[str]
     """Columns of an entry in short."""
     detail: ClassVar[str]
     """The other columns of an entry."""
-    lock: ClassVar[str]
-    """The column that the rows of a chunk have in common: the lane or shard that is locked."""
-    order: ClassVar[str]
-    """The order in which rows with one lock are redriven."""
     chunk: ClassVar[str]
     """Columns that redriving and discarding need."""
+    order: ClassVar[str]
+    """The order in which rows with one lock are redriven."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, connection: asyncpg.Connection, patience: float) -> None:
+        self.connection = connection
         self._patience = patience
 
     @classmethod
     @abstractmethod
-    def of(cls, service: Service, settings: Settings) -> Self:
+    def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
         """Return the store of a service."""
 
     @abstractmethod
-    async def keys_of(self, connection: asyncpg.Connection, ids: Sequence[str]) -> list[Any]:
+    async def keys_of(self, ids: Sequence[str]) -> list[Any]:
         """Return the primary keys of entries named by their ids. Raises `Refused`."""
 
     @abstractmethod
-    async def _lock(self, connection: asyncpg.Connection, number: int) -> None:
+    async def _lock(self, number: int) -> None:
         """Lock a lane or shard until the transaction ends."""
 
     @abstractmethod
-    async def _redrive(
-        self, connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
-    ) -> Sequence[RedrivenT]:
-        """Have a chunk of dead rows tried again."""
+    async def _redrive(self, rows: Rows) -> Sequence[Any]:
+        """Have a chunk of dead rows tried again, and return what `_settle` needs for each."""
 
     @abstractmethod
-    async def _discard(
-        self,
-        connection: asyncpg.Connection,
-        rows: Sequence[asyncpg.Record],
-        operator: str,
-        why: str,
-    ) -> None:
-        """Close a chunk of rows."""
+    async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
+        """Close a chunk of rows, and return them."""
 
     @abstractmethod
-    async def _settle(
-        self, connection: asyncpg.Connection, some: Sequence[RedrivenT]
-    ) -> Settled[RedrivenT]:
-        """Return what became of some entries."""
+    async def _settle(self, some: Sequence[Any]) -> list[tuple[Outcome, asyncpg.Record | None]]:
+        """Return what became of each of some entries, and its row if it is dead again."""
 
     def redrivable(self, selection: Selection) -> Selection:
         """Return the selection without entries that a redrive must not touch."""
         return selection
 
-    async def count(
-        self, connection: asyncpg.Connection, state: State, selection: Selection
-    ) -> list[Group]:
+    async def count(self, state: State, selection: Selection) -> list[Entry]:
         """Count the entries that are alike, the most frequent first."""
-        statement = self.statement(
+        statement = self._statement(
             state,
-            f"SELECT count(*), {self.reason}, {self.consumer}, type, topic,"
-            " min(<since>), max(<since>)",
+            "SELECT count(*), why AS reason, consumer, type, topic, min(<since>) AS oldest,"
+            " max(<since>) AS newest",
             "GROUP BY 2, 3, 4, 5 ORDER BY 1 DESC, 2, 3, 4, 5",
         )
-        rows = await connection.fetch(statement, *selection.arguments, timeout=SECONDS)
-        return [Group(*row) for row in rows]
+        rows = await self.connection.fetch(statement, *selection.arguments, timeout=SECONDS)
+        return [dict(row) for row in rows]
 
-    async def entries(
-        self, connection: asyncpg.Connection, state: State, selection: Selection, limit: int
-    ) -> AsyncIterator[Entry]:
+    async def entries(self, state: State, selection: Selection, limit: int) -> AsyncIterator[Entry]:
         """Yield the newest entries, at most `limit`."""
-        statement = self.statement(
+        statement = self._statement(
             state,
-            f"SELECT {self.entry}, {_STATE} AS state, <since> AS since, {self.key} AS _key",
-            f"AND ($11::timestamptz IS NULL OR (<since>, {self.key}) < ($11, $12::{self.key_type}))"
-            " ORDER BY since DESC, _key DESC LIMIT $13",
+            f"SELECT {self.entry}, {_STATE} AS state, <since> AS since, row_key",
+            f"AND ($11::timestamptz IS NULL OR (<since>, row_key) < ($11, $12::{self.key_type}))"
+            " ORDER BY since DESC, row_key DESC LIMIT $13",
         )
         after: tuple[object, object] = None, None
         while limit > 0:
             size = min(limit, CHUNK)
-            rows = await connection.fetch(
-                statement, *selection.arguments, *after, size, timeout=SECONDS
-            )
+            arguments = *selection.arguments, *after, size
+            rows = await self.connection.fetch(statement, *arguments, timeout=SECONDS)
             for row in rows:
                 yield self._read(row)
             if len(rows) < size:
                 return
             limit -= size
-            after = rows[-1]["since"], rows[-1]["_key"]
+            after = rows[-1]["since"], rows[-1]["row_key"]
 
-    async def show(self, connection: asyncpg.Connection, id: str) -> Entry:
+    async def show(self, id: str) -> Entry:
         """Return all that is stored of an entry, and the `advice`. Raises `Refused`."""
-        (key,) = await self.keys_of(connection, [id])
-        row = await connection.fetchrow(
-            f"SELECT {self.entry}, {_STATE} AS state, {self.detail} FROM {self.table}"
-            f" WHERE {self.key} = $1",
+        (key,) = await self.keys_of([id])
+        row = await self.connection.fetchrow(
+            f"SELECT {self.entry}, {_STATE} AS state, {self.detail} FROM {self.source}"
+            " WHERE row_key = $1",
             key,
         )
         if row is None:
             raise Refused(f"there is no {self.name} {id}: see `service {self.command} list`")
-        unknown = "nothing is known of this reason"
+        advice = self.reasons.get(row["reason"], "nothing is known of this reason")
         is_discarded = row["state"] == "discarded"
-        advice = DISCARDED if is_discarded else self.reasons.get(row["reason"], unknown)
-        return self._read(row) | {"advice": advice}
+        return self._read(row) | {"advice": DISCARDED if is_discarded else advice}
+
+    async def _stored(self, keys: Sequence[Any]) -> dict[Any, asyncpg.Record]:
+        """Return the entries that are in the table, in short, by their primary keys."""
+        statement = f"SELECT row_key, {self.entry} FROM {self.source} WHERE row_key = ANY ($1)"
+        return {row["row_key"]: row for row in await self.connection.fetch(statement, keys)}
 
     def _read(self, row: asyncpg.Record) -> Entry:
         return {
             name: content_of(value) if isinstance(value, bytes) else value
             for name, value in row.items()
-            if name != "_key"
+            if name != "row_key"
         }
 
-    async def redrive(
-        self, connection: asyncpg.Connection, selection: Selection
-    ) -> AsyncIterator[Sequence[RedrivenT]]:
+    def redrive(self, selection: Selection) -> AsyncIterator[Sequence[Any]]:
         """Have dead entries tried again, in the order of their keys; yields what was committed."""
+        return self._in_chunks("dead", selection, self._redrive)
 
-        async for redriven in self._in_chunks(
-            connection, "dead", selection, lambda rows: self._redrive(connection, rows)
-        ):
-            yield redriven
-
-    async def discard(
-        self,
-        connection: asyncpg.Connection,
-        selection: Selection,
-        *,
-        operator: str,
-        why: str,
-        state: State = "dead",
-    ) -> AsyncIterator[Sequence[asyncpg.Record]]:
+    def discard(
+        self, selection: Selection, *, operator: str, why: str, state: State = "dead"
+    ) -> AsyncIterator[Rows]:
         """Close entries, of which the rows stay. Yields what was committed."""
-
-        async def change(rows: Sequence[asyncpg.Record]) -> Sequence[asyncpg.Record]:
-            await self._discard(connection, rows, operator, why)
-            return rows
-
-        async for rows in self._in_chunks(connection, state, selection, change):
-            yield rows
+        change = partial(self._discard, operator=operator, why=why)
+        return self._in_chunks(state, selection, change)
 
     async def _in_chunks(
-        self,
-        connection: asyncpg.Connection,
-        state: State,
-        selection: Selection,
-        change: Callable[[Sequence[asyncpg.Record]], Awaitable[Any]],
+        self, state: State, selection: Selection, change: Callable[[Rows], Awaitable[Any]]
     ) -> AsyncIterator[Any]:
         """Change rows of a state lock by lock, and the rows of a key in their order."""
-        locks = self.statement(state, f"SELECT DISTINCT {self.lock}", f"ORDER BY {self.lock}")
+        connection = self.connection
+        locks = self._statement(state, "SELECT DISTINCT lock", "ORDER BY lock")
         for (number,) in await connection.fetch(locks, *selection.arguments, timeout=SECONDS):
             is_done = False
             while not is_done:
                 async with connection.transaction():
                     await connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
-                    await self._lock(connection, number)
-                    rows = await connection.fetch(
-                        self.chunk_statement(state), *selection.arguments, number, CHUNK
-                    )
+                    await self._lock(number)
+                    arguments = *selection.arguments, number, CHUNK
+                    rows = await connection.fetch(self.chunk_statement(state), *arguments)
                     changed = await change(rows)
                 yield changed
                 is_done = len(rows) < CHUNK
 
-    async def follow(
-        self, connection: asyncpg.Connection, redriven: Sequence[RedrivenT], seconds: float
-    ) -> Became:
+    async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:
         """Return what became of entries, when none waits any more or so many seconds are over."""
         became = Became(dict.fromkeys(self.outcomes, 0))
-        waiting, deadline, pause = list(redriven), monotonic() + seconds, _POLL_MIN
+        waiting, deadline, pause = redriven, monotonic() + seconds, _POLL_MIN
         while True:
-            still: list[RedrivenT] = []
+            still = []
             for start in range(0, len(waiting), CHUNK):
                 some = waiting[start : start + CHUNK]
-                for one, outcome, row in await self._settle(connection, some):
+                for one, (outcome, row) in zip(some, await self._settle(some), strict=True):
                     if outcome == "waiting":
                         still.append(one)
                         continue
                     became.counts[outcome] += 1
                     if row and len(became.died) < NAMED:
-                        named = {name: row[name] for name in ("id", "reason", "error")}
-                        became.died.append(named)
+                        became.died.append({name: row[name] for name in ("id", "reason", "error")})
             waiting = still
             if not waiting or monotonic() >= deadline:
                 became.counts["waiting"] = len(waiting)
@@ -318,29 +262,31 @@ class Store(ABC, Generic[RedrivenT]):
             await asyncio.sleep(min(pause, max(0.0, deadline - monotonic())))
             pause = min(2 * pause, _POLL_MAX)
 
-    def chunk_statement(self, state: State) -> str:
+    @classmethod
+    def chunk_statement(cls, state: State) -> str:
         """Return the statement that reads rows of one lock, $11, at most $12."""
-        rest = f"AND {self.lock} = $11 ORDER BY {self.order} LIMIT $12"
-        return self.statement(state, f"SELECT {self.chunk}", rest)
+        rest = f"AND lock = $11 ORDER BY {cls.order} LIMIT $12"
+        return cls._statement(state, f"SELECT {cls.chunk}", rest)
 
-    def statement(self, state: State, select: str, rest: str) -> str:
+    @classmethod
+    def _statement(cls, state: State, select: str, rest: str) -> str:
         """Return a statement over the rows of a state that a selection chooses.
 
         `<since>` in it stands for the column with the time since which a row is in this state.
         """
-        since = {"dead": "died_at", "discarded": "discarded_at"}.get(state, self.waiting_since)
+        since = {"dead": "died_at", "discarded": "discarded_at"}.get(state, "waiting_since")
         return f"""
 {select}
-  FROM {self.table}
+  FROM {cls.source}
  WHERE {_CONDITIONS[state]}
-   AND ($1::{self.key_type}[] IS NULL OR {self.key} = ANY ($1))
-   AND ($2::text[] IS NULL OR {self.reason} = ANY ($2))
-   AND ($3::text[] IS NULL OR {self.reason} <> ALL ($3))
-   AND ($4::text[] IS NULL OR {self.consumer} = ANY ($4))
-   AND ($5::text IS NULL OR {self.event_id} = $5)
+   AND ($1::{cls.key_type}[] IS NULL OR row_key = ANY ($1))
+   AND ($2::text[] IS NULL OR why = ANY ($2))
+   AND ($3::text[] IS NULL OR why <> ALL ($3))
+   AND ($4::text[] IS NULL OR consumer = ANY ($4))
+   AND ($5::text IS NULL OR event_id = $5)
    AND ($6::text IS NULL OR type = $6)
    AND ($7::text IS NULL OR topic = $7)
-   AND ($8::bytea IS NULL OR {self.record_key} = $8)
+   AND ($8::bytea IS NULL OR record_key = $8)
    AND ($9::timestamptz IS NULL OR <since> >= $9)
    AND ($10::timestamptz IS NULL OR <since> <= $10)
 {rest}

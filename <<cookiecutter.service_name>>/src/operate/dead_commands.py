@@ -1,23 +1,23 @@
 """The commands `service dead …` and `service dead events …`: list, show, redrive, discard."""
 
 import getpass
+import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from typing import Annotated, Any
 
 import asyncpg
 import typer
 
-from .dead import Became, Entry, Group, Selection, State, Store
+from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
-from .dead_options import Confirmation, Filters, Ids, LetterFilters
 from .errors import Refused
 from .output import format_value, one_line, print_fields, print_json, print_table
 from .terminal import Invocation, operation
 
-T = TypeVar("T")
-Kind = type[Store[Any]]
+Kind = type[Store]
 
 PROGRESS = 10_000
 """After so many changes there is a line on standard error."""
@@ -28,11 +28,94 @@ _IS: dict[State, str] = {
     "dead": "is dead",
     "discarded": "was discarded",
 }
-_STAYS = {
-    "consumer": "this service has no consumer {one.consumer!r}: they would wait for ever",
-    "reason": "it is not known whether they were applied: see --reason {one.reason!r}",
-}
-"""Why `redrive` excludes dead letters."""
+
+
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+def _span(text: str) -> timedelta:
+    match = re.fullmatch(r"(\d+)([smhd])", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m, 2h or 7d")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+_Age = Annotated[timedelta | None, typer.Option(parser=_span, metavar="90s|15m|2h|7d")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
+
+
+async def ago(connection: asyncpg.Connection, time: timedelta) -> datetime:
+    """Return the time so long ago, by the database's clock."""
+    moment: datetime = await connection.fetchval("SELECT clock_timestamp() - $1::interval", time)
+    return moment
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Options that choose entries."""
+
+    reason: Annotated[list[str] | None, typer.Option(help="may be repeated")] = None
+    event_id: Annotated[str | None, typer.Option(help="the event's own id, as in the log")] = None
+    type: Annotated[str | None, typer.Option(help="type of the event")] = None
+    topic: Annotated[str | None, typer.Option(help="topic of the record or event")] = None
+    key: Annotated[str | None, typer.Option(help="the key in Kafka")] = None
+    older_than: _Age = None
+    newer_than: _Age = None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether any option is set."""
+        return any(getattr(self, one.name) not in (None, []) for one in fields(self))
+
+    async def select(self, store: Store, ids: Sequence[str] | None = None) -> Selection:
+        """Return the entries that the options and ids choose at this moment."""
+        for reason in self.reason or ():
+            if reason not in store.reasons:
+                known = ", ".join(store.reasons)
+                raise typer.BadParameter(f"--reason {reason!r} is none of: {known}")
+        consumer = getattr(self, "consumer", None)  # events have none
+        return Selection(
+            keys=await store.keys_of(ids) if ids else None,
+            reasons=self.reason or None,
+            consumers=None if consumer is None else [consumer],
+            event_id=self.event_id,
+            type=self.type,
+            topic=self.topic,
+            record_key=None if self.key is None else self.key.encode(),
+            since=None if self.newer_than is None else await ago(store.connection, self.newer_than),
+            # Excludes what dies from now on.
+            until=await ago(store.connection, self.older_than or timedelta(0)),
+        )
+
+
+@dataclass(frozen=True)
+class LetterFilters(Filters):
+    """Options that choose dead letters."""
+
+    consumer: Annotated[
+        str | None, typer.Option(help="name; '' for records that no handler has seen")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """Options of commands that change entries."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only count")] = False
+    everything: Annotated[bool, typer.Option("--all", help="without ids and filters")] = False
+    yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False
+
+    def check(self, *, are_chosen: bool) -> None:
+        """Demand `--all` with `--yes` where no id or filter chooses.
+
+        Ids may come from a shell's variable that was empty.
+        """
+        if self.everything and are_chosen:
+            raise typer.BadParameter("--all excludes ids and filters")
+        if self.yes and not (are_chosen or self.everything or self.dry_run):
+            raise typer.BadParameter(
+                "--yes without an id or a filter would mean everything: say --all if you mean that"
+            )
 
 
 async def list_entries(
@@ -44,41 +127,30 @@ async def list_entries(
     summary: Annotated[bool, typer.Option("--summary", help="only count by groups")] = False,
     limit: Annotated[int, typer.Option(min=1, help="so many at most")] = 50,
 ) -> None:
-    """List what is dead, the newest first; with --json each is a line."""
+    """List the newest; those that wait or were discarded if that is said."""
     if waiting and discarded:
         raise typer.BadParameter("--waiting and --discarded exclude each other")
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"
-    store = kind.of(invocation.service, invocation.settings)
     async with invocation.connected() as connection:
-        selection = await filters.select(connection, store)
+        store = kind.of(connection, invocation.service, invocation.settings)
+        selection = await filters.select(store)
         if invocation.as_json and not summary:
-            async for one in store.entries(connection, state, selection, limit):
+            async for one in store.entries(state, selection, limit):
                 print_json(one)
             return
-        groups = await store.count(connection, state, selection)
+        groups = await store.count(state, selection)
         if invocation.as_json:
             print_json(*groups[:limit])
             return
+        shown = total = _total(groups)
         if summary:
             _print_groups(groups[:limit])
-            shown = total = _total(groups)
         else:
-            entries = store.entries(connection, state, selection, limit)
-            rows = [[format_value(one[name]) for name in kind.listed] async for one in entries]
-            print_table(kind.listed, rows, right=("attempts", "offset"))
-            shown, total = len(rows), _total(groups)
-        more = f", the newest of {total:,}: --limit shows more" if total > shown else ""
-        typer.echo(f"{shown:,} {state}{more}")
-        if kind is DeadLetters and state == "dead":
-            await _mention_events(invocation, connection)
-
-
-async def _mention_events(invocation: Invocation, connection: asyncpg.Connection) -> None:
-    events = await DeadEvents.of(invocation.service, invocation.settings).count(
-        connection, "dead", Selection()
-    )
-    if events:
-        typer.echo(f"dead events, too: {_total(events):,}; see `service dead events list`")
+            found = [one async for one in store.entries(state, selection, limit)]
+            shown = len(found)
+            _print_columns(kind.listed, found)
+    more = f", the newest of {total:,}: --limit shows more" if total > shown else ""
+    typer.echo(f"{shown:,} {state}{more}")
 
 
 async def show(
@@ -88,11 +160,13 @@ async def show(
 ) -> None:
     """Show all that is stored of one, and what to do about it; also of one that waits."""
     async with invocation.connected() as connection:
-        entry = await kind.of(invocation.service, invocation.settings).show(connection, id)
+        entry = await kind.of(connection, invocation.service, invocation.settings).show(id)
     if invocation.as_json:
         print_json(entry)
-    else:
-        _print_entry(entry)
+        return
+    texts = [entry.pop(name, None) for name in ("traceback", "value", "payload")]
+    headers = {f"header {name}": value for name, value in entry.pop("headers", ())}
+    print_fields(entry | headers, *(format_value(text) for text in texts if text is not None))
 
 
 async def redrive(
@@ -108,23 +182,27 @@ async def redrive(
     The exit code is 3 if some are dead again.
     """
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
-    store, became = kind.of(invocation.service, invocation.settings), None
+    became = None
     async with invocation.connected() as connection:
-        everything = await _select(connection, kind, store, "dead", filters, ids)
+        store = kind.of(connection, invocation.service, invocation.settings)
+        await _check_state(store, "dead", ids)
+        everything = await filters.select(store, ids)
         selection = store.redrivable(everything)
-        groups = await store.count(connection, "dead", everything)
-        groups = _without_excluded(groups, selection)
+        groups = _without_excluded(await store.count("dead", everything), selection)
         redriven: Sequence[Any] = ()
-        if _is_confirmed(invocation, "Redrive", groups, confirmation):
-            chunks = store.redrive(connection, selection)
-            redriven = await _count_changes("redriven", _total(groups), chunks)
-            became = await store.follow(connection, redriven, wait) if wait else None
+        if _is_confirmed(invocation, "Redrive", groups, confirmation, "dead"):
+            redriven = await _count_changes("redriven", groups, store.redrive(selection))
+            became = await store.follow(redriven, wait) if wait else None
     if invocation.as_json:
         counts, died = (became.counts, became.died) if became else (None, None)
         done = {"found": _total(groups), "redriven": len(redriven)}
         print_json(done | {"became": counts, "died": died})
     elif became:
-        _print_became(became)
+        counted = [f"{number:,} {name}" for name, number in became.counts.items() if number]
+        if counted:
+            typer.echo(", ".join(counted))
+        for one in became.died:
+            typer.echo(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
         if became.counts["waiting"]:
             typer.echo(f"Some wait after {wait:g} s: {store.hint}")
     if became and became.counts["dead"]:
@@ -147,15 +225,16 @@ async def discard(
         if not text.strip():
             raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
-    store = kind.of(invocation.service, invocation.settings)
     state: State = "waiting" if waiting else "dead"
     async with invocation.connected() as connection:
-        selection = await _select(connection, kind, store, state, filters, ids)
-        groups = await store.count(connection, state, selection)
+        store = kind.of(connection, invocation.service, invocation.settings)
+        await _check_state(store, state, ids)
+        selection = await filters.select(store, ids)
+        groups = await store.count(state, selection)
         discarded: Sequence[Any] = ()
         if _is_confirmed(invocation, "Discard", groups, confirmation, state):
-            chunks = store.discard(connection, selection, operator=by, why=because, state=state)
-            discarded = await _count_changes("discarded", _total(groups), chunks)
+            chunks = store.discard(selection, operator=by, why=because, state=state)
+            discarded = await _count_changes("discarded", groups, chunks)
     if invocation.as_json:
         print_json({"found": _total(groups), "discarded": len(discarded)})
 
@@ -167,46 +246,38 @@ def _user() -> str:
         return ""
 
 
-async def _select(
-    connection: asyncpg.Connection,
-    kind: Kind,
-    store: Store[Any],
-    state: State,
-    filters: Filters,
-    ids: Sequence[str] | None,
-) -> Selection:
-    """Return what is chosen. Raises `Refused` for an id of an entry in another state."""
+async def _check_state(store: Store, state: State, ids: Sequence[str] | None) -> None:
+    """Raise `Refused` for an id of an entry in another state."""
     for id in ids or ():
-        found: State = (await store.show(connection, id))["state"]
+        found: State = (await store.show(id))["state"]
         if found != state:
-            raise Refused(
-                f"{id} is not {state}, it {_IS[found]}: see `service {kind.command} show {id}`"
-            )
-    return await filters.select(connection, store, ids)
+            see = f"see `service {store.command} show {id}`"
+            raise Refused(f"{id} is not {state}, it {_IS[found]}: {see}")
 
 
-def _without_excluded(groups: Sequence[Group], selection: Selection) -> list[Group]:
+def _without_excluded(groups: Sequence[Entry], selection: Selection) -> list[Entry]:
     """Return what is redriven, and report what is not, and why."""
     redriven = []
     for one in groups:
-        if selection.consumers is not None and one.consumer not in selection.consumers:
-            why = _STAYS["consumer"]
-        elif one.reason in (selection.except_reasons or ()):
-            why = _STAYS["reason"]
+        consumer, reason = one["consumer"], one["reason"]
+        if selection.consumers is not None and consumer not in selection.consumers:
+            why = f"this service has no consumer {consumer!r}: they would wait for ever"
+        elif reason in (selection.except_reasons or ()):
+            why = f"it is not known whether they were applied: see --reason {reason!r}"
         else:
             redriven.append(one)
             continue
-        named = "  ".join(map(format_value, (one.count, one.reason, one.consumer, one.topic)))
-        typer.echo(f"left out: {one_line(named)}; {why.format(one=one)}", err=True)
+        named = "  ".join(map(format_value, (one["count"], reason, consumer, one["topic"])))
+        typer.echo(f"left out: {one_line(named)}; {why}", err=True)
     return redriven
 
 
 def _is_confirmed(
     invocation: Invocation,
     verb: str,
-    groups: Sequence[Group],
+    groups: Sequence[Entry],
     confirmation: Confirmation,
-    state: State = "dead",
+    state: State,
 ) -> bool:
     """Show what will be changed, and ask whether to go on. Raises `typer.Abort` if not."""
     number = _total(groups)
@@ -220,38 +291,27 @@ def _is_confirmed(
     return True
 
 
-def _print_entry(entry: Entry) -> None:
-    """Write the columns of an entry, its headers, and then its texts of several lines."""
-    values = dict(entry)
-    texts = [values.pop(name, None) for name in ("traceback", "value", "payload")]
-    headers = {f"header {name}": value for name, value in values.pop("headers", ())}
-    print_fields(values | headers, *(format_value(text) for text in texts if text is not None))
+def _print_groups(groups: Sequence[Entry]) -> None:
+    if groups:
+        absent = "consumer" if groups[0]["consumer"] is None else ""  # of events
+        _print_columns([name for name in groups[0] if name != absent], groups)
 
 
-def _print_groups(groups: Sequence[Group]) -> None:
-    names = [one.name for one in fields(Group)]
-    if all(one.consumer is None for one in groups):  # they are events
-        names.remove("consumer")
-    rows = ([format_value(getattr(one, name)) for name in names] for one in groups)
-    print_table(names, rows, right=("count",))
+def _print_columns(names: Sequence[str], entries: Sequence[Entry]) -> None:
+    rows = ([format_value(one[name]) for name in names] for one in entries)
+    print_table(names, rows, right=("count", "attempts", "offset"))
 
 
-def _print_became(became: Became) -> None:
-    counts = [f"{number:,} {outcome}" for outcome, number in became.counts.items() if number]
-    if counts:
-        typer.echo(", ".join(counts))
-    for one in became.died:
-        typer.echo(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
+def _total(groups: Sequence[Entry]) -> int:
+    return sum(one["count"] for one in groups)
 
 
-def _total(groups: Sequence[Group]) -> int:
-    return sum(one.count for one in groups)
-
-
-async def _count_changes(verb: str, found: int, chunks: AsyncIterator[Sequence[T]]) -> Sequence[T]:
+async def _count_changes(
+    verb: str, groups: Sequence[Entry], chunks: AsyncIterator[Sequence[Any]]
+) -> Sequence[Any]:
     """Return everything that chunks have changed; report how many, now and then and at the end."""
-    changed: list[T] = []
-    reported = 0
+    changed: list[Any] = []
+    reported, found = 0, _total(groups)
     try:
         async for some in chunks:
             changed += some
@@ -265,19 +325,20 @@ async def _count_changes(verb: str, found: int, chunks: AsyncIterator[Sequence[T
     return changed
 
 
-def _group(kind: Kind, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
+def _group(kind: Kind, id: str, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
     """Return the commands for a kind of entries; `discarded` are no options of `discard`."""
     group = typer.Typer(help=help, no_args_is_help=True)
     line = f"service {kind.command}"
     chosen: dict[str, Any] = {"kind": kind, "filters": filters}
     changed = chosen | {"confirmation": Confirmation}
     operation(group, "list", example=f"{line} list --summary", **chosen)(list_entries)
-    operation(group, example=f"{line} show {kind.example}", kind=kind)(show)
+    operation(group, example=f"{line} show {id}", kind=kind)(show)
     operation(group, example=f"{line} redrive --topic orders --newer-than 2h", **changed)(redrive)
-    example = f"{line} discard {kind.example} --because 'sent again by hand'"
+    example = f"{line} discard {id} --because 'sent again by hand'"
     operation(group, example=example, **changed, **discarded)(discard)
     return group
 
 
-app = _group(DeadLetters, LetterFilters, "Messages that need a person's decision.", waiting=False)
-app.add_typer(_group(DeadEvents, Filters, "Events that Kafka rejects."), name="events")
+_LETTERS = "Messages that need a person's decision."
+app = _group(DeadLetters, "7d0f2c5e", LetterFilters, _LETTERS, waiting=False)
+app.add_typer(_group(DeadEvents, "17", Filters, "Events that Kafka rejects."), name="events")

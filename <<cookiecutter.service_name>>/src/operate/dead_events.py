@@ -9,7 +9,7 @@ import asyncpg
 from pipeline.service import Service
 from pipeline.settings import Settings
 
-from .dead import Outcome, Settled, Store
+from .dead import Outcome, Rows, Store
 from .errors import Refused
 
 REASONS: Mapping[str, str] = {
@@ -43,13 +43,8 @@ UPDATE pipeline.outbox_rejected
  WHERE id = ANY ($1)
 """
 
-_BECAME = """
-SELECT id AS number, id::text AS id, reason, error, died_at IS NOT NULL AS is_dead
-  FROM pipeline.outbox_rejected WHERE id = ANY ($1)
-"""
 
-
-class DeadEvents(Store[int]):
+class DeadEvents(Store):
     """Events that Kafka has rejected. An id is the event's number in the outbox.
 
     A chunk holds the cursor of a shard, so that the relay that owns it stores no rejected event
@@ -58,7 +53,6 @@ class DeadEvents(Store[int]):
 
     name = "dead event"
     command = "dead events"
-    example = "17"
     reasons = REASONS
     outcomes = ("waiting", "dead", "sent")
     hint = (
@@ -67,59 +61,47 @@ class DeadEvents(Store[int]):
     )
     listed = ("id", "since", "reason", "type", "event_id", "topic", "key")
 
-    table = "pipeline.outbox_rejected"
-    key = "id"
+    source = """(
+SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text AS consumer,
+       key AS record_key, COALESCE(reason, 'follows another') AS why
+  FROM pipeline.outbox_rejected) AS event"""
     key_type = "bigint"
-    waiting_since = "parked_at"
-    reason = "COALESCE(reason, 'follows another')"
-    consumer = "NULL::text"
-    event_id = "event_id"
-    record_key = "key"
-    entry = """id::text, COALESCE(reason, 'follows another') AS reason, error, type, source,
+    entry = """id::text, why AS reason, error, type, source,
         event_id, topic, key, COALESCE(datalength, octet_length(payload)) AS size, created_at,
         parked_at, died_at, discarded_at"""
     detail = """subject, sequence, content_type, traceparent, discarded_by, discarded_why, dataref,
         payload"""
-    lock = "shard"
-    order = "id"
     chunk = "id"
+    order = "id"
 
     @classmethod
-    def of(cls, service: Service, settings: Settings) -> Self:
+    def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
         """Return the store; a relay that waits for it has two thirds of its lease left."""
-        return cls(patience=settings.relay_lease / 3)
+        return cls(connection, patience=settings.relay_lease / 3)
 
-    async def keys_of(self, connection: asyncpg.Connection, ids: Sequence[str]) -> list[int]:
+    async def keys_of(self, ids: Sequence[str]) -> list[int]:
         """Return the numbers of events. Raises `Refused`."""
         for id in ids:
             if not (re.fullmatch("[0-9]{1,19}", id) and int(id) <= _LARGEST_ID):
                 raise Refused(f"{id[:40]!r} is not the number of an event in the outbox")
         return [int(id) for id in ids]
 
-    async def _lock(self, connection: asyncpg.Connection, number: int) -> None:
-        await connection.execute(_HOLD_SHARD, number)
+    async def _lock(self, number: int) -> None:
+        await self.connection.execute(_HOLD_SHARD, number)
 
-    async def _redrive(
-        self, connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
-    ) -> Sequence[int]:
+    async def _redrive(self, rows: Rows) -> Sequence[int]:
         ids = [row["id"] for row in rows]
-        await connection.execute(_REDRIVE, ids)
+        await self.connection.execute(_REDRIVE, ids)
         return ids
 
-    async def _discard(
-        self,
-        connection: asyncpg.Connection,
-        rows: Sequence[asyncpg.Record],
-        operator: str,
-        why: str,
-    ) -> None:
-        await connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
+    async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
+        await self.connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
+        return rows
 
-    async def _settle(self, connection: asyncpg.Connection, some: Sequence[int]) -> Settled[int]:
-        stored = {row["number"]: row for row in await connection.fetch(_BECAME, some)}
-        settled: list[tuple[int, Outcome, asyncpg.Record | None]] = []
-        for id in some:
-            row = stored.get(id)
-            outcome: Outcome = "sent" if row is None else "dead" if row["is_dead"] else "waiting"
-            settled.append((id, outcome, row))
-        return settled
+    async def _settle(self, some: Sequence[int]) -> list[tuple[Outcome, asyncpg.Record | None]]:
+        stored = await self._stored(some)
+        rows = [stored.get(id) for id in some]
+        return [
+            ("sent" if row is None else "dead" if row["died_at"] else "waiting", row)
+            for row in rows
+        ]

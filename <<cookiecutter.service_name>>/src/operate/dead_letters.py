@@ -1,5 +1,6 @@
 """Dead letters: messages of the backlog that a person has to decide on."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -8,7 +9,7 @@ import asyncpg
 
 from pipeline.apply.backlog import mismatch_key
 from pipeline.apply.batch import items_of
-from pipeline.apply.item import Item, Undecoded
+from pipeline.apply.item import Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.registry import Handlers
@@ -16,7 +17,7 @@ from pipeline.retry import dead_rows, lanes
 from pipeline.service import Service
 from pipeline.settings import Settings
 
-from .dead import Entry, Outcome, Selection, Settled, Store
+from .dead import Entry, Outcome, Rows, Selection, Store
 from .errors import Refused
 from .output import content_of
 
@@ -68,12 +69,6 @@ _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY k
 
 _ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
 
-_STORED = """
-SELECT key, left(encode(key, 'hex'), 16) AS id, topic, partition, "offset", reason, error,
-       died_at IS NOT NULL AS is_dead
-  FROM pipeline.backlog WHERE key = ANY ($1)
-"""
-
 _MARKED = """
 SELECT key, topic, partition, "offset"
   FROM pipeline.inbox
@@ -94,57 +89,47 @@ class Redriven:
     place: tuple[str, int, int]
 
 
-class DeadLetters(Store[Redriven]):
+class DeadLetters(Store):
     """Messages of the backlog. A chunk holds a lane, so that its worker settles nothing."""
 
     name = "dead letter"
     command = "dead"
-    example = "7d0f2c5e"
     reasons = REASONS
     outcomes = ("waiting", "dead", "applied", "duplicate", "gone")
     hint = "see `service dead list --waiting`, and whether the service runs."
     listed = ("id", "since", "attempts", "reason", "consumer", "type", "topic", "offset", "key")
 
-    table = "pipeline.backlog"
-    key = "key"
+    source = """(
+SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS why,
+       id AS event_id
+  FROM pipeline.backlog) AS letter"""
     key_type = "bytea"
-    waiting_since = "received_at"
-    reason = "reason"
-    consumer = "consumer"
-    event_id = "id"
-    record_key = "record_key"
     entry = """left(encode(key, 'hex'), 16) AS id, reason, error, attempts, consumer, type, source,
-        id AS event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
+        event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
         discarded_at, holds"""
     detail = """timestamp, waited, encode(hash, 'hex') AS hash, traceparent, traceback,
         encode(remembered_hash, 'hex') AS remembered_hash, discarded_by, discarded_why, headers,
         value"""
-    lock = "lane"
     order = 'order_key, sequence, partition, "offset"'
     chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
 
-    def __init__(self, handlers: Handlers, patience: float) -> None:
-        super().__init__(patience)
+    def __init__(self, connection: asyncpg.Connection, handlers: Handlers, patience: float) -> None:
+        super().__init__(connection, patience)
         self._handlers = handlers
 
     @classmethod
-    def of(cls, service: Service, settings: Settings) -> Self:
+    def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
         """Return the store of a service."""
-        return cls(service.handlers, patience=settings.backlog_lease)
+        return cls(connection, service.handlers, patience=settings.backlog_lease)
 
-    async def keys_of(self, connection: asyncpg.Connection, ids: Sequence[str]) -> list[bytes]:
+    async def keys_of(self, ids: Sequence[str]) -> list[bytes]:
         """Return the keys that begin with these hex digits. Raises `Refused`."""
         keys = []
         for id in ids:
-            try:
-                if not 8 <= len(id) <= 32:
-                    raise ValueError(id)
-                first, last = (bytes.fromhex(id.ljust(32, digit)) for digit in "0f")
-            except ValueError:
-                raise Refused(
-                    f"{id!r} is not the id of a dead letter: 8 to 32 hex digits"
-                ) from None
-            found = await connection.fetch(_KEYS, first, last)
+            if not re.fullmatch("[0-9a-fA-F]{8,32}", id):
+                raise Refused(f"{id!r} is not the id of a dead letter: 8 to 32 hex digits")
+            first, last = (bytes.fromhex(id.ljust(32, digit)) for digit in "0f")
+            found = await self.connection.fetch(_KEYS, first, last)
             if len(found) != 1:
                 how_many = "more than one row has" if found else "no row has"
                 raise Refused(f"{how_many} an id that begins with {id}: see `service dead list`")
@@ -170,57 +155,45 @@ class DeadLetters(Store[Redriven]):
             entry["headers"] = [(printable(name), content_of(value)) for name, value in headers]
         return entry
 
-    async def _lock(self, connection: asyncpg.Connection, number: int) -> None:
-        await dead_rows.fence_lane(connection, number)
+    async def _lock(self, number: int) -> None:
+        await dead_rows.fence_lane(self.connection, number)
 
-    async def _redrive(
-        self, connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
-    ) -> Sequence[Redriven]:
-        redriven = [await self._redriven(connection, row) for row in rows]
-        await dead_rows.redrive(connection, [row["key"] for row in rows])
-        await _schedule_heads(connection, rows)
+    async def _redrive(self, rows: Rows) -> Sequence[Redriven]:
+        redriven = [await self._redriven(row) for row in rows]
+        await dead_rows.redrive(self.connection, [row["key"] for row in rows])
+        await self._schedule_heads(rows)
         return redriven
 
-    async def _discard(
-        self,
-        connection: asyncpg.Connection,
-        rows: Sequence[asyncpg.Record],
-        operator: str,
-        why: str,
-    ) -> None:
+    async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
         keys = [row["key"] for row in rows]
-        await dead_rows.discard(connection, keys, operator=operator, why=why)
-        await _schedule_heads(connection, rows)
+        await dead_rows.discard(self.connection, keys, operator=operator, why=why)
+        await self._schedule_heads(rows)
+        return rows
 
-    async def _redriven(self, connection: asyncpg.Connection, row: asyncpg.Record) -> Redriven:
+    async def _schedule_heads(self, rows: Rows) -> None:
+        numbers, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
+        await lanes.schedule_heads(self.connection, numbers, order_keys)
+
+    async def _redriven(self, row: asyncpg.Record) -> Redriven:
         key, place = row["key"], _place(row)
         if row["consumer"]:
             return Redriven([key], [marker_key(row["consumer"], row["source"], row["id"])], place)
         # A record that no handler has seen becomes a message to each of its handlers.
-        items = await self._read_again(connection, key)
-        markers = [item.key for item in items]
-        mismatches = [mismatch_key(item) for item in items]
-        return Redriven([key, *markers, *mismatches], markers, place)
-
-    async def _read_again(self, connection: asyncpg.Connection, key: bytes) -> Sequence[Item]:
-        row = await connection.fetchrow(_ROW, key)
-        record = lanes.stored_record(row, stored_for=0.0)
+        stored = await self.connection.fetchrow(_ROW, key)
+        record = lanes.stored_record(stored, stored_for=0.0)
         found = items_of(self._handlers, record, validates=False)
-        return [] if isinstance(found, Undecoded) else found
+        items = [] if isinstance(found, Undecoded) else found
+        markers = [item.key for item in items]
+        return Redriven([key, *markers, *map(mismatch_key, items)], markers, place)
 
     async def _settle(
-        self, connection: asyncpg.Connection, some: Sequence[Redriven]
-    ) -> Settled[Redriven]:
+        self, some: Sequence[Redriven]
+    ) -> list[tuple[Outcome, asyncpg.Record | None]]:
         keys = list({key for one in some for key in (*one.keys, *one.markers)})
-        stored = {row["key"]: row for row in await connection.fetch(_STORED, keys)}
+        stored = await self._stored(keys)
         # Markers are read later: a row that leaves the backlog in between is found by its marker.
-        marked = {row["key"]: _place(row) for row in await connection.fetch(_MARKED, keys)}
-        return [(one, *_outcome(one, stored, marked)) for one in some]
-
-
-async def _schedule_heads(connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]) -> None:
-    numbers, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
-    await lanes.schedule_heads(connection, numbers, order_keys)
+        marked = {row["key"]: _place(row) for row in await self.connection.fetch(_MARKED, keys)}
+        return [_outcome(one, stored, marked) for one in some]
 
 
 def _outcome(
@@ -230,7 +203,7 @@ def _outcome(
 ) -> tuple[Outcome, asyncpg.Record | None]:
     rows = [row for key in one.keys if (row := stored.get(key)) and _place(row) == one.place]
     if rows:
-        return ("dead", rows[0]) if all(row["is_dead"] for row in rows) else ("waiting", None)
+        return ("dead", rows[0]) if all(row["died_at"] for row in rows) else ("waiting", None)
     places = [marked[key] for key in one.markers if key in marked]
     if one.place in places:
         return "applied", None

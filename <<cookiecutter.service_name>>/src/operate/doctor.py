@@ -3,9 +3,9 @@
 A check that can't be made is a finding, too, and the others are made.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import replace
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 import asyncpg
 from aiokafka.errors import KafkaError
@@ -15,8 +15,8 @@ from pipeline.servers import revisions, topics
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import health, server_checks, status, topic_checks
-from .health import Finding
+from . import health, status, topic_checks
+from .health import Finding, Level, named
 
 CLOCKS_APART = 2.0
 
@@ -35,6 +35,113 @@ SELECT schema, name, array_agg(field ORDER BY place) AS fields
  GROUP BY schema, name ORDER BY min(place)
 """
 
+LONG = timedelta(minutes=5)
+"""How long a transaction may be open."""
+BLOATED = 10_000
+"""Dead rows of a table that has not a tenth as many living ones."""
+OLDEST_POSTGRESQL = 14
+_HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position", "scheduled"]
+"""Tables whose rows are updated and deleted; the others are dropped as a whole."""
+
+
+@dataclass(frozen=True)
+class ServerCheck:
+    """A statement; its rows fill in the texts, and may have the `level`."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str
+    statement: str
+    arguments: tuple[object, ...] = ()
+
+
+SERVER_CHECKS = (
+    ServerCheck(
+        "server",
+        "ok",
+        "PostgreSQL {version}, of which {oldest} is the oldest that will do",
+        "{advice}",
+        """
+SELECT current_setting('server_version') AS version, $1 AS oldest,
+       CASE WHEN is_old THEN 'wrong' ELSE 'ok' END AS level,
+       CASE WHEN is_old THEN 'upgrade the server' ELSE '' END AS advice
+  FROM (SELECT current_setting('server_version_num')::int < 10000 * $1::int AS is_old) AS server
+""",
+        (OLDEST_POSTGRESQL,),
+    ),
+    ServerCheck(
+        "standby",
+        "wrong",
+        "this server is a standby, on which nothing can be written",
+        "let PIPELINE_DATABASE_URL name the primary",
+        "SELECT WHERE pg_is_in_recovery()",
+    ),
+    ServerCheck(
+        "jit",
+        "warning",
+        "jit is on: to compile a page of the outbox takes longer than to read it",
+        "ALTER ROLE {role} SET jit = off",
+        "SELECT quote_ident(current_user) AS role WHERE current_setting('jit') <> 'off'",
+    ),
+    ServerCheck(
+        "activity",
+        "warning",
+        "role {role} may not see whether others hold transactions open",
+        "GRANT pg_read_all_stats TO {role}",
+        """
+SELECT quote_ident(current_user) AS role WHERE NOT pg_has_role('pg_read_all_stats', 'USAGE')
+""",
+    ),
+    ServerCheck(
+        "long transactions",
+        "warning",
+        "a transaction of process {pid} of {name} is open since {xact_start}: nothing is vacuumed"
+        " meanwhile",
+        "end it: SELECT pg_terminate_backend({pid})",
+        """
+SELECT pid, COALESCE(NULLIF(application_name, ''), usename, '?') AS name, xact_start
+  FROM pg_stat_activity
+ WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'
+   AND xact_start < clock_timestamp() - $1::interval
+ ORDER BY xact_start LIMIT 5
+""",
+        (LONG,),
+    ),
+    ServerCheck(
+        "bloat",
+        "warning",
+        "pipeline.{relname} has {dead:,} dead rows for {living:,}",
+        "end what is open for long, then VACUUM pipeline.{relname}",
+        """
+SELECT relname, n_live_tup AS living, n_dead_tup AS dead FROM pg_stat_user_tables
+ WHERE schemaname = 'pipeline' AND relname = ANY ($1)
+   AND n_dead_tup > $2 AND n_dead_tup > 10 * n_live_tup
+ ORDER BY relname
+""",
+        (_HOT, BLOATED),
+    ),
+    ServerCheck(
+        "sizes",
+        "ok",
+        "{total:,} MB in all, the largest with their indexes: {largest}",
+        "",
+        """
+  WITH sizes AS (
+       SELECT root.relname AS name,
+              (sum(pg_total_relation_size(one.oid)) / 1000000)::bigint AS megabytes
+         FROM pg_class AS one
+         JOIN pg_class AS root ON root.oid = COALESCE(pg_partition_root(one.oid), one.oid)
+        WHERE one.relnamespace = 'pipeline'::regnamespace AND one.relkind IN ('r', 'p')
+        GROUP BY root.relname)
+SELECT sum(megabytes)::bigint AS total,
+       (SELECT string_agg(format('%s %s MB', name, megabytes), ', ' ORDER BY megabytes DESC)
+          FROM (SELECT * FROM sizes ORDER BY megabytes DESC LIMIT 4) AS first) AS largest
+  FROM sizes
+""",
+    ),
+)
+
 Findings = AsyncIterator[Finding]
 
 
@@ -48,62 +155,56 @@ async def examine(
         described = await topics.describe(settings, names)
         yield Finding("ok", f"{settings.kafka} answers", check="kafka")
     except (KafkaError, OSError, TimeoutError) as error:
-        yield Finding(
-            "wrong",
-            f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made",
-            "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS",
-            check="kafka",
-        )
-    for one in _named("settings", _settings(service, settings)):
+        found = f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made"
+        advice = "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
+        yield Finding("wrong", found, advice, check="kafka")
+    for one in named("settings", _settings(service, settings)):
         yield one
     if described is not None:
         for check in topic_checks.CHECKS:
-            found = check(service, settings, described)
-            for one in _named(check.__name__.replace("_", " "), found):
+            made = check(service, settings, described)
+            for one in named(check.__name__.replace("_", " "), made):
                 yield one
-    if connection is not None:
-        async for one in _of_database(connection, service, settings):
-            yield one
-
-
-async def _of_database(
-    connection: asyncpg.Connection, service: Service, settings: Settings
-) -> Findings:
-    async def of_status() -> list[Finding]:
-        return list(health.judge(await status.look(connection, service, settings)))
-
-    checks: dict[str, Callable[[], Awaitable[list[Finding]]]] = {
-        "schema": lambda: _all(_schema(connection)),
-        "tables": lambda: _all(_tables(connection, service)),
-        "pooler": lambda: _all(_pooler(connection, settings)),
-        "clock": lambda: _all(_clock(connection)),
-        "status": of_status,
-    }
-    for one in server_checks.CHECKS:
-        checks[one.name] = lambda one=one: _all(one.findings(connection))  # type: ignore[misc]
-    for name, check in checks.items():
+    if connection is None:
+        return
+    for name, findings in _of_database(connection, service, settings).items():
         try:
-            found = await check()
+            of_database = [one async for one in findings]
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError) as error:
-            missing = f"not migrated: {describe_error(error)}"
-            found = [Finding("wrong", missing, "run `service migrate`")]
+            found = f"not migrated: {describe_error(error)}"
+            of_database = [Finding("wrong", found, "run `service migrate`")]
         except (asyncpg.PostgresError, TimeoutError) as error:
             if connection.is_closed():
                 raise  # the server is away, and no check can be made
-            why = f"the check can't be made: {describe_error(error)}"
-            found = [Finding("warning", why, "correct the cause, and run `service doctor` again")]
-        for one_found in _named(name, found):
-            yield one_found
+            found = f"the check can't be made: {describe_error(error)}"
+            advice = "correct the cause, and run `service doctor` again"
+            of_database = [Finding("warning", found, advice)]
+        for one in named(name, of_database):
+            yield one
 
 
-async def _all(findings: Findings) -> list[Finding]:
-    return [one async for one in findings]
+def _of_database(
+    connection: asyncpg.Connection, service: Service, settings: Settings
+) -> dict[str, Findings]:
+    return {
+        "schema": _schema(connection),
+        "tables": _tables(connection, service),
+        "pooler": _pooler(connection, settings),
+        "clock": _clock(connection),
+        "status": _status(connection, service, settings),
+        **{one.name: _server(connection, one) for one in SERVER_CHECKS},
+    }
 
 
-def _named(name: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings that bear the name of their check; none means that all is well."""
-    found = [one if one.check else replace(one, check=name) for one in findings]
-    return found or [Finding("ok", "as it should be", check=name)]
+async def _status(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
+    for one in health.judge(await status.look(connection, service, settings)):
+        yield one
+
+
+async def _server(connection: asyncpg.Connection, check: ServerCheck) -> Findings:
+    for row in await connection.fetch(check.statement, *check.arguments):
+        level = row.get("level", check.level)
+        yield Finding(level, check.found.format(**row), check.advice.format(**row))
 
 
 def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
@@ -117,15 +218,11 @@ def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
 async def _schema(connection: asyncpg.Connection) -> Findings:
     migrations = revisions.load_migrations()
     if migrations is None:
-        yield Finding(
-            "warning",
-            "no alembic.ini here, so that it is not known which schema is the newest",
-            "run `service doctor` in the service's folder",
-        )
+        found = "no alembic.ini here, so that it is not known which schema is the newest"
+        yield Finding("warning", found, "run `service doctor` in the service's folder")
     elif missing := await revisions.missing(connection, migrations):
-        yield Finding(
-            "wrong", f"not migrated to {', '.join(sorted(missing))}", "run `service migrate`"
-        )
+        found = f"not migrated to {', '.join(sorted(missing))}"
+        yield Finding("wrong", found, "run `service migrate`")
 
 
 async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
@@ -153,17 +250,11 @@ async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Finding
     given = connection.get_server_pid()
     is_there = given != await connection.fetchval("SELECT pg_backend_pid()")
     if is_there and not settings.database_pooler:
-        yield Finding(
-            "wrong",
-            "there is a pooler before the database, and the settings name none",
-            "set PIPELINE_DATABASE_POOLER=true",
-        )
+        found = "there is a pooler before the database, and the settings name none"
+        yield Finding("wrong", found, "set PIPELINE_DATABASE_POOLER=true")
     elif settings.database_pooler and not is_there:
-        yield Finding(
-            "warning",
-            "the settings name a pooler, and there is none: statements are prepared anew each time",
-            "unset PIPELINE_DATABASE_POOLER",
-        )
+        found = "the settings name a pooler, and there is none: each statement is prepared anew"
+        yield Finding("warning", found, "unset PIPELINE_DATABASE_POOLER")
 
 
 async def _clock(connection: asyncpg.Connection) -> Findings:

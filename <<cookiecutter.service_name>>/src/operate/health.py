@@ -1,15 +1,14 @@
 """Checks of a service's status: for each, its threshold and the sentence for what it finds.
 
-`service doctor` and the operations page report them. A threshold that an alert has, too, bears the
-alert's name in `deploy/prometheus/alerts.yaml`.
+`service doctor`, `service status` and the operations page report them. A threshold that an alert
+has, too, bears the alert's name in `deploy/prometheus/alerts.yaml`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .output import format_count
-from .status import AT_MOST, Backlog, Status
+from .status import Reading, Status, format_count
 
 Level = Literal["ok", "warning", "wrong"]
 
@@ -35,231 +34,187 @@ class Finding:
     check: str = field(default="", kw_only=True)
 
 
-Findings = Iterator[Finding]
-Cases = Iterable[Mapping[str, object]]
+def named(check: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings that bear the name of their check; none means that all is well."""
+    found = [one if one.check else replace(one, check=check) for one in findings]
+    return found or [Finding("ok", "as it should be", check=check)]
 
 
-@dataclass(frozen=True)
-class StatusCheck:
-    """A check of a service's status."""
-
-    name: str
-    part: str
-    """The part of the status that it needs."""
-    level: Level
-    cases: Callable[[Status], Cases]
-    """Returns what is not as it should be: values for the texts."""
-    found: str
-    advice: str
-
-
-def judge(status: Status) -> Findings:
-    """Yield what every check finds; one that finds nothing is `ok`."""
-    for check in CHECKS:
-        if why := status.unknown.get(check.part):
-            advice = "correct what it names"
-            yield Finding("warning", f"not known: {why}", advice, check=check.name)
+def judge(status: Status) -> Iterator[Finding]:
+    """Yield what every check finds; of a part that is not known only that."""
+    for part, checks in CHECKS.items():
+        if why := status.unknown.get(part):
+            yield Finding("warning", f"not known: {why}", "correct what it names", check=part)
             continue
-        cases = [*check.cases(status)]
-        for case in cases:
-            found, advice = check.found.format(**case), check.advice.format(**case)
-            yield Finding(check.level, found, advice, check=check.name)
-        if not cases:
-            yield Finding("ok", "as it should be", check=check.name)
+        for check in checks:
+            yield from named(check.__name__.replace("_", " "), check(status))
 
 
-def _count(number: int) -> str:
-    return format_count(number, AT_MOST)
+def cluster(status: Status) -> Iterator[Finding]:
+    """The outbox is this database cluster's."""
+    if not status.is_this_cluster:
+        found = "the outbox is another database cluster's, and nothing is published"
+        yield Finding("wrong", found, "run `service relay reset`")
 
 
-def _late_outbox(status: Status, *, has_relays: bool) -> Cases:
-    is_late = status.outbox_seconds > OUTBOX_LAG
-    if is_late and has_relays == (status.shards_without_relay == 0):
-        yield {
-            "count": _count(status.outbox_events),
-            "seconds": status.outbox_seconds,
-            "shards": status.shards_without_relay,
-        }
+def outbox(status: Status) -> Iterator[Finding]:
+    """Events are published soon."""
+    if status.outbox_seconds > OUTBOX_LAG:
+        shards = status.shards_without_relay
+        yield Finding(
+            "wrong" if shards else "warning",
+            f"{format_count(status.outbox_events)} events wait, one for"
+            f" {status.outbox_seconds:,.0f} seconds; {shards} shards have no relay",
+            "start `service relay`, or `service run` (NoRelayOwner in the runbook)"
+            if shards
+            else "see `/health/ready` of the relay (OutboxLag in the runbook)",
+        )
 
 
-def _waiting(status: Status) -> Iterator[tuple[Mapping[str, object], Backlog]]:
+def rejected_events(status: Status) -> Iterator[Finding]:
+    """No topic rejects all events for long."""
+    for one in status.rejected:
+        if one.oldest > EVENTS_REJECTED:
+            yield Finding(
+                "wrong",
+                f"Kafka takes no events for topic {one.topic} ({one.reasons}):"
+                f" {format_count(one.count)} wait, one for {one.oldest:,.0f} seconds",
+                "see `service dead events list --waiting --summary`, and correct what it names:"
+                " they are published then (EventsRejected in the runbook)",
+            )
+
+
+def dead_events(status: Status) -> Iterator[Finding]:
+    """No event needs a person's decision."""
+    if status.dead_events:
+        found = f"dead events need a decision: {format_count(status.dead_events)}"
+        advice = "see `service dead events list`, correct the cause, and redrive or discard them"
+        yield Finding("warning", found, advice)
+
+
+def dead_letters(status: Status) -> Iterator[Finding]:
+    """No message needs a person's decision."""
+    if dead := sum(one.dead for one in status.backlog.values()):
+        found = f"dead messages need a decision: {format_count(dead)}"
+        advice = "see `service dead list`, correct the cause, and redrive or discard them"
+        yield Finding("warning", found, advice)
+
+
+def backlog(status: Status) -> Iterator[Finding]:
+    """No message waits for long."""
     for name, one in status.backlog.items():
-        if one.waiting:
-            count = _count(one.waiting)
-            yield {"name": name or "(none)", "count": count, "seconds": one.oldest}, one
+        if one.waiting and one.oldest > BACKLOG_AGE:
+            yield Finding(
+                "warning",
+                f"messages wait for consumer {name or '(none)'}: {format_count(one.waiting)},"
+                f" one for {one.oldest:,.0f} seconds",
+                "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
+            )
 
 
-def _dead(number: int) -> Cases:
-    return [{"count": _count(number)}] if number else []
+def consumers(status: Status) -> Iterator[Finding]:
+    """Messages wait only for consumers that the service has."""
+    for name, one in status.backlog.items():
+        if one.waiting and name not in {*status.consumers, ""}:
+            found = f"no handler here is consumer {name}, for which messages wait:"
+            advice = "deploy it again; to discard them, as one that ignores them"
+            yield Finding("warning", f"{found} {format_count(one.waiting)}", advice)
 
 
-def _never_read(status: Status) -> Cases:
+def partitions_ahead(status: Status) -> Iterator[Finding]:
+    """The outbox has partitions for the next days."""
+    until = status.ahead_until
+    if until is None or (until - status.at.date()).days < NO_PARTITION_AHEAD:
+        advice = "run `service retention run`, and see why no running service does"
+        yield Finding("wrong", f"the outbox has partitions until {until}", advice)
+
+
+def held_partitions(status: Status) -> Iterator[Finding]:
+    """What is due to be dropped is dropped."""
+    for name, why in status.held.items():
+        yield Finding("warning", f"{name} is due to go: {why}", "see `service retention status`")
+
+
+def partitions(status: Status) -> Iterator[Finding]:
+    """Every partition that has records is read."""
     begun = {one.topic for one in status.readings if one.position is not None}
     unread: dict[str, list[str]] = {}
     for one in status.readings:
         has_records = one.end != one.first
         if one.position is None and one.end is not None and (one.topic in begun or has_records):
             unread.setdefault(one.topic, []).append(str(one.partition))
-    return [{"topic": topic, "numbers": ", ".join(some)} for topic, some in unread.items()]
+    for topic, numbers in unread.items():
+        yield Finding(
+            "warning",
+            f"{topic} has partitions that were never read: {', '.join(numbers)}",
+            "start `service run`; if they were added, keys have moved there, and what is in their"
+            " old partitions may be handled after it",
+        )
 
 
-def _stalled(status: Status, cause: Literal["no reader", "transaction", "unknown"]) -> Cases:
-    """Return partitions that have records to read and have not moved, by the cause."""
+def positions(status: Status) -> Iterator[Finding]:
+    """The brokers have every position."""
+    for one in status.readings:
+        if one.is_out_of_range:
+            yield Finding(
+                "wrong",
+                f"{one.topic}/{one.partition} stands at offset {one.position}, and the brokers have"
+                f" {one.first} to {one.end} (PartitionStuck in the runbook)",
+                f"see what was lost, then `service topics seek {one.topic} --partition"
+                f" {one.partition} --to earliest`, first with --dry-run",
+            )
+
+
+def _stalled(status: Status) -> Iterator[Reading]:
     for one in status.readings:
         since = (status.at - one.moved_at).total_seconds() if one.moved_at else 0.0
-        if one.position is None or not one.lag or since <= STALLED:
-            continue
+        if one.position is not None and one.lag and since > STALLED:
+            yield one
+
+
+def readers(status: Status) -> Iterator[Finding]:
+    """Every partition that has records to read has a reader."""
+    for one in _stalled(status):
         if status.are_readers_known and one.reader is None:
-            found = "no reader"
-        else:
-            found = "unknown" if one.open_transaction is None else "transaction"
-        if found == cause:
-            yield vars(one)
+            yield Finding(
+                "wrong",
+                f"{one.topic}/{one.partition} has no reader, and has not moved for over a minute,"
+                f" {one.lag:,} offsets before the end",
+                "start `service run`, or `service consume` (NoConsumer in the runbook)",
+            )
 
 
-CHECKS = (
-    StatusCheck(
-        "cluster",
-        "outbox",
-        "wrong",
-        lambda status: [] if status.is_this_cluster else [{}],
-        "the outbox is another database cluster's, and nothing is published",
-        "run `service relay reset`",
-    ),
-    StatusCheck(
-        "relays",
-        "outbox",
-        "wrong",
-        lambda status: _late_outbox(status, has_relays=False),
-        "{count} events wait, one for {seconds:,.0f} seconds, and {shards} shards have no relay",
-        "start `service relay`, or `service run` (NoRelayOwner in the runbook)",
-    ),
-    StatusCheck(
-        "outbox",
-        "outbox",
-        "warning",
-        lambda status: _late_outbox(status, has_relays=True),
-        "{count} events wait, one for {seconds:,.0f} seconds",
-        "see `/health/ready` of the relay (OutboxLag in the runbook)",
-    ),
-    StatusCheck(
-        "rejected events",
-        "rejected",
-        "wrong",
-        lambda status: [
-            {**vars(one), "count": _count(one.count)}
-            for one in status.rejected
-            if one.oldest > EVENTS_REJECTED
-        ],
-        "Kafka takes no events for topic {topic} ({reasons}): {count} wait, one for"
-        " {oldest:,.0f} seconds",
-        "see `service dead events list --waiting --summary`, and correct what it names: they are"
-        " published then (EventsRejected in the runbook)",
-    ),
-    StatusCheck(
-        "dead letters",
-        "backlog",
-        "warning",
-        lambda status: _dead(sum(one.dead for one in status.backlog.values())),
-        "dead messages need a decision: {count}",
-        "see `service dead list`, correct the cause, and redrive or discard them",
-    ),
-    StatusCheck(
-        "dead events",
-        "rejected",
-        "warning",
-        lambda status: _dead(status.dead_events),
-        "dead events need a decision: {count}",
-        "see `service dead events list`, correct the cause, and redrive or discard them",
-    ),
-    StatusCheck(
-        "backlog",
-        "backlog",
-        "warning",
-        lambda status: [case for case, one in _waiting(status) if one.oldest > BACKLOG_AGE],
-        "messages wait for consumer {name}: {count}, one for {seconds:,.0f} seconds",
-        "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
-    ),
-    StatusCheck(
-        "consumers",
-        "backlog",
-        "warning",
-        lambda status: [
-            case
-            for case, _ in _waiting(status)
-            if case["name"] not in {*status.consumers, "(none)"}
-        ],
-        "no handler here is consumer {name}, for which messages wait: {count}",
-        "deploy it again; to discard them, as one that ignores them",
-    ),
-    StatusCheck(
-        "partitions ahead",
-        "memory",
-        "wrong",
-        lambda status: [vars(status)] if days_ahead(status) < NO_PARTITION_AHEAD else [],
-        "the outbox has partitions until {ahead_until}",
-        "run `service retention run`, and see why no running service does",
-    ),
-    StatusCheck(
-        "held partitions",
-        "retention",
-        "warning",
-        lambda status: [{"name": name, "why": why} for name, why in status.held.items()],
-        "{name} is due to go: {why}",
-        "see `service retention status`",
-    ),
-    StatusCheck(
-        "partitions",
-        "positions",
-        "warning",
-        _never_read,
-        "{topic} has partitions that were never read: {numbers}",
-        "start `service run`; if they were added, keys have moved there, and what is in their old"
-        " partitions may be handled after it",
-    ),
-    StatusCheck(
-        "positions",
-        "positions",
-        "wrong",
-        lambda status: [vars(one) for one in status.readings if one.is_out_of_range],
-        "{topic}/{partition} stands at offset {position}, and the brokers have {first} to {end}"
-        " (PartitionStuck in the runbook)",
-        "see what was lost, then `service topics seek {topic} --partition {partition} --to"
-        " earliest`, first with --dry-run",
-    ),
-    StatusCheck(
-        "readers",
-        "positions",
-        "wrong",
-        lambda status: _stalled(status, "no reader"),
-        "{topic}/{partition} has no reader, and has not moved for over a minute, {lag:,} offsets"
-        " before the end",
-        "start `service run`, or `service consume` (NoConsumer in the runbook)",
-    ),
-    StatusCheck(
-        "open transactions",
-        "positions",
-        "warning",
-        lambda status: _stalled(status, "transaction"),
-        "a producer's transaction is open in {topic}/{partition} at offset {open_transaction}:"
-        " {lag:,} offsets are not read before it ends",
-        "its producer ends it, or the brokers do after the producer's transaction.timeout.ms, by"
-        " default a minute. If it stays: `kafka-transactions.sh describe-producers --topic {topic}"
-        " --partition {partition}` names its producer, by CurrentTransactionStartOffset"
-        " {open_transaction}, and `kafka-transactions.sh abort --topic {topic} --partition"
-        " {partition} --start-offset {open_transaction}` aborts it: its records are never read",
-    ),
-    StatusCheck(
-        "lag",
-        "positions",
-        "warning",
-        lambda status: _stalled(status, "unknown"),
-        "{topic}/{partition} has not moved for over a minute, {lag:,} offsets before the end",
-        "see `/health/ready` of the service",
-    ),
-)
+def lag(status: Status) -> Iterator[Finding]:
+    """Every partition that has records to read moves, and no producer's transaction holds it."""
+    for one in _stalled(status):
+        topic, partition, start = one.topic, one.partition, one.open_transaction
+        if status.are_readers_known and one.reader is None:
+            continue
+        if start is None:
+            found = f"{topic}/{partition} has not moved for over a minute, {one.lag:,} offsets"
+            advice = "see `/health/ready` of the service"
+            yield Finding("warning", f"{found} before the end", advice)
+            continue
+        yield Finding(
+            "warning",
+            f"a producer's transaction is open in {topic}/{partition} at offset {start}:"
+            f" {one.lag:,} offsets are not read before it ends",
+            "its producer ends it, or the brokers do after the producer's transaction.timeout.ms,"
+            " by default a minute. If it stays: `kafka-transactions.sh describe-producers --topic"
+            f" {topic} --partition {partition}` names its producer, by"
+            f" CurrentTransactionStartOffset {start}, and `kafka-transactions.sh abort --topic"
+            f" {topic} --partition {partition} --start-offset {start}` aborts it: its records are"
+            " never read",
+            check="open transactions",
+        )
 
 
-def days_ahead(status: Status) -> int:
-    """Return the number of days after today for which the outbox has partitions."""
-    return -1 if status.ahead_until is None else (status.ahead_until - status.at.date()).days
+CHECKS: Mapping[str, Sequence[Callable[[Status], Iterator[Finding]]]] = {
+    "outbox": (cluster, outbox),
+    "rejected": (rejected_events, dead_events),
+    "backlog": (dead_letters, backlog, consumers),
+    "memory": (partitions_ahead,),
+    "retention": (held_partitions,),
+    "positions": (partitions, positions, readers, lag),
+}
+"""By the part of the status that they need."""

@@ -1,14 +1,12 @@
 """The command `service inbox show`: what is remembered of a message that was handled."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-import asyncpg
 import typer
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from pipeline.events.message import marker_key
 from pipeline.handlers.staging import event_id
-from pipeline.service import Service
 
 from .errors import Refused
 from .output import one_line, print_fields, print_json
@@ -41,35 +39,6 @@ SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
 app = typer.Typer(help="Messages that the service has handled.", no_args_is_help=True)
 
 
-@app.callback()
-def _() -> None:
-    """Messages that the service has handled."""
-
-
-async def remembered(
-    connection: asyncpg.Connection, service: Service, id: str, source: str | None
-) -> list[dict[str, Any]]:
-    """Return what the inbox has of a message at every consumer, found by its id.
-
-    With its source an index finds it. `applied_at` is when the transaction began, by the database's
-    clock; `transaction` is PostgreSQL's id of it (xid8); `result` is what the handler returned;
-    `events` is what it published, as far as the outbox still holds it.
-    """
-    keys = None
-    if source is not None:
-        keys = [marker_key(consumer, source, id) for consumer in service.handlers.consumers]
-    found = []
-    for row in await connection.fetch(_MARKERS, id, keys, timeout=_SECONDS):
-        key = marker_key(row["consumer"], row["source"], row["id"])
-        ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
-        events = await connection.fetch(_EVENTS, row["transaction"], ids)
-        one = dict(row) | {"events": [dict(event) for event in events]}
-        one["payload_hash"] = one.pop("hash").hex()
-        one["result"] = None if row["result"] is None else from_json(row["result"])
-        found.append(one)
-    return found
-
-
 @operation(app, example="service inbox show 7d0f2c5e --source /scanners/7")
 async def show(
     invocation: Invocation,
@@ -77,22 +46,30 @@ async def show(
     source: Annotated[str | None, typer.Option(help="its source, to find it faster")] = None,
 ) -> None:
     """Show when, where and with which outcome an event was handled."""
+    keys = None
+    if source is not None:  # an index finds these
+        consumers = invocation.service.handlers.consumers
+        keys = [marker_key(consumer, source, id) for consumer in consumers]
+    found = []
     async with invocation.connected() as connection:
-        found = await remembered(connection, invocation.service, id, source)
+        for row in await connection.fetch(_MARKERS, id, keys, timeout=_SECONDS):
+            key = marker_key(row["consumer"], row["source"], row["id"])
+            ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
+            events = await connection.fetch(_EVENTS, row["transaction"], ids)
+            found.append((dict(row), [dict(event) for event in events]))
     if not found:
         of_source = f" of source {source!r}" if source else ""
         raise Refused(f"no event {id!r}{of_source} is remembered: never handled, or forgotten")
-    if invocation.as_json:
-        print_json(*found)
-        return
-    for number, one in enumerate(found):
+    for number, (marker, events) in enumerate(found):
+        marker["payload_hash"] = marker.pop("hash").hex()
+        if invocation.as_json:
+            result = None if marker["result"] is None else from_json(marker["result"])
+            print_json(marker | {"result": result, "events": events})
+            continue
         if number:
             typer.echo()
-        result = None if one["result"] is None else to_json(one["result"]).decode()
-        events = one.pop("events")
-        print_fields(one | {"result": result})
+        print_fields(marker)
         for event in events:
-            key = f", key {event['key']}" if event["key"] else ""
-            typer.echo(
-                one_line(f"published {event['type']} {event['event_id']} to {event['topic']}{key}")
-            )
+            of_key = f", key {event['key']}" if event["key"] else ""
+            to = f"{event['topic']}{of_key}"
+            typer.echo(one_line(f"published {event['type']} {event['event_id']} to {to}"))

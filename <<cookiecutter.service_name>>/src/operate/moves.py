@@ -17,10 +17,10 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from pipeline.apply import positions
 from pipeline.apply.positions import Slot
 from pipeline.servers import clients
-from pipeline.service import Service
-from pipeline.settings import CLOCK_MARGIN, Settings
+from pipeline.settings import CLOCK_MARGIN
 
 from .errors import Refused
+from .terminal import Invocation
 
 _LOOK_SECONDS = 1.0
 _STALLED_SECONDS = 30.0
@@ -82,17 +82,21 @@ class Move:
 
 async def plan_moves(
     connection: asyncpg.Connection,
-    settings: Settings,
-    service: Service,
+    invocation: Invocation,
     topic: str,
     partition: int | None,
     to: Place,
 ) -> list[Move]:
     """Return how positions would move. Raises `Refused` for what the topic does not have."""
+    service, settings = invocation.service, invocation.settings
     if topic not in service.handlers.topics:
         known = ", ".join(sorted(service.handlers.topics)) or "none"
         raise Refused(f"the service does not read topic {topic}; it reads {known}")
-    numbers = await _partitions(settings, topic)
+    async with clients.admin_client(settings) as admin:
+        (described,) = await admin.describe_topics([topic])
+    numbers = sorted(one["partition"] for one in described["partitions"])
+    if not numbers:
+        raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
     if partition is None and isinstance(to, int) and len(numbers) > 1:
         raise Refused(f"{topic} has {len(numbers)} partitions: name one by --partition")
     if partition is not None and partition not in numbers:
@@ -102,7 +106,7 @@ async def plan_moves(
         first = await client.beginning_offsets(chosen)
         end = await client.end_offsets(chosen)
         if isinstance(to, datetime):
-            places: Mapping[TopicPartition, int] = await offsets_since(client, end, to)
+            places: Mapping[TopicPartition, int] = await _offsets_since(client, end, to)
         else:
             places = {"earliest": first, "latest": end}.get(str(to), dict.fromkeys(chosen, to))
     found = []
@@ -119,7 +123,7 @@ async def plan_moves(
     return found
 
 
-async def offsets_since(
+async def _offsets_since(
     client: AIOKafkaConsumer, end: Mapping[TopicPartition, int], time: datetime
 ) -> dict[TopicPartition, int]:
     """Return the offsets of the first records that are not older; where all are, the end."""
@@ -128,30 +132,18 @@ async def offsets_since(
     return {one: found[one].offset if found[one] else end[one] for one in end}
 
 
-async def _partitions(settings: Settings, topic: str) -> list[int]:
-    async with clients.admin_client(settings) as admin:
-        (found,) = await admin.describe_topics([topic])
-    if not found["partitions"]:
-        raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
-    return sorted(one["partition"] for one in found["partitions"])
-
-
 @dataclass(frozen=True)
 class Replay:
     """Partitions that are to be read again."""
 
     moves: Sequence[Move]
+    memory: asyncpg.Record
+    """What the inbox remembers, and when the replay began, by the database's clock."""
     since: datetime | None
     """What is older may have been forgotten, or will be within an eighth of the time for which the
     inbox remembers; None: nothing was that a consumer of the topic has taken."""
     forgotten: int
     """Offsets that are older than that."""
-    begun_at: datetime
-    """By the database's clock."""
-    generation: int
-    """The one that took new markers then."""
-    duplicates: int
-    """Duplicates that these partitions had before."""
 
     @property
     def records(self) -> int:
@@ -159,40 +151,16 @@ class Replay:
         return sum((one.old or 0) - one.new for one in self.moves)
 
 
-@dataclass(frozen=True)
-class ReplayProgress:
-    """How far a replay is."""
-
-    done: int
-    """Offsets."""
-    is_stalled: bool
-    """Whether nothing has moved for a while."""
-
-
-@dataclass(frozen=True)
-class ReplayOutcome:
-    """What became of the messages that were read again."""
-
-    applied: int
-    """Took effect only now."""
-    known: int
-    """Duplicates."""
-    waiting: int
-    """In the backlog; they take effect later."""
-    buried: int
-    """Dead letters now, as too old."""
-
-
 async def plan_replay(
     connection: asyncpg.Connection,
-    settings: Settings,
-    service: Service,
+    invocation: Invocation,
     topic: str,
     partition: int | None,
     to: Place,
 ) -> Replay:
     """Return what would be read again. Raises `Refused` if that is nothing."""
-    found = await plan_moves(connection, settings, service, topic, partition, to)
+    service, settings = invocation.service, invocation.settings
+    found = await plan_moves(connection, invocation, topic, partition, to)
     back = [one for one in found if one.old is not None and one.new < one.old]
     if not back:
         raise Refused(
@@ -207,53 +175,53 @@ async def plan_replay(
         topic,
         [one.slot.partition for one in back],
     )
-    since, begun_at, generation, duplicates = memory
-    forgotten = 0
+    since, forgotten = memory["since"], 0
     if since is not None:
         # Rounded up: messages name it to the second, and it has to be enough as `--from`.
         since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
         ends = {TopicPartition(topic, one.slot.partition): one.end for one in back}
         async with clients.offsets_client(settings) as client:
-            first = list((await offsets_since(client, ends, since)).values())
-        forgotten = sum(
-            max(0, min(offset, one.old or 0) - one.new)
-            for one, offset in zip(back, first, strict=True)
-        )
-    return Replay(back, since, forgotten, begun_at, generation, duplicates)
+            first = await _offsets_since(client, ends, since)
+        for one, offset in zip(back, first.values(), strict=True):
+            forgotten += max(0, min(offset, one.old or 0) - one.new)
+    return Replay(back, memory, since, forgotten)
 
 
-async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[ReplayProgress]:
-    """Yield how far it is each time that it has moved, until all is read again."""
-    done, moved_at = -1, monotonic()
+async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[int]:
+    """Yield how many offsets are read again each time that it has moved, until all are.
+
+    While it stands still the same number comes again every 30 seconds.
+    """
+    done, yielded_at = -1, monotonic()
     while done < replay.records:
         now = 0
         for one in replay.moves:
             stored = await positions.position(connection, one.slot)
             at = stored.next_offset if stored else one.new
             now += min(max(at, one.new), one.old or 0) - one.new
-        if now > done:
-            done, moved_at = now, monotonic()
-            yield ReplayProgress(done, is_stalled=False)
-        elif monotonic() > moved_at + _STALLED_SECONDS:
-            moved_at = monotonic()
-            yield ReplayProgress(done, is_stalled=True)
+        if now > done or monotonic() > yielded_at + _STALLED_SECONDS:
+            done, yielded_at = max(now, done), monotonic()
+            yield done
         if done < replay.records:
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def outcome(connection: asyncpg.Connection, replay: Replay) -> ReplayOutcome:
-    """Count what became of what was read again."""
-    found = replay.moves
-    row = await connection.fetchrow(
+async def outcome(connection: asyncpg.Connection, replay: Replay) -> asyncpg.Record:
+    """Count what became of the messages that were read again.
+
+    `applied`: took effect only now; `known`: duplicates; `waiting`: in the backlog, they take
+    effect later; `buried`: dead letters now, as too old.
+    """
+    found, memory = replay.moves, replay.memory
+    return await connection.fetchrow(
         _OUTCOME,
         [one.slot.partition for one in found],
         [one.new for one in found],
         [one.old for one in found],
         found[0].slot.topic,
         found[0].slot.group,
-        replay.begun_at,
-        replay.generation,
-        replay.duplicates,
+        memory["begun_at"],
+        memory["generation"],
+        memory["duplicates"],
         timeout=_COUNT_SECONDS,
     )
-    return ReplayOutcome(**row)

@@ -81,6 +81,14 @@ def format_time(time: datetime) -> str:
     return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
 
 
+def format_span(seconds: float) -> str:
+    """Return a time in its largest unit."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(0.0, seconds):,.0f} s"
+
+
 def content_of(data: bytes | None) -> Content:
     """Return bytes as programs and people can read them, without secrets."""
     if data is None:
@@ -106,8 +114,3 @@ def format_value(value: object) -> str:
             return str(text)
         case _:
             return str(value)
-
-
-def format_count(number: int, at_most: int) -> str:
-    """Return a number that was counted up to `at_most`, and whether there are more."""
-    return f"{min(number, at_most):,}{'+' if number > at_most else ''}"

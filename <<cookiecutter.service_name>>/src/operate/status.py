@@ -5,7 +5,6 @@ seconds. A part that can't be measured is named with the reason; the others are 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 
@@ -30,21 +29,18 @@ SELECT topic, partition, next_offset AS position, moved_at, duplicates FROM pipe
 """
 
 # Consumers that this service does not have are counted apart: others must not hide them.
-_WAITING = """
-SELECT consumer, count(*) AS count,
-       extract(epoch FROM clock_timestamp() - min(received_at))::float AS oldest
-  FROM ((SELECT consumer, received_at FROM pipeline.backlog
+_BACKLOG = """
+SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
+       COALESCE(extract(epoch FROM clock_timestamp()
+                        - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float AS oldest
+  FROM ((SELECT consumer, received_at, died_at FROM pipeline.backlog
           WHERE died_at IS NULL AND consumer = ANY ($2) LIMIT $1)
         UNION ALL
-        (SELECT consumer, received_at FROM pipeline.backlog
-          WHERE died_at IS NULL AND consumer <> ALL ($2) LIMIT $1)) AS few
- GROUP BY consumer
-"""
-
-_DEAD = """
-SELECT consumer, count(*) AS count
-  FROM (SELECT consumer FROM pipeline.backlog
-         WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
+        (SELECT consumer, received_at, died_at FROM pipeline.backlog
+          WHERE died_at IS NULL AND consumer <> ALL ($2) LIMIT $1)
+        UNION ALL
+        (SELECT consumer, received_at, died_at FROM pipeline.backlog
+          WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1)) AS few
  GROUP BY consumer
 """
 
@@ -88,7 +84,7 @@ SELECT (SELECT count(*) FROM (SELECT FROM pipeline.scheduled LIMIT $1) AS few) A
        (SELECT min(due_at) FROM pipeline.scheduled) AS next_due
 """
 
-_MEMORY = "SELECT current, oldest, since FROM pipeline.inbox_generation"
+_MEMORY = "SELECT since FROM pipeline.inbox_generation"
 
 
 @dataclass
@@ -167,10 +163,6 @@ class Status:
     """Those that have a handler here."""
     backlog: dict[str, Backlog] = field(default_factory=dict)
     """By consumer."""
-    is_waiting_cut_off: bool = False
-    """Whether more wait than are counted, of any consumers."""
-    is_dead_cut_off: bool = False
-    """Whether more are dead than are counted, of any consumers."""
     outbox_events: int = 0
     """Events that are not published."""
     outbox_seconds: float = 0.0
@@ -186,16 +178,30 @@ class Status:
     next_due: datetime | None = None
     remembered_since: datetime | None = None
     """What is older may be forgotten; None: nothing is."""
-    generations: int = 0
     ahead_until: date | None = None
     """The last day for which the outbox has a partition."""
     held: dict[str, str] = field(default_factory=dict)
     """Partitions that are due to go, and what holds them back."""
 
     @property
+    def is_waiting_cut_off(self) -> bool:
+        """Whether more wait than are counted, of any consumers."""
+        return sum(one.waiting for one in self.backlog.values()) > AT_MOST
+
+    @property
+    def is_dead_cut_off(self) -> bool:
+        """Whether more are dead than are counted, of any consumers."""
+        return sum(one.dead for one in self.backlog.values()) > AT_MOST
+
+    @property
     def waiting_events(self) -> int:
         """Events that wait for their topics to take them."""
         return sum(one.count for one in self.rejected)
+
+
+def format_count(number: int) -> str:
+    """Return a count of a status, and whether there are more."""
+    return f"{min(number, AT_MOST):,}{'+' if number > AT_MOST else ''}"
 
 
 async def look(connection: asyncpg.Connection, service: Service, settings: Settings) -> Status:
@@ -215,7 +221,13 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
         measure.memory,
         measure.retention,
     ):
-        await _unless_unknown(found, part)
+        try:
+            async with asyncio.timeout(_SECONDS):
+                await part()
+        except TimeoutError:
+            found.unknown[part.__name__] = f"PostgreSQL has not answered in {_SECONDS:.0f} s"
+        except (asyncpg.InsufficientPrivilegeError, asyncpg.QueryCanceledError) as error:
+            found.unknown[part.__name__] = describe_error(error)
     for part in (measure.topics, measure.readers):
         try:
             await part()
@@ -223,17 +235,6 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
             found.unknown[part.__name__] = f"{settings.kafka}: {describe_error(error)}"
             break  # the brokers would not answer the next request either
     return found
-
-
-async def _unless_unknown(found: Status, part: Callable[[], Awaitable[None]]) -> None:
-    name = part.__name__
-    try:
-        async with asyncio.timeout(_SECONDS):
-            await part()
-    except TimeoutError:
-        found.unknown[name] = f"PostgreSQL has not answered in {_SECONDS:.0f} s"
-    except (asyncpg.InsufficientPrivilegeError, asyncpg.QueryCanceledError) as error:
-        found.unknown[name] = describe_error(error)
 
 
 @dataclass
@@ -253,17 +254,9 @@ class _Measure:
 
     async def backlog(self) -> None:
         names = sorted(self.service.handlers.consumers)
-        backlog = {name: Backlog() for name in names}
-        waiting = await self.connection.fetch(_WAITING, AT_MOST + 1, names)
-        for row in waiting:
-            one = backlog.setdefault(row["consumer"], Backlog())
-            one.waiting, one.oldest = row["count"], row["oldest"]
-        dead = await self.connection.fetch(_DEAD, AT_MOST + 1)
-        for row in dead:
-            backlog.setdefault(row["consumer"], Backlog()).dead = row["count"]
-        self.found.backlog = backlog
-        self.found.is_waiting_cut_off = sum(row["count"] for row in waiting) > AT_MOST
-        self.found.is_dead_cut_off = sum(row["count"] for row in dead) > AT_MOST
+        rows = await self.connection.fetch(_BACKLOG, AT_MOST + 1, names)
+        self.found.backlog = {name: Backlog() for name in names}
+        self.found.backlog |= {name: Backlog(*counts) for name, *counts in rows}
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)
@@ -287,9 +280,7 @@ class _Measure:
         self.found.scheduled, self.found.next_due = row["count"], row["next_due"]
 
     async def memory(self) -> None:
-        row = await self.connection.fetchrow(_MEMORY)
-        self.found.remembered_since = row["since"]
-        self.found.generations = row["current"] - row["oldest"] + 1
+        self.found.remembered_since = await self.connection.fetchval(_MEMORY)
         days = [
             one.name.removeprefix("outbox_p")
             for one in await partitions.like(self.connection, "outbox_p[0-9]{8}")

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Annotated
 
 import asyncpg
@@ -12,11 +11,12 @@ from pipeline.errors import summarize_error
 
 from . import doctor, status
 from .errors import Unavailable
-from .health import Finding
-from .output import format_count, format_time, one_line, print_json, print_table
-from .status import AT_MOST, Reading, Status
+from .health import Finding, judge
+from .output import format_span, format_time, print_json, print_table
+from .status import AT_MOST, Backlog, Reading, Status, format_count
 from .terminal import Invocation, operation
 
+_WATCH_SECONDS = 2.0
 _CLEAR = "\x1b[2J\x1b[H"
 _WIDTH = 80
 
@@ -27,7 +27,6 @@ app = typer.Typer()
 async def show(
     invocation: Invocation,
     watch: Annotated[bool, typer.Option("--watch", help="again and again, to Ctrl+C")] = False,
-    every: Annotated[float, typer.Option(min=0.5, help="seconds between two looks")] = 2.0,
 ) -> None:
     """Show on one screen how far everything is. Counts end at 10,000+.
 
@@ -44,12 +43,12 @@ async def show(
                         typer.echo((_CLEAR if watch else "") + "\n".join(screen(found)))
                     if not watch:
                         return
-                    await asyncio.sleep(every)
+                    await asyncio.sleep(_WATCH_SECONDS)
         except Unavailable as error:  # an outage that is watched is watched to its end
             if not watch:
                 raise
             typer.echo(error, err=True)
-            await asyncio.sleep(every)
+            await asyncio.sleep(_WATCH_SECONDS)
 
 
 @operation(app, "doctor", example="service doctor --strict --json")
@@ -95,30 +94,22 @@ def screen(found: Status) -> list[str]:
         topics.setdefault(one.topic, []).append(one)
     # The furthest behind come first: a screen has room for five.
     behind = sorted(topics.values(), key=lambda some: -max(one.lag or 0 for one in some))
-    busy = sorted(found.backlog, key=lambda name: -_size(found, name))
-    held = [
-        f"{one.topic}/{one.partition}: a producer's transaction is open at {one.open_transaction}"
-        for one in found.readings
-        if one.open_transaction is not None
-    ]
-    held += [f"{name}: {why}" for name, why in found.held.items()]
-    unknown = [
-        f"{one.topic}/{one.partition}: the brokers have no offset {one.position}"
-        for one in found.readings
-        if one.is_out_of_range
-    ]
-    unknown += [f"{part}: {why}" for part, why in found.unknown.items()]
+    busy = sorted(found.backlog.items(), key=lambda item: -item[1].waiting - item[1].dead)
     lines = [f"{found.service}  {format_time(found.at)}", ""]
     lines += _lines("reads", [_topic(found, some) for some in behind], 5)
-    lines += _lines("backlog", [_consumer(found, name) for name in busy], 5)
+    lines += _lines("backlog", [_consumer(found, *item) for item in busy], 5)
     for name, part, text in _parts(found):
         lines += _lines(name, ["not known, see below" if part in found.unknown else text], 1)
-    lines += _lines("held", held, 2) + _lines("unknown", unknown, 3)
+    findings = [one for one in judge(found) if one.check not in found.unknown]
+    for level in ("wrong", "warning"):
+        texts = [f"{one.check}: {one.found}" for one in findings if one.level == level]
+        lines += _lines(level, texts, 2)
+    lines += _lines("unknown", [f"{part}: {why}" for part, why in found.unknown.items()], 2)
     return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines]
 
 
 def _lines(name: str, texts: list[str], at_most: int) -> list[str]:
-    lines = [one_line(f"{name:10} {text}") for text in texts]
+    lines = [f"{name:<10} {text}" for text in texts]
     if len(lines) <= at_most:
         return lines
     return [*lines[: at_most - 1], f"{'':10} and {len(lines) - at_most + 1} more: see --json"]
@@ -126,8 +117,8 @@ def _lines(name: str, texts: list[str], at_most: int) -> list[str]:
 
 def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     """Yield a line's name, the part of the status that it needs, and its text."""
-    age = f", oldest {_span(found.outbox_seconds)}" if found.outbox_events else ""
-    to_publish = f"{format_count(found.outbox_events, AT_MOST)} to publish{age}"
+    age = f", oldest {format_span(found.outbox_seconds)}" if found.outbox_events else ""
+    to_publish = f"{format_count(found.outbox_events)} to publish{age}"
     other = "another cluster's, nothing is sent: `service relay reset`"
     yield "outbox", "outbox", to_publish if found.is_this_cluster else other
     shards = sum(len(one.shards) for one in found.relays.values())
@@ -135,21 +126,20 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     alone = f", {without} shards without one" if without else ""
     relays = f"{len(found.relays)} with {shards} shards{alone}"
     yield "relays", "relays", relays if found.relays else "none: run `service relay`"
-    waiting = format_count(found.waiting_events, AT_MOST)
-    dead = format_count(found.dead_events, AT_MOST)
+    waiting = format_count(found.waiting_events)
+    dead = format_count(found.dead_events)
     yield "rejected", "rejected", f"{waiting} waiting, {dead} dead"
     due = f", next {format_time(found.next_due)}" if found.next_due else ""
-    yield "scheduled", "scheduled", f"{format_count(found.scheduled, AT_MOST)}{due}"
+    yield "scheduled", "scheduled", f"{format_count(found.scheduled)}{due}"
     since = found.remembered_since
-    memory = f"all since {format_time(since)}" if since else "everything"
-    yield "remembers", "memory", f"{memory}, in {found.generations} generation(s)"
+    yield "remembers", "memory", f"all since {format_time(since)}" if since else "everything"
     yield "ahead", "memory", f"partitions until {found.ahead_until}"
 
 
 def _topic(found: Status, readings: list[Reading]) -> str:
     topic = readings[0].topic
     moved = max((one.moved_at for one in readings if one.moved_at), default=None)
-    ago = f"moved {_ago(found, moved)} ago" if moved else "never read"
+    ago = f"moved {format_span((found.at - moved).total_seconds())} ago" if moved else "never read"
     lags = [one.lag for one in readings if one.lag is not None]
     if not lags:
         return f"{topic}  {len(readings)} partitions, lag not known, {ago}"
@@ -160,26 +150,9 @@ def _topic(found: Status, readings: list[Reading]) -> str:
     return f"{topic}  lag {sum(lags):,}{where}, {ago}{by if found.are_readers_known else ''}"
 
 
-def _consumer(found: Status, name: str) -> str:
-    one = found.backlog[name]
+def _consumer(found: Status, name: str, one: Backlog) -> str:
     waiting = f"{min(one.waiting, AT_MOST):,}{'+' if found.is_waiting_cut_off else ''}"
     dead = f"{min(one.dead, AT_MOST):,}{'+' if found.is_dead_cut_off else ''}"
     least = "at least " if found.is_waiting_cut_off else ""  # only some were counted
-    age = f", oldest {least}{_span(one.oldest)}" if one.waiting else ""
+    age = f", oldest {least}{format_span(one.oldest)}" if one.waiting else ""
     return f"{name or '(none)'}  {waiting} waiting, {dead} dead{age}"
-
-
-def _size(found: Status, name: str) -> int:
-    return found.backlog[name].waiting + found.backlog[name].dead
-
-
-def _ago(found: Status, time: datetime) -> str:
-    return _span((found.at - time).total_seconds())
-
-
-def _span(seconds: float) -> str:
-    """Return a time in its largest unit."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(0.0, seconds):,.0f} s"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import asyncpg
 import typer
@@ -40,7 +40,7 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import Refused, Unavailable
+from .errors import NOT_LET_IN, Refused, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,6 @@ PREFIX = "PIPELINE_"
 
 _AS_JSON = TypeAdapter(bool | None)
 
-_NOT_LET_IN = ("28", "3D", "42501")
-"""How PostgreSQL's error codes begin for a wrong user, password or database, and for a privilege
-that the user lacks."""
-
 _EXPECTED = (
     Misconfigured,
     NotMigrated,
@@ -69,8 +65,6 @@ _EXPECTED = (
     OSError,
 )
 """Errors whose text alone tells an operator what to do."""
-
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 
 class Program(typer.Typer):
@@ -172,28 +166,25 @@ def _report(text: str) -> None:
     typer.echo(redaction.redact_error(text), err=True)
 
 
-def read_settings(service: Service, report: Report = _report) -> Settings:
-    """Return the settings, or report everything that is wrong with them and the packages'."""
-    return read_settings_and(service, Settings, report)[0]
+def read_settings(
+    service: Service, report: Report = _report, *others: type[BaseSettings]
+) -> Settings:
+    """Return the settings, or report everything that is wrong with them, the packages' and others'.
 
-
-def read_settings_and(
-    service: Service, others: type[SettingsT], report: Report = _report
-) -> tuple[Settings, SettingsT]:
-    """Return the settings and others, or report everything that is wrong with all of them."""
-    kinds: list[type[BaseSettings]] = [Settings, *service.settings, others]
-    found: dict[type[BaseSettings], BaseSettings] = {}
+    After it each of these classes can be made of the environment.
+    """
+    kinds: list[type[BaseSettings]] = [Settings, *service.settings, *others]
     wrong: list[str] = []
     for kind in dict.fromkeys(kinds):
         try:
-            found[kind] = kind()
+            kind()
         except ValidationError as error:
             wrong += mistakes(error, kind)
     wrong += _unknown_variables()
     if wrong:
         report("\n  ".join(("The settings are wrong:", *wrong)))
         raise typer.Exit(2)
-    return cast(Settings, found[Settings]), cast(SettingsT, found[others])
+    return Settings()
 
 
 def _unknown_variables() -> Iterator[str]:
@@ -256,7 +247,7 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
         report(describe_error(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = sqlstate_of(error) or ""
-        if state.startswith(_NOT_LET_IN):
+        if state.startswith(NOT_LET_IN):
             report(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
         elif is_infrastructure(error):
             report(f"PostgreSQL: {describe_error(error)}")
@@ -268,28 +259,19 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
 
 
 @contextmanager
-def of_postgresql(settings: Settings) -> Iterator[None]:
-    """Name PostgreSQL in its errors. Raises `Unavailable`."""
+def naming_servers(settings: Settings) -> Iterator[None]:
+    """Name the server in errors of Kafka and of PostgreSQL. Raises `Unavailable`."""
     try:
         yield
-    except (StoreUnavailable, KafkaError, BrokenPipeError):  # not an error of PostgreSQL
+    except (StoreUnavailable, BrokenPipeError):  # not an error of either
         raise
+    except KafkaError as error:
+        server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
+        raise Unavailable(f"{server}: {describe_error(error)}") from error
     except Exception as error:
         if not is_infrastructure(error):
             raise
         server = f"{settings.postgresql} (PIPELINE_DATABASE_URL)"
-        raise Unavailable(f"{server}: {describe_error(error)}") from error
-
-
-@contextmanager
-def of_kafka(settings: Settings) -> Iterator[None]:
-    """Name Kafka in its errors. Raises `Unavailable`."""
-    try:
-        yield
-    except BrokenPipeError:  # the reader of standard output has ended
-        raise
-    except (KafkaError, OSError) as error:
-        server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
         raise Unavailable(f"{server}: {describe_error(error)}") from error
 
 
@@ -306,7 +288,7 @@ async def connected(service: Service, settings: Settings) -> AsyncIterator[async
     """Lend a connection on which every statement is a transaction of its own."""
     engine = create_engine(settings, name=service.name)
     try:
-        with of_postgresql(settings):
+        with naming_servers(settings):
             async with autocommitting(engine) as connection:
                 yield connection
     except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):

@@ -1,77 +1,66 @@
 """Checks of Kafka's topics: that they exist, and that their configuration fits the settings."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from pipeline.consume import inbox_coverage
 from pipeline.servers.topics import Topic
 from pipeline.service import Service
-from pipeline.settings import CLOCK_MARGIN, Settings
+from pipeline.settings import Settings
 
-from .health import Finding, Findings
+from .health import Finding
 
-_FOR_EVER = -1
 _ENVELOPE = 10_000
 """Bytes that an event's headers and its record take beside the payload, with room."""
 
 Described = Mapping[str, Topic]
 
 
-def topics(service: Service, settings: Settings, described: Described) -> Findings:
-    """Every topic that the service uses exists."""
+def topics(service: Service, settings: Settings, described: Described) -> Iterator[Finding]:
+    """Every topic that the service uses exists, and its configuration can be read."""
     used = service.topics | {settings.dead_letter_topic or ""}
     for name in sorted(used.difference(described, {""})):
+        found = f"there is no topic {name} that this user may see"
+        advice = "create it, in development by `service topics create`; or allow its Describe"
+        yield Finding("wrong", found, advice)
+    for topic in described.values():
+        if topic.unreadable:
+            found = f"the configuration of {topic.name} can't be read: {topic.unreadable}"
+            yield Finding("warning", found, f"allow this user its DescribeConfigs: {topic.name}")
+
+
+def topic_retention(
+    service: Service, settings: Settings, described: Described
+) -> Iterator[Finding]:
+    """The inbox remembers for as long as a topic keeps its records."""
+    consumed = {name: described[name] for name in described if name in service.handlers.topics}
+    for name, kept in inbox_coverage.exceeding(settings, consumed).items():
         yield Finding(
-            "wrong",
-            f"there is no topic {name} that this user may see",
-            "create it, in development by `service topics create`; or allow its Describe",
+            "wrong" if settings.inbox_must_cover_topics else "warning",
+            f"{name} keeps records {kept}, and the inbox remembers"
+            f" {inbox_coverage.format_days(settings.inbox_age)}",
+            "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
         )
 
 
-def topic_retention(service: Service, settings: Settings, described: Described) -> Findings:
-    """The inbox remembers for as long as a topic keeps its records."""
-    for topic in _chosen(described, service.handlers.topics):
-        if topic.unreadable:
-            yield _unreadable(topic)
-            continue
-        policy = topic.configs.get("cleanup.policy", "delete")
-        if "compact" in policy:
-            yield Finding(
-                "warning",
-                f"{topic.name} is compacted: what is overwritten before it is read is never seen",
-                f"set cleanup.policy=delete for {topic.name}, if every event counts",
-            )
-        kept = int(topic.configs.get("retention.ms", "0"))
-        is_for_ever = "delete" not in policy or kept == _FOR_EVER
-        if is_for_ever or kept / 1_000 > settings.inbox_age - CLOCK_MARGIN.total_seconds():
-            how_long = "for ever" if is_for_ever else f"for {kept / 86_400_000:,.1f} days"
-            yield Finding(
-                "wrong" if settings.inbox_must_cover_topics else "warning",
-                f"{topic.name} keeps records {how_long}, and the inbox remembers for"
-                f" {settings.inbox_age / 86_400:,.1f} days",
-                "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
-            )
-
-
-def compaction(service: Service, settings: Settings, described: Described) -> Findings:
-    """Topics that the service publishes to keep every event."""
-    for topic in _chosen(described, service.declared_topics | {settings.dead_letter_topic}):
+def compaction(service: Service, settings: Settings, described: Described) -> Iterator[Finding]:
+    """Topics keep every event."""
+    for name, topic in described.items():
         if "compact" in topic.configs.get("cleanup.policy", ""):
             yield Finding(
                 "warning",
-                f"{topic.name} is compacted: it rejects events without a key, and keeps the last"
-                " event of each key",
-                f"give all events that are published to {topic.name} a key; or set"
-                " cleanup.policy=delete for it",
+                f"{name} is compacted: it rejects events without a key, and of each key only the"
+                " last event is sure to be read",
+                f"set cleanup.policy=delete for {name}, if every event counts",
             )
 
 
-def message_size(service: Service, settings: Settings, described: Described) -> Findings:
+def message_size(service: Service, settings: Settings, described: Described) -> Iterator[Finding]:
     """Topics that the service publishes to take its largest event."""
-    for topic in _chosen(described, service.declared_topics | {settings.dead_letter_topic}):
-        if topic.unreadable:
-            yield _unreadable(topic)
-            continue
-        largest = int(topic.configs.get("max.message.bytes", 1_048_588))
-        if (needed := settings.max_event_bytes + _ENVELOPE) > largest:
+    needed = settings.max_event_bytes + _ENVELOPE
+    published = service.declared_topics | {settings.dead_letter_topic}
+    for topic in (described[name] for name in sorted(described.keys() & published)):
+        largest = int(topic.configs.get("max.message.bytes", needed))
+        if largest < needed:
             yield Finding(
                 "wrong",
                 f"{topic.name} takes records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES"
@@ -81,19 +70,7 @@ def message_size(service: Service, settings: Settings, described: Described) -> 
             )
 
 
-def _chosen(described: Described, names: frozenset[str | None]) -> list[Topic]:
-    return [described[name] for name in sorted(described.keys() & names)]
-
-
-def _unreadable(topic: Topic) -> Finding:
-    return Finding(
-        "warning",
-        f"the configuration of {topic.name} can't be read: {topic.unreadable}",
-        f"allow this user DescribeConfigs of the topic {topic.name}",
-    )
-
-
-CHECKS: tuple[Callable[[Service, Settings, Described], Findings], ...] = (
+CHECKS: tuple[Callable[[Service, Settings, Described], Iterator[Finding]], ...] = (
     topics,
     topic_retention,
     compaction,

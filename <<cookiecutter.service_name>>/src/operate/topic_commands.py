@@ -12,9 +12,9 @@ from pipeline.servers import clients
 
 from . import moves
 from .errors import Refused
-from .moves import Move, Place, Replay, ReplayOutcome
+from .moves import Move, Place, Replay
 from .output import print_json
-from .terminal import Invocation, of_kafka, operation
+from .terminal import Invocation, naming_servers, operation
 
 _REPLICAS = 3
 """Where there are as many brokers: one may fail, and what was acknowledged is kept."""
@@ -64,7 +64,7 @@ async def create(
     """
     settings = invocation.settings
     names = invocation.service.topics | ({settings.dead_letter_topic or ""} - {""})
-    with of_kafka(settings):
+    with naming_servers(settings):
         async with clients.admin_client(settings) as admin:
             if replicas is None:
                 replicas = min(_REPLICAS, len((await admin.describe_cluster())["brokers"]))
@@ -91,10 +91,9 @@ async def seek(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="change nothing")] = False,
 ) -> None:
     """Go on elsewhere in a topic: what was handled before is not handled again."""
-    place, settings, service = _place(to), invocation.settings, invocation.service
+    place = _place(to)
     async with invocation.connected() as connection:
-        with of_kafka(settings):
-            found = await moves.plan_moves(connection, settings, service, topic, partition, place)
+        found = await moves.plan_moves(connection, invocation, topic, partition, place)
         for one in found:
             if not dry_run:
                 await positions.seek(connection, one.slot, one.new)
@@ -115,29 +114,34 @@ async def replay(
     wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
 ) -> None:
     """Read a topic again: what took effect before is skipped, what has not is handled."""
-    place, settings, service = _place(since), invocation.settings, invocation.service
-    became = None
+    place, became = _place(since), None
     async with invocation.connected() as connection:
-        with of_kafka(settings):
-            planned = await moves.plan_replay(
-                connection, settings, service, topic, partition, place
-            )
+        planned = await moves.plan_replay(connection, invocation, topic, partition, place)
         if planned.forgotten and not too_old:
             raise Refused(_forgotten(planned))
         for one in planned.moves:
             await positions.rewind(connection, one.slot, one.new)
             invocation.say(_moved(one, "goes"))
         if wait:
-            async for progress in moves.follow(connection, planned):
-                stalled = ": does the service run?" if progress.is_stalled else ""
-                invocation.say(
-                    f"{progress.done:,} of {planned.records:,} offsets are read again{stalled}"
-                )
-            became = await moves.outcome(connection, planned)
+            before = -1
+            async for done in moves.follow(connection, planned):
+                hint = ": does the service run?" if done == before else ""
+                invocation.say(f"{done:,} of {planned.records:,} offsets are read again{hint}")
+                before = done
+            became = dict(await moves.outcome(connection, planned))
     if invocation.as_json:
         print_json({"moves": planned.moves, "became": became})
     elif became:
-        _report(became)
+        waiting = f", {became['waiting']:,} wait in the backlog" if became["waiting"] else ""
+        typer.echo(
+            f"{became['applied']:,} messages took effect that had not, {became['known']:,} were"
+            f" known{waiting}; others were dead letters, or have no handler"
+        )
+        if became["buried"]:
+            typer.echo(
+                f"{became['buried']:,} messages were too old, and are dead letters now:"
+                ' `service dead list --reason "too old"`'
+            )
 
 
 def _forgotten(planned: Replay) -> str:
@@ -157,16 +161,3 @@ def _moved(one: Move, verb: str) -> str:
         f"{one.slot.topic}/{one.slot.partition} {verb} from {old} to {one.new}"
         f" (the brokers have {one.first} to {one.end}){lost}"
     )
-
-
-def _report(became: ReplayOutcome) -> None:
-    waiting = f", {became.waiting:,} wait in the backlog" if became.waiting else ""
-    typer.echo(
-        f"{became.applied:,} messages took effect that had not, {became.known:,} were known"
-        f"{waiting}; others were dead letters, or have no handler"
-    )
-    if became.buried:
-        typer.echo(
-            f"{became.buried:,} messages were too old, and are dead letters now:"
-            ' `service dead list --reason "too old"`'
-        )

@@ -4,16 +4,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
 
-import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from operate.dead import Selection, Store
-from operate.dead_events import DeadEvents
-from operate.dead_letters import DeadLetters
 from operate.errors import Refused
 from pipeline import Service
 from pipeline.errors import describe_error
@@ -42,60 +38,34 @@ class Actions:
         self._engine = engine
         self._templates = templates
 
-    def letters(self) -> DeadLetters:
-        """Return the store of dead letters."""
-        return DeadLetters.of(self._service, self._settings)
-
-    def events(self) -> DeadEvents:
-        """Return the store of dead events."""
-        return DeadEvents.of(self._service, self._settings)
-
-    async def redrive_letter(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
+    async def redrive(
+        self, kind: type[Store], request: Request, operator: Operator, _: object
     ) -> Response:
-        """Try a dead letter again."""
-        return await self._redrive(self.letters(), request, operator)
-
-    async def redrive_event(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Try to publish a dead event again."""
-        return await self._redrive(self.events(), request, operator)
-
-    async def discard_letter(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Give a dead letter up."""
-        return await self._discard(self.letters(), request, operator, form)
-
-    async def discard_event(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Give a dead event up."""
-        return await self._discard(self.events(), request, operator, form)
-
-    async def _redrive(self, store: Store[Any], request: Request, operator: Operator) -> Response:
+        """Try a dead letter or event again."""
         async with autocommitting(self._engine) as connection:
-            id, selection = await _one(connection, store, request)
+            store = kind.of(connection, self._service, self._settings)
+            id, selection = await _one(store, request)
             with _recorded(f"redrive {store.name}", operator, id):
-                chunks = store.redrive(connection, store.redrivable(selection))
+                chunks = store.redrive(store.redrivable(selection))
                 redriven = [one async for some in chunks for one in some]
                 if not redriven:
                     raise Refused(
                         f"{id} was not redriven: it has left, or its consumer is not here"
                     )
-            became = await store.follow(connection, redriven, _REDRIVE_SECONDS)
+            became = await store.follow(redriven, _REDRIVE_SECONDS)
         counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
         return self._templates.note(operator, f"{id} was redriven; by now {counts}.")
 
-    async def _discard(
-        self, store: Store[Any], request: Request, operator: Operator, form: Mapping[str, str]
+    async def discard(
+        self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
+        """Give a dead letter or event up."""
         why = parameters.why(form)
         async with autocommitting(self._engine) as connection:
-            id, selection = await _one(connection, store, request)
+            store = kind.of(connection, self._service, self._settings)
+            id, selection = await _one(store, request)
             with _recorded(f"discard {store.name}", operator, id):
-                chunks = store.discard(connection, selection, operator=operator.name, why=why)
+                chunks = store.discard(selection, operator=operator.name, why=why)
                 if not [one async for some in chunks for one in some]:
                     raise Refused(f"{id} has just left")
         return RedirectResponse(request.url.path.rpartition("/")[0], HTTPStatus.SEE_OTHER)
@@ -112,15 +82,13 @@ class Actions:
         return RedirectResponse("/scheduled", HTTPStatus.SEE_OTHER)
 
 
-async def _one(
-    connection: asyncpg.Connection, store: Store[Any], request: Request
-) -> tuple[str, Selection]:
+async def _one(store: Store, request: Request) -> tuple[str, Selection]:
     """Return the entry that a form is about. Raises `Refused` if it is not dead."""
     id = request.path_params["id"]
-    entry = await store.show(connection, id)
+    entry = await store.show(id)
     if entry["state"] != "dead":
         raise Refused(f"{id} is {entry['state']}: it is no {store.name} any more")
-    return entry["id"], Selection(keys=await store.keys_of(connection, [id]))
+    return entry["id"], Selection(keys=await store.keys_of([id]))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -11,6 +12,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from operate.dead_events import DeadEvents
+from operate.dead_letters import DeadLetters
 from pipeline import Service
 from pipeline.settings import Settings
 
@@ -44,19 +47,19 @@ class Page:
         shows: dict[str, Shows] = {
             "/": reading.overview,
             "/live": self._watch.stream,
-            "/dead": reading.letters,
-            "/dead/{id}": reading.letter,
-            "/events": reading.events,
-            "/events/{id}": reading.event,
+            "/dead": partial(reading.entries, DeadLetters, "letters.html"),
+            "/dead/{id}": partial(reading.entry, DeadLetters, "letter.html"),
+            "/events": partial(reading.entries, DeadEvents, "events.html"),
+            "/events/{id}": partial(reading.entry, DeadEvents, "event.html"),
             "/backlog": reading.backlog,
             "/scheduled": reading.scheduled,
             "/retention": reading.retention,
         }
         changes: dict[str, Changes] = {
-            "/dead/{id}/redrive": actions.redrive_letter,
-            "/dead/{id}/discard": actions.discard_letter,
-            "/events/{id}/redrive": actions.redrive_event,
-            "/events/{id}/discard": actions.discard_event,
+            "/dead/{id}/redrive": partial(actions.redrive, DeadLetters),
+            "/dead/{id}/discard": partial(actions.discard, DeadLetters),
+            "/events/{id}/redrive": partial(actions.redrive, DeadEvents),
+            "/events/{id}/discard": partial(actions.discard, DeadEvents),
             "/scheduled/cancel": actions.cancel,
             "/logout": auth.log_out,
         }

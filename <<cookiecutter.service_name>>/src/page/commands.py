@@ -2,7 +2,7 @@
 
 import typer
 
-from operate.terminal import read_settings_and, run_to_end, serving
+from operate.terminal import read_settings, run_to_end, serving
 from pipeline import Service
 
 from .settings import PageSettings
@@ -16,10 +16,10 @@ def group(service: Service) -> typer.Typer:
     def page() -> None:
         """Serve the operations page, until SIGTERM or SIGINT."""
         with serving() as tell:
-            settings, chosen = read_settings_and(service, PageSettings, tell)
+            settings = read_settings(service, tell, PageSettings)
             # Here, because no other command needs a web server.
             from .serving import serve
 
-            run_to_end(serve(service, settings, chosen), tell)
+            run_to_end(serve(service, settings, PageSettings()), tell)
 
     return app

@@ -2,13 +2,12 @@
 
 import sqlalchemy.exc
 
+from operate.errors import NOT_LET_IN
 from pipeline.errors import as_raised, describe_error, is_contention, is_infrastructure, sqlstate_of
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import Settings
 
 _NO_TABLES = ("3F000", "42P01")
-_NOT_LET_IN = ("28", "3D", "42501")
-"""For a wrong user, password or name of the database; and for what the user may not do."""
 
 
 def describe(error: Exception, settings: Settings) -> str | None:
@@ -16,7 +15,7 @@ def describe(error: Exception, settings: Settings) -> str | None:
     state = sqlstate_of(error) or ""
     if state in _NO_TABLES:
         return str(NotMigrated())
-    if state.startswith(_NOT_LET_IN):
+    if state.startswith(NOT_LET_IN):
         why = "See to PIPELINE_DATABASE_URL, which has to be that of the operator's role."
         return f"{describe_error(error)}. {why}"
     is_late = isinstance(as_raised(error), TimeoutError | sqlalchemy.exc.TimeoutError)

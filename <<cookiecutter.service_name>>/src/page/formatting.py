@@ -8,10 +8,10 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import groupby
 
-from operate.output import Content
+from operate.output import Content, format_time
 
 LONGEST = 20_000
 """Characters of a payload that are shown; the rest is counted."""
@@ -94,19 +94,4 @@ def ranges(numbers: Sequence[int]) -> list[str]:
 
 def moment(time: datetime | None) -> str:
     """Return a time in UTC, to the second."""
-    return "" if time is None else f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z"
-
-
-def ago(seconds: float | None) -> str:
-    """Return how long, in the two largest units."""
-    if seconds is None:
-        return ""
-    whole = max(0, int(seconds))
-    for size, unit, smaller, below in (
-        (86_400, "d", 3_600, "h"),
-        (3_600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller} {below}"
-    return f"{whole} s"
+    return "" if time is None else format_time(time)

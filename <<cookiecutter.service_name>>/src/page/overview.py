@@ -9,8 +9,7 @@ from itertools import groupby
 import asyncpg
 
 from operate.health import Finding, judge
-from operate.output import format_count
-from operate.status import AT_MOST, Reading, Relay, Status
+from operate.status import AT_MOST, Reading, Relay, Status, format_count
 
 _WAITING = """
 SELECT consumer, topic, record_key, count(*) AS count, min(due_at) AS due_at,
@@ -158,9 +157,7 @@ async def waiting(connection: asyncpg.Connection, limit: int) -> list[Key]:
 
 def number(count: int | None) -> str:
     """Return a count, and whether it was cut off."""
-    if count is None:
-        return "not known"
-    return format_count(count, AT_MOST)
+    return "not known" if count is None else format_count(count)
 
 
 WIDTH, HEIGHT = 120, 28

@@ -1,14 +1,10 @@
 """What is shown: each page, as it is asked for."""
 
-from typing import Any
-
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
-from operate.dead import STATES, Entry, Selection, State, Store
-from operate.dead_events import DeadEvents
-from operate.dead_letters import DeadLetters
+from operate.dead import STATES, Selection, Store
 from operate.output import content_of
 from pipeline import Service
 from pipeline.relay import scheduled
@@ -37,8 +33,7 @@ class Reading:
         templates: Templates,
         watch: Watch,
     ) -> None:
-        self._letters = DeadLetters.of(service, settings)
-        self._events = DeadEvents.of(service, settings)
+        self._service = service
         self._settings = settings
         self._page = page
         self._engine = engine
@@ -49,8 +44,10 @@ class Reading:
         """Show how the service stands."""
         return self._templates.page("overview.html", operator, **await self._watch.now())
 
-    async def letters(self, request: Request, operator: Operator) -> Response:
-        """Show dead letters, those that are searched for."""
+    async def entries(
+        self, kind: type[Store], template: str, request: Request, operator: Operator
+    ) -> Response:
+        """Show the newest dead letters or events, of those that are searched for."""
         wanted = parameters.search(request)
         state = parameters.state(request)
         key = wanted["key"]
@@ -62,30 +59,29 @@ class Reading:
             topic=wanted["topic"] or None,
             record_key=key.encode() if key else None,
         )
-        letters = await self._list(self._letters, state, selection)
+        async with autocommitting(self._engine) as connection:
+            store = kind.of(connection, self._service, self._settings)
+            found = [one async for one in store.entries(state, selection, _LISTED + 1)]
         return self._templates.page(
-            "letters.html",
+            template,
             operator,
-            letters=letters[:_LISTED],
-            are_more=len(letters) > _LISTED,
+            entries=found[:_LISTED],
+            are_more=len(found) > _LISTED,
             parameters=wanted,
             state=state,
             states=STATES,
-            reasons=list(self._letters.reasons),
+            reasons=list(kind.reasons),
         )
 
-    async def letter(self, request: Request, operator: Operator) -> Response:
+    async def entry(
+        self, kind: type[Store], template: str, request: Request, operator: Operator
+    ) -> Response:
         """Show one of them, as it came and as it failed."""
         async with autocommitting(self._engine) as connection:
-            entry = await self._letters.show(connection, request.path_params["id"])
+            store = kind.of(connection, self._service, self._settings)
+            entry = await store.show(request.path_params["id"])
         trace = self._trace(entry["traceparent"])
-        return self._templates.page("letter.html", operator, one=entry, trace=trace)
-
-    async def _list(self, store: Store[Any], state: State, selection: Selection) -> list[Entry]:
-        """Return the newest entries, and one more than are shown."""
-        async with autocommitting(self._engine) as connection:
-            found = store.entries(connection, state, selection, _LISTED + 1)
-            return [one async for one in found]
+        return self._templates.page(template, operator, one=entry, trace=trace)
 
     def _trace(self, traceparent: str | None) -> str | None:
         """Return where a trace is shown; what came from outside gets into it only as an id."""
@@ -93,26 +89,6 @@ class Reading:
         if self._page.trace_url is None or not id or len(id[0]) != 32 or not id[0].isalnum():
             return None
         return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
-
-    async def events(self, request: Request, operator: Operator) -> Response:
-        """Show events that Kafka has rejected."""
-        state = parameters.state(request)
-        events = await self._list(self._events, state, Selection())
-        return self._templates.page(
-            "events.html",
-            operator,
-            events=events[:_LISTED],
-            are_more=len(events) > _LISTED,
-            state=state,
-            states=STATES,
-        )
-
-    async def event(self, request: Request, operator: Operator) -> Response:
-        """Show one of them."""
-        async with autocommitting(self._engine) as connection:
-            entry = await self._events.show(connection, request.path_params["id"])
-        trace = self._trace(entry["traceparent"])
-        return self._templates.page("event.html", operator, one=entry, trace=trace)
 
     async def backlog(self, request: Request, operator: Operator) -> Response:
         """Show keys that wait."""

@@ -3,6 +3,8 @@
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
+from operate.output import format_span
+
 from . import formatting, overview
 from .sessions import Operator
 from .settings import PageSettings
@@ -24,7 +26,7 @@ class Templates:
             content=formatting.content,
             plain=formatting.plain,
             moment=formatting.moment,
-            ago=formatting.ago,
+            ago=format_span,
             ranges=formatting.ranges,
             lines=overview.lines,
             number=overview.number,

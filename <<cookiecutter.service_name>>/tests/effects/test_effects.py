@@ -766,9 +766,9 @@ async def test_what_may_have_taken_place_is_redriven_only_if_it_is_asked_for(
 
 async def redriven(desk: Desk, which: Selection) -> int:
     """Have dead letters tried again, and return how many they were."""
-    store = DeadLetters(desk.handlers, patience=5)
     async with autocommitting(desk.engine) as driver:
-        chunks = [one async for one in store.redrive(driver, store.redrivable(which))]
+        store = DeadLetters(driver, desk.handlers, patience=5)
+        chunks = [one async for one in store.redrive(store.redrivable(which))]
     return sum(map(len, chunks))
 
 

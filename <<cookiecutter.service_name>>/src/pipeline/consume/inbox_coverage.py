@@ -5,17 +5,16 @@ because of its age, unless its handler accepts old messages.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 
 from aiokafka.errors import KafkaError
 
 from pipeline.errors import describe_error
-from pipeline.servers.topics import describe
+from pipeline.servers.topics import Topic, describe
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 log = logging.getLogger(__name__)
-
-_FOR_EVER = -1
 
 
 class RemembersTooLittle(Exception):
@@ -32,35 +31,37 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     except (KafkaError, OSError, TimeoutError) as error:
         log.info("how long topics keep their records is not known: %s", describe_error(error))
         return
-    kept = {
-        topic: _seconds(one.configs)
-        for topic, one in described.items()
-        if "retention.ms" in one.configs
-    }
-    longer = [
-        f"{topic} ({_days(seconds)})"
-        for topic, seconds in kept.items()
-        if seconds is None or seconds > settings.inbox_age - CLOCK_MARGIN.total_seconds()
-    ]
+    longer = [f"{topic} ({kept})" for topic, kept in exceeding(settings, described).items()]
     if not longer:
         return
     text = (
-        f"the inbox remembers events for {_days(settings.inbox_age)}, and some topics keep records"
-        f" for longer: {', '.join(longer)}. What is sent or read again after that is a dead letter"
-        " as too old, unless its handler takes it: raise PIPELINE_INBOX_AGE, or lower the topics'"
-        " retention.ms"
+        f"the inbox remembers events {format_days(settings.inbox_age)}, and some topics keep"
+        f" records for longer: {', '.join(longer)}. What is sent or read again after that is a dead"
+        " letter as too old, unless its handler takes it: raise PIPELINE_INBOX_AGE, or lower the"
+        " topics' retention.ms"
     )
     if settings.inbox_must_cover_topics:
         raise RemembersTooLittle(f"{text}, or unset PIPELINE_INBOX_MUST_COVER_TOPICS")
     log.warning("%s", text)
 
 
-def _seconds(configs: Mapping[str, str]) -> float | None:
-    milliseconds = int(configs["retention.ms"])
-    if "delete" not in configs.get("cleanup.policy", "delete") or milliseconds == _FOR_EVER:
-        return None
-    return milliseconds / 1_000
+def exceeding(settings: Settings, described: Mapping[str, Topic]) -> dict[str, str]:
+    """Return topics that keep records for longer than the inbox remembers, and for how long.
+
+    Topics with an unreadable configuration are not among them.
+    """
+    found = {}
+    for name, topic in described.items():
+        if "retention.ms" not in topic.configs:
+            continue
+        kept = int(topic.configs["retention.ms"]) / 1_000
+        if "delete" not in topic.configs.get("cleanup.policy", "delete") or kept < 0:
+            kept = math.inf
+        if kept > settings.inbox_age - CLOCK_MARGIN.total_seconds():
+            found[name] = format_days(kept)
+    return found
 
 
-def _days(seconds: float | None) -> str:
-    return "for ever" if seconds is None else f"{seconds / 86_400:,.1f} days"
+def format_days(seconds: float) -> str:
+    """Return for how long something is kept."""
+    return "for ever" if seconds == math.inf else f"for {seconds / 86_400:,.1f} days"

@@ -122,7 +122,7 @@ def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitab
 
 async def died(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[SimpleNamespace]:
     """Return dead events, in the order in which they were staged."""
-    found = DeadEvents(PATIENCE).entries(db, "dead", which, 10_000)
+    found = DeadEvents(db, PATIENCE).entries("dead", which, 10_000)
     events = [SimpleNamespace(**one) async for one in found]
     return sorted(events, key=lambda one: int(one.id))
 
@@ -138,7 +138,7 @@ def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awai
 
 async def redrive(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[int]:
     """Redrive dead events, as the command does."""
-    chunks = DeadEvents(PATIENCE).redrive(db, which)
+    chunks = DeadEvents(db, PATIENCE).redrive(which)
     return [id async for ids in chunks for id in ids]
 
 
@@ -146,8 +146,8 @@ async def discard(
     db: asyncpg.Connection, which: Selection = EVERYTHING, state: State = "dead"
 ) -> list[int]:
     """Discard events, as the command does."""
-    chunks = DeadEvents(PATIENCE).discard(
-        db, which, operator="zoë", why="sent by hand", state=state
+    chunks = DeadEvents(db, PATIENCE).discard(
+        which, operator="zoë", why="sent by hand", state=state
     )
     return [row["id"] async for rows in chunks for row in rows]
 

@@ -53,7 +53,6 @@ BY_COMMANDS = (
     "operate.doctor",
     "operate.inbox_commands",
     "operate.moves",
-    "operate.server_checks",
     "operate.status",
     "pipeline.servers.cluster",
     "pipeline.retry.dead_rows",

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import asyncpg
 import pytest
 
-from operate import dead, dead_commands, dead_options
+from operate import dead, dead_commands
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
 from pipeline import Handlers, PayloadFields, Plain, Policy, Reject
@@ -71,29 +71,29 @@ async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
         await driver.execute("UPDATE pipeline.position SET next_offset = $1", start + len(deposits))
 
 
-def store(desk: Desk, patience: float = PATIENCE) -> DeadLetters:
+def store(desk: Desk, connection: asyncpg.Connection, patience: float = PATIENCE) -> DeadLetters:
     """Return the dead letters as the service of the desk has them."""
-    return DeadLetters(desk.handlers, patience)
+    return DeadLetters(connection, desk.handlers, patience)
 
 
 async def redrive(desk: Desk, selection: Selection = EVERYTHING) -> list[Redriven]:
     """Redrive as the command does, without waiting for what becomes of them."""
     async with autocommitting(desk.engine) as driver:
-        until = selection.until or await dead_options.ago(driver, timedelta(0))
-        chosen = store(desk).redrivable(replace(selection, until=until))
-        return [one async for some in store(desk).redrive(driver, chosen) for one in some]
+        until = selection.until or await dead_commands.ago(driver, timedelta(0))
+        chosen = store(desk, driver).redrivable(replace(selection, until=until))
+        return [one async for some in store(desk, driver).redrive(chosen) for one in some]
 
 
 async def discard(desk: Desk, selection: Selection = EVERYTHING) -> int:
     async with autocommitting(desk.engine) as driver:
-        done = store(desk).discard(driver, selection, operator="ann", why="a test")
+        done = store(desk, driver).discard(selection, operator="ann", why="a test")
         return len([one async for some in done for one in some])
 
 
 async def became(desk: Desk, redriven: list[Redriven], seconds: float = 0.0) -> dict[str, int]:
     """Say what has become of them; only what has become of any."""
     async with autocommitting(desk.engine) as driver:
-        found = await store(desk).follow(driver, redriven, seconds)
+        found = await store(desk, driver).follow(redriven, seconds)
     return {outcome: number for outcome, number in found.counts.items() if number}
 
 
@@ -101,14 +101,14 @@ async def letters(
     desk: Desk, state: State = "dead", selection: Selection = EVERYTHING, limit: int = 1_000
 ) -> list[SimpleNamespace]:
     async with autocommitting(desk.engine) as driver:
-        found = store(desk).entries(driver, state, selection, limit)
+        found = store(desk, driver).entries(state, selection, limit)
         return [SimpleNamespace(**one) async for one in found]
 
 
 async def key_of(desk: Desk, letter: SimpleNamespace) -> bytes:
     """Return the primary key of a dead letter."""
     async with autocommitting(desk.engine) as driver:
-        (key,) = await store(desk).keys_of(driver, [letter.id])
+        (key,) = await store(desk, driver).keys_of([letter.id])
     return key
 
 
@@ -163,7 +163,7 @@ async def test_a_key_that_is_redriven_in_parts_keeps_its_order(
     await bury(desk, *(Deposit(n) for n in range(10)))
     await db.execute("UPDATE pipeline.backlog SET died_at = now() - \"offset\" * interval '1 s'")
     async with autocommitting(desk.engine) as driver:
-        async for some in store(desk).redrive(driver, EVERYTHING):
+        async for some in store(desk, driver).redrive(EVERYTHING):
             assert len(some) <= 3
             await desk.work_off()  # before the next part
     assert await histories(db) == {"ada": list(range(10))}
@@ -295,7 +295,7 @@ async def test_who_has_the_identity_of_another_is_not_applied_in_its_place(
     (first, _) = await desk.backlog()
     (letter,) = await letters(desk)
     async with autocommitting(desk.engine) as driver:
-        detail = await store(desk).show(driver, letter.id)
+        detail = await store(desk, driver).show(letter.id)
     assert detail["remembered_hash"] == first["hash"].hex()
     await desk.make_due()
     await desk.work_off()
@@ -347,8 +347,8 @@ async def test_what_belongs_to_a_consumer_that_the_service_lost_is_left_alone(
     other = Bank(bank.deposits, bank.balances, bank.name, handlers=Handlers())
     async with autocommitting(desk.engine) as driver:
         await driver.execute("UPDATE pipeline.backlog SET consumer = 'gone'")
-        lost = DeadLetters(other.handlers, patience=1)
-        assert [one async for one in lost.redrive(driver, lost.redrivable(EVERYTHING))] == []
+        lost = DeadLetters(driver, other.handlers, patience=1)
+        assert [one async for one in lost.redrive(lost.redrivable(EVERYTHING))] == []
     assert len(await letters(desk)) == 1
 
 
@@ -364,7 +364,7 @@ async def test_letters_are_chosen_by_what_they_are(bank: Bank, desk: Desk) -> No
         "missing attribute",
     ]
     async with autocommitting(desk.engine) as driver:
-        hour_ago = await dead_options.ago(driver, timedelta(hours=1))
+        hour_ago = await dead_commands.ago(driver, timedelta(hours=1))
         for number in range(3):
             await driver.execute(
                 "UPDATE pipeline.backlog SET died_at = died_at - interval '2 h'"
@@ -389,9 +389,9 @@ async def test_letters_are_chosen_by_what_they_are(bank: Bank, desk: Desk) -> No
         found = await letters(desk, selection=which)
         assert {one.offset for one in found} == offsets, which
         async with autocommitting(desk.engine) as driver:
-            assert sum(one.count for one in await store(desk).count(driver, "dead", which)) == len(
-                offsets
-            )
+            assert sum(
+                one["count"] for one in await store(desk, driver).count("dead", which)
+            ) == len(offsets)
     assert await discard(desk, Selection(record_key=b"bob")) == 1
     assert [one.offset for one in await letters(desk, "discarded")] == [1]
     assert len(await redrive(desk, Selection(reasons=["rejected"]))) == 1
@@ -449,8 +449,8 @@ async def test_an_operator_waits_for_the_worker_and_is_cut_off_when_he_stops(
         await worker.execute("UPDATE pipeline.backlog_lane SET token = token")
         async with autocommitting(desk.engine) as driver:
             with pytest.raises(asyncpg.LockNotAvailableError):
-                waits = store(desk, patience=2)
-                async for _ in waits.discard(driver, EVERYTHING, operator="ann", why=""):
+                waits = store(desk, driver, patience=2)
+                async for _ in waits.discard(EVERYTHING, operator="ann", why=""):
                     pass
     operator = await connect()
 
@@ -458,7 +458,7 @@ async def test_an_operator_waits_for_the_worker_and_is_cut_off_when_he_stops(
         await eventually(operator.is_closed)
 
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
-        async for _ in store(desk, patience=0.2)._in_chunks(operator, "dead", EVERYTHING, stop):
+        async for _ in store(desk, operator, patience=0.2)._in_chunks("dead", EVERYTHING, stop):
             pass
     assert len(await letters(desk)) == 1
     assert await discard(desk) == 1
@@ -520,7 +520,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     count = 5_000
     await bury(desk, *(Deposit(n, f"key {n % 997}") for n in range(count)))
     await db.execute("ANALYZE pipeline.backlog")
-    statement = store(desk).chunk_statement("dead")
+    statement = DeadLetters.chunk_statement("dead")
     chunk = await plan(db, statement, *EVERYTHING.arguments, 7, dead.CHUNK)
     assert "backlog_dead_idx" in chunk
     heads = await plan(db, lanes._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
@@ -595,6 +595,7 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
     summary = await service("list", "--summary", "--json", "--reason", "rejected")
     (group,) = [json.loads(line) for line in summary.stdout.splitlines()]
     assert (group["reason"], group["consumer"], group["count"]) == ("rejected", "deposit", 1)
+    assert set(group) == {"count", "reason", "consumer", "type", "topic", "oldest", "newest"}
     shown = json.loads((await service("show", newest.id[:8], "--json")).stdout)
     assert shown["value"] == {"hex": "ff00"}
     assert shown["advice"] == REASONS["invalid payload"]
@@ -651,7 +652,7 @@ async def test_discard_keeps_who_and_why(bank: Bank, desk: Desk, service: Comman
     assert json.loads(done.stdout) == {"found": 1, "discarded": 1}
     (first, _) = await letters(desk, "discarded")
     async with autocommitting(desk.engine) as driver:
-        assert (await store(desk).show(driver, first.id))["discarded_by"] == getpass.getuser()
+        assert (await store(desk, driver).show(first.id))["discarded_by"] == getpass.getuser()
     assert (await service("list")).stdout == "0 dead\n"
 
 

@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
 
-from operate import doctor, health, server_checks, status, status_commands, topic_checks
+from operate import doctor, health, status, status_commands, topic_checks
 from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
@@ -69,9 +69,9 @@ def with_argument(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object
     """Let a check of the server have another threshold."""
     checks = [
         replace(one, arguments=arguments) if one.name == name else one
-        for one in server_checks.CHECKS
+        for one in doctor.SERVER_CHECKS
     ]
-    monkeypatch.setattr(server_checks, "CHECKS", checks)
+    monkeypatch.setattr(doctor, "SERVER_CHECKS", checks)
 
 
 @asynccontextmanager
@@ -137,7 +137,8 @@ async def test_a_healthy_service_has_nothing(
     assert await process.ended() == 0, process.output
     names, *lines = process.output.splitlines()
     assert names.split() == ["level", "check", "found"]
-    checks = (*topic_checks.CHECKS, *health.CHECKS, *server_checks.CHECKS)
+    of_status = [check for some in health.CHECKS.values() for check in some]
+    checks = (*topic_checks.CHECKS, *of_status, *doctor.SERVER_CHECKS)
     assert len(lines) == len(checks) + len(
         ("kafka", "settings", "schema", "tables", "pooler", "clock")
     )
@@ -264,7 +265,7 @@ async def test_events_that_nobody_publishes_are_told(
     await stage(db, [event(bank.balances, 1)])
     assert "outbox" not in await examine(), "they have just come"
     await db.execute("UPDATE pipeline.outbox SET created_at = now() - interval '6 minutes'")
-    found = (await examine())["relays"]
+    found = (await examine())["outbox"]
     assert found.level == "wrong"
     assert "1 events wait, one for 3" in found.found
     assert "64 shards have no relay" in found.found
@@ -272,7 +273,7 @@ async def test_events_that_nobody_publishes_are_told(
         "UPDATE pipeline.outbox_cursor SET owner = 'a', lease_until = now() + interval '1 hour'"
     )
     found = (await examine())["outbox"]
-    assert (found.level, "shards" in found.found) == ("warning", False)
+    assert (found.level, "OutboxLag" in found.advice) == ("warning", True)
 
 
 async def test_a_topic_that_is_missing_is_told(examine: Examine, unborn: Bank) -> None:
@@ -298,7 +299,7 @@ async def test_topics_that_do_not_fit_are_told(
     assert strict["topic retention"].level == "wrong"
     compacted = await new_topic(**{"cleanup.policy": "compact,delete"})
     lossy = await examine(Bank(deposits=compacted, balances=bank.balances, name=bank.name))
-    assert f"{compacted} is compacted" in lossy["topic retention"].found
+    assert f"{compacted} is compacted" in lossy["compaction"].found
     strict = await examine(Bank(deposits=bank.deposits, balances=compacted, name=bank.name))
     assert strict["compaction"].level == "warning"
     assert f"{compacted} is compacted: it rejects events without a key" in (
@@ -320,22 +321,23 @@ async def test_a_configuration_that_may_not_be_read_is_told_and_what_would_allow
         ):
             wire.close_configs(topic)
             found = await examine(of_both, kafka_bootstrap_servers=wire.address)
-            assert found[check] == Finding(
+            assert found["topics"] == Finding(
                 "warning",
                 f"the configuration of {topic} can't be read: TopicAuthorizationFailedError",
-                f"allow this user DescribeConfigs of the topic {topic}",
-                check=check,
+                f"allow this user its DescribeConfigs: {topic}",
+                check="topics",
             )
-            assert "can't be read" not in found[other].found
+            assert check not in found or topic not in found[check].found
+            assert other in found
 
 
 async def test_a_server_that_is_too_old_is_told(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_argument(monkeypatch, "server version", 99)
-    found = (await examine())["server version"]
-    assert found.level == "wrong"
-    assert re.fullmatch(r"PostgreSQL 1\d\.\d.* is older than 99", found.found)
+    with_argument(monkeypatch, "server", 99)
+    found = (await examine())["server"]
+    assert (found.level, found.advice) == ("wrong", "upgrade the server")
+    assert re.match(r"PostgreSQL 1\d\.\d", found.found)
 
 
 async def test_a_position_that_stands_still_or_that_the_brokers_do_not_have_is_told(
@@ -413,7 +415,8 @@ async def test_a_transaction_that_keeps_a_partition_from_being_read_is_told(
     assert f"transaction is open in {place} at offset 1: 2 offsets" in found.found
     assert f"describe-producers --topic {bank.deposits} --partition 0" in found.advice
     assert f"abort --topic {bank.deposits} --partition 0 --start-offset 1`" in found.advice
-    assert f"held       {place}: a producer's transaction is open at 1" in screen
+    (line,) = (line for line in screen if line.startswith("warning    open transactions: "))
+    assert line.startswith("warning    open transactions: a producer's transaction is open in")
 
 
 async def test_who_reads_is_not_known_while_a_group_shares_out_its_partitions(
@@ -597,20 +600,6 @@ async def test_the_largest_tables_are_told(
     assert float(line.partition("indexes: outbox ")[2].split()[0]) > 5, line
 
 
-async def test_a_slot_that_nobody_reads_is_dropped_by_the_advice(
-    examine: Examine, db: asyncpg.Connection
-) -> None:
-    name = f"slot_{uuid4().hex[:8]}"
-    await db.execute("SELECT pg_create_physical_replication_slot($1, true)", name)
-    try:
-        found = (await examine())["replication slots"]
-        assert found.level == "warning"
-        assert name in found.found
-    finally:
-        await db.execute(found.advice.partition("or ")[2])
-    assert "replication slots" not in await examine()
-
-
 async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
@@ -632,7 +621,7 @@ async def test_dead_rows_of_a_hot_table_are_told_until_they_are_vacuumed(
 async def test_dead_rows_of_a_table_that_has_been_emptied_are_told(
     examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
-    with_argument(monkeypatch, "bloat", server_checks._HOT, 100)
+    with_argument(monkeypatch, "bloat", doctor._HOT, 100)
     await db.execute(f"ALTER TABLE pipeline.{table} SET (autovacuum_enabled = off)")
     await db.execute(_FILL[table])
     await db.execute(f"DELETE FROM pipeline.{table}")
@@ -649,11 +638,8 @@ async def test_settings_that_no_service_starts_with_are_told(examine: Examine, b
     assert found.advice == "change what it names, and start the service again"
 
 
-async def test_a_standby_is_told_and_so_is_what_was_prepared_and_left(
-    bank: Bank, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_argument(monkeypatch, "prepared transactions", timedelta(0))
-    with private("--max_prepared_transactions=1") as cluster:
+async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) -> None:
+    with private() as cluster:
         await asyncio.to_thread(build, cluster.url())
         with standing_by(cluster) as standby:
 
@@ -670,13 +656,6 @@ async def test_a_standby_is_told_and_so_is_what_was_prepared_and_left(
                 "this server is a standby, on which nothing can be written",
             )
             assert server.advice == "let PIPELINE_DATABASE_URL name the primary"
-        chosen = settings(database_url=cluster.url(), database_pooler=False)
-        async with _connected(chosen) as connection:
-            await connection.execute("BEGIN; PREPARE TRANSACTION 'left'")
-            prepared = (await found_at(cluster.url()))["prepared transactions"]
-            assert prepared.found.startswith("the prepared transaction left is open")
-            await connection.execute(prepared.advice.partition(" or ")[2])
-            assert "prepared transactions" not in await found_at(cluster.url())
 
 
 async def test_without_kafka_the_other_checks_are_made(

@@ -35,7 +35,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     ("configs", "complaint"),
     [
         ({"retention.ms": str(7 * DAY)}, None),
-        ({"retention.ms": str(9 * DAY)}, "(9.0 days)"),
+        ({"retention.ms": str(9 * DAY)}, "(for 9.0 days)"),
         ({"retention.ms": "-1"}, "(for ever)"),
         ({"retention.ms": str(7 * DAY), "cleanup.policy": "compact"}, "(for ever)"),
         ({"retention.ms": str(7 * DAY), "cleanup.policy": "compact,delete"}, None),

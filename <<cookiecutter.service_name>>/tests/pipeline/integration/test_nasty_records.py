@@ -125,7 +125,7 @@ async def test_every_nasty_record_takes_effect_or_is_stored_as_it_came(
         nasty = NASTY[row["offset"]]
         assert (headers_of(row["headers"]), row["value"]) == (nasty.headers, nasty.value)
         assert (row["record_key"], row["timestamp"]) == (nasty.key, nasty.timestamp)
-        entry = await DeadLetters(handlers, patience=5).show(db, row["key"].hex())
+        entry = await DeadLetters(db, handlers, patience=5).show(row["key"].hex())
         assert to_json(entry)
     taken = {one.item.record.offset for one in outcomes}
     assert len(taken | {row["offset"] for row in stored}) > len(NASTY) / 2

@@ -335,12 +335,12 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     everything = Selection().arguments
     dead = "SELECT shard FROM pipeline.outbox_rejected WHERE died_at IS NOT NULL LIMIT 1"
     shard = await asked._db.fetchval(dead)
-    chunk = dead_events.DeadEvents(patience=5).chunk_statement("dead")
+    chunk = dead_events.DeadEvents.chunk_statement("dead")
     ids = await asked.fetch(chunk, *everything, shard, 1_000)
     assert 50 < len(ids) < 1_000
     await asked.execute(dead_events._REDRIVE, [row["id"] for row in ids])
     await asked.execute(dead_events._DISCARD, [row["id"] for row in ids], "ann", "a test")
-    await asked.fetch(dead_events._BECAME, [row["id"] for row in ids])
+    await dead_events.DeadEvents(asked, patience=5)._stored([row["id"] for row in ids])
     chosen, redrive, discard, became = asked.plans
     assert (chosen.indexes, chosen.scanned) == ({"outbox_rejected_dead_idx"}, set())
     assert chosen.blocks < 3 * len(ids)

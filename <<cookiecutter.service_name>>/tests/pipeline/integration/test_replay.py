@@ -12,7 +12,7 @@ from aiokafka import AIOKafkaProducer
 
 from operate import moves
 from operate.commands import command_line
-from operate.moves import Replay, ReplayProgress
+from operate.moves import Replay
 from pipeline import Park
 from pipeline.apply import inbox
 from pipeline.runtime import Part
@@ -72,7 +72,7 @@ async def test_what_is_put_off_is_told_and_so_is_what_an_older_generation_rememb
     await store_position(db, bank, 3)
     async with running(bank.service, Part.CONSUME):
 
-        async def closes_generations(*given: Any) -> AsyncIterator[ReplayProgress]:
+        async def closes_generations(*given: Any) -> AsyncIterator[int]:
             async for one in followed(*given):
                 yield one
             own = await asyncpg.connect(

@@ -21,7 +21,6 @@ from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
-from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import rejected, relay, scheduled, window
 from pipeline.retention import archive, days, generations, lease, maintenance, partitions, rotation
@@ -71,12 +70,10 @@ BY_OTHERS = {
 }
 """Statements of these modules that another role executes."""
 
-STORES = DeadLetters(Handlers(), 1), DeadEvents(1)
-
 BY_A_PERSON = (
     *(dead_rows._FENCE, dead_rows._SHARE, dead_rows._REDRIVE, dead_rows._DISCARD),
     *(staging.CANCEL, scheduled._LIST),
-    *(store.chunk_statement(state) for store in STORES for state in STATES),
+    *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
 
 GUIDE = (ROOT / "docs" / "security.md").read_text("utf-8")
