@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from claims.check import Claims, Stored
 from pipeline import Event, Handlers, Transaction, Writer, Writing
 from pipeline.errors import StoreUnavailable
-from pipeline.events.references import Reference
+from pipeline.events.message import Reference
 from pipeline.handlers.readback import Unpublishable
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
+import asyncpg
 import orjson
 
 from pipeline.errors import UNSTORABLE
 
 from .identity import Plain, plain_id
-from .message import Message, Reason, Record, Undecodable
+from .message import Message, Reason, Record, Reference, Undecodable
 from .payload import is_json, parse, payload_hash
-from .references import Reference
 
 _REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
 _required = itemgetter(*_REQUIRED)
@@ -132,14 +132,8 @@ def _lenient(record: Record) -> dict[str, str]:
     }
 
 
-class OutboxRow(Protocol):
-    """A row of the outbox, or a mapping with its columns."""
-
-    def __getitem__(self, column: str, /) -> Any: ...
-
-
-def event_headers(event: OutboxRow) -> list[tuple[str, bytes]]:
-    """Return the headers of an event in binary mode, without those whose column is None.
+def event_headers(event: asyncpg.Record | Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    """Return the headers of a row of the outbox in binary mode, without those that are None.
 
     Values are not checked here: staging has checked them. Raises `ValueError` for a naive time.
     """

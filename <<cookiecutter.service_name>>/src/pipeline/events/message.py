@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
-from .references import Reference
-
 LONGEST_KEPT_KEY = 64
 """Bytes of the longest key that is cached: caches are bounded by their entries, not by memory."""
 
@@ -58,6 +56,19 @@ class Undecodable(Exception):
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
         self.reason: Reason = reason
+
+
+class Reference(NamedTuple):
+    """Where the data of an event is stored: CloudEvents' `dataref`, and two extensions of ours.
+
+    The extensions serve to verify the data. Other producers may leave them out.
+    """
+
+    uri: str
+    length: int | None = None
+    """Number of bytes; the attribute `datalength`."""
+    checksum: str | None = None
+    """SHA-256 in hexadecimal digits; the attribute `datachecksum`."""
 
 
 class Message(NamedTuple):

@@ -10,9 +10,8 @@ import pytest
 
 from pipeline.events.cloudevents import decode, event_headers
 from pipeline.events.identity import Header, PayloadFields, Plain, Position
-from pipeline.events.message import Message, Reason, Undecodable, marker_key
+from pipeline.events.message import Message, Reason, Reference, Undecodable, marker_key
 from pipeline.events.payload import payload_hash
-from pipeline.events.references import Reference
 
 EVENT = {
     "ce_specversion": b"1.0",
