@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from functools import cache
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
-from pydantic_core import from_json
+from pydantic_core import PydanticSerializationError, from_json
 
 from pipeline import redaction
+from pipeline.errors import summarize_error
 
 _FLOAT = re.compile(rb"[:,\[\s](-?\d+(?:\.\d+(?:[eE][+-]?\d+)?|[eE][+-]?\d+))(?=[,}\]\s])")
 """Numbers that Pydantic parses as floats. Matches inside of strings too, which does no harm."""
@@ -18,6 +20,14 @@ _APART = {"computed_fields", "default", "metadata", "serialization"}
 _SAME_IN_PYTHON = {"bool", "float", "int", "str"}
 """Types that strict mode accepts alike from JSON and from Python."""
 _TOPIC = re.compile(r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}")
+_ADVICE = (
+    "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
+    " nothing of another type or a subclass; an alias needs serialize_by_alias=True"
+)
+
+
+class Unpublishable(ValueError):
+    """An event that can't be sent. It is raised to the handler; nothing was staged."""
 
 
 class Event(BaseModel):
@@ -151,6 +161,56 @@ def _nodes(schema: object) -> Iterator[Mapping[str, Any]]:
 
 def _is_strict(node: Mapping[str, Any]) -> bool:
     return node.get("strict") is True and node.get("type") not in _SAME_IN_PYTHON
+
+
+def payload_of(event: Event) -> bytes:
+    """Return the event as JSON, in which its class reads an equal event.
+
+    Raises `Unpublishable` if it can't be written, or is another event when it is read.
+    """
+    kind = type(event)
+    try:
+        payload = event.__pydantic_serializer__.to_json(event)  # as model_dump_json() does
+    except (UnicodeEncodeError, PydanticSerializationError) as error:
+        text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
+        raise Unpublishable(text) from error
+    try:
+        read = kind.__pydantic_validator__.validate_json(payload)
+    except Exception as error:
+        why = f"{kind.__name__} can't be read from its own JSON ({summarize_error(error)})"
+        raise Unpublishable(f"{why}: {_ADVICE}") from error
+    if read.__dict__ != event.__dict__ or event.__pydantic_extra__:
+        after = _members(read)
+        for name, value in _members(event).items():
+            if not _is_same(value, after.get(name)):
+                why = f"{kind.__name__}.{name} is another value when it is read from its own JSON"
+                raise Unpublishable(f"{why}: {_ADVICE}")
+    return payload
+
+
+def _members(one: object) -> dict[str, Any]:
+    if isinstance(one, dict):
+        return one
+    if isinstance(one, BaseModel):
+        fields = {name: getattr(one, name) for name in type(one).model_fields}
+        return fields | (one.__pydantic_extra__ or {})
+    return getattr(one, "__dict__", {})
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether values are the same, also for types whose `==` does not compare values."""
+    if one == other or type(one) is not type(other):
+        return bool(one == other)
+    if isinstance(one, datetime):  # in two zones, in the hour that is repeated
+        return bool(one.isoformat() == other.isoformat())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    before, after = _members(one), _members(other)
+    return (
+        bool(before)
+        and before.keys() == after.keys()
+        and all(_is_same(before[name], after[name]) for name in before)
+    )
 
 
 def declared_events(base: type[Event] = Event) -> Iterator[type[Event]]:

@@ -22,7 +22,8 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
-from pipeline.handlers.aggregate import create, key_of, primary_key
+from pipeline.handlers.aggregate import create, key_of
+from pipeline.handlers.columns import primary_key
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.staging import CALLS
 from pipeline.service import Misconfigured
