@@ -111,7 +111,7 @@ def items_of(
     except Undecodable as error:
         return Undecoded(record, error.reason, error)
     found = _items(handlers, record, message, validates=validates)
-    if not found and handlers.demands_types(topic):
+    if not found and topic in handlers.demanding:
         return Undecoded(record, "unknown type", UnknownType(message))
     return found
 

@@ -107,14 +107,6 @@ class Message(NamedTuple):
         return f"<{self.type} {self.id!r} of {self.source!r}, {place}>"
 
 
-class Marker(NamedTuple):
-    """A message, with the key of its inbox marker for a consumer."""
-
-    key: bytes
-    consumer: str
-    message: Message
-
-
 def marker_key(consumer: str, source: str, id: str) -> bytes:
     """Return the key, of 16 bytes, of the marker that a consumer has applied an event."""
     hash = _begun_key(consumer, len(source)).copy()

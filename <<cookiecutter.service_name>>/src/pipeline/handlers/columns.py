@@ -76,67 +76,53 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
     return None
 
 
-class _Kind(NamedTuple):
-    """Properties of the rows of a class."""
-
-    size: int
-    """Entries in the `__dict__` of a row that is loaded: its columns and SQLAlchemy's state."""
-    checks: dict[str, Callable[[Any], bool]]
-    """By column: whether the database would return the value unchanged."""
-    keys: frozenset[str]
-    """Columns of the primary key."""
-    may_mutate: bool
-    """Whether a value can change in place or by a relationship, which its row does not show."""
-    is_computed: bool
-    """Whether the database computes columns when the row is written."""
-
-
 def is_as_stored(row: Any) -> bool:
     """Whether a transaction that reads the row after its flush would see what is in memory."""
+    checks = _checks(row.__class__)
     state: InstanceState[Any] = sa.inspect(row, raiseerr=True)
-    kind = _kind_of(row.__class__)
-    if kind.may_mutate or len(state.dict) != kind.size:
+    values, is_new = state.dict, state.key is None
+    if checks is None or len(values) != len(checks) + 1:  # the other one is SQLAlchemy's state
         return False
-    if not state.modified and state.key is not None:
+    if not is_new and not state.modified:
         return True
-    if kind.is_computed:
-        return False
-    values, checks = state.dict, kind.checks
-    changed = state.committed_state if state.key is not None else checks
-    if state.key is not None and not kind.keys.isdisjoint(changed):
+    changed = checks if is_new else state.committed_state
+    if not is_new and not changed.keys().isdisjoint(primary_key(row.__class__)):
         return False
     for name in changed:
-        check = checks.get(name)
+        check = checks[name]
         if check is None or not (values[name] is None or check(values[name])):
             return False
     return True
 
 
 @cache_by_class
-def _kind_of(entity: type[Any]) -> _Kind:
+def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None:
+    """Return by column whether the database would return a value that is written.
+
+    A column is None if that is unknown, and all are if the database computes one of them. The
+    result is None if a value can change in place or by a relationship, which its row does not show.
+    """
     mapper: Mapper[Any] = sa.inspect(entity)
     attributes: dict[str, object] = dict(mapper.columns.items())
     columns = {name: one for name, one in attributes.items() if isinstance(one, sa.Column)}
-    checks = {
-        name: known.is_unchanged
-        for name, column in columns.items()
-        if (known := column_of(column.type)) and known.is_unchanged
-    }
-    may_mutate = len(columns) < len(attributes) or any(
-        name not in checks and not isinstance(column.type, _IMMUTABLE)
-        for name, column in columns.items()
-    )
+    known = {name: column_of(column.type) for name, column in columns.items()}
+    checks = {name: column and column.is_unchanged for name, column in known.items()}
     is_related = any(
         mapper in (one, relationship.mapper)
         for one in mapper.registry.mappers
         for relationship in one.relationships
     )
+    is_mutable = any(
+        checks[name] is None and not isinstance(column.type, _IMMUTABLE)
+        for name, column in columns.items()
+    )
+    if is_related or is_mutable or len(columns) < len(attributes):
+        return None
     is_computed = any(
         column.computed is not None or column.onupdate is not None or column.server_onupdate
         for column in columns.values()
     )
-    keys = frozenset(primary_key(entity))
-    return _Kind(len(columns) + 1, checks, keys, may_mutate or is_related, is_computed)
+    return dict.fromkeys(columns) if is_computed else checks
 
 
 @cache_by_class  # needed for every message; SQLAlchemy takes 2 µs

@@ -45,7 +45,8 @@ class Handlers:
     def __init__(self) -> None:
         self._by_topic: dict[str, dict[str, tuple[Handler, ...]]] = {}
         self._plain: dict[str, Plain] = {}
-        self._demanding: set[str] = set()
+        self.demanding: set[str] = set()
+        """Topics for which `demand_types` was called."""
 
     def on(
         self,
@@ -126,29 +127,23 @@ class Handlers:
 
         return register
 
-    def add(self, handler: Handler) -> None:
+    def add(self, new: Handler) -> None:
         """Add a handler. Raises `TypeError` if it can't be beside those that are registered."""
-        event, consumer = handler.event, handler.consumer
-        registered = self._by_topic.setdefault(handler.topic, {})
-        others = registered.get(event.event_type, ())
-        for other in others:
-            if other.event is not event:
-                raise TypeError(
-                    f"{other.event.__name__} and {event.__name__} both have the type"
-                    f" {event.event_type!r}: take one of them in all handlers of the topic"
-                )
-            if other.consumer == consumer:
-                raise TypeError(
-                    f"consumer {consumer!r} already takes {event.event_type!r} of topic"
-                    f" {handler.topic!r}: give the second handler a name of its own"
-                )
-        self._check(handler)
-        registered[event.event_type] = (*others, handler)
-
-    def _check(self, new: Handler) -> None:
-        """Raise `TypeError` for a handler that can't be beside those that are registered."""
+        registered = self._by_topic.setdefault(new.topic, {})
+        alike = registered.get(new.event.event_type, ())
+        follows = new.loads.entity if new.gaps and new.loads else None
         for other in self:
             is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
+            if other in alike and other.event is not new.event:
+                raise TypeError(
+                    f"{other.event.__name__} and {new.event.__name__} both have the type"
+                    f" {new.event.event_type!r}: take one of them in all handlers of the topic"
+                )
+            if other in alike and is_alike:
+                raise TypeError(
+                    f"consumer {new.consumer!r} already takes {new.event.event_type!r} of topic"
+                    f" {new.topic!r}: give the second handler a name of its own"
+                )
             if other.consumer == new.consumer and (other.mode == "call") != (new.mode == "call"):
                 raise TypeError(
                     f"{new.consumer!r} is an effect and a consumer of a topic: two names are needed"
@@ -158,13 +153,13 @@ class Handlers:
                     f"all handlers of consumer {new.consumer!r} and topic {new.topic!r} go by the"
                     " sequence of events (gaps=), or none does"
                 )
-            follows = new.loads.entity if new.gaps and new.loads else None
             followed = other.loads.entity if other.gaps and other.loads else None
             if follows and follows is followed and not is_alike:
                 raise TypeError(
                     f"{follows.__name__} follows the sequence of consumer {other.consumer!r} and"
                     f" topic {other.topic!r}: it can follow one only"
                 )
+        registered[new.event.event_type] = (*alike, new)
 
     def plain(self, topic: str, how: Plain) -> None:
         """Declare the type and identity of the events of a topic without CloudEvents.
@@ -179,14 +174,14 @@ class Handlers:
     def demand_types(self, topic: str) -> None:
         """Make a type that no handler takes a dead letter; elsewhere it is skipped and counted."""
         check_topic(topic)
-        self._demanding.add(topic)
+        self.demanding.add(topic)
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
         """Return the same handlers for renamed topics, as for brokers that are shared.
 
         Raises `ValueError` if two topics would have the same name.
         """
-        names = {topic: rename(topic) for topic in {*self.topics, *self._plain, *self._demanding}}
+        names = {topic: rename(topic) for topic in {*self.topics, *self._plain, *self.demanding}}
         if len({*names.values()}) < len(names):
             raise ValueError(f"two topics would have the same name: {sorted(names.values())}")
         renamed = Handlers()
@@ -197,17 +192,14 @@ class Handlers:
                 for type, handlers in types.items()
             }
         renamed._plain = {names[topic]: how for topic, how in self._plain.items()}
-        renamed._demanding = {names[topic] for topic in self._demanding}
+        renamed.demanding = {names[topic] for topic in self.demanding}
         return renamed
 
     def __iter__(self) -> Iterator[Handler]:
         """Return all that are registered."""
-        return (one for topic in self._by_topic for one in self._on(topic))
-
-    @property
-    def demanding(self) -> frozenset[str]:
-        """Topics for which `demand_types` was called."""
-        return frozenset(self._demanding)
+        return (
+            one for types in self._by_topic.values() for alike in types.values() for one in alike
+        )
 
     @property
     def topics(self) -> frozenset[str]:
@@ -230,18 +222,10 @@ class Handlers:
         """Names of all consumers."""
         return frozenset(one.consumer for one in self)
 
-    def refusing_old(self, topic: str) -> frozenset[str]:
-        """Names of the topic's consumers without `takes_old=True`."""
-        return frozenset(one.consumer for one in self._on(topic) if not one.takes_old)
-
     @property
     def callers(self) -> frozenset[str]:
         """Names of the consumers of calls."""
-        return frozenset(one.consumer for one in self._on(CALLS))
-
-    def _on(self, topic: str) -> Iterator[Handler]:
-        for handlers in self._by_topic.get(topic, {}).values():
-            yield from handlers
+        return frozenset(one.consumer for one in self if one.topic == CALLS)
 
     def of(self, topic: str, type: str) -> tuple[Handler, ...]:
         """Return the handlers of an event type, in the order of their registration."""
@@ -250,10 +234,6 @@ class Handlers:
     def plain_of(self, topic: str) -> Plain | None:
         """Return the topic's declaration by `plain`, or None."""
         return self._plain.get(topic)
-
-    def demands_types(self, topic: str) -> bool:
-        """Whether a type that no handler takes is a dead letter."""
-        return topic in self._demanding
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""

@@ -73,7 +73,6 @@ header_names = st.one_of(
             "traceparent",
             "tracestate",
             "baggage",
-            "ce_traceparent",
             "x",
         ]
     ),
