@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError, from_json
@@ -17,8 +17,9 @@ _FLOAT = re.compile(rb"[:,\[\s](-?\d+(?:\.\d+(?:[eE][+-]?\d+)?|[eE][+-]?\d+))(?=
 """Numbers that Pydantic parses as floats. Matches inside of strings too, which does no harm."""
 _APART = {"computed_fields", "default", "metadata", "serialization"}
 """Members of a schema that do not affect validation."""
-_SAME_IN_PYTHON = {"bool", "float", "int", "str"}
-"""Types that strict mode accepts alike from JSON and from Python."""
+_SCALARS = {"bool", "float", "int", "str"}
+_SAME_IN_A_UNION = _SCALARS | {"literal", "none", "list", "dict", "model", "definition-ref"}
+"""Types that fit a value of JSON as well as the equal one of Python."""
 _TOPIC = re.compile(r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}")
 _ADVICE = (
     "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
@@ -105,7 +106,7 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
 
     Pydantic parses every number with a fraction as a float, also for a `Decimal`. So JSON in which
     a float would lose digits is parsed here, and validated as Python objects. Raises `TypeError`
-    for a model whose strict mode would not accept these.
+    for a model that could accept these otherwise: in strict mode, or in a union.
     """
     # Does what model_validate_json() does, which takes half as long again.
     validator = event.__pydantic_validator__
@@ -113,10 +114,11 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
     nodes = [*_nodes(event.__pydantic_core_schema__)]
     if all(node.get("type") != "decimal" for node in nodes):
         return read
-    if any(map(_is_strict, nodes)):
+    if any(map(_depends_on_mode, nodes)):
         raise TypeError(
-            f"{event.__name__} has a Decimal, and its numbers would lose digits in strict mode:"
-            " leave out strict=True, except for fields of the types bool, float, int and str"
+            f"{event.__name__} has a Decimal, and its numbers could lose digits: leave out"
+            " strict=True, except for fields of the types bool, float, int and str, and give a"
+            ' union like UUID | str the option Field(union_mode="left_to_right")'
         )
 
     def read_decimals(data: bytes) -> Any:
@@ -135,12 +137,8 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
 class _Number(float):
     """A float with the text that it has in JSON, which Pydantic uses for a `Decimal`."""
 
-    def __new__(cls, text: str) -> Self:
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
-
-    text: str
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def __str__(self) -> str:
         return self.text
@@ -159,8 +157,13 @@ def _nodes(schema: object) -> Iterator[Mapping[str, Any]]:
             left += one
 
 
-def _is_strict(node: Mapping[str, Any]) -> bool:
-    return node.get("strict") is True and node.get("type") not in _SAME_IN_PYTHON
+def _depends_on_mode(node: Mapping[str, Any]) -> bool:
+    """Whether a part of a schema can accept an object of Python otherwise than the same JSON."""
+    kind = node.get("type")
+    if kind == "union" and node.get("mode") != "left_to_right":
+        choices = [one[0] if isinstance(one, tuple) else one for one in node["choices"]]
+        return any(one["type"] not in _SAME_IN_A_UNION for one in choices)
+    return node.get("strict") is True and kind not in _SCALARS
 
 
 def payload_of(event: Event) -> bytes:

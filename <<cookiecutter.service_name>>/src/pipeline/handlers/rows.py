@@ -62,22 +62,19 @@ class Rows:
         """
         place = entity, canonical(entity, key)
         if not self._has(place):
-            await self._fetch(place)
+            call = CURRENT_GUARD.set(None)  # what follows is the engine's
+            try:
+                async with self._statement:
+                    if not self._has(place):
+                        await self._lock(entity, {place[1]})
+            except BaseException as error:
+                self.error = error
+                raise
+            finally:
+                CURRENT_GUARD.reset(call)
         self._taken[place] = self.message
         row = self._locked[place]
         return None if row is None or row not in self._known else cast(A, row)
-
-    async def _fetch(self, place: Place) -> None:
-        call = CURRENT_GUARD.set(None)  # what follows is the engine's
-        try:
-            async with self._statement:
-                if not self._has(place):
-                    await self._lock(place[0], {place[1]})
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            CURRENT_GUARD.reset(call)
 
     def raise_error(self) -> None:
         """Raise the error of a statement, or `HandlerFault` if one is cancelled or under way."""

@@ -84,14 +84,6 @@ class SharedSession(RowSession):
             self.is_wanted = True
             raise NeedsSession
 
-    def _execute_internal(self, *args: Any, **options: Any) -> Any:
-        self.want()
-        return super()._execute_internal(*args, **options)
-
-    def _expunge_states(self, *args: Any, **options: Any) -> None:
-        self.want()
-        super()._expunge_states(*args, **options)
-
 
 def _wanting(name: str) -> Callable[..., Any]:
     original = getattr(Session, name)
@@ -106,9 +98,9 @@ def _wanting(name: str) -> Callable[..., Any]:
 
 _READ_ONLY_METHODS = {"get_bind", "identity_key", "is_modified", "object_session"}
 """Methods of a session that change nothing."""
-for _name, _method in vars(Session).items():
-    if callable(_method) and not _name.startswith("_") and _name not in _READ_ONLY_METHODS:
-        setattr(SharedSession, _name, _wanting(_name))
+_WANTING_METHODS = {name for name, one in vars(Session).items() if name[0] != "_" and callable(one)}
+for _name in (_WANTING_METHODS - _READ_ONLY_METHODS) | {"_execute_internal", "_expunge_states"}:
+    setattr(SharedSession, _name, _wanting(_name))
 
 
 class OwnSession(RowSession):
