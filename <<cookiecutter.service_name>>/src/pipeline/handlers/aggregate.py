@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
 from typing import Any, Generic, Self, TypeVar
 
 import orjson
@@ -74,14 +73,7 @@ class Loads(Generic[A]):
 
 def key_of(row: Aggregate) -> Key:
     """Return the primary key of a row."""
-    return _key_reader(type(row))(row)
-
-
-@cache_by_class
-def _key_reader(entity: type[Aggregate]) -> Callable[[Aggregate], Key]:
-    names = primary_key(entity)
-    read = attrgetter(*names)
-    return read if len(names) > 1 else lambda row: (read(row),)
+    return tuple([getattr(row, name) for name in primary_key(type(row))])
 
 
 def canonical(entity: type[Any], key: Key) -> Key:

@@ -9,7 +9,8 @@ from uuid import UUID
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
-from sqlalchemy.orm import InstanceState, Mapper
+from sqlalchemy.orm import Mapper
+from sqlalchemy.orm.attributes import instance_state
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
 def is_as_stored(row: Any) -> bool:
     """Whether a transaction that reads the row after its flush would see what is in memory."""
     checks = _checks(row.__class__)
-    state: InstanceState[Any] = sa.inspect(row, raiseerr=True)
+    state = instance_state(row)  # sa.inspect() takes ten times as long
     values, is_new = state.dict, state.key is None
     if checks is None or len(values) != len(checks) + 1:  # the other one is SQLAlchemy's state
         return False

@@ -3,9 +3,9 @@
 import asyncio
 from typing import TypeVar, cast
 
-import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.servers.guard import CANCELLED, CURRENT_GUARD, UNDER_WAY, HandlerFault
 
@@ -98,14 +98,14 @@ class Rows:
         if isinstance(self._known, SharedSession):
             return True
         # A row that is deleted and created anew before a flush would keep its old values.
-        return not sa.inspect(row).expired and row not in self._known.deleted
+        return not instance_state(row).expired and row not in self._known.deleted
 
     async def _lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock the rows that exist, in the order of their keys."""
         await self.session.run_sync(Session.flush)
         for key in keys:
             row = self._locked.get((entity, key))
-            if row is not None and row in self._known and not sa.inspect(row).expired:
+            if row is not None and row in self._known and not instance_state(row).expired:
                 self._known.expunge(row)
         columns = {f"key_{place}": list(one) for place, one in enumerate(zip(*keys, strict=True))}
         rows = await self.session.run_sync(
@@ -136,7 +136,7 @@ class Rows:
             if (
                 isinstance(row, Aggregate)
                 and row not in self._known.added
-                and not self._holds(row, sa.inspect(row).identity or ())
+                and not self._holds(row, instance_state(row).identity or ())
                 and self._known.is_modified(row)
             ):
                 raise HandlerFault(
@@ -151,7 +151,7 @@ class Rows:
         """
         if not isinstance(row, Aggregate):
             raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
-        values = () if sa.inspect(row).expired else key_of(row)
+        values = () if instance_state(row).expired else key_of(row)
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")
         if not values or not (

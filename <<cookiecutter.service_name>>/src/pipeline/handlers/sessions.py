@@ -12,10 +12,10 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
-import sqlalchemy as sa
 from sqlalchemy.event import listens_for
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import InstanceState, Session, SessionTransaction
+from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.servers.guard import (
     CANCELLED,
@@ -165,14 +165,10 @@ def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None
     was_undone = session.guard.end_savepoint()
     session.rows.end_savepoint(was_undone=was_undone)
     if was_undone:
-        session.added = {row for row in session.added if _state(row).persistent}
+        session.added = {row for row in session.added if instance_state(row).persistent}
         if isinstance(session, WriterSession):
-            session.written = {row for row in session.written if not _state(row).expired}
-
-
-def _state(row: object) -> InstanceState[Any]:
-    state: InstanceState[Any] = sa.inspect(row, raiseerr=True)
-    return state
+            kept = {row for row in session.written if not instance_state(row).expired}
+            session.written = kept
 
 
 def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:
@@ -251,8 +247,6 @@ async def _end(
         raise HandlerFault(UNDER_WAY) from error
 
 
-_SAVE = "SAVEPOINT message"
-_KEEP = "RELEASE SAVEPOINT message"
 _UNDO = "ROLLBACK TO SAVEPOINT message; RELEASE SAVEPOINT message"
 
 
@@ -262,7 +256,7 @@ async def isolated(
 ) -> AsyncIterator[None]:
     """Roll back to a savepoint if the message fails, so that the transaction can go on."""
     earlier = outbox.staged
-    await driver.execute(_SAVE)
+    await driver.execute("SAVEPOINT message")
     try:
         yield
     except Exception as error:
@@ -274,7 +268,7 @@ async def isolated(
             raise HandlerFault(HAS_ENDED) from error
         outbox.staged = earlier
         raise
-    await driver.execute(_KEEP)
+    await driver.execute("RELEASE SAVEPOINT message")
 
 
 async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None:
