@@ -9,8 +9,7 @@ from aiokafka import ConsumerRecord
 
 from pipeline.events.cloudevents import decode, refers
 from pipeline.events.event import Event, Tombstone, reader
-from pipeline.events.identity import Plain, Position
-from pipeline.events.message import Message, Record, Undecodable, marker_key
+from pipeline.events.message import Message, Plain, Position, Record, Undecodable, marker_key
 from pipeline.handlers.registry import Handlers
 from pipeline.servers.tasks import TimeSlice
 

@@ -17,8 +17,7 @@ import orjson
 
 from pipeline.errors import UNSTORABLE
 
-from .identity import Plain, plain_id
-from .message import Message, Reason, Record, Reference, Undecodable
+from .message import Message, Plain, Reason, Record, Reference, Undecodable, plain_id
 from .payload import is_json, parse, payload_hash
 
 _REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")

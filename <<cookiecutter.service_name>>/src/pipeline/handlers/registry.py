@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
-from pipeline.events.identity import Plain
+from pipeline.events.message import Plain
 
 from .aggregate import Loads
 from .ordering import Gaps, Sequenced

@@ -27,11 +27,11 @@ class Rows:
         self._known = cast(RowSession, session.sync_session)
         if isinstance(self._known, OwnSession):
             self._known.rows = self
-        self._locked: dict[Place, Aggregate | None] = {}
+        self.locked: dict[Place, Aggregate | None] = {}
         self._taken: dict[Place, int] = {}
         """Number of the message that has loaded the row last."""
-        self._savepoints: list[dict[Place, Aggregate | None]] = []
-        """The locked rows before each open savepoint."""
+        self.savepoints: list[dict[Place, Aggregate | None]] = []
+        """The locked rows before each open savepoint; the session writes it."""
         self._statement = asyncio.Lock()
         self.message = 0
         """Number of the message whose handler is called."""
@@ -73,7 +73,7 @@ class Rows:
             finally:
                 CURRENT_GUARD.reset(call)
         self._taken[place] = self.message
-        row = self._locked[place]
+        row = self.locked[place]
         return None if row is None or row not in self._known else cast(A, row)
 
     def raise_error(self) -> None:
@@ -87,9 +87,9 @@ class Rows:
 
     def _has(self, place: Place) -> bool:
         """Whether the row in memory is what the database would return."""
-        if place not in self._locked:
+        if place not in self.locked:
             return False
-        row, taken = self._locked[place], self._taken.get(place, self.message)
+        row, taken = self.locked[place], self._taken.get(place, self.message)
         if row is None:
             # In a shared session a row can have appeared only by `create` or `add`.
             return isinstance(self._known, SharedSession) and not self._known.has_new
@@ -104,7 +104,7 @@ class Rows:
         """Fetch and lock the rows that exist, in the order of their keys."""
         await self.session.run_sync(Session.flush)
         for key in keys:
-            row = self._locked.get((entity, key))
+            row = self.locked.get((entity, key))
             if row is not None and row in self._known and not instance_state(row).expired:
                 self._known.expunge(row)
         columns = {f"key_{place}": list(one) for place, one in enumerate(zip(*keys, strict=True))}
@@ -118,17 +118,7 @@ class Rows:
                 f"{entity.__name__} has the key {unexpected.pop()!r}, but was requested as"
                 f" {next(iter(keys))!r}: use the type that the column holds"
             )
-        self._locked |= {(entity, key): found.get(key) for key in keys}
-
-    def begin_savepoint(self) -> None:
-        """Save the set of locked rows."""
-        self._savepoints.append(self._locked.copy())
-
-    def end_savepoint(self, *, was_undone: bool) -> None:
-        """Drop the saved set; if the savepoint was rolled back, restore it."""
-        earlier = self._savepoints.pop()
-        if was_undone:
-            self._locked, self.error = earlier, None
+        self.locked |= {(entity, key): found.get(key) for key in keys}
 
     def check(self) -> None:
         """Raise `HandlerFault` for a row that was changed without a lock."""
@@ -167,16 +157,12 @@ class Rows:
     def _holds(self, row: Aggregate, values: Key) -> bool:
         # The row may have been loaded as an instance of a base class.
         place = canonical(type(row), values)
-        return any(self._locked.get((one, place)) is row for one in type(row).__mro__)
-
-    def add(self, row: object) -> None:
-        """Insert a new row with the next flush."""
-        Session.add(self._known, row)
+        return any(self.locked.get((one, place)) is row for one in type(row).__mro__)
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""
         row, has_new = create(entity, key), self._known.has_new
         Session.add(self._known, row)
         self._known.has_new = has_new
-        self._locked[entity, canonical(entity, key)] = row
+        self.locked[entity, canonical(entity, key)] = row
         return row

@@ -150,7 +150,7 @@ def _check_locks(session: OwnSession, *_: object) -> None:
 def _begin_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
     if transaction.nested:
         session.guard.begin_savepoint()
-        session.rows.begin_savepoint()
+        session.rows.savepoints.append(session.rows.locked.copy())
 
 
 @listens_for(OwnSession, "after_rollback")
@@ -162,9 +162,9 @@ def _roll_back(session: OwnSession) -> None:
 def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
     if not transaction.nested:
         return
-    was_undone = session.guard.end_savepoint()
-    session.rows.end_savepoint(was_undone=was_undone)
-    if was_undone:
+    locked_before = session.rows.savepoints.pop()
+    if session.guard.end_savepoint():  # it was rolled back
+        session.rows.locked, session.rows.error = locked_before, None
         session.added = {row for row in session.added if instance_state(row).persistent}
         if isinstance(session, WriterSession):
             kept = {row for row in session.written if not instance_state(row).expired}

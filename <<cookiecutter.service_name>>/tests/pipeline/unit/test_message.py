@@ -9,8 +9,17 @@ from typing import NamedTuple
 import pytest
 
 from pipeline.events.cloudevents import decode, event_headers
-from pipeline.events.identity import Header, PayloadFields, Plain, Position
-from pipeline.events.message import Message, Reason, Reference, Undecodable, marker_key
+from pipeline.events.message import (
+    Header,
+    Message,
+    PayloadFields,
+    Plain,
+    Position,
+    Reason,
+    Reference,
+    Undecodable,
+    marker_key,
+)
 from pipeline.events.payload import payload_hash
 
 EVENT = {
