@@ -24,7 +24,7 @@ from pipeline.consume.partition_source import PartitionSource
 from pipeline.events import message
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
-from pipeline.handlers.unit_of_work import UnitOfWork
+from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import exporters, metrics, traces
 from pipeline.observe.health import Health
 from pipeline.relay import window

@@ -15,8 +15,8 @@ from object_store import Missing, Store
 from object_store.store import together
 from pipeline.apply.claim_check import DataUnavailable
 from pipeline.apply.item import Item
-from pipeline.events.references import Reference
-from pipeline.handlers.readback import Unpublishable
+from pipeline.events.event import Unpublishable
+from pipeline.events.message import Reference
 from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings, mistakes

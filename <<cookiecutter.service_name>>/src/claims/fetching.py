@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pipeline.apply.claim_check import DataUnavailable
 from pipeline.apply.item import IdentityMismatch, Item
 from pipeline.errors import StoreUnavailable
-from pipeline.events.message import Message
+from pipeline.events.message import Message, Reference
 from pipeline.events.payload import payload_hash
-from pipeline.events.references import Reference
 
 _LONG = 256 * 1024
 """Bytes whose hash would block the event loop for noticeably long."""

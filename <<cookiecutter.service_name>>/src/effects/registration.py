@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 from pipeline.apply.item import Item
 from pipeline.events.event import Event
 from pipeline.events.message import Message
-from pipeline.handlers import signatures
 from pipeline.handlers.aggregate import Loads
 from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Decision, Policy, as_decision, dead
-from pipeline.handlers.registry import Handler, Handlers, check_options
+from pipeline.handlers.registry import Handler, Handlers, check_function, check_options
 from pipeline.handlers.staging import CALLS
 from pipeline.handlers.transaction import Transaction
 
@@ -121,7 +120,7 @@ class Effects:
             policy = NotRepeatable(*once, can_ask=ask is not None)
 
         def register(function: EffectFunction[E]) -> EffectFunction[E]:
-            signatures.check(function, event=event, call=Call)
+            check_function(function, event=event, call=Call)
             self._handlers.add(
                 Effect(
                     *(event, CALLS, consumer, loads, function, policy, "call", timeout),
@@ -142,6 +141,6 @@ def _check_functions(
 ) -> None:
     """Raise `TypeError` if `ask` or `then` can't be called for the event."""
     if ask is not None:
-        signatures.check(ask, event=event, call=Call)
+        check_function(ask, event=event, call=Call)
     if then is not None:
-        signatures.check(then, event=event, tx=Transaction, result=Any)
+        check_function(then, event=event, tx=Transaction, result=Any)

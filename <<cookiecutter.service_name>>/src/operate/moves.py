@@ -170,7 +170,9 @@ async def plan_replay(
         _MEMORY,
         timedelta(seconds=settings.inbox_age * (1 - _MARGIN)),
         CLOCK_MARGIN,
-        sorted(service.handlers.refusing_old(topic)),
+        sorted(
+            {one.consumer for one in service.handlers if one.topic == topic and not one.takes_old}
+        ),
         service.name,
         topic,
         [one.slot.partition for one in back],

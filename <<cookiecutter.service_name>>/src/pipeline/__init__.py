@@ -2,8 +2,7 @@
 
 from pipeline.apply.writer import Conflict, Versioned, Writer, Writing
 from pipeline.events.event import Event, Tombstone
-from pipeline.events.identity import Header, PayloadFields, Plain, Position
-from pipeline.events.message import Message
+from pipeline.events.message import Header, Message, PayloadFields, Plain, Position
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry

@@ -20,8 +20,8 @@ from pipeline.apply.batch import read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import DataUnavailable, resolve_batch
 from pipeline.errors import StoreUnavailable
+from pipeline.events.message import Reference
 from pipeline.events.payload import payload_hash
-from pipeline.events.references import Reference
 
 from .conftest import FOLDER_AND_S3, LOST, Counter, Objects, Outage, referring
 from tests.contract.bank import Deposit, histories

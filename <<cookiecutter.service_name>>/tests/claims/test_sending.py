@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from claims.check import Claims, Stored
 from pipeline import Event, Handlers, Transaction, Writer, Writing
 from pipeline.errors import StoreUnavailable
-from pipeline.events.references import Reference
-from pipeline.handlers.readback import Unpublishable
+from pipeline.events.event import Unpublishable
+from pipeline.events.message import Reference
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 

@@ -9,8 +9,7 @@ from aiokafka import ConsumerRecord
 
 from pipeline.events.cloudevents import decode, refers
 from pipeline.events.event import Event, Tombstone, reader
-from pipeline.events.identity import Plain, Position
-from pipeline.events.message import Message, Record, Undecodable, marker_key
+from pipeline.events.message import Message, Plain, Position, Record, Undecodable, marker_key
 from pipeline.handlers.registry import Handlers
 from pipeline.servers.tasks import TimeSlice
 
@@ -111,7 +110,7 @@ def items_of(
     except Undecodable as error:
         return Undecoded(record, error.reason, error)
     found = _items(handlers, record, message, validates=validates)
-    if not found and handlers.demands_types(topic):
+    if not found and topic in handlers.demanding:
         return Undecoded(record, "unknown type", UnknownType(message))
     return found
 

@@ -29,7 +29,7 @@ from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.sessions import BEGIN, WriterSession, clean, own_session
 from pipeline.handlers.staging import Outbox, StagedEvent
-from pipeline.handlers.unit_of_work import UnitOfWork
+from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import Guard, InContext

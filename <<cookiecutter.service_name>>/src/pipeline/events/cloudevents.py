@@ -1,8 +1,7 @@
 """CloudEvents: decodes a record as an event, and encodes the headers of a published event.
 
-The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence`,
-`dataref` and distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: values
-are UTF-8.
+The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence` and
+`dataref`) and W3C Trace Context. Percent-encoding belongs to HTTP: values are UTF-8.
 """
 
 import base64
@@ -11,31 +10,28 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
+import asyncpg
 import orjson
 
 from pipeline.errors import UNSTORABLE
 
-from .identity import Plain, plain_id
-from .message import Message, Reason, Record, Undecodable
+from .message import Message, Plain, Reason, Record, Reference, Undecodable, plain_id
 from .payload import is_json, parse, payload_hash
-from .references import Reference
 
 _REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
 _required = itemgetter(*_REQUIRED)
-_OPTIONAL = ("ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_datacontenttype")
 _REFERENCE = ("ce_dataref", "ce_datalength", "ce_datachecksum")
-_TRACES = (("traceparent", "tracestate"), ("ce_traceparent", "ce_tracestate"))
-"""Headers of parent and state; the names of HTTP take precedence over the extension's."""
-_TRACE = (*_TRACES[0], *_TRACES[1], "baggage")
-
+_ATTRIBUTES = (
+    *(*_REQUIRED, *_REFERENCE, "ce_time", "ce_subject", "ce_sequence"),
+    *("ce_dataschema", "ce_datacontenttype"),
+)
+_TRACE = ("traceparent", "tracestate", "baggage")
 _AS_TEXT = (
     ("ce_subject", "subject"),
-    ("traceparent", "traceparent"),
-    ("tracestate", "tracestate"),
-    ("baggage", "baggage"),
-    *((f"ce_{name}", name) for name in ("dataref", "datalength", "datachecksum")),
+    *((name, name) for name in _TRACE),
+    *((name, name[3:]) for name in _REFERENCE),
 )
 """Headers, and the columns of the outbox that they are encoded from."""
 
@@ -132,14 +128,8 @@ def _lenient(record: Record) -> dict[str, str]:
     }
 
 
-class OutboxRow(Protocol):
-    """A row of the outbox, or a mapping with its columns."""
-
-    def __getitem__(self, column: str, /) -> Any: ...
-
-
-def event_headers(event: OutboxRow) -> list[tuple[str, bytes]]:
-    """Return the headers of an event in binary mode, without those whose column is None.
+def event_headers(event: asyncpg.Record | Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    """Return the headers of a row of the outbox in binary mode, without those that are None.
 
     Values are not checked here: staging has checked them. Raises `ValueError` for a naive time.
     """
@@ -199,16 +189,13 @@ def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes
         if "data" in event and not event.get("datacontenttype"):
             event["datacontenttype"] = "application/json"
         headers: dict[str, str] = {}
-        for name in (
-            *(*_REQUIRED, *_OPTIONAL, *_REFERENCE),
-            *("ce_traceparent", "ce_tracestate"),
-        ):
+        for name in _ATTRIBUTES:
             attribute = event.get(name[3:])
             if isinstance(attribute, orjson.Fragment):  # an Integer: its text in binary mode
                 attribute = orjson.dumps(attribute).decode()
             if isinstance(attribute, str):
                 headers[name] = attribute
-            elif attribute is not None and name not in _TRACE:
+            elif attribute is not None:
                 raise Undecodable(
                     Reason.INVALID_ATTRIBUTE,
                     f"the attribute {name[3:]} is no string: let the producer send one",
@@ -239,18 +226,14 @@ def _data(event: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
 
 def _storable(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers without unstorable trace context; raises for other attributes."""
-    storable = dict(headers)
-    for name, value in headers.items():
-        if UNSTORABLE.search(value):
-            if name in _TRACE:
-                del storable[name]
-            elif name in (*_REQUIRED, *_OPTIONAL, *_REFERENCE, "content-type"):
-                raise Undecodable(
-                    Reason.INVALID_ATTRIBUTE,
-                    f"{name} is not UTF-8 or holds a NUL: {value[:80]!r}; let the producer send"
-                    " text",
-                )
-    return storable
+    for name in (*_ATTRIBUTES, "content-type"):
+        if UNSTORABLE.search(headers.get(name, "")):
+            raise Undecodable(
+                Reason.INVALID_ATTRIBUTE,
+                f"{name} is not UTF-8 or holds a NUL: {headers[name][:80]!r}; let the producer send"
+                " text",
+            )
+    return {n: v for n, v in headers.items() if n not in _TRACE or not UNSTORABLE.search(v)}
 
 
 def refers(record: Record) -> bool:
@@ -273,11 +256,10 @@ def _reference(headers: Mapping[str, str]) -> Reference:
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-    for parent, state in _TRACES:
-        traceparent = headers.get(parent)
-        if traceparent is not None and _TRACEPARENT.fullmatch(traceparent):
-            return traceparent, headers.get(state)
-    return None, None
+    traceparent = headers.get("traceparent")
+    if traceparent is None or not _TRACEPARENT.fullmatch(traceparent):
+        return None, None
+    return traceparent, headers.get("tracestate")
 
 
 def _time(text: str) -> datetime:

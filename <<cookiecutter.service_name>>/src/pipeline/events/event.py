@@ -1,17 +1,34 @@
 """Events: Pydantic models with a type name and, where the service publishes them, a topic."""
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticSerializationError, from_json
 
 from pipeline import redaction
+from pipeline.errors import summarize_error
 
-from .decimals import keeping_digits
-
+_FLOAT = re.compile(rb"[:,\[\s](-?\d+(?:\.\d+(?:[eE][+-]?\d+)?|[eE][+-]?\d+))(?=[,}\]\s])")
+"""Numbers that Pydantic parses as floats. Matches inside of strings too, which does no harm."""
+_APART = {"computed_fields", "default", "metadata", "serialization"}
+"""Members of a schema that do not affect validation."""
+_SCALARS = {"bool", "float", "int", "str"}
+_SAME_IN_A_UNION = _SCALARS | {"literal", "none", "list", "dict", "model", "definition-ref"}
+"""Types that fit a value of JSON as well as the equal one of Python."""
 _TOPIC = re.compile(r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}")
+_ADVICE = (
+    "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
+    " nothing of another type or a subclass; an alias needs serialize_by_alias=True"
+)
+
+
+class Unpublishable(ValueError):
+    """An event that can't be sent. It is raised to the handler; nothing was staged."""
 
 
 class Event(BaseModel):
@@ -87,12 +104,116 @@ def check_topic(topic: str) -> None:
 def reader(event: type[Event]) -> Callable[[bytes], Any]:
     """Return the function that parses JSON as this event; decimals keep all of their digits.
 
-    Raises `TypeError` for a model that could lose them.
+    Pydantic parses every number with a fraction as a float, also for a `Decimal`. So JSON in which
+    a float would lose digits is parsed here, and validated as Python objects. Raises `TypeError`
+    for a model that could accept these otherwise: in strict mode, or in a union.
     """
     # Does what model_validate_json() does, which takes half as long again.
-    read = event.__pydantic_validator__.validate_json
-    prepare = keeping_digits(event.__pydantic_core_schema__)
-    return read if prepare is None else lambda data: read(prepare(data))
+    validator = event.__pydantic_validator__
+    read = validator.validate_json
+    nodes = [*_nodes(event.__pydantic_core_schema__)]
+    if all(node.get("type") != "decimal" for node in nodes):
+        return read
+    if any(map(_depends_on_mode, nodes)):
+        raise TypeError(
+            f"{event.__name__} has a Decimal, and its numbers could lose digits: leave out"
+            " strict=True, except for fields of the types bool, float, int and str, and give a"
+            ' union like UUID | str the option Field(union_mode="left_to_right")'
+        )
+
+    def read_decimals(data: bytes) -> Any:
+        if all(repr(float(number)).encode() == number for number in _FLOAT.findall(data)):
+            return read(data)
+        try:
+            from_json(data)  # rejects what Python's parser accepts
+            value = json.loads(data, parse_float=_Number)
+        except (ValueError, RecursionError):
+            return read(data)  # raises, with Pydantic's description of the error
+        return validator.validate_python(value)
+
+    return read_decimals
+
+
+class _Number(float):
+    """A float with the text that it has in JSON, which Pydantic uses for a `Decimal`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _nodes(schema: object) -> Iterator[Mapping[str, Any]]:
+    """Yield all parts of a schema that Pydantic has built."""
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            yield one
+            apart = _APART if isinstance(one.get("type"), str) else ()
+            left += [inner for name, inner in one.items() if name not in apart]
+        elif isinstance(one, list | tuple):
+            left += one
+
+
+def _depends_on_mode(node: Mapping[str, Any]) -> bool:
+    """Whether a part of a schema can accept an object of Python otherwise than the same JSON."""
+    kind = node.get("type")
+    if kind == "union" and node.get("mode") != "left_to_right":
+        choices = [one[0] if isinstance(one, tuple) else one for one in node["choices"]]
+        return any(one["type"] not in _SAME_IN_A_UNION for one in choices)
+    return node.get("strict") is True and kind not in _SCALARS
+
+
+def payload_of(event: Event) -> bytes:
+    """Return the event as JSON, in which its class reads an equal event.
+
+    Raises `Unpublishable` if it can't be written, or is another event when it is read.
+    """
+    kind = type(event)
+    try:
+        payload = event.__pydantic_serializer__.to_json(event)  # as model_dump_json() does
+    except (UnicodeEncodeError, PydanticSerializationError) as error:
+        text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
+        raise Unpublishable(text) from error
+    try:
+        read = kind.__pydantic_validator__.validate_json(payload)
+    except Exception as error:
+        why = f"{kind.__name__} can't be read from its own JSON ({summarize_error(error)})"
+        raise Unpublishable(f"{why}: {_ADVICE}") from error
+    if read.__dict__ != event.__dict__ or event.__pydantic_extra__:
+        after = _members(read)
+        for name, value in _members(event).items():
+            if not _is_same(value, after.get(name)):
+                why = f"{kind.__name__}.{name} is another value when it is read from its own JSON"
+                raise Unpublishable(f"{why}: {_ADVICE}")
+    return payload
+
+
+def _members(one: object) -> dict[str, Any]:
+    if isinstance(one, dict):
+        return one
+    if isinstance(one, BaseModel):
+        fields = {name: getattr(one, name) for name in type(one).model_fields}
+        return fields | (one.__pydantic_extra__ or {})
+    return getattr(one, "__dict__", {})
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether values are the same, also for types whose `==` does not compare values."""
+    if one == other or type(one) is not type(other):
+        return bool(one == other)
+    if isinstance(one, datetime):  # in two zones, in the hour that is repeated
+        return bool(one.isoformat() == other.isoformat())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    before, after = _members(one), _members(other)
+    return (
+        bool(before)
+        and before.keys() == after.keys()
+        and all(_is_same(before[name], after[name]) for name in before)
+    )
 
 
 def declared_events(base: type[Event] = Event) -> Iterator[type[Event]]:

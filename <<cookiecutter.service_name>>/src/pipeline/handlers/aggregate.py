@@ -1,20 +1,18 @@
 """Aggregates: rows that handlers change in order, fetched and locked for a whole batch at once."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from decimal import Decimal
 from enum import Enum
-from operator import attrgetter
 from typing import Any, Generic, Self, TypeVar
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.dialects.postgresql import ARRAY, BYTEA, CITEXT, UUID
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, Session, mapped_column
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline.events.event import Event
+
+from .columns import cache_by_class, column_of, primary_key
 
 Key = tuple[Any, ...]
 """A primary key, one value a column."""
@@ -37,11 +35,6 @@ class Aggregate:
 
 A = TypeVar("A", bound=Aggregate)
 
-_PRIMARY_KEYS: dict[type[Aggregate], tuple[str, ...]] = {}
-_READERS: dict[type[Aggregate], tuple[Callable[[Any], Any], ...] | None] = {}
-_READING: dict[type[Aggregate], Callable[[Aggregate], Key]] = {}
-_LOCKING: dict[type[Aggregate], sa.Select[Any]] = {}
-
 
 @dataclass(frozen=True)
 class Loads(Generic[A]):
@@ -60,9 +53,12 @@ class Loads(Generic[A]):
         canonical(self.entity, ())
         known = event.model_fields
         for field, column in zip(self.fields, columns, strict=False):
-            kept = _python_type(self.entity, column)
             given = known[field].annotation if field in known else None
-            if kept and isinstance(given, type) and not issubclass(given, kept):
+            try:
+                kept = getattr(self.entity, column).type.python_type
+            except NotImplementedError:
+                continue
+            if isinstance(given, type) and not issubclass(given, kept):
                 raise TypeError(
                     f"{event.__name__}.{field} is {given.__name__}, and {self.entity.__name__}."
                     f"{column} holds {kept.__name__}: a row would never be found; use one type"
@@ -75,44 +71,37 @@ class Loads(Generic[A]):
             )
 
 
-def primary_key(entity: type[Aggregate]) -> tuple[str, ...]:
-    """Return the attributes of the primary key, in the order of its columns."""
-    if entity not in _PRIMARY_KEYS:  # needed for every message; SQLAlchemy takes 2 µs
-        mapper = sa.inspect(entity)
-        _PRIMARY_KEYS[entity] = tuple(
-            mapper.get_property_by_column(column).key for column in mapper.primary_key
-        )
-    return _PRIMARY_KEYS[entity]
-
-
-def _python_type(entity: type[Aggregate], attribute: str) -> type[Any] | None:
-    try:
-        return getattr(entity, attribute).type.python_type  # type: ignore[no-any-return]
-    except NotImplementedError:
-        return None
-
-
 def key_of(row: Aggregate) -> Key:
     """Return the primary key of a row."""
-    entity = type(row)
-    if entity not in _READING:
-        _READING[entity] = _build_reading(entity)
-    return _READING[entity](row)
-
-
-def _build_reading(entity: type[Aggregate]) -> Callable[[Aggregate], Key]:
-    read, *more = (attrgetter(name) for name in primary_key(entity))
-    if more:
-        return attrgetter(*primary_key(entity))
-    return lambda row: (read(row),)
+    return tuple([getattr(row, name) for name in primary_key(type(row))])
 
 
 def canonical(entity: type[Any], key: Key) -> Key:
-    """Return the primary key with the values that the columns return for it."""
-    if entity not in _READERS:
-        _READERS[entity] = _build_readers(entity)
-    readers = _READERS[entity]
-    return key if readers is None else tuple([r(v) for r, v in zip(readers, key, strict=False)])
+    """Return the primary key with the values that the columns return for it.
+
+    Raises `TypeError` for a column whose equality is not that of its values in Python.
+    """
+    readers = _readers(entity)
+    if readers is None:
+        return key
+    return tuple([v if r is None else r(v) for r, v in zip(readers, key, strict=False)])
+
+
+@cache_by_class
+def _readers(entity: type[Any]) -> tuple[Callable[[Any], Any] | None, ...] | None:
+    """Return by column what the database returns for a value; None: the same for all of them."""
+    readers = []
+    for name in primary_key(entity):
+        kind = sa.inspect(entity).columns[name].type
+        column = column_of(kind)
+        if column is None:
+            raise TypeError(
+                f"{entity.__name__}.{name} is {kind!r}, and can't be the key of events: values that"
+                " PostgreSQL deems equal differ in Python. Use Text, String, an integer, Uuid,"
+                " Date, Boolean, Enum of a class, DateTime(timezone=True) or Numeric with a scale"
+            )
+        readers.append(column.returned)
+    return tuple(readers) if any(readers) else None
 
 
 def record_key(entity: type[Any], values: Key) -> str:
@@ -120,91 +109,14 @@ def record_key(entity: type[Any], values: Key) -> str:
 
     Values that are equal in the database have the same text.
     """
-    texts = [_text(value) for value in canonical(entity, values)]
+    key = canonical(entity, values)
+    texts = [str(value.value if isinstance(value, Enum) else value) for value in key]
     return texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
 
 
-def _text(value: object) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    return str(value)
-
-
-_EXACT = (
-    *(sa.SmallInteger, sa.Integer, sa.BigInteger, sa.Uuid, sa.Date, sa.Boolean),
-    *(sa.LargeBinary, sa.DateTime, UUID, BYTEA),
-)
-"""Types of columns whose equality is that of their values in Python."""
-
-
-def _build_readers(entity: type[Aggregate]) -> tuple[Callable[[Any], Any], ...] | None:
-    """Return the conversion of a value as the database returns it, by column; None: unchanged.
-
-    Raises `TypeError` for a column whose equality is not that of its values in Python.
-    """
-    readers = tuple(
-        _reader_of(entity, name, sa.inspect(entity).columns[name].type)
-        for name in primary_key(entity)
-    )
-    return None if set(readers) == {_as_is} else readers
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _reader_of(
-    entity: type[Aggregate], name: str, kind: sa.types.TypeEngine[Any]
-) -> Callable[[Any], Any]:
-    if isinstance(kind, sa.Enum) and kind.enum_class is not None:
-        by_text = dict(zip(kind.enums, kind.enum_class, strict=True))
-        return lambda value: by_text.get(value, value) if isinstance(value, str) else value
-    if isinstance(kind, sa.DateTime) and kind.timezone:
-        return lambda value: value.astimezone(UTC) if isinstance(value, datetime) else value
-    if isinstance(kind, sa.Numeric) and kind.asdecimal and kind.scale is not None:
-        step = Decimal(1).scaleb(-kind.scale)
-        return lambda value: Decimal(value).quantize(step)
-    is_text = isinstance(kind, sa.String) and kind.collation is None
-    if (is_text and not isinstance(kind, sa.CHAR | CITEXT)) or type(kind) in _EXACT:
-        return _as_is
-    raise TypeError(
-        f"{entity.__name__}.{name} is {kind!r}, and can't be the key of events: values that"
-        " PostgreSQL deems equal differ in Python. Use Text, String, an integer, Uuid, Date,"
-        " Boolean, Enum of a class, DateTime(timezone=True) or Numeric with a scale"
-    )
-
-
-async def lock(session: AsyncSession, entity: type[A], keys: Collection[Key]) -> dict[Key, A]:
-    """Fetch the rows that exist and lock them until the transaction ends, in the key's order.
-
-    Keys are passed and returned in the form of `canonical`.
-    """
-    columns = {f"key_{place}": list(values) for place, values in enumerate(zip(*keys, strict=True))}
-    found = {
-        canonical(entity, key_of(row)): row
-        for row in await session.run_sync(_fetch, _locking(entity), columns)
-    }
-    if not found.keys() <= set(keys):
-        raise TypeError(
-            f"{entity.__name__} has the key {next(iter(found))!r}, but was requested as"
-            f" {next(iter(keys))!r}: use the type that the column holds"
-        )
-    return found
-
-
-def _fetch(session: Session, statement: sa.Select[Any], values: dict[str, list[Any]]) -> list[Any]:
-    # A joined relationship repeats rows.
-    return list(Session.scalars(session, statement, values).unique())
-
-
-def _locking(entity: type[A]) -> sa.Select[A]:
-    """Return the statement that locks rows."""
-    if entity not in _LOCKING:  # building it takes as long as sending it
-        _LOCKING[entity] = _build_locking(entity)
-    return _LOCKING[entity]
-
-
-def _build_locking(entity: type[A]) -> sa.Select[A]:
+@cache_by_class  # building it takes as long as sending it
+def locking(entity: type[Aggregate]) -> sa.Select[Any]:
+    """Return the statement that locks rows: their keys are arrays, `key_0` for the first column."""
     columns = [getattr(entity, name) for name in primary_key(entity)]
     # Arrays, not an IN list: the statement is the same for every number of keys.
     wanted = sa.select(

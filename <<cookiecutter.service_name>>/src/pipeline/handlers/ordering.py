@@ -85,14 +85,3 @@ def sequence_of(message: Message) -> int:
         "its handler goes by the CloudEvents attribute `sequence`, which should be a number from 1"
         f" on and is {message.sequence!r}: have the producer send it, or leave gaps= out"
     )
-
-
-def overwrites(row: Timed, message: Message) -> bool:
-    """Return whether the event is later than the row, and note it there. Raises `Reject`."""
-    if message.time is None:
-        raise Reject("what wins goes by the CloudEvents attribute `time`, which is not there")
-    by = name_of(message)
-    if row.written_at is not None and (message.time, by) <= (row.written_at, row.written_by or ""):
-        return False
-    row.written_at, row.written_by = message.time, by
-    return True

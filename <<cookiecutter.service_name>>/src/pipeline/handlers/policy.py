@@ -46,9 +46,9 @@ class Reject(Exception):
     """Raised by a handler: this message can never be applied. It is dead at once."""
 
 
-NOT_DONE = (Retry, Park, Reject)
-"""Raised by a handler that has done nothing; by an effect, if its call did not take place."""
-_STRONGEST_FIRST = (Reject, Park, Retry)
+NOT_DONE = (Reject, Park, Retry)
+"""Raised by a handler that has done nothing; by an effect, if its call did not take place. In a
+group the first of these decides."""
 
 
 def as_decision(error: BaseException) -> BaseException:
@@ -61,7 +61,7 @@ def as_decision(error: BaseException) -> BaseException:
     found = [one for one in leaves(error) if not is_infrastructure(one)]
     if not all(isinstance(one, NOT_DONE) for one in found):
         return error
-    decisions = (one for kind in _STRONGEST_FIRST for one in found if isinstance(one, kind))
+    decisions = (one for kind in NOT_DONE for one in found if isinstance(one, kind))
     return next(decisions, error)
 
 

@@ -1,13 +1,15 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from inspect import iscoroutinefunction, signature, unwrap
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
-from pipeline.events.identity import Plain
+from pipeline.events.message import Plain
 
-from . import signatures
 from .aggregate import Loads
 from .ordering import Gaps, Sequenced
 from .policy import Policy
@@ -45,7 +47,8 @@ class Handlers:
     def __init__(self) -> None:
         self._by_topic: dict[str, dict[str, tuple[Handler, ...]]] = {}
         self._plain: dict[str, Plain] = {}
-        self._demanding: set[str] = set()
+        self.demanding: set[str] = set()
+        """Topics for which `demand_types` was called."""
 
     def on(
         self,
@@ -90,7 +93,7 @@ class Handlers:
         check_options(event, consumer=consumer, loads=loads, timeout=timeout)
 
         def register(function: Function[E]) -> Function[E]:
-            signatures.check(function, event=event, tx=Transaction)
+            check_function(function, event=event, tx=Transaction)
             common = event, topic, consumer, loads, function, policy, mode, timeout
             self.add(Handler(*common, takes_old=takes_old, gaps=gaps))
             return function
@@ -119,36 +122,30 @@ class Handlers:
         check_options(event, consumer=consumer, loads=loads, timeout=timeout)
 
         def register(function: BatchFunction[E]) -> BatchFunction[E]:
-            signatures.check(function, batch=EventBatch[event])  # type: ignore[valid-type]
+            check_function(function, batch=EventBatch[event])  # type: ignore[valid-type]
             common = event, topic, consumer, loads, function, policy, mode, timeout
             self.add(Handler(*common, takes_batches=True, takes_old=takes_old))
             return function
 
         return register
 
-    def add(self, handler: Handler) -> None:
+    def add(self, new: Handler) -> None:
         """Add a handler. Raises `TypeError` if it can't be beside those that are registered."""
-        event, consumer = handler.event, handler.consumer
-        registered = self._by_topic.setdefault(handler.topic, {})
-        others = registered.get(event.event_type, ())
-        for other in others:
-            if other.event is not event:
-                raise TypeError(
-                    f"{other.event.__name__} and {event.__name__} both have the type"
-                    f" {event.event_type!r}: take one of them in all handlers of the topic"
-                )
-            if other.consumer == consumer:
-                raise TypeError(
-                    f"consumer {consumer!r} already takes {event.event_type!r} of topic"
-                    f" {handler.topic!r}: give the second handler a name of its own"
-                )
-        self._check(handler)
-        registered[event.event_type] = (*others, handler)
-
-    def _check(self, new: Handler) -> None:
-        """Raise `TypeError` for a handler that can't be beside those that are registered."""
+        registered = self._by_topic.setdefault(new.topic, {})
+        alike = registered.get(new.event.event_type, ())
+        follows = new.loads.entity if new.gaps and new.loads else None
         for other in self:
             is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
+            if other in alike and other.event is not new.event:
+                raise TypeError(
+                    f"{other.event.__name__} and {new.event.__name__} both have the type"
+                    f" {new.event.event_type!r}: take one of them in all handlers of the topic"
+                )
+            if other in alike and is_alike:
+                raise TypeError(
+                    f"consumer {new.consumer!r} already takes {new.event.event_type!r} of topic"
+                    f" {new.topic!r}: give the second handler a name of its own"
+                )
             if other.consumer == new.consumer and (other.mode == "call") != (new.mode == "call"):
                 raise TypeError(
                     f"{new.consumer!r} is an effect and a consumer of a topic: two names are needed"
@@ -158,13 +155,13 @@ class Handlers:
                     f"all handlers of consumer {new.consumer!r} and topic {new.topic!r} go by the"
                     " sequence of events (gaps=), or none does"
                 )
-            follows = new.loads.entity if new.gaps and new.loads else None
             followed = other.loads.entity if other.gaps and other.loads else None
             if follows and follows is followed and not is_alike:
                 raise TypeError(
                     f"{follows.__name__} follows the sequence of consumer {other.consumer!r} and"
                     f" topic {other.topic!r}: it can follow one only"
                 )
+        registered[new.event.event_type] = (*alike, new)
 
     def plain(self, topic: str, how: Plain) -> None:
         """Declare the type and identity of the events of a topic without CloudEvents.
@@ -179,14 +176,14 @@ class Handlers:
     def demand_types(self, topic: str) -> None:
         """Make a type that no handler takes a dead letter; elsewhere it is skipped and counted."""
         check_topic(topic)
-        self._demanding.add(topic)
+        self.demanding.add(topic)
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
         """Return the same handlers for renamed topics, as for brokers that are shared.
 
         Raises `ValueError` if two topics would have the same name.
         """
-        names = {topic: rename(topic) for topic in {*self.topics, *self._plain, *self._demanding}}
+        names = {topic: rename(topic) for topic in {*self.topics, *self._plain, *self.demanding}}
         if len({*names.values()}) < len(names):
             raise ValueError(f"two topics would have the same name: {sorted(names.values())}")
         renamed = Handlers()
@@ -197,17 +194,14 @@ class Handlers:
                 for type, handlers in types.items()
             }
         renamed._plain = {names[topic]: how for topic, how in self._plain.items()}
-        renamed._demanding = {names[topic] for topic in self._demanding}
+        renamed.demanding = {names[topic] for topic in self.demanding}
         return renamed
 
     def __iter__(self) -> Iterator[Handler]:
         """Return all that are registered."""
-        return (one for topic in self._by_topic for one in self._on(topic))
-
-    @property
-    def demanding(self) -> frozenset[str]:
-        """Topics for which `demand_types` was called."""
-        return frozenset(self._demanding)
+        return (
+            one for types in self._by_topic.values() for alike in types.values() for one in alike
+        )
 
     @property
     def topics(self) -> frozenset[str]:
@@ -223,25 +217,17 @@ class Handlers:
     def replaced(self) -> list[str]:
         """Names of functions that were replaced by a decorator above their registration."""
         functions = {one.function for one in self}
-        return sorted(one.__qualname__ for one in functions if signatures.is_wrapped_since(one))
+        return sorted(one.__qualname__ for one in functions if _is_wrapped_since(one))
 
     @property
     def consumers(self) -> frozenset[str]:
         """Names of all consumers."""
         return frozenset(one.consumer for one in self)
 
-    def refusing_old(self, topic: str) -> frozenset[str]:
-        """Names of the topic's consumers without `takes_old=True`."""
-        return frozenset(one.consumer for one in self._on(topic) if not one.takes_old)
-
     @property
     def callers(self) -> frozenset[str]:
         """Names of the consumers of calls."""
-        return frozenset(one.consumer for one in self._on(CALLS))
-
-    def _on(self, topic: str) -> Iterator[Handler]:
-        for handlers in self._by_topic.get(topic, {}).values():
-            yield from handlers
+        return frozenset(one.consumer for one in self if one.topic == CALLS)
 
     def of(self, topic: str, type: str) -> tuple[Handler, ...]:
         """Return the handlers of an event type, in the order of their registration."""
@@ -250,10 +236,6 @@ class Handlers:
     def plain_of(self, topic: str) -> Plain | None:
         """Return the topic's declaration by `plain`, or None."""
         return self._plain.get(topic)
-
-    def demands_types(self, topic: str) -> bool:
-        """Whether a type that no handler takes is a dead letter."""
-        return topic in self._demanding
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""
@@ -272,3 +254,59 @@ def check_options(
         loads.check(event)
     if not timeout > 0:
         raise ValueError(f"timeout is in seconds, not {timeout}")
+
+
+def check_function(function: Callable[..., object], **takes: Any) -> None:
+    """Raise `TypeError` for a function that can't take arguments of these types, in this order.
+
+    Its annotations are checked as far as they can be evaluated.
+    """
+    if not iscoroutinefunction(function):
+        raise TypeError(f"{function} is no coroutine function: write `async def`")
+    name = getattr(function, "__name__", "handle")
+    parameters = ", ".join(f"{name}: {_text(given)}" for name, given in takes.items())
+    advice = f"write `async def {name}({parameters})`"
+    try:
+        # Not the signature of a wrapped function, which may differ.
+        bound = signature(function, follow_wrapped=False).bind(*takes.values())
+    except TypeError as error:
+        raise TypeError(f"{name} can't be called as a handler is ({error}): {advice}") from None
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # names that only a type checker knows, or that are defined later
+        return
+    for parameter, given in bound.arguments.items():
+        hint = hints.get(parameter, Any)
+        if not isinstance(given, tuple) and not _fits(given, hint):
+            raise TypeError(
+                f"{name} takes {_text(hint)} as {parameter}, where it is given"
+                f" {_text(given)}: {advice}"
+            )
+
+
+def _fits(given: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(given, one) for one in get_args(hint))
+    kind, wanted = get_origin(given) or given, get_origin(hint) or hint
+    is_known = isinstance(wanted, type) and not getattr(wanted, "_is_protocol", False)
+    if Any in (kind, wanted) or not is_known:
+        return True
+    return issubclass(kind, wanted) and all(map(_fits, get_args(given), get_args(hint)))
+
+
+def _text(given: Any) -> str:
+    name: str = getattr(given, "__name__", str(given))
+    inner = ", ".join(map(_text, get_args(given)))
+    return f"{name}[{inner}]" if inner else name
+
+
+def _is_wrapped_since(function: Callable[..., object]) -> bool:
+    """Whether a decorator in its module has replaced the function by one that calls it."""
+    name = getattr(function, "__qualname__", "")
+    found = getattr(sys.modules.get(function.__module__), name, function)
+    if found is function or not callable(found):
+        return False
+    cells = getattr(found, "__closure__", None) or ()
+    return unwrap(found, stop=lambda one: one is function) is function or any(
+        cell.cell_contents is function for cell in cells
+    )

@@ -1,23 +1,21 @@
 """The rows that handlers change: locked once in a transaction, read back between messages."""
 
 import asyncio
-from itertools import islice
 from typing import TypeVar, cast
 
-import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.servers.guard import CANCELLED, CURRENT_GUARD, UNDER_WAY, HandlerFault
 
-from . import aggregate
-from .aggregate import Aggregate, Key
+from .aggregate import Aggregate, Key, canonical, create, key_of, locking, record_key
+from .columns import is_as_stored
 from .sessions import OwnSession, RowSession, SharedSession
-from .stored import is_as_stored
 
 A = TypeVar("A", bound=Aggregate)
 Place = tuple[type[Aggregate], Key]
-"""A class of rows, and a primary key as `aggregate.canonical` returns it."""
+"""A class of rows, and a primary key as `canonical` returns it."""
 
 
 class Rows:
@@ -28,14 +26,12 @@ class Rows:
         # Its methods are three times as fast as those of the AsyncSession.
         self._known = cast(RowSession, session.sync_session)
         if isinstance(self._known, OwnSession):
-            self._known.locks = self
-        self._rows: dict[Place, Aggregate | None] = {}
+            self._known.rows = self
+        self.locked: dict[Place, Aggregate | None] = {}
         self._taken: dict[Place, int] = {}
         """Number of the message that has loaded the row last."""
-        self._locked: dict[int, Aggregate] = {}
-        """All rows that were locked, by `id`, in the order of locking."""
-        self._savepoints: list[tuple[dict[Place, Aggregate | None], int]] = []
-        """The rows before each open savepoint, and the number of locked ones."""
+        self.savepoints: list[dict[Place, Aggregate | None]] = []
+        """The locked rows before each open savepoint; the session writes it."""
         self._statement = asyncio.Lock()
         self.message = 0
         """Number of the message whose handler is called."""
@@ -51,7 +47,7 @@ class Rows:
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock rows in one statement."""
         async with self._statement:
-            await self._lock(entity, {aggregate.canonical(entity, key) for key in keys})
+            await self._lock(entity, {canonical(entity, key) for key in keys})
 
     async def flush(self) -> None:
         """Write the changed rows."""
@@ -64,24 +60,21 @@ class Rows:
         A row that another message of the batch has changed is read back, unless the database would
         return the values that are in memory.
         """
-        place = entity, aggregate.canonical(entity, key)
+        place = entity, canonical(entity, key)
         if not self._has(place):
-            await self._fetch(place)
+            call = CURRENT_GUARD.set(None)  # what follows is the engine's
+            try:
+                async with self._statement:
+                    if not self._has(place):
+                        await self._lock(entity, {place[1]})
+            except BaseException as error:
+                self.error = error
+                raise
+            finally:
+                CURRENT_GUARD.reset(call)
         self._taken[place] = self.message
-        row = self._rows[place]
+        row = self.locked[place]
         return None if row is None or row not in self._known else cast(A, row)
-
-    async def _fetch(self, place: Place) -> None:
-        call = CURRENT_GUARD.set(None)  # what follows is the engine's
-        try:
-            async with self._statement:
-                if not self._has(place):
-                    await self._lock(place[0], {place[1]})
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            CURRENT_GUARD.reset(call)
 
     def raise_error(self) -> None:
         """Raise the error of a statement, or `HandlerFault` if one is cancelled or under way."""
@@ -94,50 +87,46 @@ class Rows:
 
     def _has(self, place: Place) -> bool:
         """Whether the row in memory is what the database would return."""
-        if place not in self._rows:
+        if place not in self.locked:
             return False
-        row, taken = self._rows[place], self._taken.get(place, self.message)
+        row, taken = self.locked[place], self._taken.get(place, self.message)
         if row is None:
             # In a shared session a row can have appeared only by `create` or `add`.
             return isinstance(self._known, SharedSession) and not self._known.has_new
         if taken != self.message:
             return is_as_stored(row)
+        if isinstance(self._known, SharedSession):
+            return True
         # A row that is deleted and created anew before a flush would keep its old values.
-        return not self._known.has_deleted or row not in self._known.deleted
+        return not instance_state(row).expired and row not in self._known.deleted
 
     async def _lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
+        """Fetch and lock the rows that exist, in the order of their keys."""
         await self.session.run_sync(Session.flush)
         for key in keys:
-            row = self._rows.get((entity, key))
-            if row is not None and row in self._known:
+            row = self.locked.get((entity, key))
+            if row is not None and row in self._known and not instance_state(row).expired:
                 self._known.expunge(row)
-        found = await aggregate.lock(self.session, entity, keys)
-        self._locked |= {id(row): row for row in found.values()}
-        self._rows |= {(entity, key): found.get(key) for key in keys}
-
-    def begin_savepoint(self) -> None:
-        """Save the set of locked rows."""
-        self._savepoints.append((dict(self._rows), len(self._locked)))
-
-    def end_savepoint(self, *, was_undone: bool) -> None:
-        """Drop the saved set; if the savepoint was rolled back, restore it without expired rows."""
-        earlier, number = self._savepoints.pop()
-        if was_undone:
-            self._rows = {
-                place: row
-                for place, row in earlier.items()
-                if row is None or not sa.inspect(row).expired
-            }
-            self._locked = dict(islice(self._locked.items(), number))
-            self.error = None
+        columns = {f"key_{place}": list(one) for place, one in enumerate(zip(*keys, strict=True))}
+        rows = await self.session.run_sync(
+            # A joined relationship repeats rows.
+            lambda session: Session.scalars(session, locking(entity), columns).unique().all()
+        )
+        found: dict[Key, Aggregate] = {canonical(entity, key_of(row)): row for row in rows}
+        if unexpected := found.keys() - keys:
+            raise TypeError(
+                f"{entity.__name__} has the key {unexpected.pop()!r}, but was requested as"
+                f" {next(iter(keys))!r}: use the type that the column holds"
+            )
+        self.locked |= {(entity, key): found.get(key) for key in keys}
 
     def check(self) -> None:
         """Raise `HandlerFault` for a row that was changed without a lock."""
         for row in self._known.dirty:
             if (
                 isinstance(row, Aggregate)
-                and id(row) not in self._locked
                 and row not in self._known.added
+                and not self._holds(row, instance_state(row).identity or ())
                 and self._known.is_modified(row)
             ):
                 raise HandlerFault(
@@ -152,7 +141,7 @@ class Rows:
         """
         if not isinstance(row, Aggregate):
             raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
-        values = () if sa.inspect(row).expired else aggregate.key_of(row)
+        values = () if instance_state(row).expired else key_of(row)
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")
         if not values or not (
@@ -163,21 +152,17 @@ class Rows:
                 " their order: fetch it by tx.load or tx.load_or_create, after a savepoint that was"
                 " rolled back again"
             )
-        return aggregate.record_key(type(row), values)
+        return record_key(type(row), values)
 
     def _holds(self, row: Aggregate, values: Key) -> bool:
         # The row may have been loaded as an instance of a base class.
-        place = aggregate.canonical(type(row), values)
-        return any(self._rows.get((one, place)) is row for one in type(row).__mro__)
-
-    def add(self, row: object) -> None:
-        """Insert a new row with the next flush."""
-        Session.add(self._known, row)
+        place = canonical(type(row), values)
+        return any(self.locked.get((one, place)) is row for one in type(row).__mro__)
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""
-        row, has_new = aggregate.create(entity, key), self._known.has_new
+        row, has_new = create(entity, key), self._known.has_new
         Session.add(self._known, row)
         self._known.has_new = has_new
-        self._rows[entity, aggregate.canonical(entity, key)] = row
+        self.locked[entity, canonical(entity, key)] = row
         return row

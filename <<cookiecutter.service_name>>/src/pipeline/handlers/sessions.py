@@ -6,15 +6,16 @@ are flushed when its handler returns, and the state of the connection is reset.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import wraps
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
-import sqlalchemy as sa
+from sqlalchemy.event import listens_for
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.servers.guard import (
     CANCELLED,
@@ -26,6 +27,9 @@ from pipeline.servers.guard import (
     HandlerFault,
     Stages,
 )
+
+if TYPE_CHECKING:
+    from .rows import Rows
 
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
@@ -62,8 +66,6 @@ class RowSession(Session):
         """Rows that were added and flushed: no other transaction can see them."""
         self.has_new = False
         """Whether any row was added, by a handler or a relationship."""
-        self.has_deleted = False
-        """Whether any row was deleted: `Session.deleted` is slow to compute."""
 
 
 class SharedSession(RowSession):
@@ -82,14 +84,6 @@ class SharedSession(RowSession):
             self.is_wanted = True
             raise NeedsSession
 
-    def _execute_internal(self, *args: Any, **options: Any) -> Any:
-        self.want()
-        return super()._execute_internal(*args, **options)
-
-    def _expunge_states(self, *args: Any, **options: Any) -> None:
-        self.want()
-        super()._expunge_states(*args, **options)
-
 
 def _wanting(name: str) -> Callable[..., Any]:
     original = getattr(Session, name)
@@ -104,37 +98,16 @@ def _wanting(name: str) -> Callable[..., Any]:
 
 _READ_ONLY_METHODS = {"get_bind", "identity_key", "is_modified", "object_session"}
 """Methods of a session that change nothing."""
-for _name, _method in vars(Session).items():
-    if callable(_method) and not _name.startswith("_") and _name not in _READ_ONLY_METHODS:
-        setattr(SharedSession, _name, _wanting(_name))
-
-
-class Locks(Protocol):
-    """The rows that a session has locked."""
-
-    def begin_savepoint(self) -> None:
-        """Save the set of locked rows."""
-
-    def end_savepoint(self, *, was_undone: bool) -> None:
-        """Drop the saved set; if the savepoint was rolled back, restore it."""
-
-    def check(self) -> None:
-        """Raise `HandlerFault` if a row was changed without a lock. Called before each flush."""
+_WANTING_METHODS = {name for name, one in vars(Session).items() if name[0] != "_" and callable(one)}
+for _name in (_WANTING_METHODS - _READ_ONLY_METHODS) | {"_execute_internal", "_expunge_states"}:
+    setattr(SharedSession, _name, _wanting(_name))
 
 
 class OwnSession(RowSession):
     """The session of one message."""
 
-    guard: "Guard"
-    locks: Locks
-
-    def delete(self, instance: object) -> None:
-        self.has_deleted = True
-        super().delete(instance)
-
-    def delete_all(self, instances: Iterable[object]) -> None:
-        self.has_deleted = True
-        super().delete_all(instances)
+    guard: Guard
+    rows: "Rows"
 
     def commit(self) -> None:
         self.guard.refuse("session.commit()")
@@ -152,55 +125,50 @@ class WriterSession(OwnSession):
         """Rows that were inserted or updated."""
 
 
+@listens_for(WriterSession, "after_flush")
 def _note_written(session: WriterSession, _: object) -> None:
     session.written.update(session.new)
     session.written.update(row for row in session.dirty if session.is_modified(row))
 
 
-sa.event.listen(WriterSession, "after_flush", _note_written)
-
-
+@listens_for(RowSession, "transient_to_pending", propagate=True)
 def _note_new(session: RowSession, row: object) -> None:
     session.has_new = True
 
 
+@listens_for(RowSession, "pending_to_persistent", propagate=True)
 def _note_added(session: RowSession, row: object) -> None:
     session.added.add(row)
 
 
+@listens_for(OwnSession, "before_flush")
 def _check_locks(session: OwnSession, *_: object) -> None:
-    session.locks.check()
+    session.rows.check()
 
 
+@listens_for(OwnSession, "after_transaction_create")
 def _begin_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
     if transaction.nested:
         session.guard.begin_savepoint()
-        session.locks.begin_savepoint()
+        session.rows.savepoints.append(session.rows.locked.copy())
 
 
+@listens_for(OwnSession, "after_rollback")
 def _roll_back(session: OwnSession) -> None:
     session.guard.roll_back()
 
 
+@listens_for(OwnSession, "after_transaction_end")
 def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
     if not transaction.nested:
         return
-    was_undone = session.guard.end_savepoint()
-    session.locks.end_savepoint(was_undone=was_undone)
-    if was_undone:
-        states = ((row, sa.inspect(row, raiseerr=True)) for row in session.added)
-        session.added = {row for row, state in states if state.persistent}
+    locked_before = session.rows.savepoints.pop()
+    if session.guard.end_savepoint():  # it was rolled back
+        session.rows.locked, session.rows.error = locked_before, None
+        session.added = {row for row in session.added if instance_state(row).persistent}
         if isinstance(session, WriterSession):
-            states = ((row, sa.inspect(row, raiseerr=True)) for row in session.written)
-            session.written = {row for row, state in states if not state.expired}
-
-
-sa.event.listen(OwnSession, "before_flush", _check_locks)
-sa.event.listen(RowSession, "transient_to_pending", _note_new, propagate=True)
-sa.event.listen(RowSession, "pending_to_persistent", _note_added, propagate=True)
-sa.event.listen(OwnSession, "after_transaction_create", _begin_savepoint)
-sa.event.listen(OwnSession, "after_rollback", _roll_back)
-sa.event.listen(OwnSession, "after_transaction_end", _end_savepoint)
+            kept = {row for row in session.written if not instance_state(row).expired}
+            session.written = kept
 
 
 def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:
@@ -219,7 +187,7 @@ def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSes
 async def own_session(
     connection: AsyncConnection,
     driver: asyncpg.Connection,
-    guard: "Guard",
+    guard: Guard,
     restore_limits: str,
     kind: type[OwnSession] = OwnSession,
 ) -> AsyncIterator[AsyncSession]:
@@ -279,8 +247,6 @@ async def _end(
         raise HandlerFault(UNDER_WAY) from error
 
 
-_SAVE = "SAVEPOINT message"
-_KEEP = "RELEASE SAVEPOINT message"
 _UNDO = "ROLLBACK TO SAVEPOINT message; RELEASE SAVEPOINT message"
 
 
@@ -290,7 +256,7 @@ async def isolated(
 ) -> AsyncIterator[None]:
     """Roll back to a savepoint if the message fails, so that the transaction can go on."""
     earlier = outbox.staged
-    await driver.execute(_SAVE)
+    await driver.execute("SAVEPOINT message")
     try:
         yield
     except Exception as error:
@@ -302,7 +268,7 @@ async def isolated(
             raise HandlerFault(HAS_ENDED) from error
         outbox.staged = earlier
         raise
-    await driver.execute(_KEEP)
+    await driver.execute("RELEASE SAVEPOINT message")
 
 
 async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None:

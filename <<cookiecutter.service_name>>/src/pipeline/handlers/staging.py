@@ -11,13 +11,10 @@ from typing import NamedTuple, Self
 
 import asyncpg
 from opentelemetry.context import Context, get_current
-from pydantic_core import PydanticSerializationError
 
-from pipeline.events.event import Event
+from pipeline.events.event import Event, Unpublishable, payload_of
 from pipeline.observe import statements, traces
 from pipeline.schema import SCHEMA
-
-from .readback import Unpublishable, check_readback
 
 CALLS = "(calls)"
 """Stands for the topic of events that are staged by `call`; no topic has such a name."""
@@ -27,8 +24,6 @@ _HEADERS_AT_MOST = 700
 _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
-
-
 _EMPTY_HASH = blake2b(digest_size=16)
 
 
@@ -178,15 +173,18 @@ class Outbox:
         `context` is its trace, by default the current one. Raises `Unpublishable` if its topic or
         key can't be sent or it is larger than allowed.
         """
-        kind = type(event)
-        staged = self._written(event, _topic_of(kind), id, key, sequence, context)
-        self._check_size(kind, self._sent_size(staged, self.max_event_bytes))
+        topic, name = event.event_topic, type(event).__name__
+        if topic is None:
+            raise Unpublishable(
+                f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
+            )
+        staged = self._row(event, topic, id, key, sequence, context)
         if due is None:
             self._staged.append(staged)
         else:
             name = due.name or id
             self._scheduled.pop(name, None)  # its new place in the order is the last one
-            self._scheduled[name] = due, staged
+            self._scheduled[name] = due._replace(name=name), staged
 
     def call(
         self, event: Event, *, id: str, key: str | None, context: Context | None = None
@@ -203,11 +201,9 @@ class Outbox:
             raise TypeError(
                 f"no effect takes {name}{other}: register one by @effects.on({name}, …)"
             )
-        staged = self._written(event, CALLS, id, key, None, context)
-        self._check_size(kind, staged.size)
-        self.calls.append(staged)
+        self.calls.append(self._row(event, CALLS, id, key, None, context))
 
-    def _written(
+    def _row(
         self,
         event: Event,
         topic: str,
@@ -223,37 +219,35 @@ class Outbox:
         if sequence is not None and (type(sequence) is not int or not 0 <= sequence < 2**63):
             raise Unpublishable(f"the sequence of {kind.__name__} is no number: {sequence!r}")
         try:
-            payload = event.__pydantic_serializer__.to_json(event)  # as model_dump_json() does
             key_bytes = None if key is None else key.encode()
-        except (UnicodeEncodeError, PydanticSerializationError) as error:
-            text = f"{kind.__name__} can't be written as UTF-8 JSON: {error}"
-            raise Unpublishable(text) from error
-        check_readback(event, payload)
-        traceparent, tracestate, baggage = self._headers_of(
-            get_current() if context is None else context
-        )
-        return StagedEvent(
+        except UnicodeEncodeError as error:
+            raise Unpublishable(f"the key of {kind.__name__} is not UTF-8: {error}") from error
+        context = get_current() if context is None else context
+        # Read and replaced as one tuple: a handler may publish from several threads.
+        injected = self._injected
+        if injected is None or injected[0] is not context:
+            injected = self._injected = context, traces.creation_context(context)
+        row = StagedEvent(
             topic,
             key_bytes,
-            payload,
+            payload_of(event),
             id,
             self._source,
             kind.event_type,
             key or None,
             sequence,
             "application/json",
-            traceparent,
-            tracestate,
-            baggage,
+            *injected[1],
         )
-
-    def _check_size(self, kind: type[Event], size: int) -> None:
-        if size > self.max_event_bytes:
+        allowed = self.max_event_bytes
+        size = row.size if topic is CALLS else self._sent_size(row, allowed)
+        if size > allowed:
             raise Unpublishable(
-                f"{kind.__name__} takes {size:,} bytes and {self.max_event_bytes:,} are allowed:"
-                " publish a smaller event, or raise PIPELINE_MAX_EVENT_BYTES"
-                " and the topic's max.message.bytes"
+                f"{kind.__name__} takes {size:,} bytes and {allowed:,} are allowed: publish a"
+                " smaller event, or raise PIPELINE_MAX_EVENT_BYTES and the topic's"
+                " max.message.bytes"
             )
+        return row
 
     def holds(self, id: str) -> bool:
         """Whether the event of this id is staged, and was not dropped since."""
@@ -276,13 +270,6 @@ class Outbox:
         """Cancel a scheduled event, if it is not published yet when the transaction commits."""
         self._scheduled[name] = None
 
-    def _headers_of(self, context: Context) -> traces.TraceHeaders:
-        # Read and replaced as one tuple: a handler may publish from several threads.
-        injected = self._injected
-        if injected is None or injected[0] is not context:
-            injected = self._injected = context, traces.creation_context(context)
-        return injected[1]
-
     def add(self, events: Iterable[StagedEvent]) -> None:
         """Stage events of the engine for the COPY."""
         self._staged += events
@@ -291,30 +278,11 @@ class Outbox:
         """Write all events in the connection's transaction; returns False if there are none."""
         if self._staged:
             await copy(connection, self._staged)
-        if self._scheduled:
-            await self._schedule(connection)
-        return bool(self._staged or self._scheduled)
-
-    async def _schedule(self, connection: asyncpg.Connection) -> None:
-        cancelled = sorted(name for name, one in self._scheduled.items() if one is None)
-        if cancelled:
+        if cancelled := sorted(name for name, one in self._scheduled.items() if one is None):
             await connection.execute(CANCEL, cancelled)
-        rows = [
-            (name, one[0].at, one[0].after, *one[1])
-            for name, one in self._scheduled.items()
-            if one is not None
-        ]
-        if rows:
+        if rows := [(*one[0], *one[1]) for one in self._scheduled.values() if one is not None]:
             await connection.execute(_SCHEDULE, rows)
-
-
-def _topic_of(kind: type[Event]) -> str:
-    topic, name = kind.event_topic, kind.__name__
-    if topic is None:
-        raise Unpublishable(
-            f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
-        )
-    return topic
+        return bool(self._staged or self._scheduled)
 
 
 async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:

@@ -22,8 +22,8 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
+from pipeline.events.event import Unpublishable
 from pipeline.events.message import headers_of
-from pipeline.handlers.readback import Unpublishable
 from pipeline.handlers.staging import Outbox
 from pipeline.runtime import Part
 

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pipeline import Event, Handlers, Transaction
 from pipeline.apply import transactions
-from pipeline.handlers.readback import Unpublishable
+from pipeline.events.event import Unpublishable
 
 from .bank import Bank, Refused
 from .desk import Desk, NewDesk

@@ -14,7 +14,7 @@ import pytest
 
 from operate.commands import command_line
 from pipeline import Event, Handlers, Reject, Transaction
-from pipeline.handlers.readback import Unpublishable
+from pipeline.events.event import Unpublishable
 from pipeline.relay import scheduled
 from pipeline.relay.scheduled import Scheduled
 from pipeline.retention.maintenance import run_retention

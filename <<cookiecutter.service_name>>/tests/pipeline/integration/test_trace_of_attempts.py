@@ -99,7 +99,7 @@ async def test_the_line_about_a_record_that_cannot_be_decoded_has_the_id_and_tra
     await desk.apply(
         Deposit(1, headers=(*IN_A_TRACE, of_the_past)),
         Deposit(2, "bob", headers=(("ce_id", b"\xff"), ("traceparent", b"nonsense"))),
-        Deposit(3, "carol", headers=(of_the_past, ("ce_id", b""), ("ce_traceparent", TRACEPARENT))),
+        Deposit(3, "carol", headers=(of_the_past, ("ce_id", b""), ("traceparent", TRACEPARENT))),
     )
     told = [json.loads(line) for line in caplog.text.splitlines()]
     names = "offset", "reason", "message_id", "trace_id", "span_id"

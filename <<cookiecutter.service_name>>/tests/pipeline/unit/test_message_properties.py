@@ -15,8 +15,16 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.events.cloudevents import decode, event_headers
-from pipeline.events.identity import Header, PayloadFields, Plain, Position
-from pipeline.events.message import Message, Reason, Undecodable, marker_key
+from pipeline.events.message import (
+    Header,
+    Message,
+    PayloadFields,
+    Plain,
+    Position,
+    Reason,
+    Undecodable,
+    marker_key,
+)
 from pipeline.events.payload import payload_hash
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -73,7 +81,6 @@ header_names = st.one_of(
             "traceparent",
             "tracestate",
             "baggage",
-            "ce_traceparent",
             "x",
         ]
     ),

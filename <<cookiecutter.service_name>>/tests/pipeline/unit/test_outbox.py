@@ -34,7 +34,7 @@ from pydantic_core import core_schema
 import pipeline
 from pipeline import Event
 from pipeline.events.cloudevents import event_headers
-from pipeline.handlers.readback import Unpublishable
+from pipeline.events.event import Unpublishable
 from pipeline.handlers.staging import Due, Outbox, StagedEvent, event_id
 from pipeline.observe import traces
 

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel, Field, PlainSerializer, RootModel, SecretStr, ValidationError
 
 from pipeline import Event
-from pipeline.handlers.readback import Unpublishable
+from pipeline.events.event import Unpublishable
 from pipeline.handlers.staging import Outbox
 from pipeline.observe import exporters
 from pipeline.redaction import HIDDEN, Redactor, redact, secret_fields

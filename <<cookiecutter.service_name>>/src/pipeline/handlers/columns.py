@@ -1,0 +1,133 @@
+"""Columns: which values of Python the database returns as they are, or as which others."""
+
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, cast
+from uuid import UUID
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.orm import Mapper
+from sqlalchemy.orm.attributes import instance_state
+
+T = TypeVar("T")
+
+_EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
+    sa.SmallInteger: int,
+    sa.Integer: int,
+    sa.BigInteger: int,
+    sa.String: str,
+    sa.Text: str,
+    sa.Unicode: str,
+    sa.UnicodeText: str,
+    sa.Boolean: bool,
+    sa.Date: date,
+    sa.DateTime: datetime,
+    sa.Uuid: UUID,
+    postgresql.UUID: UUID,
+    sa.LargeBinary: bytes,
+    postgresql.BYTEA: bytes,
+}
+"""Column types that return a written value unchanged if it has this Python type."""
+_IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
+_NO_OFFSET = timedelta(0)
+
+
+def cache_by_class(build: Callable[[type[Any]], T]) -> Callable[[type[Any]], T]:
+    """Decorate a function of a class as `functools.cache` does, which mypy allows no classes."""
+    return cast(Callable[[type[Any]], T], cache(build))
+
+
+class Column(NamedTuple):
+    """A column whose values are equal in Python exactly if they are equal in the database."""
+
+    returned: Callable[[Any], Any] | None = None
+    """Returns what the database returns for a value; None: the value itself."""
+    is_unchanged: Callable[[Any], bool] | None = None
+    """Whether the database returns a value with all of its properties; None: that is unknown."""
+
+
+def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
+    """Return the column of a type; None if equality is not the same in Python and PostgreSQL."""
+    exact = _EXACT.get(type(kind))
+    if isinstance(kind, sa.Enum) and (members := kind.enum_class) is not None:
+        by_text = dict(zip(kind.enums, members, strict=True))
+        return Column(
+            lambda value: by_text.get(value, value) if isinstance(value, str) else value,
+            lambda value: isinstance(value, members),
+        )
+    if isinstance(kind, sa.DateTime) and kind.timezone:
+        return Column(
+            lambda value: value.astimezone(UTC) if isinstance(value, datetime) else value,
+            # Types of the dialect can have a precision.
+            exact and (lambda value: type(value) is datetime and value.utcoffset() == _NO_OFFSET),
+        )
+    if isinstance(kind, sa.Numeric) and kind.asdecimal and kind.scale is not None:
+        scale = -kind.scale
+        step = Decimal(1).scaleb(scale)
+        return Column(
+            lambda value: Decimal(value).quantize(step),
+            lambda value: type(value) is Decimal and value.as_tuple().exponent == scale,
+        )
+    is_text = isinstance(kind, sa.String) and not isinstance(kind, sa.CHAR | postgresql.CITEXT)
+    if (exact or is_text) and getattr(kind, "collation", None) is None:
+        return Column(None, exact and (lambda value: type(value) is exact))
+    return None
+
+
+def is_as_stored(row: Any) -> bool:
+    """Whether a transaction that reads the row after its flush would see what is in memory."""
+    checks = _checks(row.__class__)
+    state = instance_state(row)  # sa.inspect() takes ten times as long
+    values, is_new = state.dict, state.key is None
+    if checks is None or len(values) != len(checks) + 1:  # the other one is SQLAlchemy's state
+        return False
+    if not is_new and not state.modified:
+        return True
+    changed = checks if is_new else state.committed_state
+    if not is_new and not changed.keys().isdisjoint(primary_key(row.__class__)):
+        return False
+    for name in changed:
+        check = checks[name]
+        if check is None or not (values[name] is None or check(values[name])):
+            return False
+    return True
+
+
+@cache_by_class
+def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None:
+    """Return by column whether the database would return a value that is written.
+
+    A column is None if that is unknown, and all are if the database computes one of them. The
+    result is None if a value can change in place or by a relationship, which its row does not show.
+    """
+    mapper: Mapper[Any] = sa.inspect(entity)
+    attributes: dict[str, object] = dict(mapper.columns.items())
+    columns = {name: one for name, one in attributes.items() if isinstance(one, sa.Column)}
+    known = {name: column_of(column.type) for name, column in columns.items()}
+    checks = {name: column and column.is_unchanged for name, column in known.items()}
+    is_related = any(
+        mapper in (one, relationship.mapper)
+        for one in mapper.registry.mappers
+        for relationship in one.relationships
+    )
+    is_mutable = any(
+        checks[name] is None and not isinstance(column.type, _IMMUTABLE)
+        for name, column in columns.items()
+    )
+    if is_related or is_mutable or len(columns) < len(attributes):
+        return None
+    is_computed = any(
+        column.computed is not None or column.onupdate is not None or column.server_onupdate
+        for column in columns.values()
+    )
+    return dict.fromkeys(columns) if is_computed else checks
+
+
+@cache_by_class  # needed for every message; SQLAlchemy takes 2 µs
+def primary_key(entity: type[Any]) -> tuple[str, ...]:
+    """Return the attributes of the primary key, in the order of its columns."""
+    mapper = sa.inspect(entity)
+    return tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
