@@ -187,15 +187,7 @@ def _consuming(
     signals.lanes = BacklogWorkers(consume, health)
     kinds = service.workers if handlers.callers else ()
     signals.calls = [workers(consume, health) for workers in kinds]
-    consumer = Consumer(
-        engine,
-        consume,
-        handlers=handlers,
-        group=service.name,
-        settings=settings,
-        health=health,
-    )
-    return consume, consumer, signals
+    return consume, Consumer(consume, health), signals
 
 
 async def _run_until(

@@ -12,7 +12,7 @@ from pipeline.handlers.policy import (
     ProcessDied,
     assumed,
     dead,
-    suspected,
+    described,
 )
 
 
@@ -29,8 +29,7 @@ def pessimistic(item: Item) -> Decision:
         return dead(policy, "attempts used up", error, attempts=item.attempts)
     error = ProcessDied(f"a process began with it (attempt {item.attempts + 1}) and died")
     if item.reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
-        decision = suspected(policy, error)
-        return replace(decision, attempts=item.attempts, waited=item.waited, is_assumed=True)
+        return replace(unchanged(item), reason=DIED, error=described(error))
     return assumed(policy, error, attempts=item.attempts, waited=item.waited)
 
 
