@@ -23,9 +23,8 @@ from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Decision, ProcessDied, assumed, dead
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
-from pipeline.retry.lane_source import LaneSource
-from pipeline.retry.lanes import Lane, Taken
-from pipeline.retry.suspects import pessimistic, unchanged
+from pipeline.retry.lane_source import LaneSource, pessimistic, unchanged
+from pipeline.retry.lanes import Lane
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.schema import LANES
 from pipeline.servers.tasks import end, in_background
@@ -128,24 +127,22 @@ class EffectWorkers(BacklogWorkers):
             await self._hold(lane)
 
     async def _hold(self, lane: Lane) -> None:
-        lease = self._settings.backlog_lease
-        await self._query("holding a lane", lambda driver: lanes.hold(driver, lane, lease))
+        await self._query("holding a lane", lambda driver: lanes.hold(driver, lane))
 
     async def _begin(self, lane: Lane, calls: _Calls) -> bool:
         """Begin calls that are due; return whether there were any."""
         # Those under way are still due, and read again.
-        taken = await self._take(lane, len(calls) + self._most)
+        source = await self._take(lane, len(calls) + self._most)
         of_keys: dict[bytes, list[Item]] = {}
-        for item in taken.items:
+        for item in source.items:
             of_keys.setdefault(item.order_key, []).append(item)
         heads = [items[0] for key, items in of_keys.items() if key not in calls]
         chosen = [item for item in heads if await self._has_room_for(item)]
         try:
             # Or rows behind calls that are under way fill the page, and hide others that are due.
             hides = not chosen and any(len(items) > 1 for items in of_keys.values())
-            if taken.unhandleable or hides or taken.keys != list(of_keys):
-                left = Taken([], {}, taken.unhandleable, taken.keys)
-                await self._apply(self._consume, self._work_of(lane, left))
+            if source.unhandleable or hides or source.keys != list(of_keys):
+                await self._apply(self._consume, replace(source, items=[]))
             begun = asyncio.get_running_loop().time()
             may_begin = await self._note_beginnings(lane, chosen) if chosen else {}
         except BaseException:
@@ -255,9 +252,8 @@ class EffectWorkers(BacklogWorkers):
         items = [one.settling() for one in called]
         if not items:
             return set()
-        taken = Taken(items, {}, [], [item.order_key for item in items])
         try:
-            return _stored(await self._apply(self._consume, self._work_of(lane, taken)))
+            return _stored(await self._apply(self._consume, LaneSource.of(lane, items)))
         except BreakerOpen:
             for one in called:
                 if one.is_noted and (decision := _failed_with_open_breaker(one)):
@@ -271,14 +267,8 @@ class EffectWorkers(BacklogWorkers):
         noted = [item for item in items if item.key in decisions]
         if not noted:
             return set()
-        taken = Taken(noted, {}, [], [item.order_key for item in noted])
-        results = await self._apply(self._consume, self._work_of(lane, taken, decisions))
+        results = await self._apply(self._consume, LaneSource.of(lane, noted, decisions))
         return {item.key for one in results for item, _ in one.decided}
-
-    def _work_of(
-        self, lane: Lane, taken: Taken, assumed: Mapping[bytes, Decision] = {}
-    ) -> LaneSource:
-        return LaneSource(lane, self._settings.backlog_lease, taken, assumed)
 
 
 def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:

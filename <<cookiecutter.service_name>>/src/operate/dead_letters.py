@@ -12,7 +12,7 @@ from pipeline.apply.item import Item, Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.registry import Handlers
-from pipeline.retry import dead_rows, lanes
+from pipeline.retry import lane_source, lanes
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -171,13 +171,13 @@ class DeadLetters(Store[Redriven]):
         return entry
 
     async def _lock(self, connection: asyncpg.Connection, number: int) -> None:
-        await dead_rows.fence_lane(connection, number)
+        await lanes.fence_lane(connection, number)
 
     async def _redrive(
         self, connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
     ) -> Sequence[Redriven]:
         redriven = [await self._redriven(connection, row) for row in rows]
-        await dead_rows.redrive(connection, [row["key"] for row in rows])
+        await lanes.redrive(connection, [row["key"] for row in rows])
         await _schedule_heads(connection, rows)
         return redriven
 
@@ -189,7 +189,7 @@ class DeadLetters(Store[Redriven]):
         why: str,
     ) -> None:
         keys = [row["key"] for row in rows]
-        await dead_rows.discard(connection, keys, operator=operator, why=why)
+        await lanes.discard(connection, keys, operator=operator, why=why)
         await _schedule_heads(connection, rows)
 
     async def _redriven(self, connection: asyncpg.Connection, row: asyncpg.Record) -> Redriven:
@@ -204,7 +204,7 @@ class DeadLetters(Store[Redriven]):
 
     async def _read_again(self, connection: asyncpg.Connection, key: bytes) -> Sequence[Item]:
         row = await connection.fetchrow(_ROW, key)
-        record = lanes.stored_record(row, stored_for=0.0)
+        record = lane_source.stored_record(row, stored_for=0.0)
         found = items_of(self._handlers, record, validates=False)
         return [] if isinstance(found, Undecoded) else found
 
