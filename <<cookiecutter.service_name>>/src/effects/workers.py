@@ -56,6 +56,7 @@ class EffectWorkers(BacklogWorkers):
 
     def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
         super().__init__(consume, health)
+        self._number = LANES
         self._most = EffectSettings().calls
         self._caller = Caller(consume.group)
         self._limiters: dict[str, AsyncLimiter] = {}
@@ -64,10 +65,6 @@ class EffectWorkers(BacklogWorkers):
         """Held for each query: there are as many workers as lanes, and they share a connection."""
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
-
-    @property
-    def _number(self) -> int:
-        return LANES
 
     def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
         """Return a message whose call still runs `seconds` after it was cancelled, and its task."""

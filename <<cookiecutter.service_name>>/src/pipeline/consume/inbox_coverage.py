@@ -5,6 +5,7 @@ because of its age, unless its handler accepts old messages.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 
 from aiokafka.errors import KafkaError
@@ -32,15 +33,11 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     except (KafkaError, OSError, TimeoutError) as error:
         log.info("how long topics keep their records is not known: %s", describe_error(error))
         return
-    kept = {
-        topic: _seconds(one.configs)
-        for topic, one in described.items()
-        if "retention.ms" in one.configs
-    }
+    covered = settings.inbox_age - CLOCK_MARGIN.total_seconds()
     longer = [
         f"{topic} ({_days(seconds)})"
-        for topic, seconds in kept.items()
-        if seconds is None or seconds > settings.inbox_age - CLOCK_MARGIN.total_seconds()
+        for topic, one in described.items()
+        if (seconds := _seconds(one.configs)) > covered
     ]
     if not longer:
         return
@@ -55,12 +52,12 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     log.warning("%s", text)
 
 
-def _seconds(configs: Mapping[str, str]) -> float | None:
-    milliseconds = int(configs["retention.ms"])
+def _seconds(configs: Mapping[str, str]) -> float:
+    milliseconds = int(configs.get("retention.ms", 0))  # brokers may not permit reading it
     if "delete" not in configs.get("cleanup.policy", "delete") or milliseconds == _FOR_EVER:
-        return None
+        return math.inf
     return milliseconds / 1_000
 
 
-def _days(seconds: float | None) -> str:
-    return "for ever" if seconds is None else f"{seconds / 86_400:,.1f} days"
+def _days(seconds: float) -> str:
+    return "for ever" if seconds == math.inf else f"{seconds / 86_400:,.1f} days"

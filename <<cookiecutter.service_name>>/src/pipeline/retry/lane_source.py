@@ -211,20 +211,19 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
         return Row(row["key"], consumer, record, decision)
     if not consumer and found:
         return [item._replace(was_young=True) for item in found]
-    for item in found:
-        if item.consumer == consumer:
-            return [
-                (validated(item) if validates else item)._replace(
-                    attempts=row["attempts"],
-                    waited=row["waited"],
-                    row=row["key"],
-                    stored=Known(row["hash"], row["hash_version"]),
-                    was_young=True,
-                    reason=row["reason"],
-                    last_error=row["error"],
-                    trace=row["traceparent"],
-                )
-            ]
+    own = next((item for item in found if item.consumer == consumer), None)
+    if own is not None:
+        item = own._replace(
+            attempts=row["attempts"],
+            waited=row["waited"],
+            row=row["key"],
+            stored=Known(row["hash"], row["hash_version"]),
+            was_young=True,
+            reason=row["reason"],
+            last_error=row["error"],
+            trace=row["traceparent"],
+        )
+        return [validated(item) if validates else item]
     name = consumer or "the service"
     error = NoHandler(f"{name} has no handler for {row['type'] or 'this'!r} of {record.topic}")
     if not consumer:

@@ -204,9 +204,9 @@ async def settle(
     await schedule_heads(connection, [lane.number], keys, keys_with_progress)
 
 
-async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
+async def count(connection: asyncpg.Connection) -> dict[str, tuple[int, int, float]]:
     """Return per consumer: waiting messages, dead letters, seconds since the oldest was stored."""
-    return [tuple(row) for row in await connection.fetch(_COUNT)]
+    return {consumer: tuple(numbers) for consumer, *numbers in await connection.fetch(_COUNT)}
 
 
 async def schedule_heads(

@@ -62,15 +62,12 @@ class BacklogWorkers:
         self._pace = Pace(consume.settings)
         self._breaker = consume.breaker
         self._health = health
+        self._number = consume.settings.backlog_workers
+        """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
         self._stopping = asyncio.Event()
-
-    @property
-    def _number(self) -> int:
-        """Number of workers, each of which serves one lane at a time."""
-        return self._settings.backlog_workers
 
     def wake(self) -> None:
         """Look for due rows at once, because this process has stored some."""
@@ -271,8 +268,8 @@ class BacklogWorkers:
     @property
     def _consumers(self) -> set[str]:
         """Consumers whose due rows are handled; the empty name is that of undecoded records."""
-        handlers = self._handlers
-        return {"", *handlers.consumers} - handlers.callers - self._breaker.resting
+        callers = self._handlers.callers
+        return {"", *self._handlers.consumers} - callers - self._breaker.resting
 
     async def _claim(self) -> Lane | None:
         self._breaker.forget_idle()
@@ -284,18 +281,16 @@ class BacklogWorkers:
 
     async def _count(self) -> None:
         """Set the metrics of the backlog now and then. Counting a large one takes long."""
-        known: set[str] = set()
+        counts: dict[str, tuple[int, int, float]] = {}
         while not self._stopping.is_set():
             begun = monotonic()
             try:
                 async with asyncio.timeout(_COUNT_SECONDS), autocommitting(self._engine) as driver:
                     rows = await lanes.count(driver)
                 # A consumer without rows is not among the results, and its gauges must become 0.
-                for consumer in known - {consumer for consumer, *_ in rows}:
-                    metrics.observe_backlog(consumer, 0, 0, 0.0)
-                for row in rows:
-                    metrics.observe_backlog(*row)
-                known |= {consumer for consumer, *_ in rows}
+                counts = dict.fromkeys(counts, (0, 0, 0.0)) | rows
+                for consumer, numbers in counts.items():
+                    metrics.observe_backlog(consumer, *numbers)
             except TimeoutError:
                 log.warning("backlog: counting takes too long, its metrics keep their last values")
             except Exception as error:

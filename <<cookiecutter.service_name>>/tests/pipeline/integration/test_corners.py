@@ -259,11 +259,11 @@ async def test_counting_what_waits_holds_no_worker_up(
     bank, desk = await bank_with(new_desk, mode="deferred")
     counted = 0
 
-    async def take_long(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
+    async def take_long(connection: asyncpg.Connection) -> dict[str, tuple[int, int, float]]:
         nonlocal counted
         counted += 1
         await connection.execute("SELECT pg_sleep(600)")
-        return []
+        return {}
 
     monkeypatch.setattr(lanes, "count", take_long)
     monkeypatch.setattr(workers, "_COUNT_SECONDS", 0.2)
