@@ -66,10 +66,6 @@ class EffectWorkers(BacklogWorkers):
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
 
-    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
-        """Return a message whose call still runs `seconds` after it was cancelled, and its task."""
-        return self._caller.ignoring_cancellation(seconds)
-
     @property
     def _consumers(self) -> set[str]:
         """Consumers whose rows are queried: those that may make calls now."""

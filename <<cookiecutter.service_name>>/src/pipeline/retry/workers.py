@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import asyncpg
@@ -77,13 +77,6 @@ class BacklogWorkers:
         """Make `run` end after the running transactions."""
         self._stopping.set()
         self.wake()
-
-    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
-        """Return a message whose call runs so long after its cancellation, and its task.
-
-        Here None: only the workers of effects make calls outside of a transaction.
-        """
-        return None
 
     async def run(self) -> None:
         """Work until `stop`."""
@@ -230,8 +223,7 @@ class BacklogWorkers:
         """Handle the only row, over which a process may have died, while this one does no more."""
         (item,) = source.items
         if item.is_suspect:
-            what = f"{item.consumer}: {item.message.type} {item.message.id!r}"
-            log.warning("%s is tried alone: %s", what, item.last_error)
+            log.warning("%s is tried alone: %s", item.name, item.last_error)
         async with self._consume.alone() as consume:
             # Stored before the attempt: it counts as failed unless this process completes it.
             decision = pessimistic(item)
