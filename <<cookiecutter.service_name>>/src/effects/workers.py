@@ -51,12 +51,12 @@ _Calls = dict[bytes, asyncio.Task[CallResult | None]]
 class EffectWorkers(BacklogWorkers):
     """The workers of the lanes of effects. They mostly wait: each lane may have its own."""
 
-    _name = "effects"
-    _counts = False
+    name = "effects"
+    counts = False
 
     def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
         super().__init__(consume, health)
-        self._number = LANES
+        self.number = LANES
         self._most = EffectSettings().calls
         self._caller = Caller(consume.group)
         self._limiters: dict[str, AsyncLimiter] = {}
@@ -67,7 +67,7 @@ class EffectWorkers(BacklogWorkers):
         """Consumers of the calls that have begun, or are about to, by marker key."""
 
     @property
-    def _consumers(self) -> set[str]:
+    def consumers(self) -> set[str]:
         """Consumers whose rows are queried: those that may make calls now."""
         left = self._most - len(self._under_way)
         if left <= 0:
@@ -81,7 +81,7 @@ class EffectWorkers(BacklogWorkers):
         probing = self._breaker.open & under_way
         return callers - self._breaker.resting - spent - probing - full
 
-    async def _serve(self, lane: Lane) -> None:
+    async def serve(self, lane: Lane) -> None:
         """Make the calls that are due in the lane: many at once, those of a key one by one."""
         calls: _Calls = {}
         turns = 0
@@ -172,7 +172,7 @@ class EffectWorkers(BacklogWorkers):
     async def _has_room_for(self, item: Item) -> bool:
         """Take a place for a call, if there is one for this effect."""
         consumer = item.consumer
-        if consumer not in self._consumers:
+        if consumer not in self.consumers:
             return False
         rate = Effect.of(item).per_second
         if rate is not None:

@@ -48,10 +48,13 @@ T = TypeVar("T")
 
 
 class BacklogWorkers:
-    """A process's workers. All processes share the lanes; a lane has one worker at a time."""
+    """A process's workers. All processes share the lanes; a lane has one worker at a time.
 
-    _name = "backlog"
-    _counts = True
+    Those of an optional package's lanes override `name`, `counts`, `consumers` and `serve`.
+    """
+
+    name = "backlog"
+    counts = True
     """Whether `run` also counts the backlog, of all consumers, for the metrics."""
 
     def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
@@ -62,7 +65,7 @@ class BacklogWorkers:
         self._pace = Pace(consume.settings)
         self._breaker = consume.breaker
         self._health = health
-        self._number = consume.settings.backlog_workers
+        self.number = consume.settings.backlog_workers
         """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._woken = asyncio.Event()
@@ -81,9 +84,9 @@ class BacklogWorkers:
     async def run(self) -> None:
         """Work until `stop`."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._number):
+            for _ in range(self.number):
                 group.create_task(self._work())
-            if self._counts:
+            if self.counts:
                 group.create_task(self._count())
 
     async def _work(self) -> None:
@@ -97,8 +100,8 @@ class BacklogWorkers:
             except Exception as error:
                 if self._stopping.is_set():
                     return
-                log.exception("%s: unexpected error, starting again", self._name)
-                self._health.not_ready(self._name, describe_error(error))
+                log.exception("%s: unexpected error, starting again", self.name)
+                self._health.not_ready(self.name, describe_error(error))
                 await self._pause(self._settings.retry_pause)
 
     async def _next(self) -> Lane | None:
@@ -107,7 +110,7 @@ class BacklogWorkers:
         while not self._stopping.is_set():
             self._woken.clear()
             lane = await self._claim()
-            self._health.ready(self._name)
+            self._health.ready(self.name)
             if lane is not None:
                 return lane
             is_woken = await self._pause(pause)
@@ -122,7 +125,7 @@ class BacklogWorkers:
     async def _work_at(self, lane: Lane) -> None:
         """Handle due rows of the lane and release it, unless it must count as a death."""
         try:
-            await self._serve(lane)
+            await self.serve(lane)
         except LaneLost as lost:
             log.warning("%s", lost)
             return
@@ -136,8 +139,8 @@ class BacklogWorkers:
                 await self._release(lane)
             if not isinstance(error, StoreUnavailable):
                 raise
-            log.warning("%s: %s", self._name, error)
-            self._health.not_ready(self._name, str(error))
+            log.warning("%s: %s", self.name, error)
+            self._health.not_ready(self.name, str(error))
             await self._pause(self._settings.retry_pause)
             return
         await self._release(lane)
@@ -145,7 +148,7 @@ class BacklogWorkers:
     async def _release(self, lane: Lane) -> None:
         await self._query("releasing a lane", lambda driver: lanes.release(driver, lane))
 
-    async def _serve(self, lane: Lane) -> None:
+    async def serve(self, lane: Lane) -> None:
         """Handle due rows of the lane, in a limited number of transactions."""
         if lane.starts > 1:
             await self._clear(lane)
@@ -176,7 +179,7 @@ class BacklogWorkers:
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> LaneSource:
         """Read due rows of the lane, and fetch the data of those before the first row that may kill
         the process. Raises `StoreUnavailable`."""
-        handlers, consumers = self._handlers, self._consumers
+        handlers, consumers = self._handlers, self.consumers
         source = await self._query(
             "reading the backlog",
             lambda driver: take(driver, lane, handlers, consumers, limit, before=before),
@@ -258,7 +261,7 @@ class BacklogWorkers:
         return results
 
     @property
-    def _consumers(self) -> set[str]:
+    def consumers(self) -> set[str]:
         """Consumers whose due rows are handled; the empty name is that of undecoded records."""
         callers = self._handlers.callers
         return {"", *self._handlers.consumers} - callers - self._breaker.resting
@@ -268,7 +271,7 @@ class BacklogWorkers:
         lease = self._settings.backlog_lease
         return await self._query(
             "claiming a lane",
-            lambda driver: lanes.claim(driver, self._owner, lease, self._consumers),
+            lambda driver: lanes.claim(driver, self._owner, lease, self.consumers),
         )
 
     async def _count(self) -> None:
@@ -299,8 +302,8 @@ class BacklogWorkers:
 
     def _attempts(self, what: str) -> Attempts:
         return retry_while_unavailable(
-            f"{self._name}: {what}",
+            f"{self.name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
-            report=lambda reason: self._health.not_ready(self._name, reason),
+            report=lambda reason: self._health.not_ready(self.name, reason),
         )
