@@ -17,7 +17,16 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers import policy
-from pipeline.handlers.policy import DEFERRED, DIED, GAP, UNKNOWN, Decision, Policy, ProcessDied
+from pipeline.handlers.policy import (
+    DEFERRED,
+    DIED,
+    GAP,
+    UNDECIDED,
+    UNKNOWN,
+    Decision,
+    Policy,
+    ProcessDied,
+)
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
@@ -271,7 +280,7 @@ def pessimistic(item: Item) -> Decision:
 def unchanged(item: Item) -> Decision:
     """Return the decision that undoes `pessimistic`: the attempt was not made."""
     return Decision(
-        DIED if item.is_suspect else policy.UNDECIDED,
+        DIED if item.is_suspect else UNDECIDED,
         item.attempts,
         item.waited,
         policy.SHORTEST,
