@@ -16,16 +16,19 @@ from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
-from pipeline.handlers import policy
 from pipeline.handlers.policy import (
     DEFERRED,
     DIED,
     GAP,
+    SHORTEST,
     UNDECIDED,
     UNKNOWN,
     Decision,
     Policy,
     ProcessDied,
+    assumed,
+    dead,
+    described,
 )
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
@@ -216,7 +219,7 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
     found = items_of(handlers, record, validates=False, hash=hash)
     if isinstance(found, Undecoded):
-        decision = policy.dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+        decision = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
         return Row(row["key"], consumer, record, decision)
     if not consumer and found:
         return [item._replace(was_young=True) for item in found]
@@ -236,7 +239,7 @@ def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequen
     name = consumer or "the service"
     error = NoHandler(f"{name} has no handler for {row['type'] or 'this'!r} of {record.topic}")
     if not consumer:
-        return Row(row["key"], consumer, record, policy.dead(Policy(), "no handler", error))
+        return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
     # During a deployment a process of another version may have a handler.
     decision = Policy().after_failure(
         error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
@@ -267,14 +270,14 @@ def pessimistic(item: Item) -> Decision:
     were dead while it is tried, a later message of its key could overtake it. When it is taken
     again with all attempts used up, it dies.
     """
-    limits, attempts = item.handler.policy, item.attempts
-    if item.is_suspect and attempts >= limits.attempts:
+    policy, attempts = item.handler.policy, item.attempts
+    if item.is_suspect and attempts >= policy.attempts:
         error = ProcessDied(f"a process began with it (attempt {attempts}) and died")
-        return policy.dead(limits, "attempts used up", error, attempts=attempts)
+        return dead(policy, "attempts used up", error, attempts=attempts)
     error = ProcessDied(f"a process began with it (attempt {attempts + 1}) and died")
     if item.reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
-        return replace(unchanged(item), reason=DIED, error=policy.described(error))
-    return policy.assumed(limits, error, attempts=attempts, waited=item.waited)
+        return replace(unchanged(item), reason=DIED, error=described(error))
+    return assumed(policy, error, attempts=attempts, waited=item.waited)
 
 
 def unchanged(item: Item) -> Decision:
@@ -283,7 +286,7 @@ def unchanged(item: Item) -> Decision:
         DIED if item.is_suspect else UNDECIDED,
         item.attempts,
         item.waited,
-        policy.SHORTEST,
+        SHORTEST,
         error=item.last_error,
         is_assumed=True,
     )
