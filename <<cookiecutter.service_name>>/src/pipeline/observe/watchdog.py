@@ -9,8 +9,8 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | a call goes on after its cancellation | a task of the event loop         | 70        |
 
 After every death the next process finds the message by the starts that were counted and not undone:
-at the position of a partition (`consume/position.py`), or for a lane of the backlog, whose suspects
-are tried alone (`retry/suspects.py`).
+at the position of a partition (`consume/position.py`), which parks it as a suspect, or for a lane
+of the backlog. Suspects are tried alone (`retry/workers.py`).
 """
 
 import asyncio
