@@ -22,6 +22,7 @@ from pipeline.handlers.registry import Handler
 from pipeline.handlers.transaction import Transaction
 from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
+from pipeline.observe.watchdog import CALLS
 from pipeline.servers.guard import InContext
 
 from .registration import Call, Effect
@@ -81,20 +82,10 @@ class CallResult:
 
 
 class Caller:
-    """Makes calls, and keeps a list of those that are under way."""
+    """Makes calls."""
 
     def __init__(self, group: str) -> None:
         self._spans = ProcessSpans(group)
-        self._calling: dict[asyncio.Task[Any], tuple[Item, float]] = {}
-        """Messages whose function is called, and the loop's time at which it has to end."""
-
-    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any]] | None:
-        """Return a message whose call still runs `seconds` after it was cancelled, and its task."""
-        now = asyncio.get_running_loop().time()
-        for task, (item, until) in self._calling.items():
-            if now - until > seconds:
-                return item, task
-        return None
 
     async def call(self, item: Item) -> CallResult:
         """Call the function, or first `ask` whether an earlier call took place."""
@@ -104,7 +95,8 @@ class Caller:
         task = asyncio.current_task()
         assert task is not None
         now = asyncio.get_running_loop().time
-        self._calling[task] = item, now() + handler.timeout
+        until = now() + handler.timeout
+        CALLS[task] = lambda seconds: item.name if now() - until > seconds else None
         limit = asyncio.timeout(handler.timeout)
         current = self._spans.of(item.message, handler.consumer, item.trace)
         called = CallResult(item, context=current.context)
@@ -132,7 +124,7 @@ class Caller:
         finally:
             key = handler.consumer, handler.event.event_type
             metrics.handled({key: perf_counter() - begun})
-            del self._calling[task]
+            del CALLS[task]
 
 
 def may_have_happened(item: Item) -> bool:

@@ -23,9 +23,8 @@ from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Decision, ProcessDied, assumed, dead
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
-from pipeline.retry.lane_source import LaneSource
-from pipeline.retry.lanes import Lane, Taken
-from pipeline.retry.suspects import pessimistic, unchanged
+from pipeline.retry.lane_source import LaneSource, pessimistic, unchanged
+from pipeline.retry.lanes import Lane
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.schema import LANES
 from pipeline.servers.tasks import end, in_background
@@ -52,11 +51,12 @@ _Calls = dict[bytes, asyncio.Task[CallResult | None]]
 class EffectWorkers(BacklogWorkers):
     """The workers of the lanes of effects. They mostly wait: each lane may have its own."""
 
-    _name = "effects"
-    _counts = False
+    name = "effects"
+    counts = False
 
     def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
         super().__init__(consume, health)
+        self.number = LANES
         self._most = EffectSettings().calls
         self._caller = Caller(consume.group)
         self._limiters: dict[str, AsyncLimiter] = {}
@@ -67,15 +67,7 @@ class EffectWorkers(BacklogWorkers):
         """Consumers of the calls that have begun, or are about to, by marker key."""
 
     @property
-    def _number(self) -> int:
-        return LANES
-
-    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
-        """Return a message whose call still runs `seconds` after it was cancelled, and its task."""
-        return self._caller.ignoring_cancellation(seconds)
-
-    @property
-    def _consumers(self) -> set[str]:
+    def consumers(self) -> set[str]:
         """Consumers whose rows are queried: those that may make calls now."""
         left = self._most - len(self._under_way)
         if left <= 0:
@@ -89,7 +81,7 @@ class EffectWorkers(BacklogWorkers):
         probing = self._breaker.open & under_way
         return callers - self._breaker.resting - spent - probing - full
 
-    async def _serve(self, lane: Lane) -> None:
+    async def serve(self, lane: Lane) -> None:
         """Make the calls that are due in the lane: many at once, those of a key one by one."""
         calls: _Calls = {}
         turns = 0
@@ -128,24 +120,22 @@ class EffectWorkers(BacklogWorkers):
             await self._hold(lane)
 
     async def _hold(self, lane: Lane) -> None:
-        lease = self._settings.backlog_lease
-        await self._query("holding a lane", lambda driver: lanes.hold(driver, lane, lease))
+        await self._query("holding a lane", lambda driver: lanes.hold(driver, lane))
 
     async def _begin(self, lane: Lane, calls: _Calls) -> bool:
         """Begin calls that are due; return whether there were any."""
         # Those under way are still due, and read again.
-        taken = await self._take(lane, len(calls) + self._most)
+        source = await self._take(lane, len(calls) + self._most)
         of_keys: dict[bytes, list[Item]] = {}
-        for item in taken.items:
+        for item in source.items:
             of_keys.setdefault(item.order_key, []).append(item)
         heads = [items[0] for key, items in of_keys.items() if key not in calls]
         chosen = [item for item in heads if await self._has_room_for(item)]
         try:
             # Or rows behind calls that are under way fill the page, and hide others that are due.
             hides = not chosen and any(len(items) > 1 for items in of_keys.values())
-            if taken.unhandleable or hides or taken.keys != list(of_keys):
-                left = Taken([], {}, taken.unhandleable, taken.keys)
-                await self._apply(self._consume, self._work_of(lane, left))
+            if source.unhandleable or hides or source.keys != list(of_keys):
+                await self._apply(self._consume, replace(source, items=[]))
             begun = asyncio.get_running_loop().time()
             may_begin = await self._note_beginnings(lane, chosen) if chosen else {}
         except BaseException:
@@ -182,7 +172,7 @@ class EffectWorkers(BacklogWorkers):
     async def _has_room_for(self, item: Item) -> bool:
         """Take a place for a call, if there is one for this effect."""
         consumer = item.consumer
-        if consumer not in self._consumers:
+        if consumer not in self.consumers:
             return False
         rate = Effect.of(item).per_second
         if rate is not None:
@@ -255,9 +245,8 @@ class EffectWorkers(BacklogWorkers):
         items = [one.settling() for one in called]
         if not items:
             return set()
-        taken = Taken(items, {}, [], [item.order_key for item in items])
         try:
-            return _stored(await self._apply(self._consume, self._work_of(lane, taken)))
+            return _stored(await self._apply(self._consume, LaneSource.of(lane, items)))
         except BreakerOpen:
             for one in called:
                 if one.is_noted and (decision := _failed_with_open_breaker(one)):
@@ -271,14 +260,8 @@ class EffectWorkers(BacklogWorkers):
         noted = [item for item in items if item.key in decisions]
         if not noted:
             return set()
-        taken = Taken(noted, {}, [], [item.order_key for item in noted])
-        results = await self._apply(self._consume, self._work_of(lane, taken, decisions))
+        results = await self._apply(self._consume, LaneSource.of(lane, noted, decisions))
         return {item.key for one in results for item, _ in one.decided}
-
-    def _work_of(
-        self, lane: Lane, taken: Taken, assumed: Mapping[bytes, Decision] = {}
-    ) -> LaneSource:
-        return LaneSource(lane, self._settings.backlog_lease, taken, assumed)
 
 
 def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:

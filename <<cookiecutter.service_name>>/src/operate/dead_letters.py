@@ -13,7 +13,7 @@ from pipeline.apply.item import Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.registry import Handlers
-from pipeline.retry import dead_rows, lanes
+from pipeline.retry import lane_source, lanes
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -156,17 +156,17 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         return entry
 
     async def _lock(self, number: int) -> None:
-        await dead_rows.fence_lane(self.connection, number)
+        await lanes.fence_lane(self.connection, number)
 
     async def _redrive(self, rows: Rows) -> Sequence[Redriven]:
         redriven = [await self._redriven(row) for row in rows]
-        await dead_rows.redrive(self.connection, [row["key"] for row in rows])
+        await lanes.redrive(self.connection, [row["key"] for row in rows])
         await self._schedule_heads(rows)
         return redriven
 
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
         keys = [row["key"] for row in rows]
-        await dead_rows.discard(self.connection, keys, operator=operator, why=why)
+        await lanes.discard(self.connection, keys, operator=operator, why=why)
         await self._schedule_heads(rows)
         return rows
 
@@ -180,7 +180,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
             return Redriven([key], [marker_key(row["consumer"], row["source"], row["id"])], place)
         # A record that no handler has seen becomes a message to each of its handlers.
         stored = await self.connection.fetchrow(_ROW, key)
-        record = lanes.stored_record(stored, stored_for=0.0)
+        record = lane_source.stored_record(stored, stored_for=0.0)
         found = items_of(self._handlers, record, validates=False)
         items = [] if isinstance(found, Undecoded) else found
         markers = [item.key for item in items]

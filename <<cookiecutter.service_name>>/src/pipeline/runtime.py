@@ -4,9 +4,8 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Flag, auto
-from functools import partial
 
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -143,18 +142,15 @@ async def _serve(
         await inbox_coverage.check(settings, handlers.topics)
     relay = Relay(engine, name=service.name, settings=settings, health=health)
     filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-    consume, consumer, signals = _consuming(
-        service, settings, engine, health, relay, filters, claims
-    )
+    consumer, signals = _consuming(service, settings, engine, health, relay, filters, claims)
     # In this order they stop: the relay publishes what the others have committed last.
     groups: list[Sequence[Running]] = []
     if Part.CONSUME in parts:
         groups.append([consumer, signals.lanes, *signals.calls])
     if Part.RELAY in parts:
         groups.append([relay])
-    watched = partial(_find_call_ignoring_cancellation, [consume, *signals.calls])
     async with (
-        in_background(watch_calls(watched, settings.hang_timeout)),
+        in_background(watch_calls(stack_of, settings.hang_timeout)),
         in_background(filters.keep_loading(engine)),
         in_background(retention.run()) as retaining,
     ):
@@ -169,7 +165,7 @@ def _consuming(
     relay: Relay,
     filters: Filters,
     claims: ClaimCheck | None,
-) -> tuple[ConsumeTransactions, Consumer, "_Signals"]:
+) -> tuple[Consumer, "_Signals"]:
     """Return the parts that apply messages."""
     handlers = service.handlers
     signals = _Signals(relay)
@@ -187,15 +183,7 @@ def _consuming(
     signals.lanes = BacklogWorkers(consume, health)
     kinds = service.workers if handlers.callers else ()
     signals.calls = [workers(consume, health) for workers in kinds]
-    consumer = Consumer(
-        engine,
-        consume,
-        handlers=handlers,
-        group=service.name,
-        settings=settings,
-        health=health,
-    )
-    return consume, consumer, signals
+    return Consumer(consume, health), signals
 
 
 async def _run_until(
@@ -243,18 +231,6 @@ class _Signals(Signals):
     def calls_staged(self) -> None:
         for workers in self.calls:
             workers.wake()
-
-
-def _find_call_ignoring_cancellation(
-    callers: Sequence[ConsumeTransactions | BacklogWorkers], seconds: float
-) -> tuple[str, Callable[[], str]] | None:
-    """Return the name of a call that still runs `seconds` after it was cancelled, and its stack."""
-    for one in callers:
-        if found := one.ignoring_cancellation(seconds):
-            item, task = found
-            what = f"{item.consumer}: {item.message.type} {item.message.id!r}"
-            return what, partial(stack_of, task)
-    return None
 
 
 def _stopping_on_signals() -> asyncio.Event:

@@ -81,7 +81,8 @@ class Settings(ServerSettings):
     """After so many keys in a row have failed alike at one consumer its breaker opens: its messages
     are not parked any more, and wait."""
     unclean_starts: Count = 3
-    """After so many processes have died at one position the next applies its records one by one."""
+    """After so many processes have died at one position the next parks the first records there, and
+    tries each of them alone."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
     """What a compressed batch of a producer may unpack to, in MiB: 128 times what brokers take by
     default. A larger one could take all memory: its partition stands still until a person decides.

@@ -1,6 +1,5 @@
 """The state that handlers of one transaction share: connection, rows, outbox, time limit."""
 
-import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -54,7 +53,6 @@ class Attempt:
     """Errors of calls to `tx` after the message's handler had returned, by marker key."""
     guard: Guard = field(init=False)
     """That of the messages that share a session, or of the message that is being handled."""
-    task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     calling: Item | None = None
     context: Context | None = None
     """Trace context of the latest call."""
@@ -101,6 +99,8 @@ class Attempt:
             finally:
                 self.rows, self.guard = shared
 
-    def ignores_cancellation(self, seconds: float) -> Item | None:
-        """Return the message whose handler has run for `seconds` after its cancellation."""
-        return self.calling if self.deadline.overdue() > seconds else None
+    def ignores_cancellation(self, seconds: float) -> str | None:
+        """Return the name of the call if it has run for `seconds` after its cancellation."""
+        if self.calling is None or self.deadline.overdue() <= seconds:
+            return None
+        return self.calling.name

@@ -94,6 +94,11 @@ class Item(NamedTuple):
         return self.handler.consumer
 
     @property
+    def name(self) -> str:
+        """Consumer, type and id, for the log."""
+        return f"{self.consumer}: {self.message.type} {self.message.id!r}"
+
+    @property
     def is_suspect(self) -> bool:
         """Whether a process has died while it handled the message."""
         return self.reason == DIED

@@ -61,7 +61,7 @@ WITH moved AS (
            anchor_offset = COALESCE($6, anchor_offset),
            anchor_time = COALESCE($7, anchor_time),
            anchor_hash = COALESCE($8, anchor_hash),
-           starts = $9,
+           starts = 0,
            moved_at = clock_timestamp()
      WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
     RETURNING 1
@@ -127,18 +127,14 @@ async def move_position(
     fetched_from: int,
     next_offset: int,
     anchor: Anchor | None,
-    starts: int,
 ) -> Generations:
     """Move the position over the batch. Raises `PositionMoved` if it is not `fetched_from`.
 
-    Without a new anchor, over a gap in the offsets, the old one stays. `starts` is the count of
-    starts that is stored for the next position: 0, or more while records are tried one by one.
+    Without a new anchor, over a gap in the offsets, the old one stays.
     """
     place = slot.group, slot.topic, slot.partition
     last = anchor or (None, None, None)
-    row = await connection.fetchrow(
-        _MOVE_POSITION, *place, fetched_from, next_offset, *last, starts
-    )
+    row = await connection.fetchrow(_MOVE_POSITION, *place, fetched_from, next_offset, *last)
     if row is None or not row["ours"]:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
     return Generations.of(row)

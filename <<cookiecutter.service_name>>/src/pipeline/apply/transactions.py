@@ -21,6 +21,7 @@ from pipeline.handlers.sessions import AT_WORK, SharedSession, clean, new_sessio
 from pipeline.handlers.staging import Outbox
 from pipeline.observe import metrics, traces
 from pipeline.observe.traces import ProcessSpans
+from pipeline.observe.watchdog import CALLS
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import CURRENT_GUARD, GUARD
 from pipeline.servers.retrying import Attempts
@@ -90,7 +91,6 @@ class ConsumeTransactions:
         self.claims = claims
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
-        self._under_way: set[Attempt] = set()
         self._own = {handler.consumer for handler in handlers if handler.takes_batches}
         """Consumers whose messages have sessions of their own: added when a handler uses one."""
 
@@ -106,15 +106,6 @@ class ConsumeTransactions:
             only = copy(self)
             only._slots = asyncio.Semaphore(1)
             yield only
-
-    def ignoring_cancellation(
-        self, seconds: float
-    ) -> tuple[Item, asyncio.Task[object] | None] | None:
-        """Return a message whose handler ignores its cancellation for `seconds`, and the task."""
-        for attempt in self._under_way:
-            if item := attempt.ignores_cancellation(seconds):
-                return item, attempt.task
-        return None
 
     async def apply(self, source: Source, retrying: Attempts) -> Sequence[BatchOutcome]:
         """Apply all messages; returns the outcome of each transaction that was needed.
@@ -294,14 +285,16 @@ class ConsumeTransactions:
     ) -> FailedCalls:
         info = (await attempt.connection.get_raw_connection()).info
         info[GUARD] = attempt.guard
-        self._under_way.add(attempt)
+        task = asyncio.current_task()
+        assert task is not None
+        CALLS[task] = attempt.ignores_cancellation
         try:
             return await call_handlers(items, attempt, outcome)
         finally:
             progress.trace = traces.traceparent(attempt.context)
             attempt.deadline.close()
             metrics.handled(attempt.longest)
-            self._under_way.discard(attempt)
+            del CALLS[task]
             info.pop(GUARD, None)
 
     def _committed(

@@ -5,21 +5,17 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
 from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.servers.tasks import sleep_or_event
-from pipeline.settings import Settings
 
 from .reader import Reader
 
@@ -47,28 +43,10 @@ _SLACK_SECONDS = 5.0
 class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no types
     """A member of the consumer group, whose name is the service's."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        consume: ConsumeTransactions,
-        *,
-        handlers: Handlers,
-        group: str,
-        settings: Settings,
-        health: Health,
-    ) -> None:
-        self._new_reader = partial(
-            Reader,
-            engine=engine,
-            consume=consume,
-            handlers=handlers,
-            group=group,
-            settings=settings,
-            health=health,
-        )
-        self._handlers = handlers
-        self._group = group
-        self._settings = settings
+    def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
+        self._consume = consume
+        self._topics = consume.handlers.topics
+        self._settings = consume.settings
         self._health = health
         self._readers: dict[TopicPartition, Reader] = {}
         self._committed: dict[TopicPartition, int] = {}
@@ -78,15 +56,21 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
 
     async def run(self) -> None:
         """Join the group and read until `stop`; then finish the running batches and leave."""
-        if not self._handlers.topics:
+        if not self._topics:
             log.info("no handler is registered: nothing is consumed")
             await self._stopping.wait()
             return
         self._health.not_ready("consumer", "has not joined its group yet")
         self._client = client = self._new_client()
         try:
-            await self._connect()
-            client.subscribe(sorted(self._handlers.topics), listener=self)
+            attempts = retry_while_unavailable(
+                "connecting to Kafka",
+                self._settings.kafka,
+                unless=self._stopping.is_set,
+                report=lambda reason: self._health.not_ready("consumer", reason),
+            )
+            await attempts(clients.start, client)
+            client.subscribe(sorted(self._topics), listener=self)
             while not self._stopping.is_set():
                 for reader in self._readers.values():
                     reader.raise_if_ended()
@@ -96,6 +80,9 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                 await self._check_topics()
                 await sleep_or_event(self._stopping, self._settings.offset_commit_interval)
             await self._stop_readers(0.4 * self._settings.shutdown_grace)
+        except KafkaError:
+            if not self._stopping.is_set():
+                raise
         finally:
             await self._stop_readers(0)
             await clients.stop(client, _ANSWER_SECONDS)
@@ -107,25 +94,12 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         """Make `run` end."""
         self._stopping.set()
 
-    async def _connect(self) -> None:
-        try:
-            attempts = retry_while_unavailable(
-                "connecting to Kafka",
-                self._settings.kafka,
-                unless=self._stopping.is_set,
-                report=lambda reason: self._health.not_ready("consumer", reason),
-            )
-            await attempts(clients.start, self._client)
-        except KafkaError:
-            if not self._stopping.is_set():
-                raise
-
     def _new_client(self) -> KafkaConsumer:
         session_timeout = round(self._settings.kafka_session_timeout * 1000)
         return KafkaConsumer(
             **clients.connection_options(self._settings),
-            group_id=self._group,
-            client_id=self._group,
+            group_id=self._consume.group,
+            client_id=self._consume.group,
             enable_auto_commit=False,
             # The position comes from PostgreSQL. A deleted offset is an error, never replaced.
             auto_offset_reset="none",
@@ -146,8 +120,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         if self._stopping.is_set():
             return
         for partition in sorted(assigned):
-            reader = self._readers[partition] = self._new_reader(self._client, partition)
-            reader.start()
+            self._readers[partition] = Reader(self._client, partition, self._consume, self._health)
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
         self._health.ready("consumer")
@@ -200,13 +173,12 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             self._health.ready("consumer")
 
     async def _check_topics(self) -> None:
-        topics = self._handlers.topics
-        known = {topic for topic in topics if self._client.partitions_for_topic(topic)}
-        if known != topics:
+        known = {topic for topic in self._topics if self._client.partitions_for_topic(topic)}
+        if known != self._topics:
             # The client's metadata may be older than the topic.
             with suppress(KafkaError, TimeoutError):
                 known |= await asyncio.wait_for(self._client.topics(), _ANSWER_SECONDS)
-        for topic in topics:
+        for topic in self._topics:
             if topic in known:
                 self._health.forget(f"topic {topic}")
             else:

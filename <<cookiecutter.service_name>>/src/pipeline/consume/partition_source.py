@@ -1,7 +1,7 @@
 """A batch of a topic partition, as a source of the consume transaction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import asyncpg
@@ -24,10 +24,8 @@ class PartitionSource:
 
     slot: Slot
     batch: Batch
-    starts: int = 0
-    """Starts that are stored for the next position, see `positions.move_position`."""
     deaths: int = 0
-    """Processes that have died while they handled the batch; if any, it is a single record."""
+    """Processes that have died over the batch. If any, its messages are parked as suspects."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -36,10 +34,10 @@ class PartitionSource:
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
-        """Decisions to park messages without a call: of deferred handlers, or suspected records."""
+        """Decisions to park messages without a call: of deferred handlers, or all suspects."""
         if self.deaths:
-            error = ProcessDied(f"{self.deaths} processes have begun with it and died")
-            return {item.key: suspected(item.handler.policy, error) for item in self.items}
+            error = ProcessDied(f"{self.deaths} processes have begun with its batch and died")
+            return {item.key: suspected(error) for item in self.items}
         return {item.key: DEFERRED for item in self.items if item.handler.mode == "deferred"}
 
     @property
@@ -61,7 +59,6 @@ class PartitionSource:
             fetched_from=self.batch.start,
             next_offset=self.batch.end,
             anchor=self.batch.anchor,
-            starts=self.starts,
         )
 
     async def find(
@@ -90,15 +87,12 @@ class PartitionSource:
         offsets = self.batch.offsets
         if len(offsets) < 2:
             return [self]
-        middle = offsets[len(offsets) // 2]
-        return [
-            type(self)(self.slot, self.batch.between(self.batch.start, middle), self.starts),
-            type(self)(self.slot, self.batch.between(middle, self.batch.end), self.starts),
-        ]
+        start, middle, end = self.batch.start, offsets[len(offsets) // 2], self.batch.end
+        parts = (start, middle), (middle, end)
+        return [replace(self, batch=self.batch.between(*part)) for part in parts]
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record the committed transaction."""
-        skipped = len(self.batch.skipped)
-        if skipped:
+        if skipped := len(self.batch.skipped):
             metrics.processed(self.slot.topic, "", "skipped", skipped, group)
         metrics.batch_applied(self.slot.topic, group, len(self.batch.items) + skipped, seconds)

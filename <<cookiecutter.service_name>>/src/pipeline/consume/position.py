@@ -1,22 +1,21 @@
-"""The stored position of a partition, the check of its topic, and the count of process starts."""
+"""The stored position of a partition, the count of process starts there, and why it is blocked."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from traceback import clear_frames
 from typing import TypeVar
 
 from aiokafka import TopicPartition
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import positions
-from pipeline.apply.positions import Slot, StoredPosition
+from pipeline.apply.positions import PositionMoved, Slot, StoredPosition
+from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import is_infrastructure
 from pipeline.servers.database import autocommitting
 from pipeline.servers.patches import KafkaConsumer
+from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.servers.retrying import Attempts
-from pipeline.settings import Settings
-
-from .stuck import Stuck, TopicChanged
 
 T = TypeVar("T")
 Offsets = Mapping[TopicPartition, int]
@@ -25,8 +24,24 @@ _ANSWER_SECONDS = 5.0
 _UNDO_SECONDS = 1.0
 
 
+class Stuck(Exception):
+    """The partition is blocked before an offset, by a fault of its service, topic or servers.
+
+    Nothing is skipped, and an operator may have to act.
+    """
+
+    def __init__(
+        self, offset: int, reason: str, text: str, unexpected: Exception | None = None
+    ) -> None:
+        """`unexpected`: an error whose traceback is logged."""
+        super().__init__(f"offset {offset}: {reason}: {text}")
+        self.offset = offset
+        self.reason = reason
+        self.unexpected = unexpected
+
+
 class PartitionPosition:
-    """Where a process begins to read a partition, and whether it suspects the records there.
+    """Where a process begins to read a partition, and how many processes have died there.
 
     Each process counts its start at a position before it unpacks the records behind it, and undoes
     that when it ends cleanly. A start that is left over means that a process died over them.
@@ -36,25 +51,24 @@ class PartitionPosition:
         self,
         slot: Slot,
         client: KafkaConsumer,
-        engine: AsyncEngine,
-        settings: Settings,
+        consume: ConsumeTransactions,
         attempts: Callable[[str], Attempts],
     ) -> None:
         """`attempts` returns the retry policy for the operation that its argument describes."""
         self._slot = slot
         self._client = client
-        self._engine = engine
-        self._settings = settings
+        self._engine = consume.engine
+        self._settings = consume.settings
         self._attempts = attempts
-        self._counted_at: int | None = None
-        self.starts = 0
-        """Processes that have started at the position and not finished, this one included."""
+        self.counted_at: int | None = None
+        """Where the start of this process is counted, if it is to be undone on a clean end."""
+        self._starts = 0
 
     @property
     def deaths(self) -> int:
         """Return how many processes have died at the position; 0 while that is too few to suspect
         its records."""
-        return self.starts - 1 if self.starts > self._settings.unclean_starts else 0
+        return self._starts - 1 if self._starts > self._settings.unclean_starts else 0
 
     async def locate(self) -> StoredPosition:
         """Return the stored position, with the anchor if the topic can still hold that record.
@@ -62,16 +76,15 @@ class PartitionPosition:
         The first position of a new partition is stored before its first fetch, so that it does not
         depend on when that succeeds. Raises `Stuck` if the position is outside of the topic.
         """
-        read = self._attempts("reading the position")
-        stored = await read(self._query, positions.position)
-        if stored is None:
-            start = await self._new_start()
-            await self._attempts("storing the start")(self._query, positions.start_at, start)
-            stored = await read(self._query, positions.position)
-        assert stored is not None
-        position, anchor = stored
+        # Read before the offsets: another process may move it at any time.
+        stored = await self._attempts("reading the position")(self._query, positions.position)
         first = await self._offset(self._client.beginning_offsets)
         end = await self._offset(self._client.end_offsets)
+        if stored is None:
+            start = first if self._settings.consumer_start == "earliest" else end
+            await self._attempts("storing the start")(self._query, positions.start_at, start)
+            return await self.locate()
+        position, anchor = stored
         if position < first:
             raise self.changed(
                 position,
@@ -84,10 +97,38 @@ class PartitionPosition:
 
     def changed(self, position: int, what: str) -> Stuck:
         """Return the error for a topic that is not the one in which the position was reached."""
-        return Stuck(position, "topic changed", TopicChanged(self._slot, position, what))
+        return Stuck(
+            position,
+            "topic changed",
+            f"{self._slot.topic}/{self._slot.partition} is read from {position}, but {what}."
+            " Nothing is read until the position is set, for instance by:"
+            f" {self._seek('earliest')}",
+        )
 
-    async def was_moved(self, applied: int, start: int) -> bool:
-        """Return whether a command has moved the position; False if the database is unavailable.
+    def unreadable(self, position: int, batch: UnreadableBatch, deaths: int) -> Stuck:
+        """Return the error for a producer's batch that holds the partition until it is skipped.
+
+        `deaths`: processes that have died while they read the batch.
+        """
+        # The frames would keep what was unpacked of the batch in memory.
+        for error in filter(None, (batch, batch.__cause__)):
+            clear_frames(error.__traceback__)
+        advice = ""
+        if batch.is_too_large and deaths:
+            advice = (
+                f"Processes have died here ({deaths}): give them more memory, and let one try to"
+                f" read it: {self._seek(position)}. "
+            )
+        elif batch.is_too_large:
+            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES: it takes twice that memory. "
+        text = (
+            f"{batch}. Nothing is read until it can be. {advice}To go on behind it, without what it"
+            f" holds: {self._seek(batch.next)}"
+        )
+        return Stuck(position, "unreadable batch", text)
+
+    async def check(self, applied: int, start: int) -> None:
+        """Raise `PositionMoved` if a command has moved the position, as far as is known.
 
         While a batch is applied, maybe in parts, the position is from `applied` to `start`.
         """
@@ -96,42 +137,35 @@ class PartitionPosition:
         except Exception as error:
             if not is_infrastructure(error):
                 raise
-            return False
-        return stored is not None and not applied <= stored.next_offset <= start
+            return
+        if stored is not None and not applied <= stored.next_offset <= start:
+            raise PositionMoved(f"{self._slot.topic}/{self._slot.partition} is not at {start}")
 
     async def count_start(self, position: int) -> None:
         """Count a start of this process at the position, unless it is counted already."""
-        if self._counted_at != position:
-            self._counted_at = position
+        if self.counted_at != position:
+            self.counted_at = position
             counting = self._attempts("counting the start")
-            self.starts = await counting(self._query, positions.count_start, position)
+            self._starts = await counting(self._query, positions.count_start, position)
 
-    def keep_start(self) -> None:
-        """Keep the start counted: `undo_start` does nothing from now on.
-
-        Called when the event loop ends over an error in a task, which counts as a death.
-        """
-        self._counted_at = None
-
-    async def undo_start(self, position: int | None, *, moved: bool) -> None:
-        """Undo the start count on a clean shutdown. `moved`: the count moved with the position."""
-        counted_at, self._counted_at = self._counted_at, None
-        if counted_at is not None and (counted_at == position or moved):
+    async def undo_start(self, position: int | None) -> None:
+        """Undo the start count on a clean end, unless the position has moved since."""
+        counted_at, self.counted_at = self.counted_at, None
+        if counted_at is not None and counted_at == position:
             with suppress(Exception):
                 async with asyncio.timeout(_UNDO_SECONDS):
-                    await self._query(positions.forgive_start, position or 0)
+                    await self._query(positions.forgive_start, position)
 
     async def _query(self, statement: Callable[..., Awaitable[T]], *arguments: object) -> T:
         # Without a time-out a lost connection would be noticed much later.
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
             return await statement(driver, self._slot, *arguments)
 
-    async def _new_start(self) -> int:
-        if self._settings.consumer_start == "earliest":
-            return await self._offset(self._client.beginning_offsets)
-        return await self._offset(self._client.end_offsets)
-
     async def _offset(self, offsets: Callable[[list[TopicPartition]], Awaitable[Offsets]]) -> int:
         # The client itself waits for most of a minute on a dead connection.
         partition = TopicPartition(self._slot.topic, self._slot.partition)
         return (await asyncio.wait_for(offsets([partition]), _ANSWER_SECONDS))[partition]
+
+    def _seek(self, to: int | str) -> str:
+        slot = self._slot
+        return f"service topics seek {slot.topic} --partition {slot.partition} --to {to}"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from aiokafka import ConsumerRecord, TopicPartition
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
@@ -14,19 +13,16 @@ from pipeline.apply.claim_check import resolve_batch
 from pipeline.apply.pace import Pace
 from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import is_infrastructure
-from pipeline.handlers.registry import Handlers
+from pipeline.errors import describe_error, is_infrastructure, summarize_error
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
 from pipeline.servers.retrying import Attempts, retry_while_unavailable
 from pipeline.servers.tasks import end, sleep_or_event
-from pipeline.settings import Settings
 
 from .partition_source import PartitionSource
-from .position import PartitionPosition
-from .stuck import BatchHeld, Stuck
+from .position import PartitionPosition, Stuck
 
 log = logging.getLogger(__name__)
 
@@ -44,64 +40,50 @@ class Reader:
         self,
         client: KafkaConsumer,
         partition: TopicPartition,
-        *,
-        engine: AsyncEngine,
         consume: ConsumeTransactions,
-        handlers: Handlers,
-        group: str,
-        settings: Settings,
         health: Health,
     ) -> None:
+        """Start the task that reads."""
         self._client = client
         self._partition = partition
-        self._slot = Slot(group, partition.topic, partition.partition)
-        self._stored_position = PartitionPosition(
-            self._slot, client, engine, settings, self._attempts
-        )
         self._consume = consume
-        self._handlers = handlers
-        self._settings = settings
-        self._pace = Pace(settings)
+        self._settings = consume.settings
         self._health = health
+        self._slot = Slot(consume.group, partition.topic, partition.partition)
         self._part = f"partition {partition.topic}/{partition.partition}"
+        self._stored_position = PartitionPosition(self._slot, client, consume, self._attempts)
+        self._pace = Pace(consume.settings)
         self._stopping = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._stuck: Stuck | None = None
         self._is_cut_off = False
         self._is_applying = False
-        self._is_careful = False
         self._anchor: Anchor | None = None
         self._left: list[ConsumerRecord] = []
         """Records that were fetched and did not fit into the latest batch."""
         self._has_begun = False
-        """Whether the first records were read; until then processes may have died over them."""
+        """Whether the first records are applied; until then processes may have died over them."""
         self.position: int | None = None
         """The offset after the last record that was applied."""
-
-    def start(self) -> None:
-        """Start the task that reads."""
         self._task = asyncio.create_task(self._run(), name=self._part)
 
     def raise_if_ended(self) -> None:
         """Raise the error of the task if it has ended by itself."""
-        if self._task is not None and self._task.done() and not self._stopping.is_set():
+        if self._task.done() and not self._stopping.is_set():
             self._task.result()
 
     async def stop(self, grace: float) -> None:
         """Let the running batch finish within `grace` seconds, then roll it back."""
         task = self._task
-        if task and not self._stopping.is_set() and (task.done() or task.cancelling()):
+        if not self._stopping.is_set() and (task.done() or task.cancelling()):
             # The task was not ended by this method: KeyboardInterrupt or SystemExit in a task of a
             # handler ends the event loop, and cancels all tasks. That counts as a death.
-            self._stored_position.keep_start()
+            self._stored_position.counted_at = None
         self._stopping.set()
-        if task is not None:
-            if self._is_applying:
-                await asyncio.wait({task}, timeout=grace)
-            task.cancel()
-            await asyncio.wait({task})
-        # While records are applied one by one, the start count moves along with the position.
-        await self._stored_position.undo_start(self.position, moved=self._is_careful)
+        if self._is_applying:
+            await asyncio.wait({task}, timeout=grace)
+        task.cancel()
+        await asyncio.wait({task})
+        await self._stored_position.undo_start(self.position)
         self._release()
         self._health.forget(self._part)
 
@@ -128,54 +110,20 @@ class Reader:
 
     async def _read_on(self) -> None:
         assert self.position is not None
-        # Not yet as below: earlier processes may have died over the first records. So their start
-        # is counted first, none are decoded ahead, and maybe each gets a transaction of its own.
+        # Not yet as below: earlier processes may have died over the first records.
         while not self._has_begun and not self._stopping.is_set():
-            await self._begin(self.position)
+            source = await self._fetch(self.position)
+            await self._apply(source)
+            self._has_begun = bool(source.batch.records)  # none: only a gap in the offsets
         following = asyncio.create_task(self._fetch(self.position))
         try:
             while not self._stopping.is_set():
-                batch = await following
+                source = await following
                 # The next batch is fetched and decoded while this one is applied.
-                following = asyncio.create_task(self._fetch(batch.end))
-                await self._apply(PartitionSource(self._slot, batch))
+                following = asyncio.create_task(self._fetch(source.batch.end))
+                await self._apply(source)
         finally:
             await end(following)
-
-    async def _begin(self, position: int) -> None:
-        """Apply the first records, one by one if processes have died over them."""
-        records = await self._records(position)
-        self._has_begun = bool(records)  # none: only a gap in the offsets, so not yet
-        if records and (deaths := self._stored_position.deaths):
-            log.warning(
-                "%s: %s processes have died at this position: records are applied one by one",
-                self._part,
-                deaths,
-            )
-            await self._apply_singly(records)
-        else:
-            await self._apply(PartitionSource(self._slot, await self._read(position, records)))
-
-    async def _apply_singly(self, records: Sequence[ConsumerRecord]) -> None:
-        """Apply records one by one; the first is parked if a process has died over it alone.
-
-        The count of starts says which of both it is. Of the processes that begin at a position, the
-        first `unclean_starts` apply a whole batch. Number `unclean_starts + 1` tries the first
-        record alone. If it dies as well, the next one counts a larger number, and parks the record.
-        """
-        self._is_careful = True
-        singly = self._settings.unclean_starts + 1
-        deaths = self._stored_position.deaths if self._stored_position.starts > singly else 0
-        assert self.position is not None
-        for record in records:
-            if self._stopping.is_set():
-                return
-            batch = await self._read(self.position, [record], validates=not deaths)
-            # The next record is tried alone as well, so its position is stored with the count of
-            # starts that means this. Behind the last record whole batches are applied again.
-            carried = 0 if record is records[-1] else singly
-            await self._apply(PartitionSource(self._slot, batch, starts=carried, deaths=deaths))
-            deaths = 0
 
     async def _apply(self, source: PartitionSource) -> None:
         self._is_applying = True
@@ -186,27 +134,32 @@ class Reader:
         self._pace.learn(results)
         self._move_to(source.batch.end)
 
-    async def _fetch(self, start: int) -> Batch:
-        """Wait for the records from `start` on, and decode them."""
-        return await self._read(start, await self._records(start))
+    async def _fetch(self, start: int) -> PartitionSource:
+        """Wait for the records from `start` on, decode them and fetch the data they refer to.
 
-    async def _read(
-        self, start: int, records: Sequence[ConsumerRecord], *, validates: bool = True
-    ) -> Batch:
-        """Decode records and fetch the data that they refer to, up to the size of a batch.
-
-        Without `validates` the payload is not parsed and no data is fetched, because that may have
-        killed a process: the record is parked as it is.
+        If processes have died over them the payloads are not parsed and no data is fetched, because
+        that may be what kills a process: the records are parked as they are.
         """
+        records = await self._records(start)
         if not records:
-            return Batch(start, await self._client.position(self._partition), (), ())
-        batch = await read(self._handlers, start, records, validates=validates)
-        if validates:
-            batch = await self._attempts("fetching data")(
-                resolve_batch, batch, self._consume.claims
+            behind = await self._client.position(self._partition)
+            return PartitionSource(self._slot, Batch(start, behind, (), ()))
+        deaths = self._suspected_deaths
+        batch = await read(self._consume.handlers, start, records, validates=not deaths)
+        if deaths:
+            log.warning(
+                "%s: %s processes have died at this position: the records of the offsets %s to %s"
+                " are parked, and tried one by one by a worker of the backlog",
+                self._part,
+                deaths,
+                records[0].offset,
+                records[-1].offset,
             )
+        else:
+            resolving = self._attempts("fetching data")
+            batch = await resolving(resolve_batch, batch, self._consume.claims)
         self._left = [record for record in records if record.offset >= batch.end]
-        return batch
+        return PartitionSource(self._slot, batch, deaths)
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
         """Wait for records; returns none when only a gap in the offsets was fetched.
@@ -219,8 +172,7 @@ class Reader:
         while not records and not is_gap:
             found = await self._poll(start)
             if not found:
-                if await self._stored_position.was_moved(self.position or 0, start):
-                    raise PositionMoved(f"{self._part} is not at {start}: it was moved")
+                await self._stored_position.check(self.position or 0, start)
                 is_gap = await self._client.position(self._partition) > start
             records = self._recognized(found, start)
             if self._is_cut_off:
@@ -252,7 +204,7 @@ class Reader:
 
     @property
     def _suspected_deaths(self) -> int:
-        """Return how many processes may have died over reading the first records."""
+        """Return how many processes may have died over the first records."""
         return 0 if self._has_begun else self._stored_position.deaths
 
     def _recognized(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
@@ -285,26 +237,28 @@ class Reader:
 
     def _stuck_by(self, error: Exception) -> Stuck:
         position = self.position or 0
+        text = summarize_error(error) or describe_error(error)
         match error:
             case Stuck():
                 return error
             case BreakerOpen():
-                return Stuck(position, "breaker open", error)
+                return Stuck(position, "breaker open", text)
             case UnreadableBatch():
-                held = BatchHeld(self._slot, error, position, self._suspected_deaths)
-                return Stuck(position, "unreadable batch", held)
+                return self._stored_position.unreadable(position, error, self._suspected_deaths)
         self._is_cut_off = is_infrastructure(error)
-        return Stuck(position, "Kafka failed" if self._is_cut_off else "unexpected error", error)
+        if self._is_cut_off:
+            return Stuck(position, "Kafka failed", text)
+        return Stuck(position, "unexpected error", text, error)
 
     async def _block(self, stuck: Stuck) -> None:
         """Report why the partition is blocked, and pause before the next attempt."""
         partition = self._partition
-        if self._stuck is None or str(self._stuck) != str(stuck):
+        if str(self._stuck) != str(stuck):
             log.error(
                 "%s stands still, nothing is skipped: %s",
                 self._part,
                 stuck,
-                exc_info=None if self._is_cut_off or stuck.is_explained else stuck.error,
+                exc_info=stuck.unexpected,
                 extra={"topic": partition.topic, "partition": partition.partition}
                 | {"offset": stuck.offset, "reason": stuck.reason},
             )

@@ -189,12 +189,12 @@ def undecided(error: BaseException) -> Decision:
     return Decision(UNDECIDED, error=described(error))
 
 
-def suspected(policy: Policy, error: BaseException) -> Decision:
+def suspected(error: BaseException) -> Decision:
     """Return the decision on a message in whose batch processes have died, maybe for others.
 
-    It is tried alone; these deaths count as no attempt.
+    It is tried alone, at once; these deaths count as no attempt.
     """
-    return Decision(DIED, due_in=max(policy.schedule[0], SHORTEST), error=described(error))
+    return Decision(DIED, error=described(error))
 
 
 def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Decision:

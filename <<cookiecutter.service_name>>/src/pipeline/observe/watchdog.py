@@ -9,8 +9,8 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | a call goes on after its cancellation | a task of the event loop         | 70        |
 
 After every death the next process finds the message by the starts that were counted and not undone:
-at the position of a partition (`consume/position.py`), or for a lane of the backlog, whose suspects
-are tried alone (`retry/suspects.py`).
+at the position of a partition (`consume/position.py`), which parks it as a suspect, or for a lane
+of the backlog. Suspects are tried alone (`retry/workers.py`).
 """
 
 import asyncio
@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from .health import Health, ReadinessLog
 
@@ -36,6 +37,11 @@ _LOOP_BLOCKED = 1
 """Exit code, the same as `faulthandler`'s."""
 _CANCELLATION_IGNORED = 70
 """Exit code."""
+
+
+CALLS: dict[asyncio.Task[Any], Callable[[float], str | None]] = {}
+"""Tasks that are calling functions of the service. The value returns the name of the call if it
+goes on for so many seconds after it was cancelled."""
 
 
 async def heartbeat(health: Health, hang_timeout: float) -> None:
@@ -53,27 +59,28 @@ async def heartbeat(health: Health, hang_timeout: float) -> None:
         watchdog.stop()
 
 
-async def watch_calls(
-    find: Callable[[float], tuple[str, Callable[[], str]] | None], hang_timeout: float
-) -> None:
-    """End the process when a call goes on for `hang_timeout` seconds after it was cancelled.
-
-    `find` returns the name of such a call, and a function that returns its stack.
-    """
-    found = None
-    while found is None:
+async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout: float) -> None:
+    """End the process when a call goes on for `hang_timeout` seconds after it was cancelled."""
+    ignoring: list[tuple[asyncio.Task[Any], str]] = []
+    while not ignoring:
         await asyncio.sleep(BEAT)
-        found = find(hang_timeout)
-    what, where = found
+        ignoring = calls_ignoring_cancellation(hang_timeout)
+    task, what = ignoring[0]
     log.critical(
         "%s does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process ends,"
         " and the next process handles the message alone. The stack of the call:\n%s",
         what,
         hang_timeout,
-        where(),
+        stack_of(task),
     )
     logging.shutdown()
     os._exit(_CANCELLATION_IGNORED)
+
+
+def calls_ignoring_cancellation(seconds: float) -> list[tuple[asyncio.Task[Any], str]]:
+    """Return the tasks and names of calls that go on for `seconds` after they were cancelled."""
+    named = [(task, ignoring(seconds)) for task, ignoring in CALLS.items()]
+    return [(task, what) for task, what in named if what]
 
 
 class Watchdog:

@@ -1,49 +1,76 @@
-"""Rows of a backlog lane, as a source of the consume transaction."""
+"""Due rows of a backlog lane, as a source of the consume transaction."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Self
 
 import asyncpg
 
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
+from pipeline.apply.batch import items_of, validated
 from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.inbox import Generations
-from pipeline.apply.item import Item, Known, StoredRecord
+from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.handlers.policy import DEFERRED, Decision
+from pipeline.events.message import headers_of
+from pipeline.events.payload import HASH_VERSION
+from pipeline.handlers.policy import (
+    DEFERRED,
+    DIED,
+    GAP,
+    SHORTEST,
+    UNDECIDED,
+    UNKNOWN,
+    Decision,
+    Policy,
+    ProcessDied,
+    assumed,
+    dead,
+    described,
+)
+from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
-from pipeline.retry import lanes
+from pipeline.servers.tasks import TimeSlice
 
-from .lanes import Lane, Taken
+from . import lanes
+from .lanes import Lane
+
+_RUN_BYTES = 16 * 2**20
+"""Approximate limit of the memory for the rows of one transaction."""
+
+
+class NoHandler(Exception):
+    """No registered handler of the consumer takes the message."""
 
 
 @dataclass(frozen=True)
 class LaneSource:
-    """Rows of a lane, beginning with the first one of each key."""
+    """Rows of a lane, beginning with the first one of each key, in its order."""
 
     lane: Lane
-    lease: float
-    """Seconds for which the transaction extends the lane's lease when it begins."""
-    taken: Taken
+    items: Sequence[Item]
+    """The messages, in order; those that may kill the process are not validated yet."""
+    keys: Sequence[bytes]
+    """Order keys of all rows read, also of those that are not due."""
+    unhandleable: Sequence[Row] = ()
+    """Rows that no handler of this process takes, with the decision about them."""
+    redecoded: Mapping[bytes, bytes] = field(default_factory=dict)
+    """Rows of records that could not be decoded before and now can, by the marker key of the last
+    message of each. If there are any, `items` are their messages, which get rows of their own."""
     assumed: Mapping[bytes, Decision] = field(default_factory=dict)
     """Decisions to store without a call of a handler, by marker key."""
 
-    @property
-    def items(self) -> Sequence[Item]:
-        """The messages, in order."""
-        return [*self.taken.items, *self._redecoded]
-
-    @property
-    def _redecoded(self) -> list[Item]:
-        return [item for items in self.taken.redecoded.values() for item in items]
+    @classmethod
+    def of(cls, lane: Lane, items: Sequence[Item], assumed: Mapping[bytes, Decision] = {}) -> Self:
+        """Return a source of these rows alone."""
+        return cls(lane, items, [item.order_key for item in items], assumed=assumed)
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
-        """Decisions to store without a call: `assumed`, and to defer redecoded messages, which are
-        appended to the rows of their key."""
-        return {item.key: DEFERRED for item in self._redecoded} | dict(self.assumed)
+        """Decisions to store without a call: `assumed`, and to defer redecoded messages."""
+        return {item.key: DEFERRED for item in self.items if not item.row} | dict(self.assumed)
 
     @property
     def decoded(self) -> tuple[set[str], list[FailedMessage]]:
@@ -52,7 +79,7 @@ class LaneSource:
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Lock the lane and extend its lease. Raises `LaneLost`."""
-        return await lanes.hold(connection, self.lane, self.lease)
+        return await lanes.hold(connection, self.lane)
 
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
@@ -67,10 +94,10 @@ class LaneSource:
         """Delete the rows of applied messages, and update others; returns the dead rows."""
         superseded = (item for item, _ in outcome.superseded)
         done = (*outcome.applied, *outcome.duplicates, *superseded)
-        outcome.undecoded += self.taken.unhandleable
+        outcome.undecoded += self.unhandleable
         # Rows behind one that failed, and rows still to be tried alone, stay as they are.
         changed = [
-            *self.taken.unhandleable,
+            *self.unhandleable,
             *(
                 backlog.row_of(item, decision)
                 for item, decision in outcome.decided
@@ -80,27 +107,22 @@ class LaneSource:
         ]
         if new := [row for row in changed if row.is_new]:
             await backlog.add(connection, new)
+        redecoded = {row for item in self.items if (row := self.redecoded.get(item.key))}
         await lanes.settle(
             connection,
             self.lane,
-            done={item.row for item in done if item.row} | self.taken.redecoded.keys(),
+            done={item.row for item in done if item.row} | redecoded,
             changed=[row for row in changed if not row.is_new],
-            keys=self.taken.keys,
+            keys=self.keys,
             keys_with_progress={item.order_key for item in done},
         )
         return [row for row in changed if row.decision.is_dead]
 
     def halves(self) -> Sequence[Self]:
         """Return the first half; the rows of the other stay due."""
-        items, redecoded = self.taken.items, list(self.taken.redecoded.items())
-        if max(len(items), len(redecoded)) < 2:
+        if len(self.items) < 2:
             return [self]
-        first = replace(
-            self.taken,
-            items=items[: max(1, len(items) // 2)],
-            redecoded=dict(redecoded[: max(1, len(redecoded) // 2)]),
-        )
-        return [type(self)(self.lane, self.lease, first)]
+        return [replace(self, items=self.items[: len(self.items) // 2])]
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record how long the messages were stored before they were applied."""
@@ -111,3 +133,160 @@ class LaneSource:
                 longest[item.consumer] = max(longest.get(item.consumer, 0.0), stored_for)
         for consumer, stored_for in longest.items():
             metrics.backlog_applied(consumer, stored_for + seconds)
+
+
+# A row that seems to be stored in the future was stored before the clock was set back.
+_TAKE = """
+WITH due AS MATERIALIZED (
+    SELECT order_key, min(due_at) AS due_at
+      FROM (SELECT order_key, due_at FROM pipeline.backlog
+             WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
+               AND COALESCE(received_at <= $5 OR received_at > statement_timestamp(), true)
+             ORDER BY due_at LIMIT $3) AS first
+     GROUP BY order_key
+)
+SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
+       type, hash, hash_version, traceparent, reason, attempts, waited, error,
+       date_part('epoch', clock_timestamp() - received_at) AS stored_for,
+       COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
+  FROM (SELECT due.due_at AS key_due_at, b.*,
+               sum(octet_length(value)) OVER (
+                   ORDER BY due.due_at, b.order_key, sequence, partition, "offset"
+                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+          FROM due CROSS JOIN LATERAL (
+               SELECT * FROM pipeline.backlog b
+                WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
+                ORDER BY sequence, partition, "offset"
+                LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b) AS run
+ WHERE bytes_before < $4 OR bytes_before IS NULL
+ ORDER BY key_due_at, order_key, sequence, partition, "offset"
+"""
+
+
+async def take(
+    connection: asyncpg.Connection,
+    lane: Lane,
+    handlers: Handlers,
+    consumers: Collection[str],
+    limit: int,
+    *,
+    before: datetime | None = None,
+) -> LaneSource:
+    """Read due rows: of the keys that are due longest, which share the `limit` of rows.
+
+    With `before`, only keys with a due row that may have been stored by then.
+    """
+    rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before)
+    keys: list[bytes] = []
+    items: list[Item] = []
+    new: list[Item] = []
+    redecoded: dict[bytes, bytes] = {}
+    unhandleable: list[Row] = []
+    waiting: set[bytes] = set()
+    turn = TimeSlice()
+    for row in rows:
+        if turn.is_over:
+            await turn.end()
+        key = row["order_key"]
+        if not keys or keys[-1] != key:
+            keys.append(key)
+        if row["must_wait"]:
+            waiting.add(key)
+        if key in waiting:
+            continue
+        found = _read(handlers, row, validates=lane.starts <= 1 and row["reason"] != DIED)
+        if isinstance(found, Row):
+            unhandleable.append(found)
+            if not found.decision.is_dead:
+                waiting.add(key)
+        elif row["consumer"]:
+            items += found
+        else:
+            new += found
+            redecoded[found[-1].key] = row["key"]
+    # No handler is called for new messages, so the others follow in a transaction of their own.
+    return LaneSource(lane, new or items, keys, unhandleable, redecoded)
+
+
+def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
+    """Decode the row as the service does now, for its consumer, or for all if it has none.
+
+    A row without a consumer could not be decoded before. Returns a row to store if no handler takes
+    the message.
+    """
+    record = stored_record(row, stored_for=row["stored_for"])
+    consumer = row["consumer"]
+    hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
+    found = items_of(handlers, record, validates=False, hash=hash)
+    if isinstance(found, Undecoded):
+        decision = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+        return Row(row["key"], consumer, record, decision)
+    if not consumer and found:
+        return [item._replace(was_young=True) for item in found]
+    own = next((item for item in found if item.consumer == consumer), None)
+    if own is not None:
+        item = own._replace(
+            attempts=row["attempts"],
+            waited=row["waited"],
+            row=row["key"],
+            stored=Known(row["hash"], row["hash_version"]),
+            was_young=True,
+            reason=row["reason"],
+            last_error=row["error"],
+            trace=row["traceparent"],
+        )
+        return [validated(item) if validates else item]
+    name = consumer or "the service"
+    error = NoHandler(f"{name} has no handler for {row['type'] or 'this'!r} of {record.topic}")
+    if not consumer:
+        return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
+    # During a deployment a process of another version may have a handler.
+    decision = Policy().after_failure(
+        error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
+    )
+    if row["reason"] == UNKNOWN:  # the outcome of its call is still unknown
+        decision = replace(decision, reason=UNKNOWN)
+    return Row(row["key"], consumer, record, decision)
+
+
+def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
+    """Return the record of a row that has been stored for so many seconds."""
+    return StoredRecord(
+        row["topic"],
+        row["partition"],
+        row["offset"],
+        row["timestamp"],
+        row["record_key"],
+        row["value"],
+        headers_of(row["headers"]),
+        stored_for,
+    )
+
+
+def pessimistic(item: Item) -> Decision:
+    """Return the decision that holds if the process dies while it handles the row.
+
+    It counts the attempt as failed. The row keeps waiting, even if that was its last attempt: if it
+    were dead while it is tried, a later message of its key could overtake it. When it is taken
+    again with all attempts used up, it dies.
+    """
+    policy, attempts = item.handler.policy, item.attempts
+    if item.is_suspect and attempts >= policy.attempts:
+        error = ProcessDied(f"a process began with it (attempt {attempts}) and died")
+        return dead(policy, "attempts used up", error, attempts=attempts)
+    error = ProcessDied(f"a process began with it (attempt {attempts + 1}) and died")
+    if item.reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
+        return replace(unchanged(item), reason=DIED, error=described(error))
+    return assumed(policy, error, attempts=attempts, waited=item.waited)
+
+
+def unchanged(item: Item) -> Decision:
+    """Return the decision that undoes `pessimistic`: the attempt was not made."""
+    return Decision(
+        DIED if item.is_suspect else UNDECIDED,
+        item.attempts,
+        item.waited,
+        SHORTEST,
+        error=item.last_error,
+        is_assumed=True,
+    )

@@ -1,24 +1,16 @@
-"""Lanes of the backlog: leased by workers; their rows are read and settled in the order of keys."""
+"""Lanes of the backlog and their rows: the statements of workers, and of commands on dead rows."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import asyncpg
 
-from pipeline.apply.backlog import Row
-from pipeline.apply.batch import items_of, validated
+from pipeline.apply.backlog import Row, has_calls
 from pipeline.apply.inbox import Generations, SourceLost
-from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
-from pipeline.events.message import headers_of
-from pipeline.events.payload import HASH_VERSION
-from pipeline.handlers.policy import DIED, GAP, UNKNOWN, Policy, dead
-from pipeline.handlers.registry import Handlers
+from pipeline.handlers.policy import DIED, GAP, REDRIVEN
 from pipeline.servers.database import lease_ended
-from pipeline.servers.tasks import TimeSlice
 
-_RUN_BYTES = 16 * 2**20
-"""Approximate limit of the memory for the rows of one transaction."""
 _DEMOTED = 10_000
 """Rows of a key whose `due_at` one statement clears at most, so that it does not take long."""
 
@@ -37,6 +29,8 @@ class Lane:
     """Workers that have claimed the lane and not released it, this one included."""
     claimed_at: datetime
     """By the database's clock. Earlier workers can't have read a row that was stored later."""
+    lease: float
+    """Seconds for which each transaction extends the lease when it begins."""
 
 
 # Written so that the planner, whatever its statistics are, looks up one row of each lane in the
@@ -55,7 +49,7 @@ UPDATE pipeline.backlog_lane
                 ORDER BY due_at LIMIT 1)
         ORDER BY released_at LIMIT 1
           FOR UPDATE SKIP LOCKED)
-RETURNING lane, token, starts, clock_timestamp()
+RETURNING lane, token, starts, clock_timestamp(), $2::float
 """
 
 _HOLD = """
@@ -73,34 +67,6 @@ _RELEASE = """
 UPDATE pipeline.backlog_lane
    SET owner = NULL, lease_until = NULL, starts = 0, released_at = clock_timestamp()
  WHERE lane = $1 AND token = $2
-"""
-
-
-# A row that seems to be stored in the future was stored before the clock was set back.
-_TAKE = """
-WITH due AS MATERIALIZED (
-    SELECT order_key, min(due_at) AS due_at
-      FROM (SELECT order_key, due_at FROM pipeline.backlog
-             WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
-               AND COALESCE(received_at <= $5 OR received_at > statement_timestamp(), true)
-             ORDER BY due_at LIMIT $3) AS first
-     GROUP BY order_key
-)
-SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
-       type, hash, hash_version, traceparent, reason, attempts, waited, error,
-       date_part('epoch', clock_timestamp() - received_at) AS stored_for,
-       COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
-  FROM (SELECT due.due_at AS key_due_at, b.*,
-               sum(octet_length(value)) OVER (
-                   ORDER BY due.due_at, b.order_key, sequence, partition, "offset"
-                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
-          FROM due CROSS JOIN LATERAL (
-               SELECT * FROM pipeline.backlog b
-                WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
-                ORDER BY sequence, partition, "offset"
-                LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b) AS run
- WHERE bytes_before < $4 OR bytes_before IS NULL
- ORDER BY key_due_at, order_key, sequence, partition, "offset"
 """
 
 
@@ -147,6 +113,32 @@ UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
 """
 
 
+_FENCE = """
+UPDATE pipeline.backlog_lane
+   SET token = token + 1, owner = NULL, lease_until = NULL,
+       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
+ WHERE lane = $1
+"""
+
+
+_SHARE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
+
+
+_REDRIVE = """
+UPDATE pipeline.backlog
+   SET reason = CASE WHEN error LIKE 'ProcessDied:%' THEN $2 ELSE $3 END,
+       attempts = 0, waited = 0, due_at = NULL, died_at = NULL, holds = false
+ WHERE key = ANY ($1)
+"""
+
+
+_DISCARD = """
+UPDATE pipeline.backlog
+   SET discarded_at = clock_timestamp(), discarded_by = $2, discarded_why = $3, holds = false
+ WHERE key = ANY ($1)
+"""
+
+
 _COUNT = """
 SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
        count(*) FILTER (WHERE died_at IS NOT NULL AND discarded_at IS NULL),
@@ -167,9 +159,9 @@ async def claim(
     return Lane(*row) if row else None
 
 
-async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Generations:
+async def hold(connection: asyncpg.Connection, lane: Lane) -> Generations:
     """Lock the lane to the end of the transaction, and extend its lease. Raises `LaneLost`."""
-    row = await connection.fetchrow(_HOLD, lane.number, lane.token, lease)
+    row = await connection.fetchrow(_HOLD, lane.number, lane.token, lane.lease)
     if row is None or not row["ours"]:
         raise LaneLost(f"backlog lane {lane.number} was taken over")
     return Generations.of(row)
@@ -178,122 +170,6 @@ async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Gene
 async def release(connection: asyncpg.Connection, lane: Lane) -> None:
     """Release the lane on a clean end: the count of its starts becomes 0."""
     await connection.execute(_RELEASE, lane.number, lane.token)
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Due rows of a lane: the first ones of each key, in its order."""
-
-    items: Sequence[Item]
-    """Messages to handle; those that may kill the process are not validated yet."""
-    redecoded: Mapping[bytes, Sequence[Item]]
-    """Messages of records that could not be decoded before and now can, by their row's key."""
-    unhandleable: Sequence[Row]
-    """Rows that no handler of this process takes, with the decision about them."""
-    keys: Sequence[bytes]
-    """Order keys of all rows read, also of those that are not due."""
-
-
-class NoHandler(Exception):
-    """No registered handler of the consumer takes the message."""
-
-
-async def take(
-    connection: asyncpg.Connection,
-    lane: Lane,
-    handlers: Handlers,
-    consumers: Collection[str],
-    limit: int,
-    *,
-    before: datetime | None = None,
-) -> Taken:
-    """Read due rows: of the keys that are due longest, which share the `limit` of rows.
-
-    With `before`, only keys with a due row that may have been stored by then.
-    """
-    rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before)
-    keys: list[bytes] = []
-    items: list[Item] = []
-    redecoded: dict[bytes, Sequence[Item]] = {}
-    unhandleable: list[Row] = []
-    waiting: set[bytes] = set()
-    turn = TimeSlice()
-    for row in rows:
-        if turn.is_over:
-            await turn.end()
-        key = row["order_key"]
-        if not keys or keys[-1] != key:
-            keys.append(key)
-        if row["must_wait"]:
-            waiting.add(key)
-        if key in waiting:
-            continue
-        found = _read(handlers, row, validates=lane.starts <= 1 and row["reason"] != DIED)
-        if isinstance(found, Row):
-            unhandleable.append(found)
-            if not found.decision.is_dead:
-                waiting.add(key)
-        elif row["consumer"]:
-            items += found
-        else:
-            redecoded[row["key"]] = found
-    return Taken(items, redecoded, unhandleable, keys)
-
-
-def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
-    """Decode the row as the service does now, for its consumer, or for all if it has none.
-
-    A row without a consumer could not be decoded before. Returns a row to store if no handler takes
-    the message.
-    """
-    record = stored_record(row, stored_for=row["stored_for"])
-    consumer = row["consumer"]
-    hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
-    found = items_of(handlers, record, validates=False, hash=hash)
-    if isinstance(found, Undecoded):
-        decision = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
-        return Row(row["key"], consumer, record, decision)
-    if not consumer and found:
-        return [item._replace(was_young=True) for item in found]
-    for item in found:
-        if item.consumer == consumer:
-            return [
-                (validated(item) if validates else item)._replace(
-                    attempts=row["attempts"],
-                    waited=row["waited"],
-                    row=row["key"],
-                    stored=Known(row["hash"], row["hash_version"]),
-                    was_young=True,
-                    reason=row["reason"],
-                    last_error=row["error"],
-                    trace=row["traceparent"],
-                )
-            ]
-    name = consumer or "the service"
-    error = NoHandler(f"{name} has no handler for {row['type'] or 'this'!r} of {record.topic}")
-    if not consumer:
-        return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
-    # During a deployment a process of another version may have a handler.
-    decision = Policy().after_failure(
-        error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
-    )
-    if row["reason"] == UNKNOWN:  # the outcome of its call is still unknown
-        decision = replace(decision, reason=UNKNOWN)
-    return Row(row["key"], consumer, record, decision)
-
-
-def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
-    """Return the record of a row that has been stored for so many seconds."""
-    return StoredRecord(
-        row["topic"],
-        row["partition"],
-        row["offset"],
-        row["timestamp"],
-        row["record_key"],
-        row["value"],
-        headers_of(row["headers"]),
-        stored_for,
-    )
 
 
 async def settle(
@@ -328,9 +204,9 @@ async def settle(
     await schedule_heads(connection, [lane.number], keys, keys_with_progress)
 
 
-async def count(connection: asyncpg.Connection) -> list[tuple[str, int, int, float]]:
+async def count(connection: asyncpg.Connection) -> dict[str, tuple[int, int, float]]:
     """Return per consumer: waiting messages, dead letters, seconds since the oldest was stored."""
-    return [tuple(row) for row in await connection.fetch(_COUNT)]
+    return {consumer: tuple(numbers) for consumer, *numbers in await connection.fetch(_COUNT)}
 
 
 async def schedule_heads(
@@ -347,3 +223,30 @@ async def schedule_heads(
     await connection.execute(
         _ONLY_HEADS_ARE_DUE, list(keys), list(lanes), _DEMOTED, GAP, list(keys_with_progress)
     )
+
+
+async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
+    """Lock the lane to the end of the transaction, to change its dead rows.
+
+    Waits for the transaction of the worker that holds the lane, whose later transactions raise
+    `LaneLost`. That worker has not died, so its start is not left over in the lane's count. A
+    worker of calls keeps the lane: it has to store how its calls end, and has read no dead row.
+    """
+    await connection.execute(_SHARE if has_calls(lane) else _FENCE, lane)
+
+
+async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
+    """Make dead rows wait to be tried again, with a new budget of attempts.
+
+    Call `fence_lane` before, and `schedule_heads` after.
+    """
+    await connection.execute(_REDRIVE, keys, DIED, REDRIVEN)
+
+
+async def discard(
+    connection: asyncpg.Connection, keys: Sequence[bytes], *, operator: str, why: str
+) -> None:
+    """Close dead rows. They are kept for a while, so that their message is recognised if it comes
+    again. Call `fence_lane` before.
+    """
+    await connection.execute(_DISCARD, keys, operator, why)

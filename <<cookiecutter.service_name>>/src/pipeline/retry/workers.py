@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import asyncpg
@@ -23,14 +23,13 @@ from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
-from pipeline.retry import lanes
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts, retry_while_unavailable
 from pipeline.servers.tasks import sleep_or_event
 
-from .lane_source import LaneSource
-from .lanes import Lane, LaneLost, Taken
-from .suspects import pessimistic, unchanged
+from . import lanes
+from .lane_source import LaneSource, pessimistic, take, unchanged
+from .lanes import Lane, LaneLost
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +48,13 @@ T = TypeVar("T")
 
 
 class BacklogWorkers:
-    """A process's workers. All processes share the lanes; a lane has one worker at a time."""
+    """A process's workers. All processes share the lanes; a lane has one worker at a time.
 
-    _name = "backlog"
-    _counts = True
+    Those of an optional package's lanes override `name`, `counts`, `consumers` and `serve`.
+    """
+
+    name = "backlog"
+    counts = True
     """Whether `run` also counts the backlog, of all consumers, for the metrics."""
 
     def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
@@ -63,15 +65,12 @@ class BacklogWorkers:
         self._pace = Pace(consume.settings)
         self._breaker = consume.breaker
         self._health = health
+        self.number = consume.settings.backlog_workers
+        """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
         self._stopping = asyncio.Event()
-
-    @property
-    def _number(self) -> int:
-        """Number of workers, each of which serves one lane at a time."""
-        return self._settings.backlog_workers
 
     def wake(self) -> None:
         """Look for due rows at once, because this process has stored some."""
@@ -82,19 +81,12 @@ class BacklogWorkers:
         self._stopping.set()
         self.wake()
 
-    def ignoring_cancellation(self, seconds: float) -> tuple[Item, asyncio.Task[Any] | None] | None:
-        """Return a message whose call runs so long after its cancellation, and its task.
-
-        Here None: only the workers of effects make calls outside of a transaction.
-        """
-        return None
-
     async def run(self) -> None:
         """Work until `stop`."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._number):
+            for _ in range(self.number):
                 group.create_task(self._work())
-            if self._counts:
+            if self.counts:
                 group.create_task(self._count())
 
     async def _work(self) -> None:
@@ -108,8 +100,8 @@ class BacklogWorkers:
             except Exception as error:
                 if self._stopping.is_set():
                     return
-                log.exception("%s: unexpected error, starting again", self._name)
-                self._health.not_ready(self._name, describe_error(error))
+                log.exception("%s: unexpected error, starting again", self.name)
+                self._health.not_ready(self.name, describe_error(error))
                 await self._pause(self._settings.retry_pause)
 
     async def _next(self) -> Lane | None:
@@ -118,13 +110,12 @@ class BacklogWorkers:
         while not self._stopping.is_set():
             self._woken.clear()
             lane = await self._claim()
-            self._health.ready(self._name)
+            self._health.ready(self.name)
             if lane is not None:
                 return lane
-            if await self._pause(pause):
-                pause = self._settings.backlog_poll_min
-            else:
-                pause = min(2 * pause, self._settings.backlog_poll_max)
+            is_woken = await self._pause(pause)
+            shortest, longest = self._settings.backlog_poll_min, self._settings.backlog_poll_max
+            pause = shortest if is_woken else min(2 * pause, longest)
         return None
 
     async def _pause(self, seconds: float) -> bool:
@@ -134,31 +125,30 @@ class BacklogWorkers:
     async def _work_at(self, lane: Lane) -> None:
         """Handle due rows of the lane and release it, unless it must count as a death."""
         try:
-            await self._serve(lane)
+            await self.serve(lane)
         except LaneLost as lost:
             log.warning("%s", lost)
             return
         except BreakerOpen:
             pass  # the breaker has reported it, and pauses the consumer
-        except StoreUnavailable as away:
-            log.warning("%s: %s", self._name, away)
-            self._health.not_ready(self._name, str(away))
-            await self._release(lane)
-            await self._pause(self._settings.retry_pause)
-            return
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._stopping.is_set():
                 # The event loop ends over an error in a handler's task. That counts as a death.
                 raise
             with suppress(Exception):  # a clean end is no death: the release resets the starts
                 await self._release(lane)
-            raise
+            if not isinstance(error, StoreUnavailable):
+                raise
+            log.warning("%s: %s", self.name, error)
+            self._health.not_ready(self.name, str(error))
+            await self._pause(self._settings.retry_pause)
+            return
         await self._release(lane)
 
     async def _release(self, lane: Lane) -> None:
         await self._query("releasing a lane", lambda driver: lanes.release(driver, lane))
 
-    async def _serve(self, lane: Lane) -> None:
+    async def serve(self, lane: Lane) -> None:
         """Handle due rows of the lane, in a limited number of transactions."""
         if lane.starts > 1:
             await self._clear(lane)
@@ -166,38 +156,41 @@ class BacklogWorkers:
         for _ in range(_TURNS):
             if self._stopping.is_set():
                 return
-            taken = await self._take(lane, self._pace.limit)
-            if not taken.keys:
+            source = await self._take(lane, self._pace.limit)
+            if not source.keys:
                 return
-            await self._handle(lane, taken)
+            await self._handle(source)
 
     async def _clear(self, lane: Lane) -> None:
         """Handle one by one the rows that an earlier worker may have died over.
 
         These were stored before this worker claimed the lane. Ends at a row that it has tried.
         """
-        tried: set[bytes | None] = set()
+        tried: set[bytes] = set()
         # No limit of transactions here: to release the lane halfway would reset its starts.
         while not self._stopping.is_set():
-            taken = await self._take(lane, 1, before=lane.claimed_at)
-            if not taken.keys or any(item.row in tried for item in taken.items):
+            source = await self._take(lane, 1, before=lane.claimed_at)
+            rows = {item.row for item in source.items if item.row}
+            if not source.keys or rows & tried:
                 return
-            tried.update(item.row for item in taken.items)
-            await self._handle(lane, taken)
+            tried |= rows
+            await self._handle(source)
 
-    async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> Taken:
+    async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> LaneSource:
         """Read due rows of the lane, and fetch the data of those before the first row that may kill
         the process. Raises `StoreUnavailable`."""
-        handlers, consumers = self._handlers, self._consumers
-        taken = await self._query(
+        handlers, consumers = self._handlers, self.consumers
+        source = await self._query(
             "reading the backlog",
-            lambda driver: lanes.take(driver, lane, handlers, consumers, limit, before=before),
+            lambda driver: take(driver, lane, handlers, consumers, limit, before=before),
         )
-        harmless = self._harmless(lane, taken.items)
-        items = await self._fetched(taken.items[:harmless], validates=True)
+        if source.redecoded:
+            return source
+        harmless = self._harmless(source)
+        items = await self._fetched(source.items[:harmless], validates=True)
         if len(items) == harmless:
-            items = [*items, *taken.items[harmless:]]
-        return replace(taken, items=items)
+            items = [*items, *source.items[harmless:]]
+        return replace(source, items=items)
 
     async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
         """Return items with the data that they refer to. Raises `StoreUnavailable`."""
@@ -208,26 +201,32 @@ class BacklogWorkers:
         except TimeoutError:
             raise StoreUnavailable("the object store takes longer than half a lease") from None
 
-    def _harmless(self, lane: Lane, items: Sequence[Item]) -> int:
+    def _harmless(self, source: LaneSource) -> int:
         """Return how many rows come before the first that may kill the process."""
-        return next((n for n, item in enumerate(items) if self._is_risky(lane, item)), len(items))
+        return next(
+            (n for n, item in enumerate(source.items) if self._is_risky(source.lane, item)),
+            len(source.items),
+        )
 
-    async def _handle(self, lane: Lane, taken: Taken) -> None:
+    async def _handle(self, source: LaneSource) -> None:
         """Handle rows in one transaction; a row that may kill the process gets one of its own."""
-        if taken.redecoded:
-            # Redecoded messages call no handler. The items follow in the next transaction.
-            taken = replace(taken, items=())
-        source = LaneSource(lane, self._settings.backlog_lease, taken)
-        harmless = self._harmless(lane, taken.items)
-        if harmless < len(taken.items):
-            source = replace(source, taken=replace(taken, items=taken.items[: harmless or 1]))
-        if harmless or not taken.items:
-            await self._apply_singly(source, await self._apply(self._consume, source))
+        harmless = self._harmless(source)
+        if source.items and not harmless:
+            await self._try_alone(replace(source, items=source.items[:1]))
             return
+        outcomes = await self._apply(self._consume, replace(source, items=source.items[:harmless]))
+        # A batch would fail again for each message at fault: undecided ones are tried one by one.
+        waiting: set[bytes] = set()
+        for item, decision in (pair for one in outcomes for pair in one.decided):
+            if decision.is_undecided and item.order_key not in waiting:
+                await self._apply(self._consume, LaneSource.of(source.lane, [item]))
+            waiting.add(item.order_key)
+
+    async def _try_alone(self, source: LaneSource) -> None:
+        """Handle the only row, over which a process may have died, while this one does no more."""
         (item,) = source.items
         if item.is_suspect:
-            what = f"{item.consumer}: {item.message.type} {item.message.id!r}"
-            log.warning("%s is tried alone: %s", what, item.last_error)
+            log.warning("%s is tried alone: %s", item.name, item.last_error)
         async with self._consume.alone() as consume:
             # Stored before the attempt: it counts as failed unless this process completes it.
             decision = pessimistic(item)
@@ -238,9 +237,7 @@ class BacklogWorkers:
             try:
                 # Not before: fetching or validating its data may be what kills the process.
                 found = await self._fetched([item], validates=False)
-                items = [validated(one) for one in found]
-                source = replace(source, taken=replace(source.taken, items=items))
-                await self._apply(consume, source)
+                await self._apply(consume, replace(source, items=[*map(validated, found)]))
             except (BreakerOpen, StoreUnavailable):
                 await self._apply(consume, undo)
                 raise
@@ -252,17 +249,8 @@ class BacklogWorkers:
                         await self._apply(consume, undo)
                 raise
 
-    async def _apply_singly(self, source: LaneSource, results: Sequence[BatchOutcome]) -> None:
-        """Apply undecided messages one by one; a batch would fail again for each one at fault."""
-        waiting: set[bytes] = set()
-        for item, decision in (pair for one in results for pair in one.decided):
-            if decision.is_undecided and item.order_key not in waiting:
-                alone = Taken(items=[item], redecoded={}, unhandleable=[], keys=[item.order_key])
-                await self._apply(self._consume, replace(source, taken=alone))
-            waiting.add(item.order_key)
-
     def _is_risky(self, lane: Lane, item: Item) -> bool:
-        return item.is_suspect or lane.starts > 1
+        return item.is_suspect or (lane.starts > 1 and item.row is not None)
 
     async def _apply(
         self, consume: ConsumeTransactions, source: LaneSource
@@ -273,33 +261,31 @@ class BacklogWorkers:
         return results
 
     @property
-    def _consumers(self) -> set[str]:
+    def consumers(self) -> set[str]:
         """Consumers whose due rows are handled; the empty name is that of undecoded records."""
-        handlers = self._handlers
-        return {"", *handlers.consumers} - handlers.callers - self._breaker.resting
+        callers = self._handlers.callers
+        return {"", *self._handlers.consumers} - callers - self._breaker.resting
 
     async def _claim(self) -> Lane | None:
         self._breaker.forget_idle()
         lease = self._settings.backlog_lease
         return await self._query(
             "claiming a lane",
-            lambda driver: lanes.claim(driver, self._owner, lease, self._consumers),
+            lambda driver: lanes.claim(driver, self._owner, lease, self.consumers),
         )
 
     async def _count(self) -> None:
         """Set the metrics of the backlog now and then. Counting a large one takes long."""
-        known: set[str] = set()
+        counts: dict[str, tuple[int, int, float]] = {}
         while not self._stopping.is_set():
             begun = monotonic()
             try:
                 async with asyncio.timeout(_COUNT_SECONDS), autocommitting(self._engine) as driver:
                     rows = await lanes.count(driver)
                 # A consumer without rows is not among the results, and its gauges must become 0.
-                for consumer in known - {consumer for consumer, *_ in rows}:
-                    metrics.observe_backlog(consumer, 0, 0, 0.0)
-                for row in rows:
-                    metrics.observe_backlog(*row)
-                known |= {consumer for consumer, *_ in rows}
+                counts = dict.fromkeys(counts, (0, 0, 0.0)) | rows
+                for consumer, numbers in counts.items():
+                    metrics.observe_backlog(consumer, *numbers)
             except TimeoutError:
                 log.warning("backlog: counting takes too long, its metrics keep their last values")
             except Exception as error:
@@ -316,8 +302,8 @@ class BacklogWorkers:
 
     def _attempts(self, what: str) -> Attempts:
         return retry_while_unavailable(
-            f"{self._name}: {what}",
+            f"{self.name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
-            report=lambda reason: self._health.not_ready(self._name, reason),
+            report=lambda reason: self._health.not_ready(self.name, reason),
         )

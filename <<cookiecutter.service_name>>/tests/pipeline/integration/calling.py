@@ -32,9 +32,9 @@ def take_calls(
 class CallWorkers(BacklogWorkers):
     """Workers of the lanes of calls."""
 
-    _name = "calls"
-    _counts = False
+    name = "calls"
+    counts = False
 
     @property
-    def _consumers(self) -> set[str]:
+    def consumers(self) -> set[str]:
         return {*self._handlers.callers}

@@ -12,7 +12,7 @@ from pipeline.apply import backlog, filters, inbox, limits, positions
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, lease, partitions, rotation
-from pipeline.retry import lanes
+from pipeline.retry import lane_source, lanes
 from pipeline.servers import cluster, revisions
 
 from . import bank
@@ -78,7 +78,7 @@ _STATEMENTS: Mapping[object, str] = {
     scheduled._MOVE: "scheduled: move into the outbox",
     lanes._COUNT: "backlog: count",
     lanes._CLAIM: "backlog: claim a lane",
-    lanes._TAKE: "backlog: take what is due",
+    lane_source._TAKE: "backlog: take what is due",
     lanes._HOLD: "backlog: hold the lane",
     lanes._DELETE: "backlog: delete what is done",
     lanes._SET: "backlog: change what is not",

@@ -5,6 +5,7 @@ import pytest
 
 from pipeline.apply import backlog
 from pipeline.retry import lanes
+from pipeline.retry.lane_source import take
 
 from .desk import Desk, NewDesk
 from .plans import Explaining
@@ -37,8 +38,8 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     lane = await lanes.claim(db, "test", 10.0, consumers)
     assert lane is not None
     await lanes.claim(asked, "test", 10.0, consumers)
-    await lanes.hold(asked, lane, 10.0)
-    taken = await lanes.take(asked, lane, desk.handlers, consumers, 100)
+    await lanes.hold(asked, lane)
+    taken = await take(asked, lane, desk.handlers, consumers, 100)
     assert len(taken.items) == 1
     await backlog.find(asked, taken.items)
     (key,) = (item.row for item in taken.items)

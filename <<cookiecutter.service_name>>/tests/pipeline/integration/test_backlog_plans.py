@@ -20,6 +20,7 @@ from pipeline.apply.batch import read
 from pipeline.apply.item import Item, order_key
 from pipeline.handlers.policy import Decision
 from pipeline.retry import lanes
+from pipeline.retry.lane_source import take
 from pipeline.retry.lanes import Lane
 
 from .bank import Bank
@@ -115,7 +116,7 @@ async def asked(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Expla
 
 def lane(key: bytes) -> Lane:
     """Return the lane of a key as its worker holds it."""
-    return Lane(lane_of(key, "immediate"), 0, 1, datetime.now(UTC))
+    return Lane(lane_of(key, "immediate"), 0, 1, datetime.now(UTC), 10.0)
 
 
 async def items(*accounts: str) -> list[Item]:
@@ -177,7 +178,7 @@ async def test_what_is_due_in_a_lane(
     asked: Explaining, key: bytes, limit: int, before: datetime | None
 ) -> None:
     consumers = {"", "deposit"}
-    taken = await lanes.take(asked, lane(key), BANK.handlers, consumers, limit, before=before)
+    taken = await take(asked, lane(key), BANK.handlers, consumers, limit, before=before)
     assert 0 < len(taken.items) <= limit
     assert (only(asked).indexes, only(asked).scanned) == (
         {"backlog_due_idx", "backlog_order_idx"},

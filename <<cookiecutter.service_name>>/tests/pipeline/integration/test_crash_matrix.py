@@ -24,6 +24,7 @@ from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.handlers import sessions
 from pipeline.relay import scheduled
 from pipeline.retention import archive, lease, partitions
+from pipeline.retry import lanes
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point
@@ -55,12 +56,12 @@ BY_COMMANDS = (
     "operate.moves",
     "operate.status",
     "pipeline.servers.cluster",
-    "pipeline.retry.dead_rows",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 
 BY_COMMANDS_TOO = (
     *(positions._SEEK, positions._REWIND),
+    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
     scheduled._LIST,

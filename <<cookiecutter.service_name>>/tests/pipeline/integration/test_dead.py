@@ -23,8 +23,8 @@ from pipeline.apply.batch import Batch, read
 from pipeline.consume.partition_source import PartitionSource
 from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
-from pipeline.retry import dead_rows, lanes
-from pipeline.retry.lane_source import LaneSource
+from pipeline.retry import lanes
+from pipeline.retry.lane_source import take
 from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
@@ -426,13 +426,13 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
     async with autocommitting(desk.engine) as driver:
         lane = await lanes.claim(driver, "a worker", 60, ["deposit"])
         assert lane is not None
-        taken = await lanes.take(driver, lane, desk.handlers, ["deposit"], 100)
+        source = await take(driver, lane, desk.handlers, ["deposit"], 100)
         assert await discard(desk) == 1
         attempts = retry_while_unavailable(
             "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
         )
         with pytest.raises(LaneLost):
-            await desk.consume.apply(LaneSource(lane, 60, taken), attempts)
+            await desk.consume.apply(source, attempts)
         assert await histories(db) == {}
         again = await lanes.claim(driver, "another", 60, ["deposit"])
         assert again is not None
@@ -742,7 +742,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(dead_commands, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
-    fence, calls = dead_rows.fence_lane, []
+    fence, calls = lanes.fence_lane, []
 
     async def lose(connection: asyncpg.Connection, lane: int) -> None:
         calls.append(lane)
@@ -750,7 +750,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
         await fence(connection, lane)
 
-    monkeypatch.setattr(dead_rows, "fence_lane", lose)
+    monkeypatch.setattr(lanes, "fence_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -759,7 +759,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to go on",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(dead_rows, "fence_lane", fence)
+    monkeypatch.setattr(lanes, "fence_lane", fence)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

@@ -280,12 +280,9 @@ class Teller:
 
     async def _apply(self, desk: Desk, first: int, end: int, deaths: int) -> None:
         done = await desk.position() - first
-        if deaths and done < end:
-            suspect = await desk.read(self._log[done], start=first + done)
-            await desk.apply_batch(suspect, deaths=deaths)
-            done += 1
         if done < end:
-            await desk.apply(*self._log[done:end])
+            batch = await desk.read(*self._log[done:end], start=first + done)
+            await desk.apply_batch(batch, deaths=deaths)
 
     async def _work_off(self, desk: Desk) -> None:
         await desk.make_due()

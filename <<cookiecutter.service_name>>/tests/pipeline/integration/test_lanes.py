@@ -16,9 +16,9 @@ from pipeline.apply import backlog, batch
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.retry import lanes
-from pipeline.retry.lane_source import LaneSource
-from pipeline.retry.lanes import Lane, LaneLost, Taken
+from pipeline.retry import lane_source, lanes
+from pipeline.retry.lane_source import LaneSource, take
+from pipeline.retry.lanes import Lane, LaneLost
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
@@ -36,21 +36,21 @@ from tests.servers.waiting import eventually
 LEASE = 1.0
 
 
-async def claim(desk: Desk, lease: float = LEASE) -> tuple[Lane, Taken]:
+async def claim(desk: Desk, lease: float = LEASE) -> LaneSource:
     """Claim the lane that has something due, and read it."""
     async with autocommitting(desk.engine) as driver:
         lane = await lanes.claim(driver, "somebody", lease, desk.handlers.consumers)
         assert lane is not None
         consumers = desk.handlers.consumers
-        return lane, await lanes.take(driver, lane, desk.handlers, consumers, 100)
+        return await take(driver, lane, desk.handlers, consumers, 100)
 
 
-async def handle(desk: Desk, lane: Lane, taken: Taken) -> Sequence[BatchOutcome]:
+async def handle(desk: Desk, source: LaneSource) -> Sequence[BatchOutcome]:
     """Handle what was read."""
     attempts = retry_while_unavailable(
         "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
     )
-    return await desk.consume.apply(LaneSource(lane, LEASE, taken), attempts)
+    return await desk.consume.apply(source, attempts)
 
 
 async def waiting(new_desk: NewDesk, *amounts: int) -> tuple[Bank, Desk]:
@@ -66,12 +66,12 @@ async def test_a_worker_whose_lane_went_to_another_changes_nothing(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     _, desk = await waiting(new_desk, 1, 2, 3)
-    stale, taken = await claim(desk)
-    await eventually(lambda: _has_ended(db, stale))
+    stale = await claim(desk)
+    await eventually(lambda: _has_ended(db, stale.lane))
     await desk.work_off()
     assert await histories(db) == {"ada": [1, 2, 3]}
     with pytest.raises(LaneLost):
-        await handle(desk, stale, taken)
+        await handle(desk, stale)
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
@@ -92,9 +92,9 @@ async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_vali
             seen.append(validated)
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(lanes, "validated", burn)
+    monkeypatch.setattr(lane_source, "validated", burn)
     async with in_background(look()):
-        _, taken = await claim(desk)
+        taken = await claim(desk)
     assert len(taken.items) == validated == 20
     assert max(after - before for before, after in pairwise(seen)) == 1
 
@@ -112,7 +112,7 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     _, desk = await waiting(new_desk, 1)
-    lane, _ = await claim(desk, lease=60)
+    lane = (await claim(desk, lease=60)).lane
     assert not await work_off(desk.lanes)
     await db.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lane = $1",
@@ -172,12 +172,12 @@ async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so
     another = await new_desk(bank.handlers, topic=bank.deposits)
     await desk.apply(*(Deposit(n) for n in range(20)))
     await claim(desk, lease=0.0)  # and die
-    take, apply = desk.lanes._take, desk.lanes._apply
+    take_due, apply = desk.lanes._take, desk.lanes._apply
     read: list[int] = []
     handled: list[int] = []
 
-    async def take_and_count(*args: Any, **options: Any) -> Taken:
-        taken = await take(*args, **options)
+    async def take_and_count(*args: Any, **options: Any) -> LaneSource:
+        taken = await take_due(*args, **options)
         read.append(len(taken.items))
         return taken
 

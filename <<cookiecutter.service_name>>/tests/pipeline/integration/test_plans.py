@@ -262,9 +262,7 @@ async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining)
     anchor = Anchor.of(Deposit(1).record("t", 1))
     assert await positions.count_start(asked, slot, 1) == 1
     await positions.forgive_start(asked, slot, 1)
-    await positions.move_position(
-        asked, slot, fetched_from=1, next_offset=2, anchor=anchor, starts=0
-    )
+    await positions.move_position(asked, slot, fetched_from=1, next_offset=2, anchor=anchor)
     assert len(asked.plans) == 4
     for plan in asked.plans:
         assert (plan.indexes, plan.scanned) == ({"position_pkey"}, set())

@@ -27,7 +27,7 @@ from pipeline.retention import archive, days, generations, lease, maintenance, p
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import make_ahead, run_retention
 from pipeline.retention.partitions import NotOwner
-from pipeline.retry import dead_rows, lanes
+from pipeline.retry import lanes
 from pipeline.settings import Settings
 
 from .bank import CLAIM, Bank
@@ -71,7 +71,7 @@ BY_OTHERS = {
 """Statements of these modules that another role executes."""
 
 BY_A_PERSON = (
-    *(dead_rows._FENCE, dead_rows._SHARE, dead_rows._REDRIVE, dead_rows._DISCARD),
+    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
     *(staging.CANCEL, scheduled._LIST),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )

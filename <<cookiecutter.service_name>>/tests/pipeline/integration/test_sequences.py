@@ -15,7 +15,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from pipeline import Aggregate, Gaps, Handlers, Park, Policy, Sequenced, Timed, Transaction
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.retry import dead_rows, lanes
+from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
 from pipeline.servers.database import autocommitting
 
@@ -209,7 +209,7 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
     await desk.work_off()
     assert await history(db) == [1, 2]
     async with autocommitting(desk.engine) as driver:
-        await dead_rows.redrive(driver, [three["key"]])
+        await lanes.redrive(driver, [three["key"]])
         await lanes.schedule_heads(driver, [three["lane"]], [three["order_key"]])
     await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
@@ -288,7 +288,7 @@ async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_ha
     (four,) = await desk.backlog()
     service.parks = {4}
     async with autocommitting(desk.engine) as driver:
-        await dead_rows.redrive(driver, [four["key"]])
+        await lanes.redrive(driver, [four["key"]])
         await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
     await desk.work_off()
     assert [row["reason"] for row in await desk.backlog()] == ["parked by its handler"]
