@@ -256,7 +256,7 @@ SABOTAGES: Sequence[Sabotage] = (
 """,
                 """\
         from pipeline.servers.database import autocommitting
-        async with autocommitting(self._engine) as elsewhere:
+        async with autocommitting(self.engine) as elsewhere:
             generations = await source.begin(elsewhere)
 """,
             )
@@ -272,7 +272,7 @@ SABOTAGES: Sequence[Sabotage] = (
         found = await look_up(driver, """,
                 """\
         from pipeline.servers.database import autocommitting
-        async with autocommitting(self._engine) as elsewhere:
+        async with autocommitting(self.engine) as elsewhere:
           found = await look_up(elsewhere, """,
             )
         ],
@@ -286,7 +286,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 "        if not await outbox.write(driver) and outcome.applied",
                 """\
         from pipeline.servers.database import autocommitting
-        async with autocommitting(self._engine) as elsewhere:
+        async with autocommitting(self.engine) as elsewhere:
             wrote = await outbox.write(elsewhere)
         if not wrote and outcome.applied""",
             ),
@@ -456,8 +456,8 @@ reason, attempts, waited,
         "connections lost under handlers",
         [
             Edit(
-                "apply/calls.py",
-                "if is_of_the_database(error) or attempt.driver.is_closed():",
+                "apply/guilt.py",
+                "if is_of_server and (is_outage or not has_own_session):",
                 "if False:",
             ),
             # Which fails as well when the connection is lost.

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve_batch
-from pipeline.apply.pace import Pace
+from pipeline.apply.limits import Pace
 from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import is_infrastructure
