@@ -318,7 +318,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 "AND next_offset = $4\n    RETURNING 1",
                 "AND $4::bigint IS NOT NULL\n    RETURNING 1",
             ),
-            Edit("apply/lookup.py", "if item.key not in known:", "if known is not None:"),
+            Edit("apply/inbox.py", "if item.key not in known:", "if known is not None:"),
         ],
     ),
     Sabotage(
@@ -416,7 +416,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "apply/lookup.py",
+                "apply/inbox.py",
                 "if decision is None and behind and item.order_key in behind:",
                 "if decision is None and behind and item.order_key is None:",
             )
@@ -474,7 +474,7 @@ reason, attempts, waited,
                 "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
             ),
             Edit(
-                "apply/lookup.py",
+                "apply/inbox.py",
                 "if item.key not in known:",
                 "if item.key not in known or item.row:",
             ),

@@ -20,7 +20,7 @@ from .attempt import Attempt
 from .guilt import CallFailed, FailedCall, FailedCalls, NeedsOwnSession, of_call
 from .item import Item
 from .outcome import BatchOutcome
-from .sequence import followed, gap_before, note_applied
+from .sequence import gap_before, note_applied
 
 
 async def call_handlers(
@@ -153,8 +153,8 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int, *, is_own: bo
             return None
         result = await _call(item, attempt, gap)
         attempt.raise_error()
-        if handler.gaps is not None and (row := await followed(item, attempt.rows)):
-            note_applied(item, row)
+        if handler.gaps is not None:
+            await note_applied(item, attempt.rows)
         return result_as_json(result)
     except asyncio.CancelledError as error:
         is_cancelled = attempt.task is None or attempt.task.cancelling() > 0

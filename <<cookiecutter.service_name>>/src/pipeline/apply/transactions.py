@@ -32,10 +32,10 @@ from .calls import call_handlers
 from .claim_check import ClaimCheck
 from .filters import Filters
 from .guilt import CulpritUnknown, FailedCalls, Failure, MessagesFailed, NeedsOwnSession
-from .inbox import SourceLost
+from .inbox import look_up, to_handle, too_old
 from .item import Item
-from .lookup import look_up, to_handle, too_old
 from .outcome import BatchOutcome
+from .positions import SourceLost
 from .source import Source, is_single
 
 _EARLY = 0.01

@@ -9,9 +9,9 @@ import asyncpg
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, StoredRecord
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.positions import Generations
 from pipeline.handlers.policy import DEFERRED, Decision
 from pipeline.observe import metrics
 from pipeline.retry import lanes

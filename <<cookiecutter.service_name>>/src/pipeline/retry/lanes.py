@@ -8,8 +8,8 @@ import asyncpg
 
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import items_of, validated
-from pipeline.apply.inbox import Generations, SourceLost
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
+from pipeline.apply.positions import Generations, SourceLost
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import DIED, GAP, UNKNOWN, Policy, dead
@@ -172,7 +172,7 @@ async def hold(connection: asyncpg.Connection, lane: Lane, lease: float) -> Gene
     row = await connection.fetchrow(_HOLD, lane.number, lane.token, lease)
     if row is None or not row["ours"]:
         raise LaneLost(f"backlog lane {lane.number} was taken over")
-    return Generations.of(row)
+    return Generations(*row[:4])
 
 
 async def release(connection: asyncpg.Connection, lane: Lane) -> None:
