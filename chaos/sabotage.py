@@ -457,8 +457,8 @@ reason, attempts, waited,
         [
             Edit(
                 "apply/guilt.py",
-                "if is_of_server and (is_outage or not has_own_session):",
-                "if False:",
+                "return not (is_of_the_database(error) or attempt.driver.is_closed())",
+                "return True",
             ),
             # Which fails as well when the connection is lost.
             Edit("apply/calls.py", "if len(failures.failed) == 1:", "if False:"),

@@ -10,14 +10,15 @@ import sqlalchemy as sa
 
 from pipeline.errors import describe_error
 from pipeline.handlers.aggregate import Aggregate, Key
+from pipeline.handlers.policy import Reject
 from pipeline.handlers.sessions import DONE, SharedSession
 from pipeline.handlers.transaction import EventBatch, Transaction
 from pipeline.observe.traces import Current
-from pipeline.servers.guard import InContext
+from pipeline.servers.guard import HandlerFault, InContext
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
-from .guilt import CallFailed, FailedCall, FailedCalls, NeedsOwnSession, of_call
+from .guilt import CallFailed, FailedCalls, MessageFailure, NeedsOwnSession, is_guilty
 from .item import Item
 from .outcome import BatchOutcome
 from .sequence import gap_before, note_applied
@@ -54,7 +55,7 @@ async def call_handlers(
     tried = {key: guard.stray for key, guard in attempt.guards.items() if guard.stray}
     if errors := attempt.errors_after_return | tried:
         failures.failed += [
-            FailedCall(item, errors[item.key]) for item in outcome.applied if item.key in errors
+            MessageFailure(item, errors[item.key]) for item in outcome.applied if item.key in errors
         ]
     outcome.seconds = perf_counter() - begun
     return failures
@@ -80,7 +81,7 @@ async def _call_in_order(
                     failures.in_batch = failure.error
                 return
             item, is_cut_off = run[0], attempt.is_cut_off
-            failures.failed.append(FailedCall(item, failure.error, failure.trace, is_cut_off))
+            failures.failed.append(MessageFailure(item, failure.error, failure.trace, is_cut_off))
             behind.add(item.order_key)
             if is_cut_off:
                 return
@@ -109,15 +110,19 @@ async def _call_in_session(
             attempt.rows.begin_message()
             gap: int | None = 0
             if item.handler.gaps is not None:
-                gap = await gap_before(item, attempt.rows, outcome, early)
+                try:
+                    gap = await gap_before(item, attempt.rows, outcome, early)
+                except Reject as error:
+                    raise CallFailed(error) from error
             if gap is None:
                 return
-            result = await _handle(run, attempt, gap, is_own=is_own)
+            result = await _handle(run, attempt, gap)
     except (CallFailed, NeedsOwnSession):
         raise
     except Exception as error:
-        if failure := of_call(error, attempt, has_own_session=is_own):
-            raise failure from error
+        is_certain = is_own or isinstance(error, HandlerFault)
+        if is_certain and is_guilty(error, attempt, is_alone=is_own):
+            raise CallFailed(error, attempt.context) from error
         raise
     if result is not None:
         outcome.returned[item.key] = result
@@ -141,7 +146,7 @@ def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
     yield from runs.values()
 
 
-async def _handle(run: Sequence[Item], attempt: Attempt, gap: int, *, is_own: bool) -> str | None:
+async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None:
     """Call the handler; returns what it returned, as JSON."""
     item = run[0]
     handler = item.handler
@@ -171,8 +176,8 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int, *, is_own: bo
             attempt.raise_error()
         except Exception as earlier:
             error = earlier
-        if failure := of_call(error, attempt, has_own_session=is_own):
-            raise failure from error
+        if is_guilty(error, attempt, is_alone=False):
+            raise CallFailed(error, attempt.context) from error
         raise
     finally:
         attempt.calling = None

@@ -21,8 +21,8 @@
     key after key of a consumer with  `BreakerOpen`: nothing is stored, and the source waits.
     one type of error
 
-`of_call`, `of_transaction`, `judge` and `blame` decide it, `ConsumeTransactions.apply` repeats the
-transaction accordingly, and `Breaker.observe` recognizes the last case.
+`is_guilty`, `of_transaction`, `judge` and `blame` decide it, `Breaker.observe` recognizes the last
+case, and `ConsumeTransactions.apply` repeats the transaction accordingly.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -85,7 +85,7 @@ class CallFailed(Exception):
         self.trace = traceparent(context)
 
 
-class FailedCall(NamedTuple):
+class MessageFailure(NamedTuple):
     """A message that has failed."""
 
     item: Item
@@ -100,7 +100,7 @@ class FailedCall(NamedTuple):
 class FailedCalls:
     """The calls of a transaction that have failed."""
 
-    failed: list[FailedCall] = field(default_factory=list)
+    failed: list[MessageFailure] = field(default_factory=list)
     """The first has failed by itself, the others maybe because of it."""
     in_batch: BaseException | None = None
     """Error of a handler that had several messages at once, any of which may be at fault."""
@@ -111,23 +111,20 @@ class FailedCalls:
         return bool(self.failed or self.in_batch)
 
 
-def of_call(error: BaseException, attempt: Attempt, *, has_own_session: bool) -> CallFailed | None:
-    """Return the failure of a call that has raised an error; None if the message is not at fault.
+def is_guilty(error: BaseException, attempt: Attempt, *, is_alone: bool) -> bool:
+    """Whether the message whose handling has raised an error is at fault for it.
 
-    An error of the database may have another cause: an outage, or an earlier message whose changes
-    are flushed. Only an outage is possible where the message has a session of its own. An error of
-    the network may be one of the handler's own clients.
+    An error of the database may be an outage, or be caused by an earlier message whose changes are
+    flushed. `is_alone`: only this message has changes to be flushed, in a session of its own.
     """
     if isinstance(error, HandlerFault):
         attempt.is_cut_off = True
-    elif sqlstate_of(error) != _READ_ONLY:
-        is_outage = is_infrastructure(error)
-        is_of_server = is_of_the_database(error) or attempt.driver.is_closed()
-        if attempt.calling is None:  # a statement of the engine, before or after the call
-            is_of_server |= is_outage
-        if is_of_server and (is_outage or not has_own_session):
-            return None
-    return CallFailed(error, attempt.context)
+        return True
+    if sqlstate_of(error) == _READ_ONLY:
+        return True
+    if is_alone:
+        return not is_infrastructure(error)
+    return not (is_of_the_database(error) or attempt.driver.is_closed())
 
 
 def of_transaction(
