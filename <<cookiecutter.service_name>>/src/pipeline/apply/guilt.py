@@ -3,6 +3,8 @@
     What fails                        What happens
     --------------------------------  -----------------------------------------------------------
     a server or the network           An outage: the transaction is repeated until it succeeds.
+    the connection, during COMMIT     It is repeated as well. If it was committed, the position has
+                                      moved, or the rows are gone.
     the object store                  An outage for a single record; many are halved.
     the source, which another         `SourceLost`: its messages are left to that process.
     process owns
