@@ -256,7 +256,7 @@ SABOTAGES: Sequence[Sabotage] = (
 """,
                 """\
         from pipeline.servers.database import autocommitting
-        async with autocommitting(self._engine) as elsewhere:
+        async with autocommitting(self.engine) as elsewhere:
             generations = await source.begin(elsewhere)
 """,
             )
@@ -272,7 +272,7 @@ SABOTAGES: Sequence[Sabotage] = (
         found = await look_up(driver, """,
                 """\
         from pipeline.servers.database import autocommitting
-        async with autocommitting(self._engine) as elsewhere:
+        async with autocommitting(self.engine) as elsewhere:
           found = await look_up(elsewhere, """,
             )
         ],
@@ -286,7 +286,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 "        if not await outbox.write(driver) and outcome.applied",
                 """\
         from pipeline.servers.database import autocommitting
-        async with autocommitting(self._engine) as elsewhere:
+        async with autocommitting(self.engine) as elsewhere:
             wrote = await outbox.write(elsewhere)
         if not wrote and outcome.applied""",
             ),
@@ -318,7 +318,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 "AND next_offset = $4\n    RETURNING 1",
                 "AND $4::bigint IS NOT NULL\n    RETURNING 1",
             ),
-            Edit("apply/lookup.py", "if item.key not in known:", "if known is not None:"),
+            Edit("apply/inbox.py", "if item.key not in known:", "if known is not None:"),
         ],
     ),
     Sabotage(
@@ -416,7 +416,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "apply/lookup.py",
+                "apply/inbox.py",
                 "if decision is None and behind and item.order_key in behind:",
                 "if decision is None and behind and item.order_key is None:",
             )
@@ -456,9 +456,9 @@ reason, attempts, waited,
         "connections lost under handlers",
         [
             Edit(
-                "apply/calls.py",
-                "if is_of_the_database(error) or attempt.driver.is_closed():",
-                "if False:",
+                "apply/guilt.py",
+                "return not (is_of_the_database(error) or attempt.driver.is_closed())",
+                "return True",
             ),
             # Which fails as well when the connection is lost.
             Edit("apply/calls.py", "if len(failures.failed) == 1:", "if False:"),
@@ -474,7 +474,7 @@ reason, attempts, waited,
                 "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
             ),
             Edit(
-                "apply/lookup.py",
+                "apply/inbox.py",
                 "if item.key not in known:",
                 "if item.key not in known or item.row:",
             ),

@@ -1,8 +1,11 @@
-"""The state that handlers of one transaction share: connection, rows, outbox, time limit."""
+"""One attempt to apply messages in a transaction, and what its handlers share."""
 
+import asyncio
+import math
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import asyncpg
 from opentelemetry.context import Context
@@ -11,14 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from pipeline.events.event import Event
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import isolated, own_session
+from pipeline.handlers.sessions import SharedSession, clean, isolated, new_session, own_session
 from pipeline.handlers.staging import Outbox
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.guard import Guard
 
 from .batch import validated
-from .deadline import Deadline
 from .item import Item
+from .limits import Deadline
 
 
 @dataclass
@@ -30,38 +33,75 @@ class Memory:
     isolates: bool = False
     """Whether a message with a session of its own has failed: from then on each such message has a
     savepoint, so that one attempt finds all messages that fail."""
+    cut_off: set[bytes] = field(default_factory=set)
+    """Marker keys of messages whose calls were cut off once."""
 
 
 @dataclass(eq=False)
 class Attempt:
-    """The state that handlers of one transaction share, and the call that is under way."""
+    """One attempt to apply messages in a transaction."""
 
     connection: AsyncConnection
     driver: asyncpg.Connection
-    rows: Rows
-    """Those of the session that messages share, or of the message that is being handled."""
     outbox: Outbox
     spans: ProcessSpans
     own: Collection[str]
     """Consumers whose messages have a session of their own each."""
-    restore_limits: str
-    """Statement that sets the transaction's limits again."""
+    limits: str
+    """Statement that sets the transaction's limits."""
+    time_limit: float
+    """Time limit of the transaction in seconds, which begins now."""
     memory: Memory
+    rows: Rows = field(init=False)
+    """Those of the session that messages share, or of the message that is being handled."""
+    guard: Guard = field(init=False)
+    """That of the messages that share a session, or of the message that is being handled."""
     guards: dict[bytes, Guard] = field(default_factory=dict)
     """Those of the messages that have a session of their own, by marker key."""
     errors_after_return: dict[bytes, Exception] = field(default_factory=dict)
     """Errors of calls to `tx` after the message's handler had returned, by marker key."""
-    guard: Guard = field(init=False)
-    """That of the messages that share a session, or of the message that is being handled."""
+    task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     calling: Item | None = None
     context: Context | None = None
     """Trace context of the latest call."""
     longest: dict[tuple[str, str], float] = field(default_factory=dict)
     """Longest duration of a call in seconds, by consumer and type of event."""
     deadline: Deadline = field(default_factory=Deadline)
+    began_at: float = field(default_factory=perf_counter)
+    handlers_began_at: float = math.inf
+    """Time at which the engine's own statements ended and the calls of handlers began."""
+    reserved: float = 0.0
+    """Seconds of the time limit that were needed for the object store, and not left."""
+    is_cut_off: bool = False
+    """Whether a statement may still be under way on the connection."""
 
     def __post_init__(self) -> None:
+        self.rows = Rows(new_session(self.connection, SharedSession))
         self.guard = Guard(self.outbox)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the transaction has begun."""
+        return perf_counter() - self.began_at
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.seconds >= self.time_limit - self.reserved
+
+    def reserve(self, seconds: float) -> None:
+        """Raise `TimeoutError` if less than these seconds are left, as if the limit had passed."""
+        self.reserved = seconds
+        if self.is_late:
+            raise TimeoutError
+        self.reserved = 0.0
+
+    async def roll_back(self) -> None:
+        """Roll back; the connection stays usable unless a statement may be under way."""
+        if self.is_cut_off or self.is_late:
+            await self.connection.invalidate()
+        elif self.own:
+            await clean(self.connection, self.driver)
 
     def has_called(self, handler: Handler) -> None:
         """Note the duration of the call that has just ended."""
@@ -88,10 +128,10 @@ class Attempt:
         """Use a session of its own for the message that is handled next."""
         shared = self.rows, self.guard
         guard = self.guards[item.key] = Guard(self.outbox)
-        isolating = isolated(self.driver, self.outbox, self.restore_limits)
+        isolating = isolated(self.driver, self.outbox, self.limits)
         async with (
             isolating if self.memory.isolates else nullcontext(),
-            own_session(self.connection, self.driver, guard, self.restore_limits) as session,
+            own_session(self.connection, self.driver, guard, self.limits) as session,
         ):
             self.rows, self.guard = Rows(session), guard
             try:

@@ -11,7 +11,7 @@ before a worker reads it. Of the rows of a key that one transaction adds only th
 are read together. The lane's worker makes the first row of a key the only one that is due.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import NamedTuple
@@ -180,11 +180,6 @@ async def add_calls(
     The calls of a key have the order in which they are stored. If the transactions lock the rows
     that the events are about, that is the order of the transactions.
     """
-    if calls:
-        await add(connection, _rows_of_calls(handlers, calls))
-
-
-def _rows_of_calls(handlers: Handlers, calls: Iterable[StagedEvent]) -> list[Row]:
     rows: list[Row] = []
     now = datetime.now(UTC)
     for event in calls:
@@ -196,7 +191,8 @@ def _rows_of_calls(handlers: Handlers, calls: Iterable[StagedEvent]) -> list[Row
         found = items_of(handlers, record, validates=False)
         assert not isinstance(found, Undecoded)  # the engine has written it
         rows += [Row(one.key, one.consumer, record, DEFERRED, one) for one in found]
-    return rows
+    if rows:
+        await add(connection, rows)
 
 
 def row_of(item: Item, decision: Decision) -> Row:

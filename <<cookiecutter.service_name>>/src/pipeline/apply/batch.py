@@ -109,15 +109,9 @@ def items_of(
         message = decode(record, plain, hash=hash)
     except Undecodable as error:
         return Undecoded(record, error.reason, error)
-    found = _items(handlers, record, message, validates=validates)
-    if not found and topic in handlers.demanding:
+    takers = handlers.of(topic, Tombstone.event_type if message.data is None else message.type)
+    if not takers and topic in handlers.demanding:
         return Undecoded(record, "unknown type", UnknownType(message))
-    return found
-
-
-def _items(handlers: Handlers, record: Record, message: Message, *, validates: bool) -> list[Item]:
-    type = Tombstone.event_type if message.data is None else message.type
-    takers = handlers.of(message.topic, type)
     event, fault = None, None
     for handler in takers if validates and message.reference is None else ():
         if handler.mode == "immediate":  # other messages are validated when they are handled
@@ -125,8 +119,7 @@ def _items(handlers: Handlers, record: Record, message: Message, *, validates: b
             break
     items: list[Item] = []
     for handler in takers:
-        consumer = handler.consumer
-        key = marker_key(consumer, message.source, message.id)
+        key = marker_key(handler.consumer, message.source, message.id)
         items.append(Item(handler, key, message, record, event, fault))
     return items
 
@@ -143,13 +136,9 @@ def _validated(
     model: type[Event], message: Message
 ) -> tuple[Event, None] | tuple[None, BaseException]:
     try:
-        return _event_of(model, message), None
+        if message.data is None:
+            key = (message.key or b"").decode("utf-8", "backslashreplace")
+            return Tombstone(key=key), None
+        return reader(model)(message.data), None
     except BaseException as error:  # a model's own validator may raise anything, sys.exit() too
         return None, error
-
-
-def _event_of(model: type[Event], message: Message) -> Event:
-    if message.data is None:
-        return Tombstone(key=(message.key or b"").decode("utf-8", "backslashreplace"))
-    event: Event = reader(model)(message.data)
-    return event

@@ -24,15 +24,6 @@ class FailedMessage(NamedTuple):
     last_error: str | None = None
     """The error of its previous attempt, as `policy.described` returns it."""
 
-    @property
-    def is_new_error_type(self) -> bool:
-        """Whether its previous attempt did not fail with this type of error.
-
-        A retry of a faulty message repeats its error, which says nothing about the consumer.
-        """
-        name = type(self.error).__qualname__
-        return self.last_error is None or not self.last_error.startswith(f"{name}:")
-
 
 class BreakerOpen(Exception):
     """A consumer fails with one error type for many keys: nothing is stored, the batch waits."""
@@ -69,13 +60,9 @@ class Breaker:
     def forget_idle(self) -> None:
         """Close it for consumers that this process does not probe any more."""
         now = monotonic()
-        idle = [
-            name
-            for name, one in self._failing.items()
-            if one.is_open and now > one.probe_at + _FORGOTTEN_AFTER
-        ]
-        for name in idle:
-            self._close(name, "is not tried here any more: another process has its partitions")
+        for name in self.open:
+            if now > self._failing[name].probe_at + _FORGOTTEN_AFTER:
+                self._close(name, "is not tried here any more: another process has its partitions")
 
     @property
     def open(self) -> set[str]:
@@ -96,22 +83,21 @@ class Breaker:
         counted: those messages are at fault.
         """
         failed: dict[str, BaseException] = {}
-        for failure in failures:
-            if failure.consumer not in succeeded:
-                failed[failure.consumer] = failure.error
-                if failure.is_new_error_type:
-                    self._note(failure)
+        for consumer, order_key, error, last_error in failures:
+            if consumer in succeeded:
+                continue
+            failed[consumer], kind = error, type(error)
+            if last_error is not None and last_error.startswith(f"{kind.__qualname__}:"):
+                continue  # a retry repeats its error, which says nothing about the consumer
+            state = self._failing.get(consumer)
+            if state is None or (state.kind is not kind and not state.is_open):
+                state = self._failing[consumer] = _Consumer(kind)
+            if len(state.keys) < self._limit:
+                state.keys.add(order_key)
         for consumer, error in failed.items():
             state = self._failing.get(consumer)
             if state is not None and (state.is_open or len(state.keys) >= self._limit):
                 self._open(state, consumer, error)
-
-    def _note(self, failure: FailedMessage) -> None:
-        state = self._failing.get(failure.consumer)
-        if state is None or (state.kind is not type(failure.error) and not state.is_open):
-            state = self._failing[failure.consumer] = _Consumer(type(failure.error))
-        if len(state.keys) < self._limit:
-            state.keys.add(failure.order_key)
 
     def _open(self, state: "_Consumer", consumer: str, error: BaseException) -> None:
         state.probe_at = monotonic() + self._pause

@@ -3,66 +3,25 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import pydantic_core
 import sqlalchemy as sa
-from opentelemetry.context import Context
 
-from pipeline.errors import describe_error, is_infrastructure, is_of_the_database, sqlstate_of
+from pipeline.errors import describe_error
 from pipeline.handlers.aggregate import Aggregate, Key
-from pipeline.handlers.policy import Reject, as_decision
+from pipeline.handlers.policy import Reject
 from pipeline.handlers.sessions import DONE, SharedSession
 from pipeline.handlers.transaction import EventBatch, Transaction
-from pipeline.observe.traces import Current, traceparent
+from pipeline.observe.traces import Current
 from pipeline.servers.guard import HandlerFault, InContext
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
+from .guilt import CallFailed, FailedCalls, MessageFailure, NeedsOwnSession, is_guilty
 from .item import Item
 from .outcome import BatchOutcome
-from .sequence import followed, gap_before, note_applied
-
-_READ_ONLY = "25006"
-"""PostgreSQL's code for a read-only transaction. The transaction has written before, so the cause
-is a handler's `SET TRANSACTION`, not a failover."""
-
-
-@dataclass
-class FailedCalls:
-    """The calls of a transaction that have failed."""
-
-    needs_session: str | None = None
-    """Consumer whose messages need sessions of their own."""
-    failed: list[tuple[Item, BaseException]] = field(default_factory=list)
-    """Messages and errors. The first has failed by itself, the others maybe because of it."""
-    in_batch: BaseException | None = None
-    """Error of a handler that had several messages at once, any of which may be at fault."""
-    traces: dict[bytes, str | None] = field(default_factory=dict)
-    """`traceparent` of the calls that failed, by marker key."""
-    late: Item | None = None
-    """The last of the messages that failed, if it exceeded its time limit."""
-    is_cut_off: bool = False
-    """Whether a statement may still be under way on the connection."""
-    is_certain: bool = False
-    """Whether each message that failed has failed by itself."""
-
-
-class _CallFailed(Exception):
-    """A handler has failed on a message. Rolls back the message's savepoint or session."""
-
-    def __init__(
-        self, error: BaseException, context: Context | None = None, *, is_cut_off: bool = False
-    ) -> None:
-        super().__init__()
-        self.error = as_decision(error)
-        self.trace = traceparent(context)
-        self.is_cut_off = is_cut_off
-
-
-class _NeedsOwnSession(Exception):
-    """A handler has used its session, and has none of its own."""
+from .sequence import gap_before, note_applied
 
 
 async def call_handlers(
@@ -73,6 +32,7 @@ async def call_handlers(
     First the handlers of messages that share a session are called. After one of these has failed
     the transaction will be rolled back; the others are called all the same, to find all that fail,
     except those of the same order key. Then follow the messages with a session of their own each.
+    Raises `NeedsOwnSession`.
     """
     for entity, keys in _declared(items):
         await attempt.rows.lock(entity, keys)
@@ -82,32 +42,23 @@ async def call_handlers(
     if attempt.own:
         sharing = [item for item in items if item.consumer not in attempt.own]
         own = [item for item in items if item.consumer in attempt.own]
-    try:
-        await _call_in_order(sharing, attempt, outcome, failures)
-        if own and not (failures.failed or failures.in_batch):
-            await attempt.rows.flush()
-            failures.is_certain = attempt.memory.isolates
-            await _call_in_order(own, attempt, outcome, failures)
-            attempt.memory.isolates |= bool(failures.failed)
-        if attempt.own and not (failures.failed or failures.in_batch):
-            await attempt.driver.execute(DONE)
-    except _NeedsOwnSession as need:
-        failures.needs_session = str(need)
-    _add_errors_after_return(attempt, outcome, failures)
-    outcome.seconds = perf_counter() - begun
-    return failures
-
-
-def _add_errors_after_return(
-    attempt: Attempt, outcome: BatchOutcome, failures: FailedCalls
-) -> None:
-    """Add the messages whose code went on after their handler had returned."""
+    await _call_in_order(sharing, attempt, outcome, failures)
+    if own and not failures:
+        await attempt.rows.flush()
+        failures.are_certain = attempt.memory.isolates
+        await _call_in_order(own, attempt, outcome, failures)
+        attempt.memory.isolates |= bool(failures.failed)
+    if attempt.own and not failures:
+        await attempt.driver.execute(DONE)
+    # Code of some messages may have gone on after their handlers had returned.
     failures.in_batch = failures.in_batch or attempt.guard.stray
     tried = {key: guard.stray for key, guard in attempt.guards.items() if guard.stray}
     if errors := attempt.errors_after_return | tried:
         failures.failed += [
-            (item, errors[item.key]) for item in outcome.applied if item.key in errors
+            MessageFailure(item, errors[item.key]) for item in outcome.applied if item.key in errors
         ]
+    outcome.seconds = perf_counter() - begun
+    return failures
 
 
 async def _call_in_order(
@@ -124,33 +75,27 @@ async def _call_in_order(
             continue
         try:
             await _call_in_session(run, attempt, outcome, early)
-        except _CallFailed as failure:
-            failures.is_cut_off = failure.is_cut_off
+        except CallFailed as failure:
             if len(run) > 1:
                 if not failures.failed:
                     failures.in_batch = failure.error
                 return
-            item = run[0]
-            failures.failed.append((item, failure.error))
-            failures.traces[item.key] = failure.trace
+            item, is_cut_off = run[0], attempt.is_cut_off
+            failures.failed.append(MessageFailure(item, failure.error, failure.trace, is_cut_off))
             behind.add(item.order_key)
-            if failure.is_cut_off:
-                failures.late = item
+            if is_cut_off:
                 return
             if item.consumer in attempt.own:
                 if not attempt.memory.isolates:
                     return
-                continue
-            if len(failures.failed) == 1:
+            elif len(failures.failed) == 1:
                 # Raises if the error of a statement has aborted the transaction: then all the
                 # other calls would fail.
                 await attempt.driver.execute("SELECT")
-        except _NeedsOwnSession:
-            raise
         except Exception:
-            if failures.failed:
-                return
-            raise
+            if not failures.failed:
+                raise
+            return
 
 
 async def _call_in_session(
@@ -159,34 +104,29 @@ async def _call_in_session(
     """Call the handler for the messages of one call, in the session that it needs."""
     item = run[0]
     is_own = item.consumer in attempt.own
+    attempt.context = None
     try:
         async with attempt.own_session(item) if is_own else nullcontext():
             attempt.rows.begin_message()
             gap: int | None = 0
             if item.handler.gaps is not None:
-                gap = await _gap_before(item, attempt, outcome, early)
+                try:
+                    gap = await gap_before(item, attempt.rows, outcome, early)
+                except Reject as error:
+                    raise CallFailed(error) from error
             if gap is None:
                 return
             result = await _handle(run, attempt, gap)
-    except HandlerFault as error:
-        raise _CallFailed(error, attempt.context, is_cut_off=True) from error
+    except (CallFailed, NeedsOwnSession):
+        raise
     except Exception as error:
-        is_fault = sqlstate_of(error) == _READ_ONLY or not is_infrastructure(error)
-        if not is_own or isinstance(error, _CallFailed | _NeedsOwnSession) or not is_fault:
-            raise
-        raise _CallFailed(error, attempt.context) from error
+        is_certain = is_own or isinstance(error, HandlerFault)
+        if is_certain and is_guilty(error, attempt, is_alone=is_own):
+            raise CallFailed(error, attempt.context) from error
+        raise
     if result is not None:
         outcome.returned[item.key] = result
     outcome.applied += run
-
-
-async def _gap_before(
-    item: Item, attempt: Attempt, outcome: BatchOutcome, early: set[bytes]
-) -> int | None:
-    try:
-        return await gap_before(item, attempt.rows, outcome, early)
-    except Reject as error:
-        raise _CallFailed(error) from error
 
 
 def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
@@ -211,7 +151,6 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
     item = run[0]
     handler = item.handler
     attempt.calling = item
-    attempt.context = None
     is_cancelled = False
     try:
         if handler.takes_batches:
@@ -219,37 +158,33 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             return None
         result = await _call(item, attempt, gap)
         attempt.raise_error()
-        if handler.gaps is not None and (row := await followed(item, attempt.rows)):
-            note_applied(item, row)
+        if handler.gaps is not None:
+            await note_applied(item, attempt.rows)
         return result_as_json(result)
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        is_cancelled = task is None or task.cancelling() > 0
+        is_cancelled = attempt.task is None or attempt.task.cancelling() > 0
         if is_cancelled:
             raise
-        raise _CallFailed(error, attempt.context) from error
+        raise CallFailed(error, attempt.context) from error
     except BaseException as error:  # also sys.exit(), and the panic of an extension module
         if attempt.deadline.is_over:
+            attempt.is_cut_off = True
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
             late.__cause__ = error  # its traceback says where the handler waited
-            raise _CallFailed(late, attempt.context, is_cut_off=True) from error
+            raise CallFailed(late, attempt.context) from error
         try:
             attempt.raise_error()
         except Exception as earlier:
             error = earlier
-        if isinstance(error, HandlerFault):
-            raise _CallFailed(error, attempt.context, is_cut_off=True) from error
-        if sqlstate_of(error) == _READ_ONLY:
-            raise _CallFailed(error, attempt.context) from error
-        if is_of_the_database(error) or attempt.driver.is_closed():
-            raise
-        raise _CallFailed(error, attempt.context) from error
+        if is_guilty(error, attempt, is_alone=False):
+            raise CallFailed(error, attempt.context) from error
+        raise
     finally:
         attempt.calling = None
         shared = attempt.rows.session.sync_session
         # A cancellation of the task, as by a revocation of the partition, must not be replaced.
         if isinstance(shared, SharedSession) and shared.is_wanted and not is_cancelled:
-            raise _NeedsOwnSession(handler.consumer)
+            raise NeedsOwnSession(handler.consumer)
 
 
 def result_as_json(result: object) -> str | None:

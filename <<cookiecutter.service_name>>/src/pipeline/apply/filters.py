@@ -9,7 +9,8 @@ empty row instead of a filter. `docs/protocol.md` says why the result is exact.
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import version
 from typing import NamedTuple
@@ -150,6 +151,17 @@ class _Filter(NamedTuple):
         return Bloom.load_bytes(bits, _hash) if self.digest_with(bits) == self.digest else None
 
 
+@contextmanager
+def _failing_with(warning: str) -> Iterator[None]:
+    """Log an error of the database; what the block does is tried again later."""
+    try:
+        yield
+    except Exception as error:
+        if not (is_infrastructure(error) or is_of_the_database(error)):
+            raise
+        log.warning("%s: %s", warning, describe_error(error))
+
+
 async def build(connection: asyncpg.Connection, *, mebibytes: int) -> None:
     """Build filters for the closed generations that have none, of at most half the memory each.
 
@@ -157,18 +169,12 @@ async def build(connection: asyncpg.Connection, *, mebibytes: int) -> None:
     call tries again.
     """
     at_most = _largest(mebibytes)
-    try:
+    with _failing_with("the filter of a closed inbox generation is not built"):
         # A generation that was too large may fit after a change of the setting.
         await connection.execute(_FORGET, FORMAT, at_most)
         number: int | None = 0
         while number is not None:
             number = await _build_next(connection, after=number, at_most=at_most)
-    except Exception as error:
-        if not (is_infrastructure(error) or is_of_the_database(error)):
-            raise
-        log.warning(
-            "the filter of a closed inbox generation is not built: %s", describe_error(error)
-        )
 
 
 async def _build_next(connection: asyncpg.Connection, *, after: int, at_most: int) -> int | None:
@@ -185,18 +191,25 @@ async def _build_next(connection: asyncpg.Connection, *, after: int, at_most: in
         if generation is None:
             return None
         keys: int = await connection.fetchval(_COUNT, generation, timeout=_SECONDS)
-        one, bloom = await _with_room(connection, generation, keys, at_most)
+        one = _Filter(generation, generation, keys, _capacity(keys, at_most))
+        bloom: Bloom | None = None
+        if row := await connection.fetchrow(_WITH_ROOM, generation, keys, at_most):
+            *columns, bits = row
+            last = _Filter(*columns)
+            bloom = await asyncio.to_thread(last.opened, bits)
+            if bloom is not None:
+                one = _Filter(last.first, generation, last.keys + keys, last.capacity)
         if not one.capacity:
             # Stored, so that its keys are not counted again and processes do not try to load it.
             await connection.execute(_STORE, *one[:-1], b"", FORMAT, b"")
             log.info("inbox generation %s has no filter: %s keys are too many", generation, keys)
             return generation
+        if bloom is None:
+            bloom = Bloom(one.capacity, _RATE, _hash)
         await connection.execute(
             "DECLARE closed NO SCROLL CURSOR FOR"
             f" SELECT key FROM pipeline.inbox WHERE generation = {generation}"
         )
-        if bloom is None:
-            bloom = Bloom(one.capacity, _RATE, _hash)
         while rows := await connection.fetch(_FETCH, timeout=_SECONDS):
             bloom.update([row["key"] for row in rows])
         bits = bloom.save_bytes()
@@ -204,20 +217,6 @@ async def _build_next(connection: asyncpg.Connection, *, after: int, at_most: in
         await connection.execute(_STORE, *one[:-1], digest, FORMAT, bits)
     log.info("inbox generation %s has a filter: %s keys", generation, keys)
     return generation
-
-
-async def _with_room(
-    connection: asyncpg.Connection, generation: int, keys: int, at_most: int
-) -> tuple[_Filter, Bloom | None]:
-    """Return the filter for the generation, and its present bits if it exists already."""
-    row = await connection.fetchrow(_WITH_ROOM, generation, keys, at_most)
-    if row:
-        *columns, bits = row
-        last = _Filter(*columns)
-        bloom = await asyncio.to_thread(last.opened, bits)
-        if bloom is not None:
-            return _Filter(last.first, generation, last.keys + keys, last.capacity), bloom
-    return _Filter(generation, generation, keys, _capacity(keys, at_most)), None
 
 
 class Filters:
@@ -261,15 +260,9 @@ class Filters:
         while True:
             await self.lacking.wait()
             self.lacking.clear()
-            try:
+            with _failing_with("filters of closed inbox generations are not loaded"):
                 async with autocommitting(engine) as connection:
                     await self.load(connection)
-            except Exception as error:
-                if not (is_infrastructure(error) or is_of_the_database(error)):
-                    raise
-                log.warning(
-                    "filters of closed inbox generations are not loaded: %s", describe_error(error)
-                )
             await asyncio.sleep(_PAUSE)
 
     async def load(self, connection: asyncpg.Connection) -> None:

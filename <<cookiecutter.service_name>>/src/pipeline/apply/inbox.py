@@ -6,56 +6,27 @@ deleted in `retention/rotation.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Self
-from uuid import UUID
+from typing import NamedTuple
 
 import asyncpg
 
 from pipeline.events.message import Message
 from pipeline.events.payload import HASH_VERSION
+from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
+from .claim_check import DataUnavailable
 from .filters import Filters
-from .item import Item, Known
+from .item import IdentityMismatch, Item, Known
+from .outcome import BatchOutcome
+from .positions import Generations, time_of
+from .sequence import in_sequence
+from .source import Source
 
 GENERATION_LOCK = 0x1B0C5
 """Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
-
-
-class SourceLost(Exception):
-    """Another process owns the source of these messages: the transaction is rolled back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generations:
-    """The generation that takes new markers, and the oldest one that is kept."""
-
-    current: int
-    oldest: int
-    since: datetime | None
-    """Markers from before this time may be deleted; None: none was deleted yet."""
-    opening: UUID
-    """Unique id of the rotation that opened the current generation."""
-
-    @classmethod
-    def of(cls, row: asyncpg.Record) -> Self:
-        """Return the generations of a row of `inbox_generation`."""
-        return cls(row["current"], row["oldest"], row["since"], row["opening"])
-
-    def forgot(self, message: Message) -> bool:
-        """Whether the message is so old that its marker may have been deleted.
-
-        By the times of record and event. It does not apply to consumers that `remembers_all`
-        returns.
-        """
-        if self.since is None:
-            return False
-        milliseconds = self.since.timestamp() * 1000
-        return 0 <= message.timestamp < milliseconds or (
-            message.time is not None and message.time < self.since
-        )
-
+_SECONDS_AS_MILLISECONDS = range(1_000_000_000, 5_000_000_000)
+"""Timestamps of 2001 to 2128 in seconds; in milliseconds these are January, February 1970."""
 
 _REGISTER = """
 INSERT INTO pipeline.inbox_consumer (consumer, generation)
@@ -109,6 +80,26 @@ UPDATE pipeline.inbox AS marker
 _UNMARK = "DELETE FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)"
 
 
+class TooOld(Exception):
+    """The message is older than the oldest markers, so it may be a repeat."""
+
+    def __init__(self, message: Message, since: datetime | None) -> None:
+        at = message.timestamp
+        text = f"its record is of {time_of(at)}, " if at >= 0 else ""
+        text += f"its event of {message.time}, " if message.time is not None else ""
+        text += (
+            f"and the inbox remembers since {since}: whether it was applied before is not known."
+            " Redrive it by its id if it was not; register the handler with takes_old=True to"
+            " apply all such messages"
+        )
+        if at in _SECONDS_AS_MILLISECONDS:
+            text += (
+                f". The record's timestamp, {at}, looks like seconds, and has to be milliseconds:"
+                f" for {time_of(1_000 * at)} let its producer send {1_000 * at}"
+            )
+        super().__init__(text)
+
+
 async def register(connection: asyncpg.Connection, consumers: Iterable[str]) -> None:
     """Store the generation in which each consumer begins; a registered one keeps its own.
 
@@ -118,16 +109,49 @@ async def register(connection: asyncpg.Connection, consumers: Iterable[str]) -> 
     await connection.execute(_REGISTER, sorted(consumers))
 
 
-async def remembers_all(
-    connection: asyncpg.Connection, generations: Generations, consumers: Iterable[str]
-) -> set[str]:
-    """Return the consumers of which no marker was deleted: they have begun since.
+class Found(NamedTuple):
+    """The result of looking messages up in inbox and backlog."""
 
-    A message without a marker was not applied by them, however old it is. Consumers that are not
-    registered are not returned.
+    new: list[Item]
+    """Those that are to be applied, parked or dead."""
+    waiting: set[bytes]
+    """Order keys of which rows wait in the backlog."""
+    in_backlog: set[bytes]
+    """Marker keys of those that are in the backlog: their new markers must be deleted."""
+
+
+async def look_up(
+    driver: asyncpg.Connection,
+    generations: Generations,
+    filters: Filters,
+    source: Source,
+    outcome: BatchOutcome,
+) -> Found:
+    """Insert the markers of the messages, and find those that exist already.
+
+    Duplicates and mismatches go into the outcome.
     """
-    rows = await connection.fetch(_REMEMBERS_ALL, sorted(consumers), generations.oldest)
-    return {row["consumer"] for row in rows}
+    known = await mark(driver, generations, source.items, filters)
+    first: dict[bytes, Item] = {}
+    for item in source.items:
+        if item.key not in known:
+            first.setdefault(item.key, item)
+    in_backlog, waiting = await source.find(driver, list(first.values())) if first else ({}, set())
+    known |= in_backlog
+    new: list[Item] = []
+    for item in source.items:
+        key = item.key
+        if first.get(key) is item and key not in in_backlog:
+            new.append(item)
+            continue
+        before = known.get(key) or Known(first[key].message.hash, HASH_VERSION)
+        try:
+            before.check(item.message)
+        except IdentityMismatch as error:
+            outcome.mismatched.append((item, error))
+        else:
+            outcome.duplicates.append(item)
+    return Found(new, waiting, set(in_backlog))
 
 
 async def mark(
@@ -142,7 +166,15 @@ async def mark(
         first.setdefault(item.key, item)
     known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
-        known = await _find_closed(connection, generations, list(first), filters)
+        closed = range(generations.oldest, generations.current)
+        keys = list(first)
+        suspects, bare = filters.sift(closed, generations.opening, keys)
+        if suspects or bare:
+            ranges = closed.start, closed.stop, suspects, bare.start, bare.stop
+            rows = await connection.fetch(
+                _FIND_IN_CLOSED_GENERATIONS, *ranges, keys if bare else []
+            )
+            known = _by_key(rows)
     # Sorted, so that two transactions with the same keys wait for each other without a deadlock.
     new = [first[key] for key in sorted(key for key in first if key not in known)]
     inserted = await _insert(connection, generations.current, new) if new else set()
@@ -153,27 +185,81 @@ async def mark(
     return known
 
 
-async def _find_closed(
-    connection: asyncpg.Connection,
-    generations: Generations,
-    keys: Sequence[bytes],
-    filters: Filters,
-) -> dict[bytes, Known]:
-    closed = range(generations.oldest, generations.current)
-    suspects, bare = filters.sift(closed, generations.opening, keys)
-    if not suspects and not bare:
-        return {}
-    return _by_key(
-        await connection.fetch(
-            _FIND_IN_CLOSED_GENERATIONS,
-            closed.start,
-            closed.stop,
-            suspects,
-            bare.start,
-            bare.stop,
-            keys if bare else [],
+async def _insert(
+    connection: asyncpg.Connection, generation: int, items: Sequence[Item]
+) -> set[bytes]:
+    new = [
+        (
+            item.key,
+            message.hash,
+            item.consumer,
+            message.source,
+            message.id,
+            message.type,
+            message.topic,
+            message.partition,
+            message.offset,
+            message.traceparent,
         )
-    )
+        for item in items
+        for message in (item.message,)
+    ]
+    return {row["key"] for row in await connection.fetch(_MARK, generation, HASH_VERSION, new)}
+
+
+def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, Known]:
+    return {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows}
+
+
+async def too_old(
+    driver: asyncpg.Connection, generations: Generations, new: Sequence[Item]
+) -> dict[bytes, Decision]:
+    """Return decisions, by marker key, on messages whose markers may have been deleted.
+
+    None on those of consumers of which no marker was deleted, because they have begun since: they
+    did not apply a message without a marker, however old it is.
+    """
+    old = [
+        item
+        for item in new
+        if generations.forgot(item.message) and not (item.was_young or item.handler.takes_old)
+    ]
+    if not old:
+        return {}
+    consumers = sorted({item.consumer for item in old})
+    rows = await driver.fetch(_REMEMBERS_ALL, consumers, generations.oldest)
+    remembering = {row["consumer"] for row in rows}
+    return {
+        item.key: dead(item.handler.policy, "too old", TooOld(item.message, generations.since))
+        for item in old
+        if item.consumer not in remembering
+    }
+
+
+def to_handle(
+    found: Found, decisions: Mapping[bytes, Decision], outcome: BatchOutcome
+) -> list[Item]:
+    """Return the messages to handle now; decisions on the others go into the outcome."""
+    behind = set(found.waiting)
+    now: list[Item] = []
+    for item in in_sequence(found.new):
+        decision = decisions.get(item.key)
+        if decision is None and behind and item.order_key in behind:
+            decision = FOLLOWER
+        if decision is None and item.fault is not None:
+            decision = dead(
+                item.handler.policy,
+                item.fault.reason if isinstance(item.fault, DataUnavailable) else "invalid payload",
+                item.fault,
+                attempts=item.attempts,
+            )
+        if decision is None:
+            now.append(item)
+            continue
+        outcome.decided.append((item, decision))
+        if not decision.is_dead or decision.holds:
+            behind.add(item.order_key)
+    return now
 
 
 async def unmark(
@@ -194,28 +280,3 @@ async def keep_results(
     await connection.execute(
         _KEEP_RESULTS, generations.current, list(results), list(results.values())
     )
-
-
-async def _insert(
-    connection: asyncpg.Connection, generation: int, items: Sequence[Item]
-) -> set[bytes]:
-    new = [
-        (
-            item.key,
-            item.message.hash,
-            item.consumer,
-            item.message.source,
-            item.message.id,
-            item.message.type,
-            item.message.topic,
-            item.message.partition,
-            item.message.offset,
-            item.message.traceparent,
-        )
-        for item in items
-    ]
-    return {row["key"] for row in await connection.fetch(_MARK, generation, HASH_VERSION, new)}
-
-
-def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, Known]:
-    return {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows}

@@ -1,69 +1,149 @@
-"""Time limits of a transaction."""
+"""Limits of a transaction: its time, that of a handler's call, and the number of its messages."""
 
-from collections.abc import Mapping
+import asyncio
+import math
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Self
 
-import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.settings import Settings
 
-_LIMITS = """
-       set_config('idle_in_transaction_session_timeout', {transaction_timeout}, true),
-       set_config('lock_timeout', {lock_timeout}, true),
-       set_config('pipeline.handler', {handler}, true)"""
+from .inbox import GENERATION_LOCK
+from .outcome import BatchOutcome
+
+_SHARE = 0.25
+"""Share of the transaction's time limit that its handlers may take."""
+_FIRST = 100
+"""Messages of the first transaction, before the handlers' duration is known."""
+_AT_LEAST = 2
+"""With one message at a time, it could not be measured that several take no longer."""
+_TRANSACTION_TIMEOUT_SINCE = (17,)
+"""Version of PostgreSQL."""
 
 
-_TRANSACTION_TIMEOUT = """,
-       set_config('transaction_timeout', {transaction_timeout}, true)"""
-
-
-_LOCK = """,
-       pg_advisory_xact_lock_shared(:lock)
-"""
-
-
-_VALUES = {name: f":{name}" for name in ("transaction_timeout", "lock_timeout", "handler")}
-
-
-_BEGIN = sa.text(f"SELECT {_LIMITS.format(**_VALUES)}{_LOCK}")
-
-
-_BEGIN_WITH_TRANSACTION_TIMEOUT = sa.text(
-    f"SELECT {(_LIMITS + _TRANSACTION_TIMEOUT).format(**_VALUES)}{_LOCK}"
-)
-
-
-def of_settings(settings: Settings, *, handler: str = "") -> dict[str, str]:
-    """Return the limits of a transaction, as `begin` takes them.
+def statement(connection: AsyncConnection, settings: Settings, *, handler: str = "") -> str:
+    """Return the statement that sets the limits of a transaction.
 
     `handler` is the value of the setting `pipeline.handler`, see `AT_WORK` in
     `handlers/sessions.py`.
     """
-    transaction, lock = (
-        f"{round(seconds * 1000)}ms"
-        for seconds in (settings.transaction_timeout, settings.lock_timeout)
-    )
-    return {"transaction_timeout": transaction, "lock_timeout": lock, "handler": handler}
+    milliseconds = round(settings.transaction_timeout * 1000)
+    limits = {
+        "idle_in_transaction_session_timeout": f"{milliseconds}ms",
+        "lock_timeout": f"{round(settings.lock_timeout * 1000)}ms",
+        "pipeline.handler": handler,
+    }
+    if (connection.dialect.server_version_info or (0,)) >= _TRANSACTION_TIMEOUT_SINCE:
+        limits["transaction_timeout"] = f"{milliseconds}ms"
+    set_each = (f"set_config('{name}', '{value}', true)" for name, value in limits.items())
+    return f"SELECT {', '.join(set_each)}"
 
 
-def statement(connection: AsyncConnection, limits: Mapping[str, str]) -> str:
-    """Return the statement that sets the limits again after a reset."""
-    bounded = _is_bounded(connection)
-    values = {name: f"'{value}'" for name, value in limits.items()}
-    return f"SELECT {(_LIMITS + _TRANSACTION_TIMEOUT * bounded).format(**values)}"
-
-
-async def begin(connection: AsyncConnection, limits: Mapping[str, str]) -> None:
+async def begin(connection: AsyncConnection, limits: str) -> None:
     """Set the transaction's limits and prevent rotation until it ends. Its first statement.
 
     The lock is granted after the statement's snapshot was taken, so what the lock protects must be
     read by a later statement.
     """
-    statement = _BEGIN_WITH_TRANSACTION_TIMEOUT if _is_bounded(connection) else _BEGIN
-    await connection.execute(statement, {"lock": GENERATION_LOCK, **limits})
+    lock = f"pg_advisory_xact_lock_shared({GENERATION_LOCK})"
+    await connection.exec_driver_sql(f"{limits}, {lock}")
 
 
-def _is_bounded(connection: AsyncConnection) -> bool:
-    """Whether the server has transaction_timeout, which was added in PostgreSQL 17."""
-    return (connection.dialect.server_version_info or (0,)) >= (17,)
+class Deadline:
+    """Cancels the task that makes it when a call of a handler takes too long.
+
+    `asyncio.timeout` does the same, but sets a timer for every call, which costs more than most
+    handlers do. Here one timer serves many calls: it checks how long the latest has run.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._checks_at = math.inf
+        self._ends_at = math.inf
+        self._begun = 0.0
+        self.is_over = False
+        """Whether the latest call was cancelled."""
+        self.seconds = 0.0
+        """Duration of the latest call."""
+
+    def within(self, seconds: float) -> Self:
+        """Limit the call in the `with` block to so many seconds. It raises `TimeoutError`."""
+        self.is_over = False
+        self._ends_at = self._loop.time() + seconds
+        if self._ends_at < self._checks_at:
+            self._check_at(self._ends_at)
+        return self
+
+    def __enter__(self) -> None:
+        self._begun = perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        self.seconds = perf_counter() - self._begun
+        self._ends_at = math.inf
+        if self.is_over:
+            is_ours = self._task.uncancel() <= self._cancelling
+            # Also if the call has suppressed the cancellation and returned.
+            if is_ours and kind in (None, asyncio.CancelledError):
+                raise TimeoutError from error
+
+    def overdue(self) -> float:
+        """Return the seconds for which a call has run since its cancellation."""
+        return max(0.0, self._loop.time() - self._ends_at)
+
+    def close(self) -> None:
+        """Cancel the pending timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check_at(self, time: float) -> None:
+        self.close()
+        self._checks_at = time
+        self._timer = self._loop.call_at(time, self._check)
+
+    def _check(self) -> None:
+        self._checks_at = math.inf
+        if self._loop.time() >= self._ends_at:
+            # What the call awaits may have completed while other code blocked the loop. Callbacks
+            # that are ready run before the cancellation.
+            self._loop.call_soon(self._end)
+        elif self._ends_at < math.inf:
+            self._check_at(self._ends_at)
+
+    def _end(self) -> None:
+        if self._loop.time() >= self._ends_at:
+            self.is_over = True
+            self._task.cancel()
+
+
+class Pace:
+    """Adapts the number of messages to the time that handlers take.
+
+    A transaction that exceeds its time limit is rolled back and applied again in halves, so the
+    calls of slow handlers would be wasted.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._at_most = settings.batch_size
+        self._seconds = _SHARE * settings.transaction_timeout
+        self.limit = min(_FIRST, settings.batch_size)
+        """Messages of the next transaction."""
+
+    def learn(self, outcomes: Sequence[BatchOutcome]) -> None:
+        """Adapt to messages that were applied in one transaction, or had to be divided."""
+        self.limit = min(self._at_most, 2 * self.limit)
+        for one in outcomes:
+            if one.applied:
+                fitting = math.ceil(len(one.applied) * self._seconds / one.seconds)
+                self.limit = min(self.limit, max(_AT_LEAST, fitting))
+        if len(outcomes) > 1:  # the messages did not fit into one transaction
+            largest = max(len(one.applied) for one in outcomes)
+            self.limit = min(self.limit, max(_AT_LEAST, largest))

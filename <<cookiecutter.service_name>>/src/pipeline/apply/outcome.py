@@ -10,7 +10,7 @@ from pipeline.handlers.policy import GAP, PARKED, Decision, dead
 from pipeline.observe import metrics, traces
 from pipeline.observe.logs import LONGEST_KEY
 
-from .backlog import Row
+from .backlog import Row, mismatch_key
 from .item import IdentityMismatch, Item
 
 log = logging.getLogger(__name__)
@@ -45,32 +45,26 @@ class BatchOutcome:
 
     def report(self, group: str) -> None:
         """Count and log the outcome, after the commit."""
-        successes = (("new", self.applied), ("duplicate", self.duplicates))
-        counts: Counter[tuple[str, str, str]] = Counter(
-            (item.record.topic, item.consumer, outcome)
-            for outcome, items in successes
-            for item in items
-        )
-        if log.isEnabledFor(logging.DEBUG):
-            for outcome, items in successes:
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for outcome, items in (("new", self.applied), ("duplicate", self.duplicates)):
+            counts.update((item.record.topic, item.consumer, outcome) for item in items)
+            if log.isEnabledFor(logging.DEBUG):
                 for item in items:
-                    _log_success(item, outcome)
-
-        def count(item: Item, outcome: str) -> None:
-            counts[item.record.topic, item.consumer, outcome] += 1
-
+                    _log(logging.DEBUG, item, f": {outcome}", outcome)
         for item, by in self.superseded:
-            count(item, "superseded")
-            _log_superseded(item, by)
+            counts[item.record.topic, item.consumer, "superseded"] += 1
+            then = f" of sequence {item.sequence} is superseded: {by} was applied"
+            _log(logging.INFO, item, then, "superseded")
         for item, decision in self.decided:
-            if decision.is_assumed:
-                continue
-            count(item, "dead" if decision.is_dead else "parked")
-            if decision.is_decided:
-                _log_decision(item, decision)
+            if not decision.is_assumed:
+                outcome = "dead" if decision.is_dead else "parked"
+                counts[item.record.topic, item.consumer, outcome] += 1
+                if decision.is_decided:
+                    _log_decision(item, decision, item.row or item.key)
         for item, error in self.mismatched:
-            count(item, "mismatch")
-            _log_decision(item, dead(item.handler.policy, "identity mismatch", error))
+            counts[item.record.topic, item.consumer, "mismatch"] += 1
+            decision = dead(item.handler.policy, "identity mismatch", error)
+            _log_decision(item, decision, item.row or mismatch_key(item))
         for row in self.undecoded:
             outcome = "dead" if row.decision.is_dead else "parked"
             counts[row.record.topic, row.consumer, outcome] += 1
@@ -95,65 +89,38 @@ def _log_undecoded(record: Record, decision: Decision) -> None:
         )
 
 
-def _log_success(item: Item, outcome: str) -> None:
-    with traces.within(item.trace or item.message.traceparent):
-        log.debug("%s: %s", _what(item), outcome, extra=_names(item) | {"reason": outcome})
-
-
-def _log_superseded(item: Item, by: str) -> None:
-    with traces.within(item.trace or item.message.traceparent):
-        log.info(
-            "%s of sequence %s is superseded: %s was applied",
-            _what(item),
-            item.sequence,
-            by,
-            extra=_names(item) | {"reason": "superseded"},
-        )
-
-
-def _log_decision(item: Item, decision: Decision) -> None:
-    message = item.message
-    policy = item.handler.policy
-    # A message with another one's identity has a row of its own, whose key is not the marker's.
-    key = item.row or (b"" if decision.reason == "identity mismatch" else item.key)
+def _log_decision(item: Item, decision: Decision, key: bytes) -> None:
     letter = key.hex()[:16]
+    level = logging.WARNING
     if decision.is_dead:
-        level, then = logging.ERROR, f"is dead ({decision.reason}, attempt {decision.attempts})"
-        then += f", letter {letter}" if letter else ""
+        level = logging.ERROR
+        then = f"is dead ({decision.reason}, attempt {decision.attempts}), letter {letter}"
     elif decision.reason in (PARKED, GAP):
         # Not a failure, and possibly the outcome of every message for hours: metrics count them.
-        level, then = logging.DEBUG, f"{decision.reason}, again in {decision.due_in:.0f} s"
+        level = logging.DEBUG
+        then = f"{decision.reason}, again in {decision.due_in:.0f} s"
     else:
-        attempt = f"attempt {decision.attempts} of {policy.attempts}"
-        level, then = (
-            logging.WARNING,
-            f"{decision.reason} ({attempt}), again in {decision.due_in:.0f} s",
-        )
-    with traces.within(decision.trace or item.trace or message.traceparent):
-        log.log(
-            level,
-            "%s %s: %s",
-            _what(item),
-            then,
-            decision.error,
-            extra=_names(item)
-            | {"reason": decision.reason}
-            | ({"letter": letter} if letter else {}),
-        )
+        attempt = f"attempt {decision.attempts} of {item.handler.policy.attempts}"
+        then = f"{decision.reason} ({attempt}), again in {decision.due_in:.0f} s"
+    text = f" {then}: {decision.error}"
+    _log(level, item, text, decision.reason, trace=decision.trace, letter=letter)
 
 
-def _what(item: Item) -> str:
+def _log(
+    level: int, item: Item, then: str, reason: str, *, trace: str | None = None, letter: str = ""
+) -> None:
     message = item.message
-    return f"{item.consumer}: {message.type} {message.id!r}"
-
-
-def _names(item: Item) -> dict[str, object]:
-    message = item.message
-    return _place(item.record) | {
+    extra = _place(item.record) | {
         "consumer": item.consumer,
         "message_id": message.id,
         "message_type": message.type,
+        "reason": reason,
     }
+    if letter:
+        extra["letter"] = letter
+    with traces.within(trace or item.trace or message.traceparent):
+        text = f"{item.consumer}: {message.type} {message.id!r}"
+        log.log(level, "%s%s", text, then, extra=extra)
 
 
 def _place(record: Record) -> dict[str, object]:

@@ -1,17 +1,48 @@
-"""Positions: the next offset of each partition, moved by the consume transaction itself."""
+"""Positions: the next offset of each partition, moved by the consume transaction itself.
 
-from dataclasses import dataclass
+The statement that moves a position, or holds a lane, also reads the generations of the inbox.
+"""
+
 from datetime import UTC, datetime
 from typing import NamedTuple, Self
+from uuid import UUID
 
 import asyncpg
 from aiokafka import ConsumerRecord
 
-from pipeline.apply.inbox import Generations, SourceLost
-from pipeline.apply.item import record_digest
+from pipeline.events.message import Message
+
+from .item import record_digest
 
 _LAST_MILLISECOND = 253_402_300_799_000
 """The end of the year 9999. Producers may send any number as a timestamp."""
+
+
+class SourceLost(Exception):
+    """Another process owns the source of these messages: the transaction is rolled back."""
+
+
+class Generations(NamedTuple):
+    """The generation of the inbox that takes new markers, and the oldest one that is kept."""
+
+    current: int
+    oldest: int
+    since: datetime | None
+    """Markers from before this time may be deleted; None: none was deleted yet."""
+    opening: UUID
+    """Unique id of the rotation that opened the current generation."""
+
+    def forgot(self, message: Message) -> bool:
+        """Whether the message is so old that its marker may have been deleted.
+
+        By the times of record and event.
+        """
+        if self.since is None:
+            return False
+        milliseconds = self.since.timestamp() * 1000
+        return 0 <= message.timestamp < milliseconds or (
+            message.time is not None and message.time < self.since
+        )
 
 
 class PositionMoved(SourceLost):
@@ -19,8 +50,7 @@ class PositionMoved(SourceLost):
     commit whose result was lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Key of a position: a topic partition as a consumer group reads it."""
 
     group: str
@@ -66,16 +96,13 @@ WITH moved AS (
      WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
     RETURNING 1
 )
-SELECT current, oldest, since, opening, EXISTS (SELECT FROM moved) AS ours
-  FROM pipeline.inbox_generation
+SELECT current, oldest, since, opening FROM moved, pipeline.inbox_generation
 """
-
 
 _COUNT_DUPLICATES = """
 UPDATE pipeline.position SET duplicates = duplicates + $4
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3
 """
-
 
 _COUNT_START = """
 UPDATE pipeline.position SET starts = starts + 1
@@ -83,12 +110,10 @@ UPDATE pipeline.position SET starts = starts + 1
 RETURNING starts
 """
 
-
 _FORGIVE_START = """
 UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
 """
-
 
 _POSITION = """
 SELECT next_offset, anchor_offset, anchor_time, anchor_hash
@@ -96,12 +121,10 @@ SELECT next_offset, anchor_offset, anchor_time, anchor_hash
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3
 """
 
-
 _START_AT = """
 INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
 VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
 """
-
 
 _SEEK = """
 INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
@@ -110,7 +133,6 @@ VALUES ($1, $2, $3, $4)
    SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,
        anchor_hash = NULL, starts = 0, moved_at = clock_timestamp()
 """
-
 
 _REWIND = """
 UPDATE pipeline.position
@@ -132,22 +154,21 @@ async def move_position(
 
     Without a new anchor, over a gap in the offsets, the old one stays.
     """
-    place = slot.group, slot.topic, slot.partition
     last = anchor or (None, None, None)
-    row = await connection.fetchrow(_MOVE_POSITION, *place, fetched_from, next_offset, *last)
-    if row is None or not row["ours"]:
+    row = await connection.fetchrow(_MOVE_POSITION, *slot, fetched_from, next_offset, *last)
+    if row is None:
         raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
-    return Generations.of(row)
+    return Generations(*row)
 
 
 async def count_duplicates(connection: asyncpg.Connection, slot: Slot, number: int) -> None:
     """Add to the count of the partition's duplicates; only reports read it."""
-    await connection.execute(_COUNT_DUPLICATES, slot.group, slot.topic, slot.partition, number)
+    await connection.execute(_COUNT_DUPLICATES, *slot, number)
 
 
 async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition | None:
     """Return the stored position, or None if there is none."""
-    row = await connection.fetchrow(_POSITION, slot.group, slot.topic, slot.partition)
+    row = await connection.fetchrow(_POSITION, *slot)
     if row is None:
         return None
     next_offset, offset, time, hash = row
@@ -156,7 +177,7 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
 
 async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
     """Store the first position of a partition; one that is stored already stays."""
-    await connection.execute(_START_AT, slot.group, slot.topic, slot.partition, offset)
+    await connection.execute(_START_AT, *slot, offset)
 
 
 async def count_start(connection: asyncpg.Connection, slot: Slot, position: int) -> int:
@@ -164,15 +185,12 @@ async def count_start(connection: asyncpg.Connection, slot: Slot, position: int)
 
     A transaction of its own: a record that kills the process leaves no other trace.
     """
-    return (
-        await connection.fetchval(_COUNT_START, slot.group, slot.topic, slot.partition, position)
-        or 0
-    )
+    return await connection.fetchval(_COUNT_START, *slot, position) or 0
 
 
 async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: int) -> None:
     """Undo `count_start` after a regular end."""
-    await connection.execute(_FORGIVE_START, slot.group, slot.topic, slot.partition, position)
+    await connection.execute(_FORGIVE_START, *slot, position)
 
 
 async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
@@ -180,9 +198,9 @@ async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
 
     A batch that is under way raises `PositionMoved` and is rolled back.
     """
-    await connection.execute(_SEEK, slot.group, slot.topic, slot.partition, offset)
+    await connection.execute(_SEEK, *slot, offset)
 
 
 async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
     """Set the position of a partition back to an offset, unless it is before that already."""
-    await connection.execute(_REWIND, slot.group, slot.topic, slot.partition, offset)
+    await connection.execute(_REWIND, *slot, offset)

@@ -1,5 +1,6 @@
 """Applies events of a row in the order of their CloudEvents sequence."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -26,10 +27,14 @@ async def gap_before(
     early in this transaction. Raises `Reject` for an event without a sequence.
     """
     sequence = sequence_of(item.message)
-    row = await followed(item, rows)
+    row = await _followed(item, rows)
     gap = sequence - ((row and row.followed) or 0) - 1
     if row is not None and gap < 0:
-        _supersede(item, row, outcome)
+        if sequence == row.followed and row.followed_by not in (None, name_of(item.message)):
+            error = SequenceConflict(sequence, str(row.followed_by))
+            outcome.decided.append((item, dead(item.handler.policy, "sequence conflict", error)))
+        else:
+            outcome.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
         return None
     decision = _decide_on_early(item, gap, follows=item.order_key in waiting) if gap > 0 else None
     if decision is None:
@@ -40,26 +45,18 @@ async def gap_before(
     return None
 
 
-async def followed(item: Item, rows: Rows) -> Sequenced | None:
+async def note_applied(item: Item, rows: Rows) -> None:
+    """Store in the row that the event was applied."""
+    if row := await _followed(item, rows):
+        row.followed, row.followed_by = item.sequence, name_of(item.message)
+
+
+async def _followed(item: Item, rows: Rows) -> Sequenced | None:
     """Return the row whose events have the sequence."""
     loads = item.handler.loads
     assert loads is not None
     assert item.event is not None
     return cast(Sequenced | None, await rows.get(loads.entity, loads.key_of(item.event)))
-
-
-def note_applied(item: Item, row: Sequenced) -> None:
-    """Store in the row that the event was applied."""
-    row.followed = item.sequence
-    row.followed_by = name_of(item.message)
-
-
-def _supersede(item: Item, row: Sequenced, outcome: BatchOutcome) -> None:
-    if item.sequence == row.followed and row.followed_by not in (None, name_of(item.message)):
-        error = SequenceConflict(item.sequence, str(row.followed_by))
-        outcome.decided.append((item, dead(item.handler.policy, "sequence conflict", error)))
-    else:
-        outcome.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
 
 
 def _decide_on_early(item: Item, gap: int, *, follows: bool) -> Decision | None:
@@ -79,3 +76,19 @@ def _decide_on_early(item: Item, gap: int, *, follows: bool) -> Decision | None:
     if gaps.then == "apply" or item.reason in (REDRIVEN, PARKED) or was_tried:
         return None
     return replace(dead(policy, GAP, error, attempts=attempts), holds=gaps.then == "hold")
+
+
+def in_sequence(items: Sequence[Item]) -> Sequence[Item]:
+    """Sort the events of each key by their sequence, if their handler has `gaps`."""
+    places: dict[bytes, list[int]] = {}
+    for place, item in enumerate(items):
+        if item.handler.gaps is not None:
+            places.setdefault(item.order_key, []).append(place)
+    if not places:
+        return items
+    ordered = list(items)
+    for of_key in places.values():
+        in_order = sorted((items[place] for place in of_key), key=lambda item: item.sequence)
+        for place, item in zip(of_key, in_order, strict=True):
+            ordered[place] = item
+    return ordered

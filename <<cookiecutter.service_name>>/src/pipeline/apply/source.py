@@ -9,9 +9,9 @@ from pipeline.handlers.policy import Decision
 
 from .backlog import Row
 from .breaker import FailedMessage
-from .inbox import Generations
 from .item import Item, Known
 from .outcome import BatchOutcome
+from .positions import Generations
 
 
 class Source(Protocol):

@@ -9,17 +9,16 @@ import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
+from time import perf_counter
 
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.apply import limits
 from pipeline.errors import is_contention
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handlers
-from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import AT_WORK, SharedSession, clean, new_session
+from pipeline.handlers.sessions import AT_WORK
 from pipeline.handlers.staging import Outbox
-from pipeline.observe import metrics, traces
+from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
 from pipeline.observe.watchdog import CALLS
 from pipeline.servers.database import driver_of
@@ -27,19 +26,18 @@ from pipeline.servers.guard import CURRENT_GUARD, GUARD
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
-from . import backlog, inbox
+from . import backlog, guilt, inbox, limits
 from .attempt import Attempt, Memory
 from .breaker import Breaker, BreakerOpen
-from .calls import FailedCalls, call_handlers
+from .calls import call_handlers
 from .claim_check import ClaimCheck
-from .failure import CulpritUnknown, Failure, MessagesFailed, NeedsOwnSession, TransactionProgress
 from .filters import Filters
-from .inbox import SourceLost
+from .guilt import CulpritUnknown, FailedCalls, Failure, MessagesFailed, NeedsOwnSession
+from .inbox import look_up, to_handle, too_old
 from .item import Item
-from .lookup import look_up, to_handle, too_old
 from .outcome import BatchOutcome
+from .positions import SourceLost
 from .source import Source, is_single
-from .verdict import blame, judge
 
 _EARLY = 0.01
 """Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
@@ -115,30 +113,26 @@ class ConsumeTransactions:
         """
         outcomes: list[BatchOutcome] = []
         left: list[tuple[Source, dict[bytes, Decision]]] = [(source, source.decisions)]
-        memory, were_late = Memory(), set[bytes]()
+        memory = Memory()
         while left:
             part, decisions = left.pop(0)
+            parts: Sequence[Source] = [part]
             result = await self._retry(part, decisions, retrying, memory)
             match result:
                 case BatchOutcome():
                     outcomes.append(result)
                     continue
-                case NeedsOwnSession(consumer):
-                    self._own.add(consumer)
-                case MessagesFailed(failed, late):
-                    decisions = decisions | failed
-                    if late is not None and late not in were_late:
-                        # Its handler is called once more: it may have waited for a dead connection.
-                        were_late.add(late)
-                        del decisions[late]
+                case NeedsOwnSession():
+                    self._own.add(result.consumer)
+                case MessagesFailed():
+                    decisions = decisions | result.decisions
                 case CulpritUnknown():
                     traceback.clear_frames(result.error.__traceback__)  # they refer to the batch
                     parts = part.halves()
-                    if len(parts) > 1 or len(parts[0].items) < len(part.items):
-                        left[:0] = [(half, decisions) for half in parts]
-                        continue
-                    decisions = decisions | blame(_suspects(part, decisions), result, self.breaker)
-            left.insert(0, (part, decisions))
+                    if len(parts) == 1 and len(parts[0].items) == len(part.items):
+                        guilty = guilt.blame(part, decisions, result, self.breaker)
+                        decisions = decisions | guilty
+            left[:0] = [(one, decisions) for one in parts]
         return outcomes
 
     async def _retry(
@@ -160,7 +154,7 @@ class ConsumeTransactions:
                 return await self._transact(source, decisions, memory)
             except Exception as error:
                 contentions += is_contention(error)
-                if contentions > _CONTENTIONS and _messages_may_be_cause(source, decisions):
+                if contentions > _CONTENTIONS and guilt.may_be_cause(source, decisions):
                     return CulpritUnknown("locked out", error)
                 raise
 
@@ -176,24 +170,32 @@ class ConsumeTransactions:
         self, source: Source, decisions: Mapping[bytes, Decision], memory: Memory
     ) -> BatchOutcome | Failure:
         """Commit the messages in one transaction, or roll it back and return why."""
-        limit = self.settings.transaction_timeout
+        own = self._own.intersection(item.consumer for item in source.items)
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
         async with self._slots, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
-            progress = TransactionProgress(limit)
+            attempt = Attempt(
+                connection,
+                await driver_of(connection),
+                self._new_outbox(),
+                ProcessSpans(self.group),
+                own,
+                limits.statement(connection, self.settings, handler=AT_WORK if own else ""),
+                self.settings.transaction_timeout,
+                memory,
+            )
             try:
-                async with asyncio.timeout(limit + _EARLY):
-                    result = await self._execute(connection, source, decisions, memory, progress)
+                async with asyncio.timeout(attempt.time_limit + _EARLY):
+                    result = await self._execute(attempt, source, decisions)
                 if isinstance(result, BatchOutcome):
                     await connection.commit()
             except (BreakerOpen, SourceLost):
-                await _roll_back(connection, progress)
+                await attempt.roll_back()
                 raise
             except Exception as error:
-                may_be = _messages_may_be_cause(source, decisions)
-                failure = progress.classify(source, error, messages_may_be_cause=may_be)
+                failure = guilt.of_transaction(error, attempt, source, decisions)
                 if failure is None:
                     await connection.invalidate()
                     raise
@@ -203,28 +205,21 @@ class ConsumeTransactions:
                 await connection.invalidate()  # it may be in the middle of a statement
                 raise
             if not isinstance(result, BatchOutcome):
-                is_cut_off = not isinstance(result, NeedsOwnSession) and result.is_cut_off
-                await _roll_back(connection, progress, is_cut_off=is_cut_off)
+                await attempt.roll_back()
                 return result
-        self._committed(source, result, progress)
+        self.breaker.succeeded(result.succeeded)
+        self._signal(result)
+        result.report(self.group)
+        source.record_metrics(self.group, result.applied, attempt.seconds)
         return result
 
     async def _execute(
-        self,
-        connection: AsyncConnection,
-        source: Source,
-        decisions: Mapping[bytes, Decision],
-        memory: Memory,
-        progress: TransactionProgress,
+        self, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision]
     ) -> BatchOutcome | Failure:
         """Execute all statements of the transaction except the commit."""
-        outcome = BatchOutcome()
-        own = self._own.intersection(item.consumer for item in source.items)
-        progress.has_own_sessions = bool(own)
-        bounds = limits.of_settings(self.settings, handler=AT_WORK if own else "")
+        driver, outbox, outcome = attempt.driver, attempt.outbox, BatchOutcome()
         # Time limits, and the lock that keeps generations from being closed: one statement.
-        await limits.begin(connection, bounds)
-        driver = await driver_of(connection)
+        await limits.begin(attempt.connection, attempt.limits)
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
         # Inserts markers: a message that has one already is a duplicate.
@@ -232,20 +227,8 @@ class ConsumeTransactions:
         decisions = {**decisions, **await too_old(driver, generations, found.new)}
         items = to_handle(found, decisions, outcome)
         # Handlers change rows and stage events.
-        outbox = self._outbox()
-        attempt = Attempt(
-            connection,
-            driver,
-            Rows(new_session(connection, SharedSession)),
-            outbox,
-            ProcessSpans(self.group),
-            own=own,
-            restore_limits=limits.statement(connection, bounds),
-            memory=memory,
-        )
-        progress.handlers_begin()
-        failures = await self._call(items, attempt, outcome, progress)
-        if failure := judge(source, failures, outcome, self.breaker, progress.trace):
+        failures = await self._call(items, attempt, outcome)
+        if failure := guilt.judge(source, failures, outcome, self.breaker, attempt):
             return failure
         await attempt.rows.flush()
         attempt.rows.session.sync_session.close()
@@ -260,7 +243,7 @@ class ConsumeTransactions:
         # Calls and events are written after the aggregates are locked: so they have their order.
         await backlog.add_calls(driver, self.handlers, outbox.calls)
         if self.claims is not None:
-            await self.claims.store(driver, outbox, progress.reserve)
+            await self.claims.store(driver, outbox, attempt.reserve)
         if not await outbox.write(driver) and outcome.applied and not outcome.returned:
             # If a handler has suppressed the error of a statement, COMMIT would report success and
             # change nothing. This statement fails.
@@ -268,7 +251,7 @@ class ConsumeTransactions:
         outcome.events, outcome.has_calls = len(outbox), bool(outbox.calls)
         return outcome
 
-    def _outbox(self) -> Outbox:
+    def _new_outbox(self) -> Outbox:
         return Outbox(
             self._source,
             self.settings.max_event_bytes,
@@ -277,55 +260,25 @@ class ConsumeTransactions:
         )
 
     async def _call(
-        self,
-        items: Sequence[Item],
-        attempt: Attempt,
-        outcome: BatchOutcome,
-        progress: TransactionProgress,
+        self, items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome
     ) -> FailedCalls:
         info = (await attempt.connection.get_raw_connection()).info
         info[GUARD] = attempt.guard
-        task = asyncio.current_task()
-        assert task is not None
-        CALLS[task] = attempt.ignores_cancellation
+        assert attempt.task is not None
+        CALLS[attempt.task] = attempt.ignores_cancellation
+        attempt.handlers_began_at = perf_counter()
         try:
             return await call_handlers(items, attempt, outcome)
         finally:
-            progress.trace = traces.traceparent(attempt.context)
             attempt.deadline.close()
             metrics.handled(attempt.longest)
-            del CALLS[task]
+            del CALLS[attempt.task]
             info.pop(GUARD, None)
 
-    def _committed(
-        self, source: Source, outcome: BatchOutcome, progress: TransactionProgress
-    ) -> None:
-        self.breaker.succeeded(outcome.succeeded)
+    def _signal(self, outcome: BatchOutcome) -> None:
         if outcome.events:
             self.signals.events_staged(outcome.events)
         if outcome.has_calls:
             self.signals.calls_staged()
         if any(decision.due_in == 0.0 for _, decision in outcome.decided):
             self.signals.rows_due()
-        outcome.report(self.group)
-        source.record_metrics(self.group, outcome.applied, progress.seconds)
-
-
-async def _roll_back(
-    connection: AsyncConnection, progress: TransactionProgress, *, is_cut_off: bool = False
-) -> None:
-    """Roll back as expected: the connection stays usable unless a statement may be under way."""
-    if is_cut_off or progress.is_late:
-        await connection.invalidate()
-    elif progress.has_own_sessions:
-        await clean(connection, await driver_of(connection))
-
-
-def _suspects(source: Source, decisions: Mapping[bytes, Decision]) -> list[Item]:
-    """Return the messages that are to be handled, any of which may be at fault for an error."""
-    return [item for item in source.items if item.key not in decisions]
-
-
-def _messages_may_be_cause(source: Source, decisions: Mapping[bytes, Decision]) -> bool:
-    """Whether messages may be at fault: there are several records, or a message to handle."""
-    return not is_single(source) or bool(_suspects(source, decisions))

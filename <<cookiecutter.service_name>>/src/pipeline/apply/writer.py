@@ -8,14 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
-import asyncpg
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 from tenacity import (
     AsyncRetrying,
-    RetryCallState,
+    RetryError,
     retry_if_exception,
     stop_after_attempt,
     wait_random_exponential,
@@ -144,20 +143,17 @@ class Writer:
         stored, and `HandlerFault` for work that ends the transaction, or goes on after an error of
         a statement. Other errors of the work are raised without a repetition.
         """
-        id = uuid4().hex  # events have the same ids at each attempt
-
-        def give_up(state: RetryCallState) -> T:
-            assert state.outcome is not None
-            raise Conflict(self._attempts) from state.outcome.exception()
-
+        id = uuid4().hex
         retrying = AsyncRetrying(
             retry=retry_if_exception(_is_conflict),
             wait=wait_random_exponential(0.01, max=_LONGEST_PAUSE),
             stop=stop_after_attempt(self._attempts),
             after=lambda _: metrics.conflicts.add(1),
-            retry_error_callback=give_up,
         )
-        return await retrying(self._attempt, work, id)
+        try:
+            return await retrying(self._attempt, work, id)
+        except RetryError as error:
+            raise Conflict(self._attempts) from error.last_attempt.exception()
 
     async def _attempt(self, work: Callable[[Writing], Awaitable[T]], id: str) -> T:
         outbox = Outbox(
@@ -166,13 +162,21 @@ class Writer:
             call_types=self._handlers.call_types,
             sent_size=self._claims.sent_size if self._claims else None,
         )
+        guard = Guard(outbox)
         async with self._engine.connect() as connection:
             driver = await driver_of(connection)
             try:
                 async with connection.begin():
                     # The transaction begins with its first statement.
                     await connection.execute(sa.text(BEGIN))
-                    result = await self._work(connection, driver, outbox, work, id)
+                    async with own_session(connection, driver, guard, BEGIN, WriterSession) as own:
+                        writing = Writing(Rows(own), outbox, id)
+                        try:
+                            result = await InContext(work(writing), guard)
+                        finally:
+                            writing.end()
+                    # Rows are locked now, so that their events have the order of their versions.
+                    outbox.replace({one.event_id: writing.placed(one) for one in outbox.events})
                     await backlog.add_calls(driver, self._handlers, outbox.calls)
                     if self._claims is not None:
                         await self._claims.store(driver, outbox)
@@ -183,25 +187,6 @@ class Writer:
             except BaseException:
                 await connection.invalidate()  # it may be in the middle of a statement
                 raise
-        return result
-
-    async def _work(
-        self,
-        connection: AsyncConnection,
-        driver: asyncpg.Connection,
-        outbox: Outbox,
-        work: Callable[[Writing], Awaitable[T]],
-        id: str,
-    ) -> T:
-        guard = Guard(outbox)
-        async with own_session(connection, driver, guard, BEGIN, WriterSession) as session:
-            writing = Writing(Rows(session), outbox, id)
-            try:
-                result = await InContext(work(writing), guard)
-            finally:
-                writing.end()
-        # Rows are locked now, so that their events have the order of their versions.
-        outbox.replace({event.event_id: writing.placed(event) for event in outbox.events})
         return result
 
 

@@ -10,10 +10,9 @@ from pipeline.apply import backlog, positions
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, order_key
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.apply.positions import Slot
+from pipeline.apply.positions import Generations, Slot
 from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
 from pipeline.observe import metrics
 

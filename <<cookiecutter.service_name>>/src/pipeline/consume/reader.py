@@ -10,7 +10,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve_batch
-from pipeline.apply.pace import Pace
+from pipeline.apply.limits import Pace
 from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import describe_error, is_infrastructure, summarize_error

@@ -11,9 +11,9 @@ from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import items_of, validated
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.positions import Generations
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import (

@@ -7,7 +7,7 @@ from datetime import datetime
 import asyncpg
 
 from pipeline.apply.backlog import Row, has_calls
-from pipeline.apply.inbox import Generations, SourceLost
+from pipeline.apply.positions import Generations, SourceLost
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
 from pipeline.servers.database import lease_ended
 
@@ -164,7 +164,7 @@ async def hold(connection: asyncpg.Connection, lane: Lane) -> Generations:
     row = await connection.fetchrow(_HOLD, lane.number, lane.token, lane.lease)
     if row is None or not row["ours"]:
         raise LaneLost(f"backlog lane {lane.number} was taken over")
-    return Generations.of(row)
+    return Generations(*row[:4])
 
 
 async def release(connection: asyncpg.Connection, lane: Lane) -> None:

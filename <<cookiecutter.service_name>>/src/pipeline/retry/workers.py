@@ -17,8 +17,8 @@ from pipeline.apply.batch import validated
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve
 from pipeline.apply.item import Item
+from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.apply.pace import Pace
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.observe import metrics

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline.apply import backlog, filters, inbox, limits, positions
+from pipeline.apply import backlog, filters, inbox, positions
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, lease, partitions, rotation
@@ -58,8 +58,6 @@ _STATEMENTS: Mapping[object, str] = {
     positions._START_AT: "reader: store the start",
     positions._COUNT_START: "reader: count the start",
     positions._FORGIVE_START: "reader: forgive the start",
-    limits._BEGIN: "consume: limit and lock",
-    limits._BEGIN_WITH_TRANSACTION_TIMEOUT: "consume: limit and lock",
     positions._MOVE_POSITION: "consume: move the position",
     positions._COUNT_DUPLICATES: "consume: count duplicates",
     inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
@@ -116,6 +114,7 @@ _SHAPES = {
         "retention: delete what is discarded"
     ),
     "DECLARE closed ": "filters: open a cursor",
+    "SELECT set_config.*pg_advisory_xact_lock_shared": "consume: limit and lock",
     r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",

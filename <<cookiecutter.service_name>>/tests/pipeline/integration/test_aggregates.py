@@ -382,7 +382,7 @@ async def test_nothing_of_a_batch_waits_for_the_collector(
             super().__init__(*args)
             alive.add(self)
 
-    monkeypatch.setattr("pipeline.apply.transactions.Rows", Watched)
+    monkeypatch.setattr("pipeline.apply.attempt.Rows", Watched)
     await desk.apply(Deposit(9))
     gc.collect()
     gc.disable()

@@ -14,7 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from pipeline import Transaction
 from pipeline.apply import inbox, limits, positions
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import GENERATION_LOCK, Generations
+from pipeline.apply.inbox import GENERATION_LOCK
+from pipeline.apply.positions import Generations
 from pipeline.retention import rotation
 from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings

@@ -163,8 +163,7 @@ async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_ma
     )
     await desk.apply(Deposit(1))
     async with desk.engine.connect() as stopped:
-        bounds = {"transaction_timeout": "500ms", "lock_timeout": "400ms", "handler": ""}
-        await limits.begin(stopped, bounds)
+        await limits.begin(stopped, limits.statement(stopped, desk.consume.settings))
         driver = (await stopped.get_raw_connection()).driver_connection
         assert isinstance(driver, asyncpg.Connection)
         await driver.execute("SELECT FROM account FOR UPDATE")

@@ -17,9 +17,8 @@ from operate import dead_events
 from operate.dead import Selection
 from pipeline.apply import filters, inbox, positions
 from pipeline.apply.filters import Filters
-from pipeline.apply.inbox import Generations
 from pipeline.apply.item import Item
-from pipeline.apply.positions import Anchor, Slot
+from pipeline.apply.positions import Anchor, Generations, Slot
 from pipeline.events.cloudevents import decode
 from pipeline.observe.health import Health
 from pipeline.relay import window

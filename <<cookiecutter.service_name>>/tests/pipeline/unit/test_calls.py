@@ -5,16 +5,14 @@ from typing import Any, cast
 
 import pytest
 from aiokafka import ConsumerRecord
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from pipeline.apply.attempt import Attempt, Memory
 from pipeline.apply.batch import read
-from pipeline.apply.calls import FailedCalls, call_handlers
+from pipeline.apply.calls import call_handlers
+from pipeline.apply.guilt import FailedCalls, NeedsOwnSession
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.event import Event
 from pipeline.handlers.registry import Handlers
-from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import SharedSession
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import Transaction
 from pipeline.observe.traces import ProcessSpans
@@ -38,11 +36,11 @@ async def call(handlers: Handlers) -> FailedCalls:
     attempt = Attempt(
         connection=cast(Any, None),
         driver=cast(Any, None),
-        rows=Rows(AsyncSession(sync_session_class=SharedSession)),
         outbox=Outbox("/test", 1_000),
         spans=ProcessSpans("group"),
         own=(),
-        restore_limits="",
+        limits="",
+        time_limit=60.0,
         memory=Memory(),
     )
     try:
@@ -73,4 +71,5 @@ async def test_a_cancellation_is_not_replaced_by_the_need_for_a_session(is_cance
             await task
     else:
         may_end.set()
-        assert (await task).needs_session == "ship"
+        with pytest.raises(NeedsOwnSession, match="ship"):
+            await task

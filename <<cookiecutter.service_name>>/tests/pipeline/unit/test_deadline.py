@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pipeline.apply.deadline import Deadline
+from pipeline.apply.limits import Deadline
 
 LONG = 60.0
 

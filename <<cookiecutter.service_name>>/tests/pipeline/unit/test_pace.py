@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.apply.item import Item
+from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.apply.pace import Pace
 from pipeline.settings import Settings
 
 ALLOWED = 2.0
