@@ -303,7 +303,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "the same events in two partitions",
         [
             Edit(
-                "retention/rotation.py",
+                "retention/generations.py",
                 'true), pg_advisory_xact_lock($1)"',
                 'true), $1::bigint"',
             )
@@ -483,7 +483,7 @@ reason, attempts, waited,
     Sabotage(
         "younger generations are forgotten with an old one",
         "generations that are forgotten",
-        [Edit("retention/rotation.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("retention/generations.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "a generation is dropped before it is forgotten",

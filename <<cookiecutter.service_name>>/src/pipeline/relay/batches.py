@@ -90,7 +90,7 @@ class Sending:
                 f"topic {chain.topic} has rejected {_AT_MOST} batches of a page:"
                 " see `service dead events list`"
             )
-            many = Rejection("topic rejects many", text)
+            many = Rejection("topic rejects many", text, of_topic=True, waits=True)
             self._closed.setdefault(chain.topic, many)
 
     def left(self, chains: Sequence[Chain]) -> list[Chain]:
@@ -113,12 +113,9 @@ def partition_of(key: bytes | None, id: int, partitions: int) -> int:
     """
     if key is None:
         return id % partitions
-    found = _kept_partition if len(key) <= LONGEST_KEPT_KEY else _partition_of_key
-    return found(key, partitions)
+    # Only hashes of short keys are kept, which bounds the memory.
+    hash_of = _kept_hash if len(key) <= LONGEST_KEPT_KEY else murmur2
+    return int(hash_of(key) & 0x7FFFFFFF) % partitions
 
 
-def _partition_of_key(key: bytes, partitions: int) -> int:
-    return int(murmur2(key) & 0x7FFFFFFF) % partitions
-
-
-_kept_partition = lru_cache(maxsize=65_536)(_partition_of_key)
+_kept_hash = lru_cache(maxsize=65_536)(murmur2)

@@ -39,8 +39,6 @@ class ServerChanged(Exception):
         super().__init__("the database server was restarted or replaced: reading the cursor again")
 
 
-_SERVER = "SELECT pg_postmaster_start_time()"
-
 _ANNOUNCE = """
 INSERT INTO pipeline.outbox_relay (owner, lease_until, published)
 VALUES ($1, clock_timestamp() + make_interval(secs => $2), $3)
@@ -111,15 +109,15 @@ class Cursor:
         self._write_at = 0.0
         self._unwritten: set[int] = set()
 
-    async def begin(self, driver: asyncpg.Connection) -> None:
-        """Note which server holds the cursor; call it first on every new connection."""
-        self.server = await driver.fetchval(_SERVER)
-
     def forget(self) -> None:
-        """Drop all shards from memory. The database is not changed: their leases expire."""
+        """Drop all shards from memory, for a new connection: `renew` is to be called first on it.
+
+        The database is not changed: their leases expire.
+        """
         self.progress.clear()
         self._tokens.clear()
         self._unwritten.clear()
+        self.server = None
         self._renew_at = 0.0
         metrics.relay_shards.set(0)
 
@@ -154,46 +152,26 @@ class Cursor:
         alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
         if not is_ours:
             raise OtherCluster
-        if server != self.server:
+        if self.server not in (None, server):
             raise ServerChanged
+        self.server = server
         share = math.ceil(SHARDS / max(1, alive))
-        known = set(self.progress)
+        known = sorted(self.progress)
         if len(known) > share:
-            await self.write(driver, self.of(sorted(known)[share:]), keep=False)
+            await self.write(driver, self.of(known[share:]), keep=False)
         elif len(known) < share:
-            await self._claim(driver, share)
-            gone = await driver.fetchrow(_GONE, self.owner, lease)
-            if gone["owners"] and len(self.progress) < share:
-                fenced = await fence(gone["owners"])
-                await self._claim(driver, share, fenced, gone["until"])
+            gone, until = await driver.fetchrow(_GONE, self.owner, lease)
+            fenced = await fence(gone or [])
+            wanted = share - len(known)
+            for row in await driver.fetch(
+                _CLAIM, self.owner, lease, wanted, known, fenced, until, server
+            ):
+                shard, token, *progress = row
+                self._tokens[shard], self.progress[shard] = token, Progress(*progress)
         # A live relay extends its leases early, so the first one to end belongs to a dead relay.
         self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
         metrics.relay_shards.set(len(self.progress))
-        return bool(self.progress.keys() - known)
-
-    async def _claim(
-        self,
-        driver: asyncpg.Connection,
-        share: int,
-        gone: Sequence[str] = (),
-        until: datetime | None = None,
-    ) -> None:
-        """Claim free shards, and those of the relays `gone` whose leases ended by `until`."""
-        known = list(self.progress)
-        for row in await driver.fetch(
-            _CLAIM,
-            self.owner,
-            self._settings.relay_lease,
-            share - len(known),
-            known,
-            list(gone),
-            until,
-            self.server,
-        ):
-            self._tokens[row["shard"]] = row["token"]
-            self.progress[row["shard"]] = Progress(
-                row["seen"], row["target"], row["last_id"], row["high_id"]
-            )
+        return len(self.progress) > len(known)
 
     async def extend_in_time(self, driver: asyncpg.Connection) -> bool:
         """Extend the leases if a third of their time has passed; returns whether it has."""

@@ -21,8 +21,6 @@ _SCAN_AT_MOST = 50_000
 
 PAGE_BYTES = 8 * 2**20
 """Memory for the events of one page, without its last one; two pages exist at once."""
-_ROW_BYTES = 500
-"""Approximate size of an event without its payload."""
 
 COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
        content_type, traceparent, tracestate, baggage, headers,
@@ -180,12 +178,6 @@ async def page(
         return Page(events, replace(progress, last_id=upto), server)
     assert progress.target is not None
     return Page(events, Progress(progress.target, None, 0, 0), server)
-
-
-def fitting(events: Sequence[asyncpg.Record], at_most: int) -> int:
-    """Return how many events of this size fit into the memory that a page may take."""
-    size = sum(len(event["payload"] or b"") + _ROW_BYTES for event in events)
-    return min(at_most, max(1, PAGE_BYTES * len(events) // size))
 
 
 def _fill(events: Sequence[asyncpg.Record], at_most: int) -> bool:

@@ -29,13 +29,11 @@ INSERT INTO pipeline.outbox_closed (day) SELECT unnest($1::date[]) ON CONFLICT D
 
 _CLOSED_DAYS = "SELECT day, xid, is_published, not_archived FROM pipeline.outbox_closed"
 
-# Those that are dropped; and those that are not over, as after a jump of the clock. The lease is
-# locked meanwhile: a process that has lost it has an old list of the days that are over, and would
-# delete the record that another process has found a day published before detaching it.
+# Those that are dropped; and those that are not over, as after a jump of the clock.
 _REOPEN_DAYS = """
-WITH lease AS (
-    SELECT FROM pipeline.retention_lease WHERE owner = $2 FOR SHARE)
-DELETE FROM pipeline.outbox_closed WHERE day <> ALL ($1) AND EXISTS (SELECT FROM lease)
+DELETE FROM pipeline.outbox_closed
+ WHERE (day + 1)::timestamp AT TIME ZONE 'UTC' + $1::interval > clock_timestamp()
+    OR to_regclass('pipeline.outbox_p' || to_char(day, 'YYYYMMDD')) IS NULL
 """
 
 _PUBLISHED = "UPDATE pipeline.outbox_closed SET is_published = true WHERE day = $1"
@@ -107,13 +105,13 @@ async def list_partitions(
         yield PartitionStatus("outbox", one, due_at < now, due_at, why)
 
 
-async def close(connection: asyncpg.Connection, owner: str, now: datetime) -> None:
+async def close(connection: asyncpg.Connection, now: datetime) -> None:
     """Close the days that ended more than an hour ago.
 
     The transaction id that is stored is above those of all transactions with events of the day.
     """
     over = [day for day, _ in await _all(connection) if now > end_of(day) + CLOCK_MARGIN]
-    await connection.execute(_REOPEN_DAYS, over, owner)
+    await connection.execute(_REOPEN_DAYS, CLOCK_MARGIN)
     await connection.execute(_CLOSE_DAYS, over)
 
 

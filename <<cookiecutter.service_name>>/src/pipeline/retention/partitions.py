@@ -5,7 +5,6 @@ ones queue behind it. A partition is a table of the schema `pipeline` with a nam
 """
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -36,14 +35,6 @@ SELECT current_user AS role, pg_get_userbyid(relowner) AS owner,
 """
 
 _WAIT_SHORTLY = "SELECT set_config('lock_timeout', '2s', true)"
-
-# Not `to_regclass`: it answers from the session's cache, which behind a lock that was waited for
-# does not know yet what the other process has made.
-_EXISTS = """
-SELECT EXISTS (
-       SELECT FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
-        WHERE nspname = 'pipeline' AND relname = $1)
-"""
 
 # A pending detach comes first: a table has one at most, and no other can begin before it is done.
 _NAMED_LIKE = """
@@ -121,11 +112,6 @@ async def must_own(connection: asyncpg.Connection) -> None:
         )
 
 
-async def exists(connection: asyncpg.Connection, table: str) -> bool:
-    """Whether the schema has such a table."""
-    return bool(await connection.fetchval(_EXISTS, table))
-
-
 async def like(connection: asyncpg.Connection, pattern: str) -> list[Partition]:
     """Return the partitions, attached or not, whose whole names match."""
     rows = await connection.fetch(_NAMED_LIKE, f"^{pattern}$")
@@ -158,49 +144,29 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
     log.info("made partition %s", name)
 
 
-async def drop(
-    connection: asyncpg.Connection,
-    parent: str,
-    partition: Partition,
-    *,
-    first: Callable[[], Awaitable[None]] | None = None,
-) -> None:
-    """Detach a partition that is no longer needed and drop it, whatever state it is in.
+async def detach(connection: asyncpg.Connection, parent: str, one: Partition) -> None:
+    """Detach a partition that is no longer needed: its table takes no more rows.
 
-    `first` is called in between, when the table takes no more rows; if it raises, the table stays.
-    Can be interrupted at any point, repeated, and done by two processes at once. Raises
-    `StillNeeded`.
+    Can be interrupted at any point, repeated, and done by two processes at once.
     """
-    name = partition.name
-    try:
-        match partition.state:
-            case State.ATTACHED:
-                # Outside of a transaction: it waits, in its own, until none uses the partition.
-                await connection.execute(
-                    f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} CONCURRENTLY",
-                    timeout=_DETACH_SECONDS,
-                )
-            case State.PENDING:
-                await _finalize(connection, parent, name)
-            case State.DETACHED:
-                pass
-        if first is not None:
-            await first()
-        async with connection.transaction():
-            await connection.execute(_WAIT_SHORTLY)
-            # It may have been attached again while `first` was running.
-            await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
-            if await like(connection, name) != [Partition(name, State.DETACHED)]:
-                raise StillNeeded("it was attached again")
-            await connection.execute(f"DROP TABLE pipeline.{name}")
-    except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
-        raise StillNeeded(await used_by(connection, parent, name)) from error
-    except asyncpg.UndefinedTableError:
-        # Another process has dropped it, or has not committed that yet.
-        if await exists(connection, name):
-            raise StillNeeded("another process is dropping it") from None
-    except asyncpg.PostgresError as error:
-        raise StillNeeded(str(error)) from error
+    if one.state is State.ATTACHED:
+        # Outside of a transaction: it waits, in its own, until none uses the partition.
+        await connection.execute(
+            f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{one.name} CONCURRENTLY",
+            timeout=_DETACH_SECONDS,
+        )
+    elif one.state is State.PENDING:
+        await _finalize(connection, parent, one.name)
+
+
+async def drop(connection: asyncpg.Connection, name: str) -> None:
+    """Drop the table of a detached partition. Raises `StillNeeded` if it was attached again."""
+    async with connection.transaction():
+        await connection.execute(_WAIT_SHORTLY)
+        await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
+        if await like(connection, name) != [Partition(name, State.DETACHED)]:
+            raise StillNeeded("it was attached again")
+        await connection.execute(f"DROP TABLE pipeline.{name}")
     log.info("dropped partition %s", name)
 
 
