@@ -1,6 +1,6 @@
 """Batches: turn a page of events into Kafka batches, and narrow down a rejection to its event."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -61,6 +61,8 @@ class Sending:
     """The state of a page that is being sent."""
 
     is_transactional: bool
+    may_send: Callable[[], bool]
+    """Called before every batch."""
     rejections: dict[int, Rejection] = field(default_factory=dict)
     is_void: bool = False
     """Whether a rejection has made Kafka's transaction impossible to commit."""

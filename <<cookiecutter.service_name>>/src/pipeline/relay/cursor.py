@@ -20,7 +20,7 @@ from pipeline.servers.cluster import IS_OURS, OtherCluster
 from pipeline.servers.database import lease_ended
 from pipeline.settings import Settings
 
-from .window import Progress
+from .window import Page, Progress
 
 log = logging.getLogger(__name__)
 
@@ -135,17 +135,16 @@ class Cursor:
         """Seconds until the lease is to be extended; 0 if that is due."""
         return max(0.0, self._extend_at - monotonic())
 
-    def advance(self, then: Mapping[int, Progress], moved: Iterable[int]) -> None:
-        """Set the progress of shards; that of the shards `moved` is stored by the next write."""
-        self.progress.update(then)
-        self._unwritten.update(moved)
+    def advance(self, page: Page) -> None:
+        """Set the progress of the page's shards, to be stored by the next write if it has moved."""
+        self.progress.update(dict.fromkeys(page.shards, page.then))
+        if page.events or page.then.target is not None:
+            self._unwritten.update(page.shards)
 
     async def renew(self, driver: asyncpg.Connection, fence: Fence) -> bool:
         """Extend the leases, and claim or release shards up to an even share of all relays.
 
-        Returns whether some were claimed.
-
-        Raises `OtherCluster` and `ServerChanged`.
+        Returns whether some were claimed. Raises `OtherCluster` and `ServerChanged`.
         """
         lease = self._settings.relay_lease
         await self.extend(driver)

@@ -36,9 +36,6 @@ _SCHEDULED = "scheduled events"
 _EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
 """Errors whose text is complete, so that no traceback is logged."""
 
-Pages = list[tuple[list[int], Page]]
-"""Pages of groups of shards."""
-
 
 class Relay:
     """One relay process. Any number of them share the shards; each shard has one owner."""
@@ -53,7 +50,7 @@ class Relay:
         self._rejected = Rejected(settings, health)
         self._scheduled = Scheduled()
         self.backpressure = RelayBackpressure(2 * settings.relay_page)
-        self._ahead: tuple[Mapping[int, Progress], Pages] = {}, []
+        self._ahead: tuple[Mapping[int, Progress], list[Page]] = {}, []
         """Pages that were read in advance, and the progress that they begin at."""
         self._lags = True
         self._failures = 0
@@ -180,19 +177,18 @@ class Relay:
         (read_from, pages), self._ahead = self._ahead, ({}, [])
         if read_from != cursor.progress:
             pages = await self._read(driver, cursor.progress)
-        if {one.server for _, one in pages} - {cursor.server}:
+        if {one.server for one in pages} - {cursor.server}:
             raise ServerChanged
-        events = [event for _, one in pages for event in one.events]
-        self._observe([one for _, one in pages])
-        then = {shard: one.then for shards, one in pages for shard in shards}
+        self._observe(pages)
+        events = [event for one in pages for event in one.events]
+        then = {shard: one.then for one in pages for shard in one.shards}
         if events:
             async with in_background(self._read_ahead(driver, then)) as reading:
                 await self._publish(driver, events, then)
                 await asyncio.wait({reading})
         was_paged = any(one.target for one in cursor.progress.values())
-        for shards, one in pages:
-            has_moved = one.events or one.then.target is not None
-            cursor.advance(dict.fromkeys(shards, one.then), shards if has_moved else ())
+        for one in pages:
+            cursor.advance(one)
         self._failures = 0
         self._health.ready("relay")
         # The last page of a window may be followed by events committed since it was opened.
@@ -212,22 +208,24 @@ class Relay:
             metrics.observe_outbox(len(events) + beyond, oldest)
         self._lags = bool(events or beyond)
 
-    async def _read(self, driver: asyncpg.Connection, progress: Mapping[int, Progress]) -> Pages:
+    async def _read(
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
+    ) -> list[Page]:
         """Read the next page of every group of shards."""
         groups = grouped(progress)
         share = max(1, len(groups))
         limit, at_most = max(1, self._settings.relay_page // share), PAGE_BYTES // share
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
-        pages: Pages = []
+        pages = []
         for one, shards in paged:
             async with self._cursor.turn:
-                pages.append((shards, await page(driver, one, shards, limit, at_most)))
+                pages.append(await page(driver, one, shards, limit, at_most))
         # One snapshot for all groups, so that they have the same progress and become one group.
         snapshot = driver.transaction(isolation="repeatable_read", readonly=True)
         async with snapshot if len(unpaged) > 1 else nullcontext():
             for one, shards in unpaged:
-                pages.append((shards, await fresh(driver, one, shards, limit, at_most)))
+                pages.append(await fresh(driver, one, shards, limit, at_most))
         return pages
 
     async def _read_ahead(self, driver: asyncpg.Connection, then: Mapping[int, Progress]) -> None:

@@ -114,8 +114,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Page:
-    """Events to send, and the progress that holds when all of them are acknowledged."""
+    """Events to send, and the progress of their shards when all of them are acknowledged."""
 
+    shards: Sequence[int]
     events: Sequence[asyncpg.Record]
     then: Progress
     server: datetime
@@ -150,13 +151,11 @@ async def fresh(
     if head["target"][1] < progress.seen[1]:
         raise OtherCluster
     if len(events) <= limit and not _fill(events, at_most):
-        return Page(events, replace(progress, seen=head["target"]), head["server"])
-    events = events[:limit]
-    return Page(
-        events,
-        Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"]),
-        head["server"],
-    )
+        then = replace(progress, seen=head["target"])
+    else:
+        events = events[:limit]
+        then = Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"])
+    return Page(shards, events, then, head["server"])
 
 
 async def page(
@@ -171,13 +170,14 @@ async def page(
     head, *events = await connection.fetch(
         _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit, at_most
     )
-    server = head["server"]
     if len(events) == limit or _fill(events, at_most):
-        return Page(events, replace(progress, last_id=events[-1]["id"]), server)
-    if upto < progress.high_id:
-        return Page(events, replace(progress, last_id=upto), server)
-    assert progress.target is not None
-    return Page(events, Progress(progress.target, None, 0, 0), server)
+        then = replace(progress, last_id=events[-1]["id"])
+    elif upto < progress.high_id:
+        then = replace(progress, last_id=upto)
+    else:
+        assert progress.target is not None
+        then = Progress(progress.target, None, 0, 0)
+    return Page(shards, events, then, head["server"])
 
 
 def _fill(events: Sequence[asyncpg.Record], at_most: int) -> bool:
