@@ -10,8 +10,6 @@ import asyncpg
 
 from pipeline.errors import describe_error
 
-from .partitions import StillNeeded
-
 Report = Callable[[str], Awaitable[None]]
 
 _REPORT_SECONDS = 10.0
@@ -73,29 +71,16 @@ async def record_archiving(connection: asyncpg.Connection, archive: Archive | No
         await connection.execute(_ARCHIVES)
 
 
-async def archive_for(
-    connection: asyncpg.Connection, archive: Archive | None, day: date
-) -> Archive | None:
-    """Return the archive that a day goes into before it is dropped; None if it goes into none.
-
-    Raises `StillNeeded` where this process has no archive, and records the reason.
-    """
-    if not await connection.fetchval(_IS_ARCHIVED, day):
-        return None
-    if archive is None or not archive.is_on:
-        why = _NO_ARCHIVE.format(host=socket.gethostname(), day=day)
-        raise await _not_archived(connection, day, why)
-    return archive
-
-
-async def keep(
+async def archive_day(
     connection: asyncpg.Connection,
-    archive: Archive,
+    archive: Archive | None,
     table: str,
     day: date,
     report: Callable[[str], None],
-) -> None:
-    """Archive a day. Raises `StillNeeded`."""
+) -> str | None:
+    """Archive a day, if days are archived; returns why it may not be dropped, and records that."""
+    if not await connection.fetchval(_IS_ARCHIVED, day):
+        return None
     report_at = monotonic() + _REPORT_SECONDS
 
     async def report_progress(progress: str) -> None:
@@ -105,18 +90,18 @@ async def keep(
             report(f"archiving {table}: {progress}")
             report_at = monotonic() + _REPORT_SECONDS
 
-    try:
-        await archive.keep(connection, table, day, report_progress)
-    except asyncpg.UndefinedTableError:
-        raise
-    except Exception as error:
-        why = f"it is not archived: {describe_error(error)}"
-        raise await _not_archived(connection, day, why) from error
-
-
-async def _not_archived(connection: asyncpg.Connection, day: date, why: str) -> StillNeeded:
+    if archive is None or not archive.is_on:
+        why = _NO_ARCHIVE.format(host=socket.gethostname(), day=day)
+    else:
+        try:
+            await archive.keep(connection, table, day, report_progress)
+            return None
+        except asyncpg.UndefinedTableError:
+            raise
+        except Exception as error:
+            why = f"it is not archived: {describe_error(error)}"
     await connection.execute(_NOT_ARCHIVED, day, why)
-    return StillNeeded(why)
+    return why
 
 
 async def skip(connection: asyncpg.Connection, days: Sequence[date] | None) -> list[date]:

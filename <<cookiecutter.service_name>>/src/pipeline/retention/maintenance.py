@@ -13,8 +13,8 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import days, generations, partitions
-from .archive import Archive, archive_for, keep, record_archiving
-from .partitions import NotOwner, PartitionStatus, StillNeeded
+from .archive import Archive, archive_day, record_archiving
+from .partitions import NotOwner, PartitionStatus
 
 log = logging.getLogger(__name__)
 
@@ -169,26 +169,22 @@ async def _drop(
     report: Callable[[str], None],
 ) -> str | None:
     """Drop a partition that is due; returns why not, if it is still needed."""
-    day = days.of(one.partition)
-    target = None
+    day, why = days.of(one.partition), one.needed_by
     try:
         if day is not None:
-            await days.require_published(connection, day, one.partition, marks=True)
-            target = await archive_for(connection, archive, day)
-        elif one.needed_by is not None:
-            return one.needed_by
-        await partitions.detach(connection, one.table, one.partition)
-        if day is not None and target is not None:
-            await keep(connection, target, one.name, day, report)
-        await partitions.drop(connection, one.name)
+            why = await days.needed_by(connection, day, one.partition, marks=True)
+        if why is None:
+            await partitions.detach(connection, one.table, one.partition)
+            if day is not None:
+                why = await archive_day(connection, archive, one.name, day, report)
+        return why or await partitions.drop(connection, one.name)
     except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError):
         return await partitions.used_by(connection, one.table, one.name)
     except asyncpg.UndefinedTableError:
         is_there = await partitions.like(connection, one.name)
         return "another process is dropping it" if is_there else None
-    except (StillNeeded, asyncpg.PostgresError) as error:
+    except asyncpg.PostgresError as error:
         return str(error)
-    return None
 
 
 async def _delete_discarded(connection: asyncpg.Connection, settings: Settings) -> int:

@@ -94,10 +94,6 @@ class PartitionStatus:
         return self.partition.name
 
 
-class StillNeeded(Exception):
-    """The partition can't be dropped now; the next round continues what was begun."""
-
-
 class NotOwner(PermissionError):
     """The role may neither make partitions nor drop them. Another process may do it meanwhile."""
 
@@ -123,15 +119,16 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
 
     Raises `NotOwner` where it is not there, and another role has to make it.
     """
-    there = {one.name: one.state for one in await like(connection, name)}
-    if there.get(name) is State.ATTACHED:
+    attached = [Partition(name, State.ATTACHED)]
+    found = await like(connection, name)
+    if found == attached:
         return
     await must_own(connection)
-    if there.get(name) is State.PENDING:
-        await _finalize(connection, parent, name)
+    for one in found:
+        await detach(connection, parent, one)
     async with connection.transaction():
         await connection.execute(_BEGIN, _LOCK)
-        if [*await like(connection, name)] == [Partition(name, State.ATTACHED)]:
+        if await like(connection, name) == attached:
             return
         await connection.execute(_AS_OWNER, parent)
         await connection.execute(
@@ -145,41 +142,37 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
 
 
 async def detach(connection: asyncpg.Connection, parent: str, one: Partition) -> None:
-    """Detach a partition that is no longer needed: its table takes no more rows.
+    """Detach a partition, or complete a detach that was cut short: it takes no more rows.
 
-    Can be interrupted at any point, repeated, and done by two processes at once.
+    Waits until no transaction uses it. Can be interrupted at any point, repeated, and done by two
+    processes at once.
     """
     if one.state is State.ATTACHED:
-        # Outside of a transaction: it waits, in its own, until none uses the partition.
         await connection.execute(
             f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{one.name} CONCURRENTLY",
             timeout=_DETACH_SECONDS,
         )
     elif one.state is State.PENDING:
-        await _finalize(connection, parent, one.name)
+        async with connection.transaction():
+            await connection.execute(_WAIT_SHORTLY)
+            await connection.execute(
+                f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{one.name} FINALIZE",
+                timeout=_DETACH_SECONDS,
+            )
 
 
-async def drop(connection: asyncpg.Connection, name: str) -> None:
-    """Drop the table of a detached partition. Raises `StillNeeded` if it was attached again."""
+async def drop(connection: asyncpg.Connection, name: str) -> str | None:
+    """Drop the table of a detached partition; returns why not, if it was attached again."""
     async with connection.transaction():
         await connection.execute(_WAIT_SHORTLY)
         await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
         if await like(connection, name) != [Partition(name, State.DETACHED)]:
-            raise StillNeeded("it was attached again")
+            return "it was attached again"
         await connection.execute(f"DROP TABLE pipeline.{name}")
     log.info("dropped partition %s", name)
+    return None
 
 
 async def used_by(connection: asyncpg.Connection, parent: str, name: str) -> str:
     """Return which process uses a partition, after a wait for its lock has timed out."""
     return await connection.fetchval(_USED_BY, parent, name) or "it was in use for too long"
-
-
-async def _finalize(connection: asyncpg.Connection, parent: str, name: str) -> None:
-    """Complete a detach that was cut short. It waits for transactions that read the partition."""
-    async with connection.transaction():
-        await connection.execute(_WAIT_SHORTLY)
-        await connection.execute(
-            f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} FINALIZE",
-            timeout=_DETACH_SECONDS,
-        )
