@@ -41,8 +41,10 @@ class Chain:
         batch = producer.create_batch()
         count = 0
         for event in self.events[begin:end]:
+            kept = event["headers"]
+            headers = event_headers(event) if kept is None else headers_of(kept)
             added = batch.append(
-                timestamp=None, key=event["key"], value=event["payload"], headers=_headers(event)
+                timestamp=None, key=event["key"], value=event["payload"], headers=headers
             )
             if added is None:
                 break
@@ -102,10 +104,6 @@ class Sending:
                 self.rejections |= {event["id"]: rejection for event in chain.events}
                 chain.events = []
         return [chain for chain in chains if chain.events]
-
-
-def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
-    return event_headers(event) if event["headers"] is None else headers_of(event["headers"])
 
 
 def partition_of(key: bytes | None, id: int, partitions: int) -> int:

@@ -150,7 +150,6 @@ class Publisher:
         return True
 
     def _stop_beside(self, producer: AIOKafkaProducer) -> None:
-        """Stop a producer in the background."""
         stopping = asyncio.create_task(clients.stop(producer, _STOP_SECONDS))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)

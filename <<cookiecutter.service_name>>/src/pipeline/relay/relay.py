@@ -211,7 +211,6 @@ class Relay:
     async def _read(
         self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
     ) -> list[Page]:
-        """Read the next page of every group of shards."""
         groups = grouped(progress)
         share = max(1, len(groups))
         limit, at_most = max(1, self._settings.relay_page // share), PAGE_BYTES // share

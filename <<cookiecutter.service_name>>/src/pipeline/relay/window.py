@@ -27,14 +27,12 @@ COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subjec
        dataref, datalength, datachecksum"""
 """An event, as it is sent."""
 
-_HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
+_HEAD = f"""
+SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
        pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
-       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic,
-       NULL::bytea AS key, NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type,
-       NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
-       NULL AS tracestate, NULL AS baggage, NULL AS headers,
-       NULL AS dataref, NULL::bigint AS datalength, NULL AS datachecksum"""
-"""Columns of the first row, which holds what is common to all events after it."""
+       {COLUMNS}
+  FROM (SELECT (NULL::pipeline.outbox).*) AS nothing"""
+"""The first row, which holds what is common to all events after it."""
 
 
 def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
@@ -54,10 +52,8 @@ SELECT {columns}
 
 
 def _headed(page: str, *, place: str, at_most: str) -> str:
-    """Return the statement that reads the `_HEAD` row and then a page."""
-    columns = f"NULL, NULL, NULL, {COLUMNS}"
-    rows = filled(page, columns=columns, place=place, at_most=at_most)
-    return f"SELECT {_HEAD} UNION ALL ({rows})"
+    rows = filled(page, columns=f"NULL, NULL, NULL, {COLUMNS}", place=place, at_most=at_most)
+    return f"{_HEAD} UNION ALL ({rows})"
 
 
 # Executed on the primary, by itself in READ COMMITTED or in a read-only snapshot, so that the
