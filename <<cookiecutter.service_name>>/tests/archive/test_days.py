@@ -136,7 +136,7 @@ async def test_who_knows_of_no_archive_drops_no_day_that_others_archive(
     await house.publish()
 
     told = {one.partition.name: one.needed_by or "" for one in (await house.keep()).held}
-    assert list(told) == [OLD, f"outbox_p{later:%Y%m%d}"]
+    assert told.keys() == {OLD, f"outbox_p{later:%Y%m%d}"}
     assert f"`service retention skip-archive {DAY}`" in told[OLD]
     assert await house.rows() == 3
     status = (await retention("status")).stdout
