@@ -303,7 +303,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "the same events in two partitions",
         [
             Edit(
-                "retention/rotation.py",
+                "retention/generations.py",
                 'true), pg_advisory_xact_lock($1)"',
                 'true), $1::bigint"',
             )
@@ -334,7 +334,8 @@ SABOTAGES: Sequence[Sabotage] = (
         " WHERE id > $1 AND shard = ANY ($2) ORDER BY id LIMIT $3",
         progress.last_id, shards, limit,
     )
-    return Page(later, replace(progress, last_id=later[-1]["id"]) if later else progress, None)
+    then = replace(progress, last_id=later[-1]["id"]) if later else progress
+    return Page(shards, later, then, None)
     head, *events = await connection.fetch(_FRESH, """,
             )
         ],
@@ -350,11 +351,12 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "relay/relay.py",
-                "            await self._publish(driver, events, then)\n",
+                "                await self._publish(driver, events, then)\n",
                 """\
-            cursor.advance(then, then)
-            await cursor.write_moved(driver)
-            await self._publish(driver, events, then)
+                for one in pages:
+                    cursor.advance(one)
+                await cursor.write_moved(driver)
+                await self._publish(driver, events, then)
 """,
             )
         ],
@@ -367,13 +369,11 @@ SABOTAGES: Sequence[Sabotage] = (
             Edit(
                 "relay/publisher.py",
                 """\
-                        raise NotSent(
-                            f"{topic}/{chain.partition}: {describe_error(error)}"
-                        ) from error
+                    raise NotSent(f"{topic}/{chain.partition}: {describe_error(error)}") from error
 """,
                 """\
-                        chain.take(count)
-                        continue
+                    chain.take(count)
+                    continue
 """,
             ),
         ],
@@ -385,20 +385,20 @@ SABOTAGES: Sequence[Sabotage] = (
             *NO_IDEMPOTENCE,
             Edit(
                 "relay/publisher.py",
-                "            while chain.sent < len(chain.events):\n",
+                "        while chain.sent < len(chain.events):\n",
                 """\
-            waiting = chain.events
-            while waiting:
-                failed = []
-                for event in waiting:
-                    batch, _ = Chain(topic, chain.partition, [event]).fill(producer)
-                    try:
-                        await (await producer.send_batch(batch, topic, partition=chain.partition))
-                    except KafkaError:
-                        failed.append(event)
-                waiting = failed
-            chain.sent = len(chain.events)
-            while chain.sent < len(chain.events):
+        waiting = chain.events
+        while waiting:
+            failed = []
+            for event in waiting:
+                batch, _ = Chain(topic, chain.partition, [event]).fill(producer)
+                try:
+                    await (await producer.send_batch(batch, topic, partition=chain.partition))
+                except KafkaError:
+                    failed.append(event)
+            waiting = failed
+        chain.sent = len(chain.events)
+        while chain.sent < len(chain.events):
 """,
             ),
         ],
@@ -483,7 +483,7 @@ reason, attempts, waited,
     Sabotage(
         "younger generations are forgotten with an old one",
         "generations that are forgotten",
-        [Edit("retention/rotation.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("retention/generations.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "a generation is dropped before it is forgotten",

@@ -51,7 +51,7 @@ _READ_BOTH = """
 SELECT (SELECT count(*) FROM (SELECT FROM pipeline.inbox WHERE generation = $1 LIMIT 1) AS one),
        (SELECT count(*) FROM (SELECT FROM pipeline.outbox WHERE created_at < $2 LIMIT 1) AS one)
 """
-_NO_ROUND = "SELECT owner IS NULL FROM pipeline.retention_lease"
+_NO_ROUND = "SELECT finished_at >= started_at FROM pipeline.retention_round"
 _ARE_THERE = """
 SELECT count(*) FROM unnest($1::text[]) AS name WHERE to_regclass('pipeline.' || name) IS NOT NULL
 """

@@ -72,7 +72,7 @@ GRANT SELECT, INSERT ON pipeline.inbox_consumer TO :"service";
 GRANT SELECT, DELETE ON pipeline.inbox_filter TO :"service";
 GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed TO :"service";
-GRANT SELECT, UPDATE (archives) ON pipeline.retention_lease TO :"service";
+GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"service";
 GRANT INSERT ON pipeline.claim TO :"service";
 GRANT USAGE ON SEQUENCE pipeline.backlog_call_seq TO :"service";
 GRANT INSERT (topic, key, payload, event_id, source, type, subject, sequence, content_type,
@@ -87,7 +87,7 @@ GRANT SELECT, DELETE, UPDATE (scheduled_at) ON pipeline.scheduled TO :"relay";
 GRANT SELECT, DELETE ON pipeline.inbox_filter TO :"relay";
 GRANT SELECT, UPDATE ON pipeline.outbox_cursor TO :"relay";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.outbox_cluster TO :"relay";
-GRANT SELECT, UPDATE (archives) ON pipeline.retention_lease TO :"relay";
+GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"relay";
 GRANT SELECT,
       INSERT (topic, key, payload, event_id, source, type, subject, sequence, content_type,
               traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
@@ -110,7 +110,7 @@ GRANT DELETE ON pipeline.scheduled TO :"operator";
 
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.inbox_closed, pipeline.inbox_filter, pipeline.outbox_closed TO :"retention";
-GRANT SELECT, UPDATE ON pipeline.inbox_generation, pipeline.retention_lease TO :"retention";
+GRANT SELECT, UPDATE ON pipeline.inbox_generation, pipeline.retention_round TO :"retention";
 GRANT SELECT ON pipeline.outbox_cursor, pipeline.outbox_cluster TO :"retention";
 GRANT SELECT (key, discarded_at), UPDATE (discarded_at), DELETE
    ON pipeline.backlog TO :"retention";

@@ -139,7 +139,7 @@ async def list_waiting(
 ) -> None:
     """List what waits, the next to be due first."""
     async with invocation.connected() as connection:
-        found = [one async for one in scheduled.waiting(connection, limit)]
+        found = await scheduled.waiting(connection, limit)
     if invocation.as_json:
         print_json(*found)
         return

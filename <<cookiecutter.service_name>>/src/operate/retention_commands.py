@@ -36,9 +36,7 @@ async def run(invocation: Invocation) -> None:
         typer.echo(f"held     {one.name}  {describe(one)}")
     if done.discarded:
         typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
-    if not done.is_ours:
-        typer.echo(f"Process {done.owner} runs it, or has died less than a minute ago.")
-    elif not (done.dropped or done.held or done.discarded):
+    if not (done.dropped or done.held or done.discarded):
         typer.echo("Nothing is old enough to be dropped.")
 
 

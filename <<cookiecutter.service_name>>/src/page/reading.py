@@ -105,7 +105,7 @@ class Reading:
     async def scheduled(self, request: Request, operator: Operator) -> Response:
         """Show events that are due later."""
         async with autocommitting(self._engine) as connection:
-            found = [one async for one in scheduled.waiting(connection, _LISTED + 1)]
+            found = await scheduled.waiting(connection, _LISTED + 1)
         return self._templates.page(
             "scheduled.html",
             operator,

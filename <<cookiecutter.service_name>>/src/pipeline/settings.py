@@ -158,8 +158,8 @@ class Settings(ServerSettings):
     twice one's while it is loaded. A filter takes half of it at most. What does not fit is looked
     up in the database: a generation of more than 290,000 messages for each MiB, and older ones."""
     housekeeping_interval: Seconds = 3_600.0
-    """How often those partitions and generations are dropped that are too old, by one process at a
-    time. New ones are made ahead as often, and at least every minute."""
+    """How often those partitions and generations are dropped that are too old, by one process for
+    all. New ones are made ahead as often, and at least every minute."""
 
     shutdown_grace: Seconds = 20.0
     """After SIGTERM the process has this long: half of it for running batches, half for the relay.

@@ -133,7 +133,7 @@ class House:
     async def rows(self, day: date = DAY) -> int | None:
         """Return how many events the day's table has; None when it is gone."""
         name = f"outbox_p{day:%Y%m%d}"
-        if not await partitions.exists(self.db, name):
+        if not await partitions.like(self.db, name):
             return None
         found: int = await self.db.fetchval(f"SELECT count(*) FROM pipeline.{name}")
         return found

@@ -20,8 +20,8 @@ from archive.files import MANIFEST, Manifest
 from object_store import Store
 from object_store import store as stores
 from pipeline.retention import archive as retentions
-from pipeline.retention import lease, partitions
-from pipeline.retention.maintenance import Round, run_retention
+from pipeline.retention import partitions
+from pipeline.retention.maintenance import Round, begin_round, run_retention
 from pipeline.retention.partitions import Partition, State
 
 from . import app
@@ -136,7 +136,7 @@ async def test_who_knows_of_no_archive_drops_no_day_that_others_archive(
     await house.publish()
 
     told = {one.partition.name: one.needed_by or "" for one in (await house.keep()).held}
-    assert list(told) == [OLD, f"outbox_p{later:%Y%m%d}"]
+    assert told.keys() == {OLD, f"outbox_p{later:%Y%m%d}"}
     assert f"`service retention skip-archive {DAY}`" in told[OLD]
     assert await house.rows() == 3
     status = (await retention("status")).stdout
@@ -319,7 +319,6 @@ async def test_who_is_killed_is_followed_by_one_who_goes_on(
     assert await house.rows() == 20_000
     before = await names(store)
     assert MANIFEST not in before, "it was killed in the middle"
-    await house.db.execute("UPDATE pipeline.retention_lease SET lease_until = now()")
 
     # In parts of another size, as of a newer version.
     assert (await house.keep()).dropped == [OLD]
@@ -352,7 +351,6 @@ async def test_what_was_begun_and_is_damaged_or_of_another_database_is_written_a
 async def test_two_at_once_do_no_harm(
     house: House, connect: Connect, store: Store, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
     monkeypatch.setattr(days, "PART_BYTES", 50_000)
     monkeypatch.setattr(days, "PAGE_ROWS", 100)
     await house.fill(1_000, payload=500)
@@ -408,49 +406,28 @@ async def test_events_of_one_id_are_not_lost_between_two_pages(
     assert await house.rows() == 11
 
 
-async def held_up(
-    house: House, door: Door, monkeypatch: pytest.MonkeyPatch, *, interval: float
-) -> asyncio.Task[Round]:
+async def held_up(house: House, door: Door, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[Round]:
     """Begin a round of retention that waits for the store, in the middle of ten events."""
     monkeypatch.setattr(days, "REQUEST_SECONDS", 30)
     monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
     await house.fill(10)
     door.hold()
-    keeping = asyncio.create_task(house.keep(housekeeping_interval=interval))
+    keeping = asyncio.create_task(house.keep())
     await eventually(lambda: door.knocks > 0)
     return keeping
 
 
-async def test_the_lease_is_renewed_while_it_takes_long(
+async def test_no_other_process_begins_a_round_while_it_takes_long(
     house: House, connect: Connect, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part takes longer than a lease."""
     other = await connect()
-    keeping = await held_up(house, door, monkeypatch, interval=6)
+    keeping = await held_up(house, door, monkeypatch)
     for _ in range(20):
-        assert not (await run_retention(other, house.settings())).is_ours
+        assert not await begin_round(other, 3)
         await asyncio.sleep(0.4)
     assert not keeping.done()
     door.go_on()
     assert (await keeping).dropped == [OLD]
-
-
-async def test_who_has_lost_the_lease_stops(
-    house: House,
-    connect: Connect,
-    door: Door,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    other = await connect()
-    keeping = await held_up(house, door, monkeypatch, interval=30)
-    await other.execute(
-        "UPDATE pipeline.retention_lease SET owner = 'other', lease_until = now() + interval '29 s'"
-    )
-    done = await asyncio.wait_for(keeping, PATIENCE)
-    assert done.dropped == []
-    assert "another process has taken over" in caplog.text
-    assert await house.rows() == 10
 
 
 async def test_the_command_tells_how_far_it_is(

@@ -2,7 +2,7 @@
 
 All functions run in a consume transaction, in the order of `docs/protocol.md`, except `register`,
 which runs in a transaction of its own. Positions are in `positions.py`; generations are closed and
-deleted in `retention/rotation.py`.
+deleted in `retention/generations.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

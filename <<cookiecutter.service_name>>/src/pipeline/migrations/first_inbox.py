@@ -19,46 +19,36 @@ DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
 WHEN (current_setting('pipeline.handler', true) = 'at work')
 EXECUTE FUNCTION pipeline.refuse_commit();"""
 
-POSITION = f"""
+TABLES = f"""
 CREATE TABLE pipeline.position (
     consumer_group text NOT NULL,
     topic          text NOT NULL,
     partition      integer NOT NULL,
     next_offset    bigint NOT NULL,
-    anchor_offset  bigint,
+    anchor_offset  bigint,  -- the last record before the position
     anchor_time    timestamptz,
-    anchor_hash    bytea,
+    anchor_hash    bytea,  -- of that record: shows whether the topic still holds it
+    -- processes that started here and neither moved the position nor shut down cleanly
     starts         integer NOT NULL DEFAULT 0,
     moved_at       timestamptz NOT NULL DEFAULT now(),
-    duplicates     bigint NOT NULL DEFAULT 0,
+    duplicates     bigint NOT NULL DEFAULT 0,  -- messages of this partition that were known
     CONSTRAINT position_pkey PRIMARY KEY (consumer_group, topic, partition)
 );
 COMMENT ON TABLE pipeline.position IS
 'The offset that each partition continues from; moved by the consume transaction itself.';
-COMMENT ON COLUMN pipeline.position.anchor_offset IS 'the last record before the position';
-COMMENT ON COLUMN pipeline.position.anchor_hash IS
-'of that record: shows whether the topic still holds it';
-COMMENT ON COLUMN pipeline.position.starts IS
-'processes that started here and neither moved the position nor shut down cleanly';
-COMMENT ON COLUMN pipeline.position.duplicates IS 'messages of this partition that were known';
 {_REFUSE_COMMIT_OF.format("position")}
-"""
 
-INBOX_GENERATION = """
 CREATE TABLE pipeline.inbox_generation (
     singleton boolean PRIMARY KEY CHECK (singleton),
     current   integer NOT NULL,
     oldest    integer NOT NULL,
     opened_at timestamptz NOT NULL,
-    since     timestamptz,
+    since     timestamptz,  -- what is older is not remembered; null: everything is
+    -- identifies the rotation that opened the current generation
     opening   uuid NOT NULL DEFAULT gen_random_uuid()
 );
 COMMENT ON TABLE pipeline.inbox_generation IS
 'One row: the generation that takes new markers, and the oldest that is still remembered.';
-COMMENT ON COLUMN pipeline.inbox_generation.since IS
-'what is older is not remembered; null: everything is';
-COMMENT ON COLUMN pipeline.inbox_generation.opening IS
-'identifies the rotation that opened the current generation';
 INSERT INTO pipeline.inbox_generation VALUES (true, 1, 1, clock_timestamp());
 CREATE TABLE pipeline.inbox_closed (
     generation integer PRIMARY KEY,
@@ -68,19 +58,15 @@ COMMENT ON TABLE pipeline.inbox_closed IS
 'When each closed generation that is still remembered was closed.';
 CREATE TABLE pipeline.inbox_consumer (
     consumer   text PRIMARY KEY,
-    generation integer NOT NULL
+    generation integer NOT NULL  -- all markers of the consumer are in this one or a later one
 );
 COMMENT ON TABLE pipeline.inbox_consumer IS
 'The generation in which each consumer began.';
-COMMENT ON COLUMN pipeline.inbox_consumer.generation IS
-'all markers of the consumer are in this one or a later one';
-"""
 
-INBOX = """
 CREATE TABLE pipeline.inbox (
     generation   integer NOT NULL,
-    key          bytea NOT NULL,
-    hash         bytea NOT NULL,
+    key          bytea NOT NULL,  -- hash of (consumer, source, id)
+    hash         bytea NOT NULL,  -- hash of type and data
     hash_version smallint NOT NULL,
     consumer     text NOT NULL,
     source       text NOT NULL,
@@ -90,68 +76,60 @@ CREATE TABLE pipeline.inbox (
     partition    integer NOT NULL,
     "offset"     bigint NOT NULL,
     traceparent  text,
-    result       json,
+    result       json,  -- what the handler returned
     xid          xid8 NOT NULL DEFAULT pg_current_xact_id(),
     created_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT inbox_pkey PRIMARY KEY (generation, key)
 ) PARTITION BY LIST (generation);
 COMMENT ON TABLE pipeline.inbox IS 'A marker for every event that took effect.';
-COMMENT ON COLUMN pipeline.inbox.key IS 'hash of (consumer, source, id)';
-COMMENT ON COLUMN pipeline.inbox.hash IS 'hash of type and data';
-COMMENT ON COLUMN pipeline.inbox.result IS 'what the handler returned';
 CREATE TYPE pipeline.new_marker AS (
     key bytea, hash bytea, consumer text, source text, id text, type text,
     topic text, partition integer, "offset" bigint, traceparent text);
-"""
 
-# Compressing megabytes of bits takes long and saves little.
-INBOX_FILTER = """
 CREATE TABLE pipeline.inbox_filter (
     first_generation integer PRIMARY KEY,
     last_generation  integer NOT NULL,
-    keys             bigint NOT NULL,
+    keys             bigint NOT NULL,  -- number of keys added
+    -- number of keys at which it is full; 0: the generation has too many
     capacity         bigint NOT NULL,
-    digest           bytea NOT NULL,
-    format           text NOT NULL,
+    digest           bytea NOT NULL,  -- checksum of the whole row
+    format           text NOT NULL,  -- how a key is mapped to bits
     bits             bytea NOT NULL
 );
+-- Compressing megabytes of bits takes long and saves little.
 ALTER TABLE pipeline.inbox_filter ALTER COLUMN bits SET STORAGE EXTERNAL;
 COMMENT ON TABLE pipeline.inbox_filter IS
 'Bloom filters of the keys of closed generations; may be deleted at any time.';
-COMMENT ON COLUMN pipeline.inbox_filter.keys IS 'number of keys added';
-COMMENT ON COLUMN pipeline.inbox_filter.capacity IS
-'number of keys at which it is full; 0: the generation has too many';
-COMMENT ON COLUMN pipeline.inbox_filter.digest IS 'checksum of the whole row';
-COMMENT ON COLUMN pipeline.inbox_filter.format IS 'how a key is mapped to bits';
-"""
 
-BACKLOG = """
 CREATE TABLE pipeline.backlog (
+    -- that of the inbox marker, where the message has one
     key             bytea NOT NULL CONSTRAINT backlog_pkey PRIMARY KEY,
     lane            smallint NOT NULL,
-    order_key       bytea NOT NULL,
-    sequence        bigint NOT NULL DEFAULT 0,
-    consumer        text NOT NULL,
+    order_key       bytea NOT NULL,  -- hash of (consumer, topic, key)
+    sequence        bigint NOT NULL DEFAULT 0,  -- 0: ordered by partition and offset
+    consumer        text NOT NULL,  -- empty: the record is not decoded yet
     topic           text NOT NULL,
     partition       integer NOT NULL,
     "offset"        bigint NOT NULL,
-    timestamp       bigint NOT NULL,
+    timestamp       bigint NOT NULL,  -- of the record, in milliseconds
     record_key      bytea,
     value           bytea,
-    headers         text NOT NULL,
+    headers         text NOT NULL,  -- JSON pairs; each byte is a character
     source          text,
     id              text,
     type            text,
-    hash            bytea,
+    hash            bytea,  -- hash of type and data
     hash_version    smallint NOT NULL,
-    remembered_hash bytea,
+    remembered_hash bytea,  -- of an identity mismatch: the hash of the other payload
     traceparent     text,
     received_at     timestamptz NOT NULL DEFAULT now(),
     reason          text NOT NULL,
     attempts        integer NOT NULL,
+    -- total of the delays by its retry policy, in seconds
     waited          double precision NOT NULL,
-    due_at          timestamptz,
+    due_at          timestamptz,  -- null: waits behind another message, or is dead
     died_at         timestamptz,
+    -- dead, and later messages of its key wait until a person decides
     holds           boolean NOT NULL,
     error           text,
     traceback       text,
@@ -161,19 +139,6 @@ CREATE TABLE pipeline.backlog (
 );
 COMMENT ON TABLE pipeline.backlog IS
 'Messages to be handled later, in the order of their key, and dead letters.';
-COMMENT ON COLUMN pipeline.backlog.key IS 'that of the inbox marker, where the message has one';
-COMMENT ON COLUMN pipeline.backlog.order_key IS 'hash of (consumer, topic, key)';
-COMMENT ON COLUMN pipeline.backlog.sequence IS '0: ordered by partition and offset';
-COMMENT ON COLUMN pipeline.backlog.consumer IS 'empty: the record is not decoded yet';
-COMMENT ON COLUMN pipeline.backlog.timestamp IS 'of the record, in milliseconds';
-COMMENT ON COLUMN pipeline.backlog.headers IS 'JSON pairs; each byte is a character';
-COMMENT ON COLUMN pipeline.backlog.hash IS 'hash of type and data';
-COMMENT ON COLUMN pipeline.backlog.remembered_hash IS
-'of an identity mismatch: the hash of the other payload';
-COMMENT ON COLUMN pipeline.backlog.waited IS 'total of the delays by its retry policy, in seconds';
-COMMENT ON COLUMN pipeline.backlog.due_at IS 'null: waits behind another message, or is dead';
-COMMENT ON COLUMN pipeline.backlog.holds IS
-'dead, and later messages of its key wait until a person decides';
 CREATE SEQUENCE pipeline.backlog_call_seq;
 CREATE TYPE pipeline.new_backlog_row AS (
     key bytea, lane smallint, order_key bytea, sequence bigint, consumer text,
@@ -193,30 +158,18 @@ CREATE INDEX backlog_dead_idx
  WHERE died_at IS NOT NULL AND discarded_at IS NULL;
 CREATE INDEX backlog_discarded_idx ON pipeline.backlog (discarded_at)
  WHERE discarded_at IS NOT NULL;
-"""
 
-BACKLOG_LANE = f"""
 CREATE TABLE pipeline.backlog_lane (
     lane        smallint NOT NULL CONSTRAINT backlog_lane_pkey PRIMARY KEY,
     token       bigint NOT NULL DEFAULT 0,
     owner       text,
     lease_until timestamptz,
+    -- workers that acquired the lane and have not released it
     starts      integer NOT NULL DEFAULT 0,
     released_at timestamptz NOT NULL DEFAULT now()
 ) WITH (fillfactor = 50);
 COMMENT ON TABLE pipeline.backlog_lane IS
 'Shares of the order keys of the backlog, and the worker that owns each.';
-COMMENT ON COLUMN pipeline.backlog_lane.starts IS
-'workers that acquired the lane and have not released it';
 INSERT INTO pipeline.backlog_lane (lane) SELECT lane FROM generate_series(0, 95) AS lane;
 {_REFUSE_COMMIT_OF.format("backlog_lane")}
 """
-
-TABLES = (
-    POSITION,
-    INBOX_GENERATION,
-    INBOX,
-    INBOX_FILTER,
-    BACKLOG,
-    BACKLOG_LANE,
-)

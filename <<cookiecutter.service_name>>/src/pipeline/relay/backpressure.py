@@ -1,7 +1,9 @@
 """Backpressure: limits how many events transactions stage ahead of the process's relay."""
 
 import asyncio
-from contextlib import suppress
+import math
+
+from pipeline.servers.tasks import sleep_or_event
 
 PATIENCE = 1.0
 """Seconds that a transaction waits for the relay, at most: enough to send many pages. If it is not
@@ -19,9 +21,9 @@ class RelayBackpressure:
 
     def __init__(self, at_most: int) -> None:
         self._at_most = at_most
-        self._left = 0
+        self._left = -math.inf
+        """Infinitely few while no relay publishes."""
         self._staged = 0
-        self._is_followed = False
         self._is_small = asyncio.Event()
         self._is_small.set()
 
@@ -32,7 +34,6 @@ class RelayBackpressure:
 
     def left(self, events: int, *, is_all: bool) -> None:
         """Set how many events the relay sees; `is_all`: they include all that `staged` counted."""
-        self._is_followed = True
         self._left = events
         if is_all:
             self._staged = 0
@@ -40,17 +41,16 @@ class RelayBackpressure:
 
     def end(self) -> None:
         """Make no transaction wait: the relay has ended, or can't send."""
-        self._is_followed = False
+        self._left = -math.inf
         self._update()
 
     async def wait(self) -> None:
         """Wait until few enough events are left, at most for `PATIENCE`."""
         if not self._is_small.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_small.wait(), PATIENCE)
+            await sleep_or_event(self._is_small, PATIENCE)
 
     def _update(self) -> None:
-        if self._is_followed and self._left + self._staged > self._at_most:
+        if self._left + self._staged > self._at_most:
             self._is_small.clear()
         else:
             self._is_small.set()

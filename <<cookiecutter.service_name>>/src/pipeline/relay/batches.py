@@ -1,6 +1,6 @@
 """Batches: turn a page of events into Kafka batches, and narrow down a rejection to its event."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -41,8 +41,10 @@ class Chain:
         batch = producer.create_batch()
         count = 0
         for event in self.events[begin:end]:
+            kept = event["headers"]
+            headers = event_headers(event) if kept is None else headers_of(kept)
             added = batch.append(
-                timestamp=None, key=event["key"], value=event["payload"], headers=_headers(event)
+                timestamp=None, key=event["key"], value=event["payload"], headers=headers
             )
             if added is None:
                 break
@@ -61,6 +63,8 @@ class Sending:
     """The state of a page that is being sent."""
 
     is_transactional: bool
+    may_send: Callable[[], bool]
+    """Called before every batch."""
     rejections: dict[int, Rejection] = field(default_factory=dict)
     is_void: bool = False
     """Whether a rejection has made Kafka's transaction impossible to commit."""
@@ -90,7 +94,7 @@ class Sending:
                 f"topic {chain.topic} has rejected {_AT_MOST} batches of a page:"
                 " see `service dead events list`"
             )
-            many = Rejection("topic rejects many", text)
+            many = Rejection("topic rejects many", text, of_topic=True, waits=True)
             self._closed.setdefault(chain.topic, many)
 
     def left(self, chains: Sequence[Chain]) -> list[Chain]:
@@ -102,10 +106,6 @@ class Sending:
         return [chain for chain in chains if chain.events]
 
 
-def _headers(event: asyncpg.Record) -> Sequence[tuple[str, bytes | None]]:
-    return event_headers(event) if event["headers"] is None else headers_of(event["headers"])
-
-
 def partition_of(key: bytes | None, id: int, partitions: int) -> int:
     """Return the partition that the default partitioner of Kafka clients chooses for the key.
 
@@ -113,12 +113,9 @@ def partition_of(key: bytes | None, id: int, partitions: int) -> int:
     """
     if key is None:
         return id % partitions
-    found = _kept_partition if len(key) <= LONGEST_KEPT_KEY else _partition_of_key
-    return found(key, partitions)
+    # Only hashes of short keys are kept, which bounds the memory.
+    hash_of = _kept_hash if len(key) <= LONGEST_KEPT_KEY else murmur2
+    return int(hash_of(key) & 0x7FFFFFFF) % partitions
 
 
-def _partition_of_key(key: bytes, partitions: int) -> int:
-    return int(murmur2(key) & 0x7FFFFFFF) % partitions
-
-
-_kept_partition = lru_cache(maxsize=65_536)(_partition_of_key)
+_kept_hash = lru_cache(maxsize=65_536)(murmur2)

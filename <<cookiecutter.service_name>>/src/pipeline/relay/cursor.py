@@ -20,7 +20,7 @@ from pipeline.servers.cluster import IS_OURS, OtherCluster
 from pipeline.servers.database import lease_ended
 from pipeline.settings import Settings
 
-from .window import Progress
+from .window import Page, Progress
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ class ServerChanged(Exception):
     def __init__(self) -> None:
         super().__init__("the database server was restarted or replaced: reading the cursor again")
 
-
-_SERVER = "SELECT pg_postmaster_start_time()"
 
 _ANNOUNCE = """
 INSERT INTO pipeline.outbox_relay (owner, lease_until, published)
@@ -111,15 +109,15 @@ class Cursor:
         self._write_at = 0.0
         self._unwritten: set[int] = set()
 
-    async def begin(self, driver: asyncpg.Connection) -> None:
-        """Note which server holds the cursor; call it first on every new connection."""
-        self.server = await driver.fetchval(_SERVER)
-
     def forget(self) -> None:
-        """Drop all shards from memory. The database is not changed: their leases expire."""
+        """Drop all shards from memory, for a new connection: `renew` is to be called first on it.
+
+        The database is not changed: their leases expire.
+        """
         self.progress.clear()
         self._tokens.clear()
         self._unwritten.clear()
+        self.server = None
         self._renew_at = 0.0
         metrics.relay_shards.set(0)
 
@@ -137,63 +135,42 @@ class Cursor:
         """Seconds until the lease is to be extended; 0 if that is due."""
         return max(0.0, self._extend_at - monotonic())
 
-    def advance(self, then: Mapping[int, Progress], moved: Iterable[int]) -> None:
-        """Set the progress of shards; that of the shards `moved` is stored by the next write."""
-        self.progress.update(then)
-        self._unwritten.update(moved)
+    def advance(self, page: Page) -> None:
+        """Set the progress of the page's shards, to be stored by the next write if it has moved."""
+        self.progress.update(dict.fromkeys(page.shards, page.then))
+        if page.events or page.then.target is not None:
+            self._unwritten.update(page.shards)
 
     async def renew(self, driver: asyncpg.Connection, fence: Fence) -> bool:
         """Extend the leases, and claim or release shards up to an even share of all relays.
 
-        Returns whether some were claimed.
-
-        Raises `OtherCluster` and `ServerChanged`.
+        Returns whether some were claimed. Raises `OtherCluster` and `ServerChanged`.
         """
         lease = self._settings.relay_lease
         await self.extend(driver)
         alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
         if not is_ours:
             raise OtherCluster
-        if server != self.server:
+        if self.server not in (None, server):
             raise ServerChanged
+        self.server = server
         share = math.ceil(SHARDS / max(1, alive))
-        known = set(self.progress)
+        known = sorted(self.progress)
         if len(known) > share:
-            await self.write(driver, self.of(sorted(known)[share:]), keep=False)
+            await self.write(driver, self.of(known[share:]), keep=False)
         elif len(known) < share:
-            await self._claim(driver, share)
-            gone = await driver.fetchrow(_GONE, self.owner, lease)
-            if gone["owners"] and len(self.progress) < share:
-                fenced = await fence(gone["owners"])
-                await self._claim(driver, share, fenced, gone["until"])
+            gone, until = await driver.fetchrow(_GONE, self.owner, lease)
+            fenced = await fence(gone or [])
+            wanted = share - len(known)
+            for row in await driver.fetch(
+                _CLAIM, self.owner, lease, wanted, known, fenced, until, server
+            ):
+                shard, token, *progress = row
+                self._tokens[shard], self.progress[shard] = token, Progress(*progress)
         # A live relay extends its leases early, so the first one to end belongs to a dead relay.
         self._renew_at = monotonic() + min(lease / 3, first_ends or math.inf)
         metrics.relay_shards.set(len(self.progress))
-        return bool(self.progress.keys() - known)
-
-    async def _claim(
-        self,
-        driver: asyncpg.Connection,
-        share: int,
-        gone: Sequence[str] = (),
-        until: datetime | None = None,
-    ) -> None:
-        """Claim free shards, and those of the relays `gone` whose leases ended by `until`."""
-        known = list(self.progress)
-        for row in await driver.fetch(
-            _CLAIM,
-            self.owner,
-            self._settings.relay_lease,
-            share - len(known),
-            known,
-            list(gone),
-            until,
-            self.server,
-        ):
-            self._tokens[row["shard"]] = row["token"]
-            self.progress[row["shard"]] = Progress(
-                row["seen"], row["target"], row["last_id"], row["high_id"]
-            )
+        return len(self.progress) > len(known)
 
     async def extend_in_time(self, driver: asyncpg.Connection) -> bool:
         """Extend the leases if a third of their time has passed; returns whether it has."""

@@ -73,11 +73,11 @@ class Publisher:
 
         Raises `NotSent`, and `LeaseExpired` when `may_send` returns False.
         """
-        sending = Sending(self._settings.relay_transactional)
+        sending = Sending(self._settings.relay_transactional, may_send)
         try:
             chains = await self._chains(events, sending)
             while chains:
-                await self._send_round(chains, sending, may_send)
+                await self._send_round(chains, sending)
                 chains = sending.left(chains)
         except BaseException:
             # The next producer with its transactional id aborts what this one has begun.
@@ -85,9 +85,7 @@ class Publisher:
             raise
         return sending.rejections
 
-    async def _send_round(
-        self, chains: Sequence[Chain], sending: Sending, may_send: Callable[[], bool]
-    ) -> None:
+    async def _send_round(self, chains: Sequence[Chain], sending: Sending) -> None:
         """Send every chain up to its end or first rejection: the rest needs a new producer.
 
         In a transaction a rejection undoes all of the round; the next round sends it again.
@@ -97,7 +95,7 @@ class Publisher:
         sending.is_void = False
         if sending.is_transactional:
             await producer.begin_transaction()
-        each = (self._send_chain(producer, chain, sending, may_send) for chain in chains)
+        each = (_send_chain(producer, chain, sending) for chain in chains)
         # An error is raised when all have ended: none may keep sending in the background.
         outcomes = await asyncio.gather(*each, return_exceptions=True)
         is_rejected = any(outcome is True for outcome in outcomes)
@@ -111,7 +109,10 @@ class Publisher:
             self._producer = None
             self._stop_beside(producer)
         elif sending.is_transactional:
-            await _commit(producer)
+            try:
+                await producer.commit_transaction()
+            except KafkaError as error:
+                raise NotSent(f"Kafka did not commit: {describe_error(error)}") from error
         for chain in chains:
             if not (is_rejected and sending.is_transactional):
                 metrics.published(chain.topic, chain.sent)
@@ -149,7 +150,6 @@ class Publisher:
         return True
 
     def _stop_beside(self, producer: AIOKafkaProducer) -> None:
-        """Stop a producer in the background."""
         stopping = asyncio.create_task(clients.stop(producer, _STOP_SECONDS))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
@@ -205,59 +205,45 @@ class Publisher:
                 sending.rejections[event["id"]] = rejection
         return [Chain(*place, found) for place, found in placed.items()]
 
-    async def _send_chain(
-        self,
-        producer: AIOKafkaProducer,
-        chain: Chain,
-        sending: Sending,
-        may_send: Callable[[], bool],
-    ) -> bool:
-        """Send until all is acknowledged or a batch is rejected; returns whether one was."""
-        topic = chain.topic
-        with traces.sending(
-            topic,
-            chain.partition,
-            len(chain.events),
-            (event["traceparent"] for event in chain.events),
-        ) as operation:
-            following: Filled | None = None
-            while chain.sent < len(chain.events):
-                (batch, count), following = following or chain.fill(producer), None
-                size = batch.size()
-                is_sent = not sending.is_too_large(topic, size)
-                try:
-                    if not is_sent:
-                        raise MessageSizeTooLargeError
-                    if not may_send():
-                        raise LeaseExpired("the lease ended before all events were sent")
-                    async with in_background(_send_batch(producer, batch, chain, sending)) as sent:
-                        if chain.sent + count < len(chain.events):
-                            await asyncio.wait({sent}, timeout=_FILL_NEXT_BATCH_AFTER_SECONDS)
-                            following = chain.fill(producer, skipped=count)
-                        await sent
-                    chain.take(count)
-                except KafkaError as error:
-                    if is_sent:
-                        metrics.not_published(topic, count, error)
-                        operation.failed(error)
-                    rejection = rejection_of(error, chain.events[chain.sent])
-                    if rejection is None:
-                        raise NotSent(
-                            f"{topic}/{chain.partition}: {describe_error(error)}"
-                        ) from error
-                    following = None
-                    sending.reject(chain, rejection, count, size)
-                    if is_sent:
-                        sending.is_void = sending.is_transactional
-                        return True
-        return False
 
-
-async def _commit(producer: AIOKafkaProducer) -> None:
-    try:
-        await producer.commit_transaction()
-    except KafkaError as error:
-        raise NotSent(f"Kafka did not commit the events: {describe_error(error)}") from error
+async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending) -> bool:
+    """Send until all is acknowledged or a batch is rejected; returns whether one was."""
+    topic = chain.topic
+    with traces.sending(
+        topic,
+        chain.partition,
+        len(chain.events),
+        (event["traceparent"] for event in chain.events),
+    ) as operation:
+        following: Filled | None = None
+        while chain.sent < len(chain.events):
+            (batch, count), following = following or chain.fill(producer), None
+            size = batch.size()
+            is_sent = not sending.is_too_large(topic, size)
+            try:
+                if not is_sent:
+                    raise MessageSizeTooLargeError
+                if not sending.may_send():
+                    raise LeaseExpired("the lease ended before all events were sent")
+                async with in_background(_send_batch(producer, batch, chain, sending)) as sent:
+                    if chain.sent + count < len(chain.events):
+                        await asyncio.wait({sent}, timeout=_FILL_NEXT_BATCH_AFTER_SECONDS)
+                        following = chain.fill(producer, skipped=count)
+                    await sent
+                chain.take(count)
+            except KafkaError as error:
+                if is_sent:
+                    metrics.not_published(topic, count, error)
+                    operation.failed(error)
+                rejection = rejection_of(error, chain.events[chain.sent])
+                if rejection is None:
+                    raise NotSent(f"{topic}/{chain.partition}: {describe_error(error)}") from error
+                following = None
+                sending.reject(chain, rejection, count, size)
+                if is_sent:
+                    sending.is_void = sending.is_transactional
+                    return True
+    return False
 
 
 async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from pipeline.observe.logs import LONGEST_KEY
 from pipeline.servers.patches import InvalidRecordError
 from pipeline.settings import Settings
 
-from .window import COLUMNS, PAGE_BYTES, filled, fitting
+from .window import COLUMNS, PAGE_BYTES, filled
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,6 @@ RejectionReason = Literal[
     "too large",
     "not valid",
 ]
-_OF_TOPIC = "topic missing", "topic not allowed", "topic rejects many", "topic not writable"
-_FINAL = "topic not writable", "too large", "not valid"
 
 
 class Rejection(NamedTuple):
@@ -49,16 +47,10 @@ class Rejection(NamedTuple):
     reason: RejectionReason
     text: str
     """What is wrong, in which topic, and what to do."""
-
-    @property
-    def of_topic(self) -> bool:
-        """Whether the topic accepts no event at all."""
-        return self.reason in _OF_TOPIC
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the event is dead; otherwise it waits for its topic."""
-        return self.reason in _FINAL
+    of_topic: bool = False
+    """Whether the topic accepts no event at all."""
+    waits: bool = False
+    """Whether the event waits for its topic; otherwise it is dead."""
 
 
 Rejections = Mapping[int, Rejection]
@@ -73,13 +65,19 @@ _KINDS: Mapping[type[KafkaError], Rejection] = {
     errors.UnknownTopicOrPartitionError: Rejection(
         "topic missing",
         "topic {topic} is not known to the brokers: create it, or run `service topics create`",
+        of_topic=True,
+        waits=True,
     ),
     errors.TopicAuthorizationFailedError: Rejection(
         "topic not allowed",
         "topic {topic} may not be written: allow this service's user to Describe and Write it",
+        of_topic=True,
+        waits=True,
     ),
     errors.InvalidTopicError: Rejection(
-        "topic not writable", "topic {topic} is one of the brokers' own: no client may write it"
+        "topic not writable",
+        "topic {topic} is one of the brokers' own: no client may write it",
+        of_topic=True,
     ),
     errors.MessageSizeTooLargeError: _TOO_LARGE,
     errors.RecordListTooLargeError: _TOO_LARGE,
@@ -93,8 +91,7 @@ _KINDS: Mapping[type[KafkaError], Rejection] = {
 def rejection_of(error: KafkaError, event: asyncpg.Record) -> Rejection | None:
     """Return the rejection that the error means; None for an outage."""
     if kind := _KINDS.get(type(error)):
-        text = kind.text.format(topic=event["topic"], id=event["event_id"])
-        return Rejection(kind.reason, text)
+        return kind._replace(text=kind.text.format(topic=event["topic"], id=event["event_id"]))
     return None
 
 
@@ -148,16 +145,6 @@ UPDATE pipeline.outbox_rejected AS stored
 """
 
 
-class _Row(NamedTuple):
-    """What is stored about a rejected event, besides the event itself."""
-
-    id: int
-    reason: str | None = None
-    """None if it only waits behind other events of its topic."""
-    error: str | None = None
-    is_dead: bool = False
-
-
 class Rejected:
     """The topics for which events wait in one relay's shards, and when each is tried again."""
 
@@ -204,10 +191,9 @@ class Rejected:
         self, connection: asyncpg.Connection, events: Sequence[asyncpg.Record], why: Rejections
     ) -> None:
         """Store events that were not sent, in the transaction that moves the cursor past them."""
-        rows = [_Row(event["id"]) for event in events if event["id"] not in why]
+        self._note(events, why)
         times = [event["created_at"] for event in events]
-        rows += self._note(events, why)
-        await connection.execute(_ADD, *_columns(rows), min(times), max(times))
+        await connection.execute(_ADD, *_columns(events, why), min(times), max(times))
 
     async def due(
         self, connection: asyncpg.Connection, shards: Sequence[int]
@@ -215,8 +201,8 @@ class Rejected:
         """Return the next events of the topic that is to be tried first, in order.
 
         When none is left, later events of the topic are sent from the window again. Only the owner
-        of the shards adds rows, so none is missed, except
-        redriven ones, which later events have overtaken already.
+        of the shards adds rows, so none is missed, except redriven ones, which later events have
+        overtaken already.
         """
         topic = min(self._try_at, key=self._try_at.__getitem__, default=None)
         if topic is None or self._try_at[topic] > monotonic():
@@ -233,24 +219,23 @@ class Rejected:
     ) -> None:
         """Store the results for events that were due, in the caller's transaction."""
         self._try_at[events[0]["topic"]] = monotonic()
-        rows = self._note(events, why)
+        self._note(events, why)
         sent = [event["id"] for event in events if event["id"] not in why]
-        self._page = fitting(events, self._settings.relay_page) if sent else _FIRST_PAGE
+        self._page = self._settings.relay_page if sent else _FIRST_PAGE
         await connection.execute(_DELETE, sent)
-        if rows:
-            await connection.execute(_SET, *_columns(rows))
+        if why:
+            rejected = [event for event in events if event["id"] in why]
+            await connection.execute(_SET, *_columns(rejected, why))
 
-    def _note(self, events: Sequence[asyncpg.Record], why: Rejections) -> list[_Row]:
-        """Postpone topics that reject events, log new rejections, and return the rows to store."""
-        rows = []
+    def _note(self, events: Sequence[asyncpg.Record], why: Rejections) -> None:
+        """Postpone topics that reject events, and log new rejections."""
         waiting = {}
         for event in events:
             if rejection := why.get(event["id"]):
-                rows.append(_Row(event["id"], rejection.reason, rejection.text, rejection.is_final))
-                if rejection.is_final:
-                    _log_dead(event, rejection)
-                else:
+                if rejection.waits:
                     waiting[event["topic"]] = rejection
+                else:
+                    _log_dead(event, rejection)
         for topic, rejection in waiting.items():
             self._try_at[topic] = monotonic() + self._settings.relay_topic_pause
             reason = f"events wait: {rejection.text}"
@@ -258,7 +243,6 @@ class Rejected:
                 extra = {"topic": topic, "reason": rejection.reason}
                 log.warning("relay: %s", reason, extra=extra)
             self._health.not_ready(_part(topic), reason)
-        return rows
 
     def _end(self, topic: str) -> None:
         del self._try_at[topic]
@@ -286,6 +270,15 @@ def _log_dead(event: asyncpg.Record, rejection: Rejection) -> None:
         log.error("relay: %s: %s", text, rejection.text, extra=fields)
 
 
-def _columns(rows: Sequence[_Row]) -> list[list[object]]:
-    """Return the rows as columns, which are the arguments of `unnest`."""
-    return [list(column) for column in zip(*rows, strict=True)]
+def _columns(events: Sequence[asyncpg.Record], why: Rejections) -> list[list[object]]:
+    """Return the arguments of `unnest`: ids, reasons, texts, and whether the event is dead.
+
+    Without a rejection an event waits behind others of its topic.
+    """
+    found = [why.get(event["id"]) for event in events]
+    return [
+        [event["id"] for event in events],
+        [one and one.reason for one in found],
+        [one and one.text for one in found],
+        [one is not None and not one.waits for one in found],
+    ]

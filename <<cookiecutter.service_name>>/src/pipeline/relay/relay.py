@@ -4,9 +4,8 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from time import monotonic
 from uuid import uuid4
 
@@ -28,27 +27,14 @@ from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
 from .publisher import NotSent, Publisher
 from .rejected import Rejected, Rejections
 from .scheduled import Scheduled
-from .window import PAGE_BYTES, Page, Progress, fitting, fresh, is_as_seen, page
+from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAGE = 100
-"""Limit until the size of the events is known."""
 _SCHEDULED = "scheduled events"
 """The part of the health that reports whether scheduled events are moved."""
 _EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
 """Errors whose text is complete, so that no traceback is logged."""
-
-Pages = list[tuple[list[int], Page]]
-"""Pages of groups of shards."""
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """Pages that were read in advance, and the progress that they begin at."""
-
-    progress: Mapping[int, Progress]
-    pages: Pages
 
 
 class Relay:
@@ -64,8 +50,8 @@ class Relay:
         self._rejected = Rejected(settings, health)
         self._scheduled = Scheduled()
         self.backpressure = RelayBackpressure(2 * settings.relay_page)
-        self._page = min(settings.relay_page, _FIRST_PAGE)
-        self._ahead: _Ahead | None = None
+        self._ahead: tuple[Mapping[int, Progress], list[Page]] = {}, []
+        """Pages that were read in advance, and the progress that they begin at."""
         self._lags = True
         self._failures = 0
         self._staged = asyncio.Event()
@@ -85,45 +71,39 @@ class Relay:
         """Publish until `stop`."""
         self._health.not_ready("relay", "has not started yet")
         try:
-            await self._serve_until_stopped()
+            while True:
+                try:
+                    await self._serve()
+                except Exception as error:
+                    self._report(error)
+                if self._stopping.is_set():
+                    break
+                await asyncio.sleep(pause(self._failures))
         finally:
             self.backpressure.end()
             await self._publisher.discard()
 
-    async def _serve_until_stopped(self) -> None:
-        while True:
-            try:
-                await self._serve()
-                break
-            except Exception as error:
-                self.backpressure.end()
-                reason = self._describe(error)
-                self._health.not_ready("relay", reason)
-                if not (isinstance(error, _EXPLAINED) or is_infrastructure(error)):
-                    log.exception("relay: unexpected error, starting again")
-                elif self._failures == 0:
-                    log.warning("relay: %s; trying again", reason)
-                self._failures += 1
-            if self._stopping.is_set():
-                break
-            await asyncio.sleep(pause(self._failures))
-
-    def _describe(self, error: Exception) -> str:
-        """Return what failed, and at which server."""
+    def _report(self, error: Exception) -> None:
+        self.backpressure.end()
+        reason = describe_error(error)
         if isinstance(error, KafkaError | NotSent):
-            return f"{self._settings.kafka}: {describe_error(error)}"
-        if is_infrastructure(error):
-            return f"{self._settings.postgresql}: {describe_error(error)}"
-        return describe_error(error)
+            reason = f"{self._settings.kafka}: {reason}"
+        elif is_infrastructure(error):
+            reason = f"{self._settings.postgresql}: {reason}"
+        self._health.not_ready("relay", reason)
+        if not (isinstance(error, _EXPLAINED) or is_infrastructure(error)):
+            log.error("relay: unexpected error, starting again", exc_info=error)
+        elif self._failures == 0:
+            log.warning("relay: %s; trying again", reason)
+        self._failures += 1
 
     async def _serve(self) -> None:
         """Hold leases and publish on one connection until `stop`, or until something fails."""
         self._cursor.forget()
-        self._ahead = None
+        self._ahead = {}, []
         async with autocommitting(self._engine) as driver:
             if not self._cursor.holds_lease():
                 metrics.forget_outbox()
-            await self._cursor.begin(driver)
             try:
                 await self._publish_until_stopped(driver)
             except TimeoutError:
@@ -194,22 +174,21 @@ class Relay:
         cursor = self._cursor
         if is_poll and await is_as_seen(driver, cursor.progress.values(), cursor.server):
             return is_draining, is_draining
-        ahead, self._ahead = self._ahead, None
-        is_ahead = ahead is not None and ahead.progress == cursor.progress
-        pages = ahead.pages if ahead and is_ahead else await self._read(driver, cursor.progress)
-        if {one.server for _, one in pages} - {cursor.server}:
+        (read_from, pages), self._ahead = self._ahead, ({}, [])
+        if read_from != cursor.progress:
+            pages = await self._read(driver, cursor.progress)
+        if {one.server for one in pages} - {cursor.server}:
             raise ServerChanged
-        events = [event for _, one in pages for event in one.events]
-        self._observe([one for _, one in pages])
-        then = {shard: one.then for shards, one in pages for shard in shards}
+        self._observe(pages)
+        events = [event for one in pages for event in one.events]
+        then = {shard: one.then for one in pages for shard in one.shards}
         if events:
-            self._page = fitting(events, self._settings.relay_page)
-            async with self._reading_ahead(driver, then):
+            async with in_background(self._read_ahead(driver, then)) as reading:
                 await self._publish(driver, events, then)
+                await asyncio.wait({reading})
         was_paged = any(one.target for one in cursor.progress.values())
-        for shards, one in pages:
-            has_moved = one.events or one.then.target is not None
-            cursor.advance(dict.fromkeys(shards, one.then), shards if has_moved else ())
+        for one in pages:
+            cursor.advance(one)
         self._failures = 0
         self._health.ready("relay")
         # The last page of a window may be followed by events committed since it was opened.
@@ -229,43 +208,30 @@ class Relay:
             metrics.observe_outbox(len(events) + beyond, oldest)
         self._lags = bool(events or beyond)
 
-    async def _read(self, driver: asyncpg.Connection, progress: Mapping[int, Progress]) -> Pages:
-        """Read the next page of every group of shards."""
+    async def _read(
+        self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
+    ) -> list[Page]:
         groups = grouped(progress)
         share = max(1, len(groups))
-        limit, at_most = max(1, self._page // share), PAGE_BYTES // share
+        limit, at_most = max(1, self._settings.relay_page // share), PAGE_BYTES // share
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
-        pages: Pages = []
+        pages = []
         for one, shards in paged:
             async with self._cursor.turn:
-                pages.append((shards, await page(driver, one, shards, limit, at_most)))
+                pages.append(await page(driver, one, shards, limit, at_most))
         # One snapshot for all groups, so that they have the same progress and become one group.
         snapshot = driver.transaction(isolation="repeatable_read", readonly=True)
         async with snapshot if len(unpaged) > 1 else nullcontext():
             for one, shards in unpaged:
-                pages.append((shards, await fresh(driver, one, shards, limit, at_most)))
+                pages.append(await fresh(driver, one, shards, limit, at_most))
         return pages
 
-    @asynccontextmanager
-    async def _reading_ahead(
-        self, driver: asyncpg.Connection, then: Mapping[int, Progress]
-    ) -> AsyncIterator[None]:
-        """Read the pages from the progress `then` while the block sends the current ones.
-
-        Does nothing unless all windows have more pages.
-        """
-        if any(one.target is None for one in then.values()):
-            yield
-            return
-
-        async def read() -> None:
+    async def _read_ahead(self, driver: asyncpg.Connection, then: Mapping[int, Progress]) -> None:
+        """Read the pages from the progress `then`, if all windows have more pages."""
+        if all(one.target for one in then.values()):
             with suppress(Exception):  # the next step reads again, and raises it
-                self._ahead = _Ahead(then, await self._read(driver, then))
-
-        async with in_background(read()) as reading:
-            yield
-            await asyncio.wait({reading})
+                self._ahead = then, await self._read(driver, then)
 
     async def _publish(
         self,

@@ -4,7 +4,6 @@ One relay at a time moves them, so that two of one key keep the order in which t
 is a transaction: neither a kill nor a jump of the clock loses an event or publishes it twice.
 """
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
 from time import monotonic
@@ -48,8 +47,7 @@ _LIST = """
 SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type, event_id,
        COALESCE(datalength, octet_length(payload)) AS size
   FROM pipeline.scheduled
- WHERE $1::timestamptz IS NULL OR (due_at, name) > ($1, $2)
- ORDER BY due_at, name LIMIT $3
+ ORDER BY due_at, name LIMIT $1
 """
 
 
@@ -93,17 +91,9 @@ class Waiting:
     """Size of the payload, in bytes."""
 
 
-async def waiting(connection: asyncpg.Connection, limit: int) -> AsyncIterator[Waiting]:
-    """Yield scheduled events, the next to be due first."""
-    after: tuple[datetime | None, str] = None, ""
-    while limit > 0:
-        rows = await connection.fetch(_LIST, *after, min(limit, _AT_ONCE))
-        for row in rows:
-            yield Waiting(**row)
-        if len(rows) < _AT_ONCE:
-            return
-        after = rows[-1]["due_at"], rows[-1]["name"]
-        limit -= len(rows)
+async def waiting(connection: asyncpg.Connection, limit: int) -> list[Waiting]:
+    """Return scheduled events, the next to be due first."""
+    return [Waiting(**row) for row in await connection.fetch(_LIST, limit)]
 
 
 async def cancel(connection: asyncpg.Connection, names: list[str]) -> list[str]:

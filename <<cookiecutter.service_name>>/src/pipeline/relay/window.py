@@ -21,22 +21,18 @@ _SCAN_AT_MOST = 50_000
 
 PAGE_BYTES = 8 * 2**20
 """Memory for the events of one page, without its last one; two pages exist at once."""
-_ROW_BYTES = 500
-"""Approximate size of an event without its payload."""
 
 COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
        content_type, traceparent, tracestate, baggage, headers,
        dataref, datalength, datachecksum"""
 """An event, as it is sent."""
 
-_HEAD = """pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
+_HEAD = f"""
+SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
        pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
-       NULL::bigint AS id, NULL::timestamptz AS created_at, NULL AS topic,
-       NULL::bytea AS key, NULL::bytea AS payload, NULL AS event_id, NULL AS source, NULL AS type,
-       NULL AS subject, NULL::bigint AS sequence, NULL AS content_type, NULL AS traceparent,
-       NULL AS tracestate, NULL AS baggage, NULL AS headers,
-       NULL AS dataref, NULL::bigint AS datalength, NULL AS datachecksum"""
-"""Columns of the first row, which holds what is common to all events after it."""
+       {COLUMNS}
+  FROM (SELECT (NULL::pipeline.outbox).*) AS nothing"""
+"""The first row, which holds what is common to all events after it."""
 
 
 def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
@@ -56,10 +52,8 @@ SELECT {columns}
 
 
 def _headed(page: str, *, place: str, at_most: str) -> str:
-    """Return the statement that reads the `_HEAD` row and then a page."""
-    columns = f"NULL, NULL, NULL, {COLUMNS}"
-    rows = filled(page, columns=columns, place=place, at_most=at_most)
-    return f"SELECT {_HEAD} UNION ALL ({rows})"
+    rows = filled(page, columns=f"NULL, NULL, NULL, {COLUMNS}", place=place, at_most=at_most)
+    return f"{_HEAD} UNION ALL ({rows})"
 
 
 # Executed on the primary, by itself in READ COMMITTED or in a read-only snapshot, so that the
@@ -116,8 +110,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Page:
-    """Events to send, and the progress that holds when all of them are acknowledged."""
+    """Events to send, and the progress of their shards when all of them are acknowledged."""
 
+    shards: Sequence[int]
     events: Sequence[asyncpg.Record]
     then: Progress
     server: datetime
@@ -152,13 +147,11 @@ async def fresh(
     if head["target"][1] < progress.seen[1]:
         raise OtherCluster
     if len(events) <= limit and not _fill(events, at_most):
-        return Page(events, replace(progress, seen=head["target"]), head["server"])
-    events = events[:limit]
-    return Page(
-        events,
-        Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"]),
-        head["server"],
-    )
+        then = replace(progress, seen=head["target"])
+    else:
+        events = events[:limit]
+        then = Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"])
+    return Page(shards, events, then, head["server"])
 
 
 async def page(
@@ -173,19 +166,14 @@ async def page(
     head, *events = await connection.fetch(
         _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit, at_most
     )
-    server = head["server"]
     if len(events) == limit or _fill(events, at_most):
-        return Page(events, replace(progress, last_id=events[-1]["id"]), server)
-    if upto < progress.high_id:
-        return Page(events, replace(progress, last_id=upto), server)
-    assert progress.target is not None
-    return Page(events, Progress(progress.target, None, 0, 0), server)
-
-
-def fitting(events: Sequence[asyncpg.Record], at_most: int) -> int:
-    """Return how many events of this size fit into the memory that a page may take."""
-    size = sum(len(event["payload"] or b"") + _ROW_BYTES for event in events)
-    return min(at_most, max(1, PAGE_BYTES * len(events) // size))
+        then = replace(progress, last_id=events[-1]["id"])
+    elif upto < progress.high_id:
+        then = replace(progress, last_id=upto)
+    else:
+        assert progress.target is not None
+        then = Progress(progress.target, None, 0, 0)
+    return Page(shards, events, then, head["server"])
 
 
 def _fill(events: Sequence[asyncpg.Record], at_most: int) -> bool:

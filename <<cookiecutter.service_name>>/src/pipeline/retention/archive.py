@@ -1,8 +1,8 @@
 """The interface to an archive, which keeps days of the outbox before their tables are dropped."""
 
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import date
-from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -10,30 +10,29 @@ import asyncpg
 
 from pipeline.errors import describe_error
 
-from .lease import Lease, TakenOver
-from .partitions import StillNeeded
-
 Report = Callable[[str], Awaitable[None]]
 
 _REPORT_SECONDS = 10.0
 """How often the progress of archiving a day is reported."""
 
 _NO_ARCHIVE = (
-    "it is not archived: process {owner} has no archive in its settings. Run retention with the"
-    " settings of the others; or, to drop the day without archiving it, `service retention"
+    "it is not archived: the process on {host} has no archive in its settings. Run retention with"
+    " the settings of the others; or, to drop the day without archiving it, `service retention"
     " skip-archive {day}`"
 )
 
-# So that a process without an archive does not drop what others archive.
-_ARCHIVES = "UPDATE pipeline.retention_lease SET archives = true WHERE NOT archives"
+_ARCHIVES = "UPDATE pipeline.retention_round SET archives = true WHERE NOT archives"
 
-_ARCHIVES_NO_LONGER = "UPDATE pipeline.retention_lease SET archives = false"
+_ARCHIVES_NO_LONGER = "UPDATE pipeline.retention_round SET archives = false"
 
 _IS_ARCHIVED = """
 SELECT archives AND NOT COALESCE(
            (SELECT skips_archive FROM pipeline.outbox_closed WHERE day = $1), false)
-  FROM pipeline.retention_lease
+  FROM pipeline.retention_round
 """
+
+# So that no other process begins a round meanwhile.
+_CONTINUE_ROUND = "UPDATE pipeline.retention_round SET started_at = clock_timestamp()"
 
 _NOT_ARCHIVED = "UPDATE pipeline.outbox_closed SET not_archived = $2 WHERE day = $1"
 
@@ -66,62 +65,43 @@ class Archive(Protocol):
         """
 
 
-class Archiving:
-    """Archives days in a round of retention, while this process holds the lease."""
+async def record_archiving(connection: asyncpg.Connection, archive: Archive | None) -> None:
+    """Record whether days are archived, so that processes without an archive do not drop them."""
+    if archive is not None and archive.is_on:
+        await connection.execute(_ARCHIVES)
 
-    def __init__(
-        self,
-        connection: asyncpg.Connection,
-        archive: Archive | None,
-        lease: Lease,
-        report: Callable[[str], None],
-    ) -> None:
-        self._connection = connection
-        self._archive = archive
-        self._lease = lease
-        self._report = report
 
-    async def before_drop(self, table: str, day: date) -> Callable[[], Awaitable[None]] | None:
-        """Return a function that archives a day; None if none does, or the day is to be skipped.
+async def archive_day(
+    connection: asyncpg.Connection,
+    archive: Archive | None,
+    table: str,
+    day: date,
+    report: Callable[[str], None],
+) -> str | None:
+    """Archive a day, if days are archived; returns why it may not be dropped, and records that."""
+    if not await connection.fetchval(_IS_ARCHIVED, day):
+        return None
+    report_at = monotonic() + _REPORT_SECONDS
 
-        Raises `StillNeeded` where this process has no archive, and records the reason.
-        """
-        if not await self._connection.fetchval(_IS_ARCHIVED, day):
-            return None
-        if self._archive is None:
-            why = _NO_ARCHIVE.format(owner=self._lease.owner, day=day)
-            raise await self._not_archived(day, why)
-        return partial(self._keep, self._archive, table, day)
+    async def report_progress(progress: str) -> None:
+        nonlocal report_at
+        await connection.execute(_CONTINUE_ROUND)
+        if monotonic() >= report_at:
+            report(f"archiving {table}: {progress}")
+            report_at = monotonic() + _REPORT_SECONDS
 
-    async def _keep(self, archive: Archive, table: str, day: date) -> None:
-        """Archive a day. Raises `StillNeeded`, or `TakenOver`."""
-        report_at = monotonic() + _REPORT_SECONDS
-
-        async def report(progress: str) -> None:
-            nonlocal report_at
-            await self._lease.take()
-            if monotonic() >= report_at:
-                self._report(f"archiving {table}: {progress}")
-                report_at = monotonic() + _REPORT_SECONDS
-
+    if archive is None or not archive.is_on:
+        why = _NO_ARCHIVE.format(host=socket.gethostname(), day=day)
+    else:
         try:
-            await archive.keep(self._connection, table, day, report)
-            # Without the lease another process may be archiving the day, and would find no table.
-            await self._lease.take()
-        except (TakenOver, asyncpg.UndefinedTableError):
+            await archive.keep(connection, table, day, report_progress)
+            return None
+        except asyncpg.UndefinedTableError:
             raise
         except Exception as error:
             why = f"it is not archived: {describe_error(error)}"
-            raise await self._not_archived(day, why) from error
-
-    async def _not_archived(self, day: date, why: str) -> StillNeeded:
-        await self._connection.execute(_NOT_ARCHIVED, day, why)
-        return StillNeeded(why)
-
-
-async def record_archiving(connection: asyncpg.Connection) -> None:
-    """Record that days are archived, so that processes without an archive do not drop them."""
-    await connection.execute(_ARCHIVES)
+    await connection.execute(_NOT_ARCHIVED, day, why)
+    return why
 
 
 async def skip(connection: asyncpg.Connection, days: Sequence[date] | None) -> list[date]:

@@ -11,7 +11,7 @@ from pipeline.servers.cluster import is_ours
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import partitions
-from .partitions import Partition, PartitionStatus, State, StillNeeded
+from .partitions import Partition, PartitionStatus, State
 
 PATTERN = "outbox_p[0-9]{8}"
 DAY = timedelta(days=1)
@@ -29,13 +29,11 @@ INSERT INTO pipeline.outbox_closed (day) SELECT unnest($1::date[]) ON CONFLICT D
 
 _CLOSED_DAYS = "SELECT day, xid, is_published, not_archived FROM pipeline.outbox_closed"
 
-# Those that are dropped; and those that are not over, as after a jump of the clock. The lease is
-# locked meanwhile: a process that has lost it has an old list of the days that are over, and would
-# delete the record that another process has found a day published before detaching it.
+# Those that are dropped; and those that are not over, as after a jump of the clock.
 _REOPEN_DAYS = """
-WITH lease AS (
-    SELECT FROM pipeline.retention_lease WHERE owner = $2 FOR SHARE)
-DELETE FROM pipeline.outbox_closed WHERE day <> ALL ($1) AND EXISTS (SELECT FROM lease)
+DELETE FROM pipeline.outbox_closed
+ WHERE (day + 1)::timestamp AT TIME ZONE 'UTC' + $1::interval > clock_timestamp()
+    OR to_regclass('pipeline.outbox_p' || to_char(day, 'YYYYMMDD')) IS NULL
 """
 
 _PUBLISHED = "UPDATE pipeline.outbox_closed SET is_published = true WHERE day = $1"
@@ -99,45 +97,44 @@ async def list_partitions(
         why = closed[day]["not_archived"] if day in closed else None
         if due_at < now:
             try:
-                await require_published(connection, day, one)
-            except StillNeeded as error:
-                why = str(error)
+                why = await needed_by(connection, day, one) or why
             except asyncpg.UndefinedTableError:
                 continue  # another process has dropped it
         yield PartitionStatus("outbox", one, due_at < now, due_at, why)
 
 
-async def close(connection: asyncpg.Connection, owner: str, now: datetime) -> None:
+async def close(connection: asyncpg.Connection, now: datetime) -> None:
     """Close the days that ended more than an hour ago.
 
     The transaction id that is stored is above those of all transactions with events of the day.
     """
     over = [day for day, _ in await _all(connection) if now > end_of(day) + CLOCK_MARGIN]
-    await connection.execute(_REOPEN_DAYS, over, owner)
+    await connection.execute(_REOPEN_DAYS, CLOCK_MARGIN)
     await connection.execute(_CLOSE_DAYS, over)
 
 
-async def require_published(
+async def needed_by(
     connection: asyncpg.Connection, day: date, one: Partition, *, marks: bool = False
-) -> None:
-    """Raise `StillNeeded` unless all events of a day are published; `marks` records that they are.
+) -> str | None:
+    """Return why a day is still needed; None if all its events are published.
 
-    It is called before the day is detached: afterwards relays don't see its events, and skip them.
+    `marks` records that they are. It is called before the day is detached: afterwards relays don't
+    see its events, and skip them.
     """
     try:
         async with connection.transaction():
             await connection.execute(_WAIT_SHORTLY)
             if marks:
                 await connection.execute(_LOCK_PROGRESS)
-            if why := await _needed_by(connection, day, one):
-                raise StillNeeded(why)
-            if marks:
+            why = await _unpublished(connection, day, one)
+            if marks and why is None:
                 await connection.execute(_PUBLISHED, day)
+            return why
     except (asyncpg.LockNotAvailableError, asyncpg.QueryCanceledError):
-        raise StillNeeded(await partitions.used_by(connection, "outbox", one.name)) from None
+        return await partitions.used_by(connection, "outbox", one.name)
 
 
-async def _needed_by(connection: asyncpg.Connection, day: date, one: Partition) -> str | None:
+async def _unpublished(connection: asyncpg.Connection, day: date, one: Partition) -> str | None:
     """Return what still needs a day of the outbox; None if all its events are published.
 
     A transaction that could have put an event into it began before the day was closed: what is

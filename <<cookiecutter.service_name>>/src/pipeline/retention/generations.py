@@ -1,23 +1,24 @@
-"""Generations of the inbox: closed and forgotten by age; what is forgotten is dropped."""
+"""Generations of the inbox: closed and forgotten by age; what is forgotten is dropped.
+
+They change under a lock that excludes consume transactions.
+"""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 from random import uniform
-from typing import TypeVar
 
 import asyncpg
 
+from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import partitions, rotation
-from .lease import Lease
+from . import partitions
 from .partitions import PartitionStatus
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 PATTERN = "inbox_g[0-9]+"
 
@@ -34,10 +35,41 @@ _KEPT_OPEN = (
 
 _GENERATION = """
 SELECT current, oldest, opened_at, since, clock_timestamp() AS now, finished_at, held
-  FROM pipeline.inbox_generation, pipeline.retention_lease
+  FROM pipeline.inbox_generation, pipeline.retention_round
 """
 
 _CLOSED_GENERATIONS = "SELECT generation, closed_at FROM pipeline.inbox_closed"
+
+_LOCK_GENERATION = "SELECT set_config('lock_timeout', $2, true), pg_advisory_xact_lock($1)"
+
+_CLOSE_GENERATION = """
+WITH opened AS (
+    UPDATE pipeline.inbox_generation
+       SET current = current + 1, opened_at = clock_timestamp(), opening = gen_random_uuid()
+     WHERE current = $1 AND EXISTS (
+           SELECT FROM pg_inherits WHERE inhparent = 'pipeline.inbox'::regclass
+              AND inhrelid = to_regclass('pipeline.inbox_g' || ($1 + 1)))
+    RETURNING opened_at
+)
+INSERT INTO pipeline.inbox_closed (generation, closed_at) SELECT $1, opened_at FROM opened
+    ON CONFLICT (generation) DO UPDATE SET closed_at = excluded.closed_at
+RETURNING generation
+"""
+
+# Those that were closed long ago. A record may carry a time ahead of ours: what is younger than the
+# margin took effect later, by any clock that is not further ahead, and is remembered.
+_FORGET = """
+WITH forgotten AS (
+    DELETE FROM pipeline.inbox_closed
+     WHERE generation <= (SELECT max(generation) FROM pipeline.inbox_closed WHERE closed_at < $1)
+    RETURNING generation, closed_at
+)
+UPDATE pipeline.inbox_generation
+   SET oldest = last + 1, since = GREATEST(since, closed_at + $2::interval)
+  FROM (SELECT max(generation) AS last, max(closed_at) AS closed_at FROM forgotten) AS forgotten
+ WHERE oldest <= last AND last < current
+RETURNING last
+"""
 
 
 async def read(connection: asyncpg.Connection) -> asyncpg.Record:
@@ -75,61 +107,70 @@ def _is_overdue(generation: asyncpg.Record, settings: Settings) -> bool:
     return open_for > 2 * age + interval or open_for < -CLOCK_MARGIN
 
 
-async def rotate(connection: asyncpg.Connection, settings: Settings, lease: Lease) -> bool:
+async def rotate(connection: asyncpg.Connection, settings: Settings) -> bool:
     """Close the generation that takes new markers, if it is old enough; returns whether it did."""
     generation = await read(connection)
-    current = generation["current"]
     age = timedelta(seconds=settings.inbox_generation_age)
     if generation["now"] - generation["opened_at"] <= age:
         return False
+    close = partial(close_generation, connection, current=generation["current"])
+    return await _retry("close the current inbox generation", close)
 
-    async def close(wait: float) -> bool:
-        return await rotation.close_generation(connection, current=current, wait=wait)
 
-    failure = f"inbox generation {current} is not closed"
-    is_closed = await _with_generation_lock(failure, lease, close) or False
+async def close_generation(
+    connection: asyncpg.Connection, wait: float = _WAIT_SECONDS, *, current: int
+) -> bool:
+    """Close the current generation; return False if it is not `current` or has no successor.
+
+    Waits for the consume transactions that run, and new ones wait behind it: so for `wait` seconds
+    at most. Raises `asyncpg.LockNotAvailableError` then, and can be called again.
+    """
+    is_closed = await _change(connection, wait, _CLOSE_GENERATION, current) is not None
     if is_closed:
         log.info("inbox generation %s is closed", current)
     return is_closed
 
 
-async def forget(connection: asyncpg.Connection, settings: Settings, lease: Lease) -> None:
-    """Forget the generations that were closed long ago."""
+async def forget(connection: asyncpg.Connection, settings: Settings) -> None:
+    """Forget the generations that were closed long ago: no later transaction reads them."""
     before = (await read(connection))["now"] - timedelta(seconds=settings.inbox_age)
     closed = await connection.fetch(_CLOSED_GENERATIONS)
     if not any(closed_at < before for _, closed_at in closed):
         return  # to take the lock would hold up every message
 
-    async def forget_closed(wait: float) -> int | None:
-        return await rotation.forget_generations(
-            connection, before=before, margin=CLOCK_MARGIN, wait=wait
-        )
+    async def forget_closed(wait: float) -> bool:
+        last = await _change(connection, wait, _FORGET, before, CLOCK_MARGIN)
+        if last is not None:
+            log.info("inbox generations up to %s are forgotten", last)
+        return last is not None
 
-    last = await _with_generation_lock(
-        "old inbox generations are not forgotten", lease, forget_closed
-    )
-    if last is not None:
-        log.info("inbox generations up to %s are forgotten", last)
+    await _retry("forget old inbox generations", forget_closed)
 
 
-async def _with_generation_lock(
-    failure: str, lease: Lease, change: Callable[[float], Awaitable[T]]
-) -> T | None:
-    """Return the result of a change that takes the generation lock; None if it never gets it.
+async def _change(
+    connection: asyncpg.Connection, wait: float, statement: str, *values: object
+) -> int | None:
+    async with connection.transaction():
+        await connection.execute(_LOCK_GENERATION, GENERATION_LOCK, f"{round(wait * 1_000)}ms")
+        changed: int | None = await connection.fetchval(statement, *values)
+        return changed
+
+
+async def _retry(what: str, change: Callable[[float], Awaitable[bool]]) -> bool:
+    """Return the result of a change that takes the generation lock; False if it never gets it.
 
     `change` is called with the seconds for which it may wait for the lock. Every message waits
     behind it meanwhile, so it gives up after a short wait, and is tried again.
     """
     for attempt in range(_ATTEMPTS):
         is_last = attempt >= _ATTEMPTS - _LONGER_ATTEMPTS
-        await lease.take()
         try:
             return await change(_LONGER_WAIT_SECONDS if is_last else _WAIT_SECONDS)
         except asyncpg.LockNotAvailableError:
             await asyncio.sleep(uniform(0.1, 0.5))
     log.warning(
-        "%s: consume transactions held the generation lock at every attempt; the next round of"
-        " retention tries again",
-        failure,
+        "retention can't %s: consume transactions held the generation lock at every attempt; the"
+        " next round tries again",
+        what,
     )
-    return None
+    return False

@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 
 import asyncpg
 
@@ -14,15 +13,24 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import days, generations, partitions
-from .archive import Archive, Archiving, record_archiving
-from .lease import Lease, TakenOver
-from .partitions import NotOwner, PartitionStatus, StillNeeded
+from .archive import Archive, archive_day, record_archiving
+from .partitions import NotOwner, PartitionStatus
 
 log = logging.getLogger(__name__)
 
-_LEASE_SECONDS = 60.0
-"""Longer than a step takes, mostly; one that takes longer may be done twice."""
 _DISCARDED_AT_ONCE = 1_000
+
+# After a clock was set back the last round began in the future.
+_BEGIN_ROUND = """
+UPDATE pipeline.retention_round SET started_at = clock_timestamp()
+ WHERE started_at NOT BETWEEN clock_timestamp() - make_interval(secs => $1) AND clock_timestamp()
+RETURNING true
+"""
+
+_FINISH_ROUND = """
+UPDATE pipeline.retention_round SET finished_at = clock_timestamp(), held = $1
+RETURNING finished_at
+"""
 
 _DELETE_DISCARDED = """
 WITH old AS (
@@ -36,10 +44,6 @@ DELETE FROM pipeline.{table} WHERE {key} = ANY (ARRAY(SELECT {key} FROM old))
 class Round:
     """What one round of retention has done."""
 
-    owner: str
-    """The process that has the lease."""
-    is_ours: bool = True
-    """Whether this process held the lease to the end; otherwise it stopped when it lost it."""
     dropped: list[str] = field(default_factory=list)
     """Partitions that were dropped."""
     held: list[PartitionStatus] = field(default_factory=list)
@@ -56,11 +60,10 @@ async def make_ahead(
     Harmless to repeat and to run in several processes at once. Raises `NotMigrated`; and
     `NotOwner` where one is missing that is needed now, and another role has to make it.
     """
-    generation = None
-    if await partitions.exists(connection, "inbox_generation"):
+    try:
         generation = await generations.read(connection)
-    if generation is None:
-        raise NotMigrated
+    except (asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError):
+        raise NotMigrated from None
     today = generation["now"].astimezone(UTC).date()
     current = int(generation["current"])
     wanted = {
@@ -93,10 +96,20 @@ async def _attach(
                 raise
             # After midnight or a rotation the last one is missing until retention's next round.
             is_short = ready < max(2, len(wanted) - 1)
-            level = logging.WARNING if warns and is_short else logging.DEBUG
-            log.log(level, "partitions of the %s run out: %s", table, error)
+            if warns and is_short:
+                log.warning("partitions of the %s run out: %s", table, error)
             return ready
     return len(wanted)
+
+
+async def begin_round(connection: asyncpg.Connection, seconds: float) -> bool:
+    """Return whether a round may begin: none has in any process for so many seconds.
+
+    It only saves work: two rounds at once do no harm. Raises `NotOwner` where another role has to
+    run retention.
+    """
+    await partitions.must_own(connection)
+    return bool(await connection.fetchval(_BEGIN_ROUND, seconds))
 
 
 async def run_retention(
@@ -108,56 +121,31 @@ async def run_retention(
 ) -> Round:
     """Run a round of retention: make partitions ahead, and drop what is too old and not needed.
 
-    Only one process at a time drops. Days of the outbox are archived before, which may take long:
-    `report` is called with the progress. Can be interrupted at any point. Raises `NotMigrated`; and
-    `NotOwner` where another role has to do it.
+    Days of the outbox are archived before, which may take long: `report` is called with the
+    progress. Can be interrupted at any point, repeated, and done by two processes at once. Raises
+    `NotMigrated`; and `NotOwner` where another role has to do it.
     """
     await make_ahead(connection, settings)
-    if archive is not None and not archive.is_on:
-        archive = None
-    if archive is not None:
-        await record_archiving(connection)
+    await record_archiving(connection, archive)
     await partitions.must_own(connection)
-    lease = Lease(connection, min(_LEASE_SECONDS, settings.housekeeping_interval))
-    try:
-        await lease.take()
-    except TakenOver as error:
-        return Round(error.owner, is_ours=False)
-    done = Round(lease.owner)
-    try:
-        await _run(connection, settings, Archiving(connection, archive, lease, report), lease, done)
-    except TakenOver as error:
-        log.warning("%s", error)
-        done.owner, done.is_ours = error.owner, False
-    finally:
-        with suppress(Exception):  # the lease expires by itself
-            await lease.end()
-    for one in done.held:
-        log.warning("partition %s is due since %s: %s", one.name, one.due_at, one.needed_by)
-    return done
-
-
-async def _run(
-    connection: asyncpg.Connection,
-    settings: Settings,
-    archiving: Archiving,
-    lease: Lease,
-    done: Round,
-) -> None:
-    """Run the steps of a round while this process holds the lease. Raises `TakenOver`."""
-    if await generations.rotate(connection, settings, lease):
+    done = Round()
+    if await generations.rotate(connection, settings):
         # Roles of other processes may lack the privilege to make the next one.
         await make_ahead(connection, settings)
-    await generations.forget(connection, settings, lease)
-    await days.close(connection, lease.owner, (await generations.read(connection))["now"])
+    await generations.forget(connection, settings)
+    await days.close(connection, (await generations.read(connection))["now"])
     async for one in list_partitions(connection, settings):
         if one.is_due:
-            await lease.take()
-            await _drop(connection, one, archiving, done)
+            if why := await _drop(connection, one, archive, report):
+                done.held.append(replace(one, needed_by=why))
+                log.warning("partition %s is due since %s: %s", one.name, one.due_at, why)
+            else:
+                done.dropped.append(one.name)
     done.discarded = await _delete_discarded(connection, settings)
-    finished_at = await lease.finish(len(done.held))
+    finished_at = await connection.fetchval(_FINISH_ROUND, len(done.held))
     metrics.observe_retention(len(done.held), finished_at)
     await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
+    return done
 
 
 async def list_partitions(
@@ -175,23 +163,28 @@ async def list_partitions(
 
 
 async def _drop(
-    connection: asyncpg.Connection, one: PartitionStatus, archiving: Archiving, done: Round
-) -> None:
-    """Drop a partition that is due, unless it is still needed."""
-    first = None
+    connection: asyncpg.Connection,
+    one: PartitionStatus,
+    archive: Archive | None,
+    report: Callable[[str], None],
+) -> str | None:
+    """Drop a partition that is due; returns why not, if it is still needed."""
+    day, why = days.of(one.partition), one.needed_by
     try:
-        if day := days.of(one.partition):
-            await days.require_published(connection, day, one.partition, marks=True)
-            first = await archiving.before_drop(one.name, day)
-        elif one.needed_by is not None:
-            raise StillNeeded(one.needed_by)
-        await partitions.drop(connection, one.table, one.partition, first=first)
+        if day is not None:
+            why = await days.needed_by(connection, day, one.partition, marks=True)
+        if why is None:
+            await partitions.detach(connection, one.table, one.partition)
+            if day is not None:
+                why = await archive_day(connection, archive, one.name, day, report)
+        return why or await partitions.drop(connection, one.name)
+    except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError):
+        return await partitions.used_by(connection, one.table, one.name)
     except asyncpg.UndefinedTableError:
-        return  # another process has dropped it
-    except (StillNeeded, asyncpg.PostgresError) as error:
-        done.held.append(replace(one, needed_by=str(error)))
-    else:
-        done.dropped.append(one.name)
+        is_there = await partitions.like(connection, one.name)
+        return "another process is dropping it" if is_there else None
+    except asyncpg.PostgresError as error:
+        return str(error)
 
 
 async def _delete_discarded(connection: asyncpg.Connection, settings: Settings) -> int:
@@ -201,18 +194,15 @@ async def _delete_discarded(connection: asyncpg.Connection, settings: Settings) 
     """
     generation = await generations.read(connection)
     before = generation["now"] - timedelta(seconds=settings.discarded_age)
-    deleted = await _delete(connection, "outbox_rejected", "id", before)
+    limits = [("outbox_rejected", "id", before)]
     if generation["since"] is not None:
-        forgotten = generation["since"] - CLOCK_MARGIN
-        deleted += await _delete(connection, "backlog", "key", min(before, forgotten))
-    return deleted
-
-
-async def _delete(connection: asyncpg.Connection, table: str, key: str, before: datetime) -> int:
-    statement = _DELETE_DISCARDED.format(table=table, key=key)
-    deleted, last = 0, _DISCARDED_AT_ONCE
-    while last == _DISCARDED_AT_ONCE:
-        tag = await connection.execute(statement, before, _DISCARDED_AT_ONCE)
-        last = int(tag.split()[1])
-        deleted += last
+        limits.append(("backlog", "key", min(before, generation["since"] - CLOCK_MARGIN)))
+    deleted = 0
+    for table, key, discarded_before in limits:
+        statement = _DELETE_DISCARDED.format(table=table, key=key)
+        last = _DISCARDED_AT_ONCE
+        while last == _DISCARDED_AT_ONCE:
+            tag = await connection.execute(statement, discarded_before, _DISCARDED_AT_ONCE)
+            last = int(tag.split()[1])
+            deleted += last
     return deleted

@@ -5,7 +5,6 @@ ones queue behind it. A partition is a table of the schema `pipeline` with a nam
 """
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -36,14 +35,6 @@ SELECT current_user AS role, pg_get_userbyid(relowner) AS owner,
 """
 
 _WAIT_SHORTLY = "SELECT set_config('lock_timeout', '2s', true)"
-
-# Not `to_regclass`: it answers from the session's cache, which behind a lock that was waited for
-# does not know yet what the other process has made.
-_EXISTS = """
-SELECT EXISTS (
-       SELECT FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
-        WHERE nspname = 'pipeline' AND relname = $1)
-"""
 
 # A pending detach comes first: a table has one at most, and no other can begin before it is done.
 _NAMED_LIKE = """
@@ -103,10 +94,6 @@ class PartitionStatus:
         return self.partition.name
 
 
-class StillNeeded(Exception):
-    """The partition can't be dropped now; the next round continues what was begun."""
-
-
 class NotOwner(PermissionError):
     """The role may neither make partitions nor drop them. Another process may do it meanwhile."""
 
@@ -121,11 +108,6 @@ async def must_own(connection: asyncpg.Connection) -> None:
         )
 
 
-async def exists(connection: asyncpg.Connection, table: str) -> bool:
-    """Whether the schema has such a table."""
-    return bool(await connection.fetchval(_EXISTS, table))
-
-
 async def like(connection: asyncpg.Connection, pattern: str) -> list[Partition]:
     """Return the partitions, attached or not, whose whole names match."""
     rows = await connection.fetch(_NAMED_LIKE, f"^{pattern}$")
@@ -137,15 +119,16 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
 
     Raises `NotOwner` where it is not there, and another role has to make it.
     """
-    there = {one.name: one.state for one in await like(connection, name)}
-    if there.get(name) is State.ATTACHED:
+    attached = [Partition(name, State.ATTACHED)]
+    found = await like(connection, name)
+    if found == attached:
         return
     await must_own(connection)
-    if there.get(name) is State.PENDING:
-        await _finalize(connection, parent, name)
+    for one in found:
+        await detach(connection, parent, one)
     async with connection.transaction():
         await connection.execute(_BEGIN, _LOCK)
-        if [*await like(connection, name)] == [Partition(name, State.ATTACHED)]:
+        if await like(connection, name) == attached:
             return
         await connection.execute(_AS_OWNER, parent)
         await connection.execute(
@@ -158,62 +141,38 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
     log.info("made partition %s", name)
 
 
-async def drop(
-    connection: asyncpg.Connection,
-    parent: str,
-    partition: Partition,
-    *,
-    first: Callable[[], Awaitable[None]] | None = None,
-) -> None:
-    """Detach a partition that is no longer needed and drop it, whatever state it is in.
+async def detach(connection: asyncpg.Connection, parent: str, one: Partition) -> None:
+    """Detach a partition, or complete a detach that was cut short: it takes no more rows.
 
-    `first` is called in between, when the table takes no more rows; if it raises, the table stays.
-    Can be interrupted at any point, repeated, and done by two processes at once. Raises
-    `StillNeeded`.
+    Waits until no transaction uses it. Can be interrupted at any point, repeated, and done by two
+    processes at once.
     """
-    name = partition.name
-    try:
-        match partition.state:
-            case State.ATTACHED:
-                # Outside of a transaction: it waits, in its own, until none uses the partition.
-                await connection.execute(
-                    f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} CONCURRENTLY",
-                    timeout=_DETACH_SECONDS,
-                )
-            case State.PENDING:
-                await _finalize(connection, parent, name)
-            case State.DETACHED:
-                pass
-        if first is not None:
-            await first()
+    if one.state is State.ATTACHED:
+        await connection.execute(
+            f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{one.name} CONCURRENTLY",
+            timeout=_DETACH_SECONDS,
+        )
+    elif one.state is State.PENDING:
         async with connection.transaction():
             await connection.execute(_WAIT_SHORTLY)
-            # It may have been attached again while `first` was running.
-            await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
-            if await like(connection, name) != [Partition(name, State.DETACHED)]:
-                raise StillNeeded("it was attached again")
-            await connection.execute(f"DROP TABLE pipeline.{name}")
-    except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError) as error:
-        raise StillNeeded(await used_by(connection, parent, name)) from error
-    except asyncpg.UndefinedTableError:
-        # Another process has dropped it, or has not committed that yet.
-        if await exists(connection, name):
-            raise StillNeeded("another process is dropping it") from None
-    except asyncpg.PostgresError as error:
-        raise StillNeeded(str(error)) from error
+            await connection.execute(
+                f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{one.name} FINALIZE",
+                timeout=_DETACH_SECONDS,
+            )
+
+
+async def drop(connection: asyncpg.Connection, name: str) -> str | None:
+    """Drop the table of a detached partition; returns why not, if it was attached again."""
+    async with connection.transaction():
+        await connection.execute(_WAIT_SHORTLY)
+        await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
+        if await like(connection, name) != [Partition(name, State.DETACHED)]:
+            return "it was attached again"
+        await connection.execute(f"DROP TABLE pipeline.{name}")
     log.info("dropped partition %s", name)
+    return None
 
 
 async def used_by(connection: asyncpg.Connection, parent: str, name: str) -> str:
     """Return which process uses a partition, after a wait for its lock has timed out."""
     return await connection.fetchval(_USED_BY, parent, name) or "it was in use for too long"
-
-
-async def _finalize(connection: asyncpg.Connection, parent: str, name: str) -> None:
-    """Complete a detach that was cut short. It waits for transactions that read the partition."""
-    async with connection.transaction():
-        await connection.execute(_WAIT_SHORTLY)
-        await connection.execute(
-            f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} FINALIZE",
-            timeout=_DETACH_SECONDS,
-        )

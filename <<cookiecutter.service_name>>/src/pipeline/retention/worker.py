@@ -19,8 +19,8 @@ from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import retry_while_unavailable
 from pipeline.settings import Settings
 
-from .archive import Archive
-from .maintenance import make_ahead, run_retention
+from .archive import Archive, record_archiving
+from .maintenance import begin_round, make_ahead, run_retention
 from .partitions import NotOwner
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,12 @@ class RetentionWorker:
     async def _run_round(self) -> None:
         try:
             async with autocommitting(self._engine) as connection:
-                done = await run_retention(connection, self._settings, archive=self._archive)
-                if self._claims is not None and done.is_ours:
-                    await self._claims.sweep(connection)
+                await record_archiving(connection, self._archive)
+                # Processes take turns: half of the time, or one may come a moment too early.
+                if await begin_round(connection, self._settings.housekeeping_interval / 2):
+                    await run_retention(connection, self._settings, archive=self._archive)
+                    if self._claims is not None:
+                        await self._claims.sweep(connection)
         except NotOwner as error:
             log.debug("left to another role: %s", error)
         except Exception as error:
@@ -103,21 +106,22 @@ class RetentionWorker:
         if self._consumers:
             await inbox.register(connection, self._consumers)
 
-    async def _connected(self, work: Callable[[asyncpg.Connection], Awaitable[object]]) -> None:
-        async with autocommitting(self._engine) as connection:
-            await work(connection)
-
     async def _while_unavailable(
         self, work: Callable[[asyncpg.Connection], Awaitable[object]]
     ) -> None:
         """Repeat the work while the database is unavailable, which readiness reports."""
+
+        async def connected() -> None:
+            async with autocommitting(self._engine) as connection:
+                await work(connection)
+
         try:
             await retry_while_unavailable(
                 _PART,
                 self._settings.postgresql,
                 unless=self._stopping.is_set,
                 report=lambda reason: self._health.not_ready(_PART, reason),
-            )(self._connected, work)
+            )(connected)
         except Exception:
             if not self._stopping.is_set():
                 raise

@@ -11,7 +11,7 @@ from sqlalchemy.dialects.postgresql import asyncpg
 from pipeline.apply import backlog, filters, inbox, positions
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
-from pipeline.retention import archive, days, generations, lease, partitions, rotation
+from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retry import lane_source, lanes
 from pipeline.servers import cluster, revisions
 
@@ -20,17 +20,15 @@ from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
     revisions._APPLIED: "schema: look at its revisions",
-    partitions._EXISTS: "retention: look for a table",
     partitions._NAMED_LIKE: "retention: list partitions",
     partitions._IS_OWNER: "retention: ask who owns the tables",
     partitions._BEGIN: "partition: lock",
     partitions._AS_OWNER: "partition: become the owner",
     partitions._WAIT_SHORTLY: "partition: limit the wait",
     generations._GENERATION: "retention: read the generation",
-    lease._LEASE: "retention: take the lease",
+    maintenance._BEGIN_ROUND: "retention: begin the round",
     archive._IS_ARCHIVED: "retention: ask whether a day is archived",
-    lease._FINISHED: "retention: finish the round",
-    lease._END_LEASE: "retention: end the lease",
+    maintenance._FINISH_ROUND: "retention: finish the round",
     generations._CLOSED_GENERATIONS: "retention: list closed generations",
     days._CLOSE_DAYS: "retention: close days",
     days._WAIT_SHORTLY: "published: limit the wait",
@@ -40,9 +38,9 @@ _STATEMENTS: Mapping[object, str] = {
     days._UNFINISHED: "retention: look for who needs a day",
     days._OLDEST_WRITER: "retention: look for who holds back relays",
     days._REOPEN_DAYS: "retention: forget days",
-    rotation._LOCK_GENERATION: "rotation: lock",
-    rotation._CLOSE_GENERATION: "rotation: close the generation",
-    rotation._FORGET: "rotation: forget generations",
+    generations._LOCK_GENERATION: "rotation: lock",
+    generations._CLOSE_GENERATION: "rotation: close the generation",
+    generations._FORGET: "rotation: forget generations",
     filters._FORGET: "filters: forget",
     filters._LOCK: "filters: lock",
     filters._NEXT_WITHOUT_FILTER: "filters: look for a generation without",
@@ -82,7 +80,6 @@ _STATEMENTS: Mapping[object, str] = {
     lanes._SET: "backlog: change what is not",
     lanes._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
     lanes._RELEASE: "backlog: give the lane back",
-    cursor._SERVER: "relay: ask which server it is",
     cursor._ANNOUNCE: "relay: announce",
     cursor._COUNT_RELAYS: "relay: count the relays",
     cursor._GONE: "relay: look for relays that are gone",

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from operate.commands import command_line
 from pipeline.apply import inbox
-from pipeline.retention import rotation
+from pipeline.retention.generations import close_generation
 from pipeline.schema import SHARDS
 
 from .bank import Bank
@@ -447,7 +447,7 @@ async def test_rounds_of_retention_that_fail_alert(
     await db.execute("ALTER TABLE pipeline.inbox_closed RENAME TO elsewhere")
     failed = await tells(process, "pipeline_retention_failures_total", positive)
     check(tmp_path, [before, failed], quiet=["RetentionFailing"], minutes=100)
-    age = "UPDATE pipeline.retention_lease SET finished_at = finished_at - interval '7 hours'"
+    age = "UPDATE pipeline.retention_round SET finished_at = finished_at - interval '7 hours'"
     await db.execute(age)
     old = await tells(process, "pipeline_retention_age_seconds", lambda age: age > 6 * 3_600)
     check(tmp_path, [old, old], firing=["RetentionFailing"], minutes=100)
@@ -723,7 +723,7 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
 ) -> None:
     async def age(generation: int) -> None:
         """Close it, as if that had been three hours ago."""
-        assert await rotation.close_generation(db, current=generation)
+        assert await close_generation(db, current=generation)
         await db.execute(
             "UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3 hours'"
             " WHERE generation = $1",
@@ -751,7 +751,7 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
     await age(first + 1)
     now = await db.fetchval("SELECT clock_timestamp()")
     process = await start("run")
-    finished = "SELECT finished_at > $1 FROM pipeline.retention_lease"
+    finished = "SELECT finished_at > $1 FROM pipeline.retention_round"
     await eventually(lambda: db.fetchval(finished, now))
     assert await db.fetchrow(memory) == before, "what is forgotten stays so, and nothing else goes"
     grows = await tells(process, "pipeline_inbox_horizon_seconds", positive)

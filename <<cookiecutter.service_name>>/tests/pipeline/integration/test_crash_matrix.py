@@ -23,7 +23,7 @@ from pipeline.apply import filters, positions
 from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.handlers import sessions
 from pipeline.relay import scheduled
-from pipeline.retention import archive, lease, partitions
+from pipeline.retention import archive, partitions
 from pipeline.retry import lanes
 
 from .bank import Bank
@@ -73,9 +73,9 @@ UNMET = (
     sessions._IS_AT_WORK,
     filters._DISCARD,
     partitions._USED_BY,
-    lease._OWNER,
     archive._NOT_ARCHIVED,
     archive._ARCHIVES,
+    archive._CONTINUE_ROUND,
 )
 """Statements that only damage, or somebody else, leads to, or a handler with a session."""
 

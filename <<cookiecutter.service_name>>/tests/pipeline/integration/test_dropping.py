@@ -4,8 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
-from unittest.mock import ANY
+from datetime import UTC, date, datetime, timedelta
 
 import asyncpg
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from operate.commands import command_line
 from pipeline import Park, Reject
 from pipeline.apply import inbox
-from pipeline.retention import days, generations, lease, partitions, rotation
-from pipeline.retention.maintenance import Round, run_retention
+from pipeline.retention import days, generations, partitions
+from pipeline.retention.maintenance import Round, begin_round, run_retention
 from pipeline.retention.partitions import Partition, State
 from pipeline.servers import cluster
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -54,7 +53,7 @@ async def close_generation(db: asyncpg.Connection, age: timedelta = timedelta())
     """Close the current generation, so long ago."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     await partitions.attach(db, "inbox", f"inbox_g{current + 1}", f"IN ({current + 1})")
-    assert await rotation.close_generation(db, current=current)
+    assert await generations.close_generation(db, current=current)
     await db.execute("UPDATE pipeline.inbox_closed SET closed_at = closed_at - $1::interval", age)
 
 
@@ -208,7 +207,7 @@ async def test_a_day_goes_when_it_is_old_enough_and_published_and_not_before(
     await publish_all(old_day)
     assert (await run_retention(old_day, chosen)).dropped == [OLD]
     assert OLD not in await names(old_day, days.PATTERN)
-    assert await run_retention(old_day, chosen) == Round(ANY)
+    assert await run_retention(old_day, chosen) == Round()
     assert await old_day.fetchval("SELECT count(*) FROM pipeline.outbox_closed") == 0
 
 
@@ -408,9 +407,9 @@ async def test_what_was_cut_off_in_the_middle_goes_on_in_the_next_round(
         dropping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await dropping
+        await keeper.execute("SELECT")  # the server has cut it off by then
         keeper.terminate()
     assert await partitions.like(old_day, OLD) == [Partition(OLD, State.PENDING)]
-    await _let_the_lease_end(old_day)
     assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
@@ -465,10 +464,8 @@ async def test_two_at_once_do_no_harm(
     old_day: asyncpg.Connection,
     connect: Connect,
     settings: Callable[..., Settings],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when a round takes longer than its lease."""
-    monkeypatch.setattr(lease, "_LEASE", "SELECT $1::text FROM (SELECT $2::float) AS always")
+    """As when a person runs it meanwhile."""
     others = [f"outbox_p2020010{number}" for number in range(2, 8)]
     for number, day in enumerate(others, 2):
         bounds = f"FROM ('2020-01-0{number} 00:00+00') TO ('2020-01-0{number + 1} 00:00+00')"
@@ -503,69 +500,33 @@ async def test_one_that_is_used_for_long_is_told_of_and_the_others_go(
     assert (await run_retention(old_day, settings())).dropped == ["inbox_g1"]
 
 
-async def test_one_process_at_a_time_is_at_it_and_a_dead_one_is_followed(
-    old_day: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+async def test_processes_take_turns_whatever_the_clock_was(
+    old_day: asyncpg.Connection, connect: Connect
 ) -> None:
-    await publish_all(old_day)
-    first = await connect()
-    async with reading(connect):
-        at_it = asyncio.create_task(run_retention(first, settings()))
-        await eventually(lambda: _is_pending(old_day, OLD))
-        second = await run_retention(old_day, settings())
-        assert second == Round(ANY, is_ours=False)
-    first_round = await at_it
-    assert first_round == Round(second.owner, dropped=[OLD])
+    others = [await connect() for _ in range(4)]
+    begun = await asyncio.gather(*(begin_round(one, 50) for one in others))
+    assert sorted(begun) == [False, False, False, True]
+    began = "UPDATE pipeline.retention_round SET started_at = now() + $1::interval"
+    await old_day.execute(began, timedelta(seconds=-40))
+    assert not await begin_round(old_day, 50)
+    await old_day.execute(began, timedelta(seconds=-60))
+    assert await begin_round(old_day, 50)
+    await old_day.execute(began, timedelta(days=1))
+    assert await begin_round(old_day, 50), "the clock was set back"
+
+
+async def test_a_day_that_is_not_over_any_more_is_opened_again(
+    old_day: asyncpg.Connection, settings: Callable[..., Settings]
+) -> None:
+    """As after the clock was ahead for a while. Records of days that are gone go, too."""
+    today = datetime.now(UTC).date()
+    gone = date(2019, 12, 31)
     await old_day.execute(
-        "UPDATE pipeline.retention_lease SET owner = 'dead', lease_until = now() + interval '50 s'"
+        "INSERT INTO pipeline.outbox_closed (day) SELECT unnest($1::date[])", [today, gone]
     )
-    assert await run_retention(old_day, settings()) == Round("dead", is_ours=False)
-    await _let_the_lease_end(old_day)
-    assert (await run_retention(old_day, settings())).is_ours
-
-
-async def test_who_is_overtaken_does_no_more_and_says_by_whom(
-    old_day: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
-) -> None:
-    """Its lease had ended while it waited."""
-    other = await _another_old_day(old_day, settings())
-    first = await connect()
-    async with reading(connect):
-        at_it = asyncio.create_task(run_retention(first, settings()))
-        await eventually(lambda: _is_pending(old_day, OLD))
-        await old_day.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
-    assert await at_it == Round("faster", is_ours=False, dropped=[OLD])
-    assert other in await names(old_day, days.PATTERN)
-    lease = await old_day.fetchrow("SELECT owner FROM pipeline.retention_lease")
-    assert tuple(lease or ()) == ("faster",), "it is the other's, also afterwards"
-
-
-async def test_who_is_overtaken_reopens_no_day_that_the_other_has_closed(
-    old_day: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
-) -> None:
-    """It was not over when the slow one looked. Detached, it would be taken for somebody's."""
-    closed = "SELECT is_published FROM pipeline.outbox_closed WHERE day = '2020-01-02'"
-    waits = (
-        "SELECT EXISTS (SELECT FROM pg_locks"
-        " WHERE NOT granted AND relation = 'pipeline.outbox_closed'::regclass)"
-    )
-    slow, faster = await connect(), await connect()
-    async with faster.transaction():
-        await faster.execute("LOCK TABLE pipeline.outbox_closed IN SHARE MODE")
-        at_it = asyncio.create_task(run_retention(slow, settings()))
-        await eventually(lambda: old_day.fetchval(waits))
-        await faster.execute("UPDATE pipeline.retention_lease SET owner = 'faster'")
-        await faster.execute(
-            "INSERT INTO pipeline.outbox_closed (day, is_published) VALUES ('2020-01-02', true)"
-        )
-    assert await at_it == Round("faster", is_ours=False)
-    assert await old_day.fetchval(closed), "what was found before the detach is still known"
-    await _let_the_lease_end(old_day)
     await run_retention(old_day, settings())
-    assert await old_day.fetchval(closed) is None, "it is gone, and forgotten by the next one"
-
-
-async def _let_the_lease_end(db: asyncpg.Connection) -> None:
-    await db.execute("UPDATE pipeline.retention_lease SET lease_until = now() - interval '1 s'")
+    closed = await old_day.fetch("SELECT day FROM pipeline.outbox_closed")
+    assert [row["day"] for row in closed] == [date(2020, 1, 1)]
 
 
 async def test_discarded_dead_letters_are_deleted_when_nobody_can_send_their_message_again(

@@ -15,7 +15,7 @@ from rbloom import Bloom
 from pipeline.apply import filters
 from pipeline.apply.filters import Filters
 from pipeline.observe import metrics
-from pipeline.retention import rotation
+from pipeline.retention import generations
 from pipeline.retention.maintenance import run_retention
 from pipeline.runtime import Part
 from pipeline.settings import Settings
@@ -159,7 +159,7 @@ async def test_a_generation_whose_filter_is_not_built_yet_is_looked_up_and_the_o
         await desk.apply(Deposit(amount))
         await close_generation(db, settings)
     await desk.apply(Deposit(3))
-    assert await rotation.close_generation(db, current=3)
+    assert await generations.close_generation(db, current=3)
     await desk.load_filters()
     every = [Deposit(amount) for amount in (1, 2, 3, 4)]
     assert await sifted(desk, db, *every) == ({0, 1}, range(3, 4))

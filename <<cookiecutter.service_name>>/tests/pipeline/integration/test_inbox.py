@@ -12,7 +12,7 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Transaction
 from pipeline.apply import inbox, positions
-from pipeline.retention import rotation
+from pipeline.retention import generations
 from pipeline.retention.maintenance import run_retention
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
@@ -30,7 +30,7 @@ Connect = Callable[[], Awaitable[asyncpg.Connection]]
 async def close_generation(db: asyncpg.Connection, settings: Callable[..., Settings]) -> None:
     """Close the current generation, as retention does, and make the next ones."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
-    assert await rotation.close_generation(db, current=current)
+    assert await generations.close_generation(db, current=current)
     await run_retention(db, settings())
 
 
@@ -227,7 +227,7 @@ async def forgotten(db: asyncpg.Connection) -> datetime:
 async def forget(db: asyncpg.Connection, since: datetime) -> None:
     """Close the current generation, and forget it."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
-    assert await rotation.close_generation(db, current=current)
+    assert await generations.close_generation(db, current=current)
     await db.execute("UPDATE pipeline.inbox_generation SET oldest = current, since = $1", since)
     await db.execute("DELETE FROM pipeline.inbox WHERE generation = $1", current)
 
@@ -285,7 +285,7 @@ async def test_what_comes_again_is_too_old_as_soon_as_the_consumer_has_forgotten
     await inbox.register(db, bank.handlers.consumers)
     old = Deposit(1, timestamp=at(forgotten - timedelta(days=300)))
     await desk.apply(old)
-    assert await rotation.close_generation(db, current=2)
+    assert await generations.close_generation(db, current=2)
     await desk.apply(old)
     assert await desk.park() == {}, "it is known"
     await db.execute("UPDATE pipeline.inbox_generation SET oldest = current")
@@ -338,7 +338,7 @@ async def test_what_is_known_is_a_duplicate_however_old_it_is(
 
 async def test_a_generation_is_not_closed_without_a_successor(db: asyncpg.Connection) -> None:
     await db.execute("DROP TABLE pipeline.inbox_g2")
-    assert not await rotation.close_generation(db, current=1)
+    assert not await generations.close_generation(db, current=1)
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 1
 
 
@@ -346,14 +346,14 @@ async def test_a_successor_that_is_made_but_not_attached_does_not_count(
     db: asyncpg.Connection,
 ) -> None:
     await db.execute("ALTER TABLE pipeline.inbox DETACH PARTITION pipeline.inbox_g2")
-    assert not await rotation.close_generation(db, current=1)
+    assert not await generations.close_generation(db, current=1)
 
 
 async def test_of_two_that_close_the_same_generation_only_one_does(
     db: asyncpg.Connection, connect: Connect
 ) -> None:
     other = await connect()
-    closed = [await rotation.close_generation(one, current=1) for one in (db, other)]
+    closed = [await generations.close_generation(one, current=1) for one in (db, other)]
     assert closed == [True, False]
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
 
@@ -372,10 +372,10 @@ async def test_a_generation_is_not_closed_under_an_open_consume_transaction(
     applying = asyncio.create_task(desk.apply(Deposit(1)))
     await inside.wait()
     with pytest.raises(asyncpg.LockNotAvailableError):
-        await rotation.close_generation(db, current=1)
+        await generations.close_generation(db, current=1)
     go_on.set()
     await applying
-    assert await rotation.close_generation(db, current=1)
+    assert await generations.close_generation(db, current=1)
     assert await count(db, "pipeline.inbox_g1") == 2
 
 
@@ -418,7 +418,7 @@ async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_a
         while not finished.is_set():
             current = await keeper.fetchval("SELECT current FROM pipeline.inbox_generation")
             try:
-                closed += await rotation.close_generation(keeper, current=current)
+                closed += await generations.close_generation(keeper, current=current)
                 await run_retention(keeper, settings())
             except asyncpg.LockNotAvailableError:
                 pass

@@ -16,7 +16,7 @@ from pipeline.apply import inbox, limits, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.apply.positions import Generations
-from pipeline.retention import rotation
+from pipeline.retention.generations import close_generation
 from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings
 
@@ -66,7 +66,7 @@ async def rotate(db: asyncpg.Connection) -> bool:
     """Close the current generation as retention does; False if it is in use."""
     current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
     try:
-        return await rotation.close_generation(db, current=current)
+        return await close_generation(db, current=current)
     except asyncpg.LockNotAvailableError:
         return False
 

@@ -82,7 +82,7 @@ ALL = [
     "outbox_rejected",
     "outbox_relay",
     "position",
-    "retention_lease",
+    "retention_round",
     "scheduled",
 ]
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline import Transaction
-from pipeline.retention.rotation import close_generation
+from pipeline.retention.generations import close_generation
 from pipeline.servers import cluster
 
 from .bank import Bank

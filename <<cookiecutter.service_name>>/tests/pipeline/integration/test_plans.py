@@ -312,7 +312,7 @@ async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> 
 
 async def test_events_that_are_rejected_from_a_large_outbox(asked: Explaining) -> None:
     events = await asked._db.fetch("SELECT * FROM pipeline.outbox WHERE id > 950000 LIMIT 500")
-    why = Rejection("topic missing", "it is")
+    why = Rejection("topic missing", "it is", of_topic=True, waits=True)
     await new_rejected().add(asked, events, {event["id"]: why for event in events})
     assert only(asked).scanned == set()
     assert only(asked).indexes <= {

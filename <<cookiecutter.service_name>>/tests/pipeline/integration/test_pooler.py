@@ -6,8 +6,8 @@ import asyncpg
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from pipeline.retention.generations import close_generation
 from pipeline.retention.maintenance import run_retention
-from pipeline.retention.rotation import close_generation
 from pipeline.servers.database import autocommitting, driver_of
 from pipeline.settings import Settings
 

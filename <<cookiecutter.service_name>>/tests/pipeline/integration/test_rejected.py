@@ -508,7 +508,7 @@ async def test_a_topic_that_may_not_be_written_waits_by_itself(
                 await stage(db, [*numbered(topic, range(5)), *numbered(there, range(5))])
                 await good.until_ids(range(5))
                 await eventually(waits(db, range(5)))
-                assert one.reason == ""
+                await eventually(lambda: one.reason == "")
                 wire.go_on()
                 async with following(kafka, topic) as tail:
                     await tail.until_ids(range(5))

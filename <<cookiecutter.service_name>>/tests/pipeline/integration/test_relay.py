@@ -16,7 +16,7 @@ from pipeline.relay import relay
 from pipeline.relay.cursor import Cursor
 from pipeline.relay.publisher import Publisher
 from pipeline.relay.rejected import Rejections
-from pipeline.relay.window import Progress
+from pipeline.relay.window import Page, Progress
 from pipeline.servers import cluster, database
 from pipeline.settings import Settings
 
@@ -352,7 +352,7 @@ async def test_a_page_that_takes_longer_to_read_than_the_lease_is_sent_once(
 
         async def _read(
             self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
-        ) -> relay.Pages:
+        ) -> list[Page]:
             await asyncio.sleep(1.5)
             return await super()._read(driver, progress)
 
@@ -676,7 +676,7 @@ async def test_a_page_is_read_while_another_is_sent_and_if_that_fails_nothing_is
 
         async def _read(
             self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
-        ) -> relay.Pages:
+        ) -> list[Page]:
             if progress is not self._cursor.progress:
                 ahead.append(len(ahead) % 3 != 1)
                 if not ahead[-1]:
@@ -706,9 +706,9 @@ async def test_large_events_behind_small_ones_are_not_read_all_at_once(
 
         async def _read(
             self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
-        ) -> relay.Pages:
+        ) -> list[Page]:
             found = await super()._read(driver, progress)
-            pages.append(sum(len(row["payload"]) for _, page in found for row in page.events))
+            pages.append(sum(len(row["payload"]) for page in found for row in page.events))
             return found
 
     # Shards that are unequally far share a page.

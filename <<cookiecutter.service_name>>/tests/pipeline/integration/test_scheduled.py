@@ -60,7 +60,7 @@ acts: dict[int, Act] = {}
 
 async def names(db: asyncpg.Connection) -> list[str]:
     """Return the names of what waits, the next to be due first."""
-    return [one.name async for one in scheduled.waiting(db, 1_000_000)]
+    return [one.name for one in await scheduled.waiting(db, 1_000_000)]
 
 
 async def published(db: asyncpg.Connection) -> list[str]:
@@ -81,7 +81,7 @@ async def test_an_event_is_published_when_it_is_due_and_not_before(
     acts[1] = lambda tx: tx.publish(Reminded(what="later"), key="ada", after=HOUR)
     acts[2] = lambda tx: tx.publish(Reminded(what="now"), key="ada", at=LONG_AGO)
     await desk.apply(Deposit(1), Deposit(2))
-    (now, later) = [one async for one in scheduled.waiting(db, 10)]
+    (now, later) = await scheduled.waiting(db, 10)
     assert (now.due_at, now.key, now.type, now.topic) == (LONG_AGO, "ada", "reminded", "reminders")
     assert abs(later.due_at - later.scheduled_at - HOUR) < timedelta(seconds=1)
     await move_all(db)
@@ -159,7 +159,7 @@ async def test_what_is_rolled_back_or_sent_twice_is_scheduled_never_or_once(
     acts[2] = lambda tx: tx.publish(Reminded(what="twice"), after=HOUR)
     await desk.apply(Deposit(1), Deposit(2))
     await desk.apply(Deposit(2))
-    (one,) = [one async for one in scheduled.waiting(db, 10)]
+    (one,) = await scheduled.waiting(db, 10)
     assert one.name != "refused"
 
 

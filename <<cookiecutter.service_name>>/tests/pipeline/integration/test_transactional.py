@@ -93,11 +93,15 @@ async def test_a_transaction_that_a_killed_relay_left_open_holds_up_nobody(
     await stage(db, large)
     sent = asyncio.Event()
 
+    async def hang() -> None:
+        sent.set()
+        await asyncio.Event().wait()
+
     class Killed(Publisher):
-        async def _send_chain(self, *args: Any, **options: Any) -> bool:
-            await super()._send_chain(*args, **options)
-            sent.set()
-            return await asyncio.Event().wait()
+        async def _new_producer(self, owner: str) -> AIOKafkaProducer:
+            producer = await super()._new_producer(owner)
+            producer.commit_transaction = hang
+            return producer
 
     class KilledRelay(Relay):
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -18,7 +18,7 @@ def upgrade() -> None:
     """Create the schema `pipeline`."""
     op.execute("CREATE SCHEMA pipeline")
     op.execute(first_inbox.REFUSE_COMMIT)
-    for script in (*first_inbox.TABLES, *first_outbox.TABLES):
+    for script in (first_inbox.TABLES, first_outbox.TABLES):
         for statement in script.removesuffix(";\n").split(";\n"):
             op.execute(statement)
 
