@@ -22,19 +22,17 @@ from pipeline.redaction import redact_error
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_SECONDS = 5.0
-
 
 def configure(
     *, service_name: str, otlp_endpoint: str | None, sample_ratio: float
-) -> Callable[[], None]:
+) -> Callable[[float], None]:
     """Set the process's providers, which OpenTelemetry allows once; return their shutdown.
 
     Metrics always go to `prometheus_client.REGISTRY`. `otlp_endpoint` is the base URL of an
     OTLP/HTTP receiver, which gets traces and metrics. Without it the service records no spans, and
     hands on the context that it receives.
 
-    The shutdown sends what is buffered, and blocks for at most 5 s.
+    The shutdown sends what is buffered, and blocks for at most as many seconds as it is given.
     """
     instance = Resource({service_attributes.SERVICE_INSTANCE_ID: str(uuid4())})
     resource = instance.merge(Resource.create({service_attributes.SERVICE_NAME: service_name}))
@@ -56,13 +54,13 @@ def configure(
     return partial(_shutdown, [tracing, metering])
 
 
-def _shutdown(providers: Sequence[TracerProvider | MeterProvider]) -> None:
+def _shutdown(providers: Sequence[TracerProvider | MeterProvider], seconds: float) -> None:
     # In threads, because the SDK's own time-out is 30 s each, and fixed for spans.
     threads = [threading.Thread(target=each.shutdown, daemon=True) for each in providers]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_SHUTDOWN_SECONDS / len(threads))
+        thread.join(seconds / len(threads))
     if any(thread.is_alive() for thread in threads):
         log.warning("telemetry that was not sent in time is lost")
 

@@ -238,7 +238,7 @@ class Publisher:
                     chain.take(count)
                 except KafkaError as error:
                     if is_sent:
-                        metrics.not_published(topic, count, error)
+                        metrics.published(topic, count, error)
                         operation.failed(error)
                     rejection = rejection_of(error, chain.events[chain.sent])
                     if rejection is None:

@@ -16,7 +16,7 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from .archive import Archive
@@ -112,7 +112,7 @@ class RetentionWorker:
     ) -> None:
         """Repeat the work while the database is unavailable, which readiness reports."""
         try:
-            await retry_while_unavailable(
+            await Attempts(
                 _PART,
                 self._settings.postgresql,
                 unless=self._stopping.is_set,

@@ -25,7 +25,7 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import Attempts, retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from .lane_source import LaneSource
@@ -315,7 +315,7 @@ class BacklogWorkers:
         return await self._attempts(what)(query)
 
     def _attempts(self, what: str) -> Attempts:
-        return retry_while_unavailable(
+        return Attempts(
             f"{self._name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,
