@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -79,30 +80,18 @@ class Redacting(SpanExporter):
         """Shut the exporter down."""
         self._sender.shutdown()
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Send the spans that are buffered."""
-        return self._sender.force_flush(timeout_millis)
-
 
 def _redacted(span: ReadableSpan) -> ReadableSpan:
+    found = copy(span)
+    found._name = redact_error(span.name)
+    found._attributes = _without_secrets(span.attributes)
+    found._events = [
+        Event(redact_error(one.name), _without_secrets(one.attributes), one.timestamp)
+        for one in span.events
+    ]
     why = span.status.description
-    return ReadableSpan(
-        redact_error(span.name),
-        span.get_span_context(),
-        span.parent,
-        span.resource,
-        _without_secrets(span.attributes),
-        [
-            Event(redact_error(one.name), _without_secrets(one.attributes), one.timestamp)
-            for one in span.events
-        ],
-        span.links,
-        span.kind,
-        status=trace.Status(span.status.status_code, why and redact_error(why)),
-        start_time=span.start_time,
-        end_time=span.end_time,
-        instrumentation_scope=span.instrumentation_scope,
-    )
+    found._status = trace.Status(span.status.status_code, why and redact_error(why))
+    return found
 
 
 def _without_secrets(value: Any) -> Any:
