@@ -78,9 +78,7 @@ async def layers() -> dict[str, float]:
             handlers=handlers,
             signals=Signals(),
         )
-        attempts = Attempts(
-            "the batch", "PostgreSQL", unless=lambda: False, report=print
-        )
+        attempts = Attempts("the batch", "PostgreSQL", unless=lambda: False, report=print)
         async with autocommitting(engine) as driver:
             snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
             progress = Progress(snapshot, None, 0, 0)

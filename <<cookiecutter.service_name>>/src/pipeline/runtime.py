@@ -4,9 +4,8 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Flag, auto
-from functools import partial
 
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -136,9 +135,9 @@ async def serve(
             groups.append((_CONSUMER_SHARE * settings.shutdown_grace, consuming))
         if Part.RELAY in parts:
             groups.append((_RELAY_SHARE * settings.shutdown_grace, [relay]))
-        watched = partial(_find_call_ignoring_cancellation, callers)
+        finders = [one.ignoring_cancellation for one in callers]
         async with (
-            in_background(watch_calls(watched, settings.hang_timeout)),
+            in_background(watch_calls(finders, settings.hang_timeout, stack_of)),
             in_background(filters.keep_loading(engine)),
             in_background(retention.run()) as retaining,
         ):
@@ -232,18 +231,6 @@ class _Signals(Signals):
     def calls_staged(self) -> None:
         for workers in self.calls:
             workers.wake()
-
-
-def _find_call_ignoring_cancellation(
-    callers: Sequence[ConsumeTransactions | BacklogWorkers], seconds: float
-) -> tuple[str, Callable[[], str]] | None:
-    """Return the name of a call that still runs `seconds` after it was cancelled, and its stack."""
-    for one in callers:
-        if found := one.ignoring_cancellation(seconds):
-            item, task = found
-            what = f"{item.consumer}: {item.message.type} {item.message.id!r}"
-            return what, partial(stack_of, task)
-    return None
 
 
 def _stopping_on_signals() -> asyncio.Event:

@@ -39,24 +39,20 @@ class Health:
         """`stall_after`: seconds without a heartbeat after which the process is not alive, and the
         watchdog ends it."""
         self.stall_after = stall_after
-        self._lock = threading.Lock()
         self._parts: dict[str, str | None] = {}
         self._beat = time.monotonic()
 
     def ready(self, part: str) -> None:
         """Report that the part can do its work."""
-        with self._lock:
-            self._parts[part] = None
+        self._parts[part] = None
 
     def not_ready(self, part: str, reason: str) -> None:
         """Report that the part cannot do its work, and why."""
-        with self._lock:
-            self._parts[part] = reason
+        self._parts[part] = reason
 
     def forget(self, part: str) -> None:
         """Remove a part of the process, such as a partition that was revoked."""
-        with self._lock:
-            self._parts.pop(part, None)
+        self._parts.pop(part, None)
 
     def beat(self) -> None:
         """Report that the event loop is not blocked; about once a second."""
@@ -65,10 +61,10 @@ class Health:
     @property
     def reasons(self) -> dict[str, str]:
         """Return why the process is not ready, by part; empty when it is."""
-        with self._lock:
-            found = {part: reason for part, reason in self._parts.items() if reason is not None}
-            if not self._parts:
-                found["process"] = "no part has reported yet"
+        parts = self._parts.copy()  # atomic, while the event loop may add some
+        found = {part: reason for part, reason in parts.items() if reason is not None}
+        if not parts:
+            found["process"] = "no part has reported yet"
         if not self.is_alive:
             found["event loop"] = f"blocked for {self.seconds_since_beat:.0f} s"
         return found

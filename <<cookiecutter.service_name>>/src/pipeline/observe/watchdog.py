@@ -20,7 +20,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from .health import Health, ReadinessLog
 
@@ -72,23 +73,26 @@ def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
 
 
 async def watch_calls(
-    find: Callable[[float], tuple[str, Callable[[], str]] | None], hang_timeout: float
+    finders: Iterable[Callable[[float], tuple[Any, asyncio.Task[Any] | None] | None]],
+    hang_timeout: float,
+    stack_of: Callable[[asyncio.Task[Any] | None], str],
 ) -> None:
     """End the process when a call goes on for `hang_timeout` seconds after it was cancelled.
 
-    `find` returns the name of such a call, and a function that returns its stack.
+    Each of `finders` returns such a call's item and its task.
     """
-    found = None
-    while found is None:
+    while True:
         await asyncio.sleep(BEAT)
-        found = find(hang_timeout)
-    what, where = found
-    log.critical(
-        "%s does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process ends,"
-        " and the next process handles the message alone. The stack of the call:\n%s",
-        what,
-        hang_timeout,
-        where(),
-    )
-    logging.shutdown()
-    os._exit(_CANCELLATION_IGNORED)
+        for item, task in filter(None, (find(hang_timeout) for find in finders)):
+            log.critical(
+                "%s: %s %r does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the"
+                " process ends, and the next process handles the message alone. The stack of the"
+                " call:\n%s",
+                item.consumer,
+                item.message.type,
+                item.message.id,
+                hang_timeout,
+                stack_of(task),
+            )
+            logging.shutdown()
+            os._exit(_CANCELLATION_IGNORED)
