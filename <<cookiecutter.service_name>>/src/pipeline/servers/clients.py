@@ -13,6 +13,8 @@ from pipeline.settings import Settings
 
 from .patches import Client, KafkaConsumer, cancel_batches, close_bootstrap_connection, rejections
 
+_ANSWERS_WITHIN = 40.0
+"""Seconds; aiokafka's own default."""
 _CANCEL_SECONDS = 1.0
 """How long the tasks of a client have to end after it was cut off from the brokers."""
 
@@ -43,7 +45,7 @@ async def offsets_client(settings: Settings) -> AsyncIterator[KafkaConsumer]:
 
 @asynccontextmanager
 async def admin_client(
-    settings: Settings, *, answer_within: float = 40.0
+    settings: Settings, *, answer_within: float = _ANSWERS_WITHIN
 ) -> AsyncIterator[AIOKafkaAdminClient]:
     """Yield a client that describes topics and groups, and creates topics.
 
