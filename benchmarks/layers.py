@@ -35,7 +35,7 @@ from pipeline.schema import SHARDS
 from pipeline.servers import clients
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.patches import KafkaConsumer
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from benchmarks.clock import Clock, fetched
@@ -78,9 +78,7 @@ async def layers() -> dict[str, float]:
             handlers=handlers,
             signals=Signals(),
         )
-        attempts = retry_while_unavailable(
-            "the batch", "PostgreSQL", unless=lambda: False, report=print
-        )
+        attempts = Attempts("the batch", "PostgreSQL", unless=lambda: False, report=print)
         async with autocommitting(engine) as driver:
             snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
             progress = Progress(snapshot, None, 0, 0)
@@ -100,7 +98,7 @@ async def layers() -> dict[str, float]:
     finally:
         await publisher.discard()
         await engine.dispose()
-        shut_exporters_down()
+        shut_exporters_down(5)
     return {"fetch": round(fetch, 2), **clock.medians()}
 
 

@@ -79,8 +79,11 @@ def _is_infrastructure(error: BaseException) -> bool:
     error = as_raised(error)
     if isinstance(error, asyncpg.InvalidCachedStatementError):
         return True  # a migration has changed a table, and asyncpg has emptied its cache
+    if isinstance(error, asyncpg.CheckViolationError):
+        # A table of the engine lacks a partition, which retention creates ahead.
+        return error.schema_name == "pipeline" and error.constraint_name is None
     if isinstance(error, asyncpg.PostgresError):
-        return (error.sqlstate or "").startswith(_INFRASTRUCTURE) or _lacks_a_partition(error)
+        return (error.sqlstate or "").startswith(_INFRASTRUCTURE)
     if isinstance(error, asyncpg.InterfaceError):
         # A bug in the code that uses asyncpg, but for a connection that is lost already. That error
         # has no class of its own, and SQLAlchemy recognizes it by the text, too.
@@ -91,12 +94,6 @@ def _is_infrastructure(error: BaseException) -> bool:
         is_bare = type(error) is asyncpg.InternalClientError
         return not is_bare or str(error).startswith("cannot switch to state")
     return isinstance(error, sqlalchemy.exc.TimeoutError | OSError | KafkaError)
-
-
-def _lacks_a_partition(error: asyncpg.PostgresError) -> bool:
-    """Return whether a table of the engine lacks a partition, which retention creates ahead."""
-    is_a_check = isinstance(error, asyncpg.CheckViolationError)
-    return is_a_check and error.schema_name == "pipeline" and error.constraint_name is None
 
 
 def as_raised(error: BaseException) -> BaseException:
@@ -142,9 +139,8 @@ def summarize_error(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         inner = [*islice(leaves(error), _MOST)]
-        return "; ".join(
-            [str(error), *(describe_error(one)[: _LONGEST // len(inner)] for one in inner)]
-        )
+        texts = (describe_error(one)[: _LONGEST // len(inner)] for one in inner)
+        return "; ".join([str(error), *texts])
     if isinstance(error, ValidationError):
         return "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'payload'}: {one['msg']}"
@@ -154,19 +150,13 @@ def _text(error: BaseException) -> str:
     if "Unable to bootstrap from" in text:  # followed by addresses, without a reason
         return "no broker answers, or not by PIPELINE_KAFKA_SECURITY_PROTOCOL"
     if is_of_the_database(error):
-        text = text.partition("\n")[0]
-        if _is_about_a_value(as_raised(error)):
+        text, raised = text.partition("\n")[0], as_raised(error)
+        # PostgreSQL can't parse a value, or asyncpg can't encode it: both quote it.
+        if (sqlstate_of(raised) or "").startswith("22") or isinstance(raised, ValueError):
             before, *value = _VALUE.split(text, maxsplit=1)
             why = _WHY.search(text)
             text = f"{before.rstrip()} …{why[0] if why else ''}" if value else text
     return text
-
-
-def _is_about_a_value(error: BaseException) -> bool:
-    """Return whether PostgreSQL can't parse a value, or asyncpg can't encode it: both quote it."""
-    return (getattr(error, "sqlstate", None) or "").startswith("22") or isinstance(
-        error, ValueError
-    )
 
 
 def describe_error(error: BaseException) -> str:

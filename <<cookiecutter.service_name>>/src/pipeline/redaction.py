@@ -11,7 +11,6 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 from urllib.parse import quote, unquote
-from weakref import WeakSet
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
@@ -63,7 +62,7 @@ class Redactor:
     def __init__(self) -> None:
         self._secrets: set[str] = set()
         self._secret: re.Pattern[str] | None = None
-        self._models: WeakSet[type[BaseModel]] = WeakSet()
+        self._models: list[type[BaseModel]] = []
         """Models whose secret fields are not known yet."""
         self._members: set[str] = set()
         self._member: re.Pattern[str] | None = None
@@ -95,7 +94,7 @@ class Redactor:
 
         They are those that are `writeOnly` in JSON Schema, as `SecretStr` is.
         """
-        self._models.add(model)
+        self._models.append(model)
 
     def redact(self, text: str) -> str:
         """Return the text without secrets."""
@@ -112,9 +111,9 @@ class Redactor:
         return self.redact(text)
 
     def _without_members(self, text: str) -> str:
-        if self._models:
-            with self._lock:
-                self._read_models()
+        with self._lock:
+            while self._models:
+                self._read_model(self._models.pop())
         if self._member is None:
             return text
         parts, at = [], 0
@@ -124,16 +123,13 @@ class Redactor:
                 at = _end_of_value(text, found.end())
         return "".join([*parts, text[at:]])
 
-    def _read_models(self) -> None:
-        models = list(self._models)
-        self._members.update(*map(secret_fields, models))
-        if self._members:
+    def _read_model(self, model: type[BaseModel]) -> None:
+        if fields := secret_fields(model):
+            self._members |= fields
             names = _any_of(self._members).pattern
             self._member = re.compile(
                 rf"""(?<!\w)(?:{names})(?:\\{{0,4}}["']\s*:\s*|=)(?!Secret\w+\()"""
             )
-        # Last: a thread that finds no unknown model uses the names.
-        self._models.difference_update(models)
 
 
 _of_the_process = Redactor()

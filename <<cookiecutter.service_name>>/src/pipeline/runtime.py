@@ -17,7 +17,7 @@ from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
 from pipeline.observe import exporters, logs, metrics
-from pipeline.observe.health import Health, HealthServer
+from pipeline.observe.health import Health, serving
 from pipeline.observe.watchdog import heartbeat, watch_calls
 from pipeline.relay.relay import Relay
 from pipeline.retention.worker import RetentionWorker
@@ -32,9 +32,9 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
-_STALL_AFTER = 10.0
-"""Seconds without a heartbeat of the event loop after which the process is not alive."""
-
+_CONSUMER_SHARE, _RELAY_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.2
+"""Shares of the shutdown grace: for running batches, then for what the relay has to publish, then
+for spans and metrics. The rest is left for closing connections to servers that don't answer."""
 
 Running = Consumer | BacklogWorkers | Relay
 
@@ -58,30 +58,40 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     logs.configure(
         level=settings.log_level, json=settings.log_json, loggers=service.loggers(settings)
     )
-    health = Health(stall_after=_STALL_AFTER)
-    server = HealthServer(health, host=settings.health_host, port=settings.health_port)
-    port = server.start()
-    metrics.observe_ready(lambda: health.is_ready)
-    shut_exporters_down = exporters.configure(
-        service_name=service.name,
-        otlp_endpoint=settings.otlp_endpoint,
-        sample_ratio=settings.trace_sample_ratio,
-    )
-    log.info("%s starts; health and metrics on port %s", service.name, port)
-    try:
-        async with in_background(heartbeat(health, settings.hang_timeout)):
-            await serve(
-                service,
-                settings,
-                parts,
-                health=health,
-                stopping=_stopping_on_signals(),
-                migrations=migrations,
-            )
-    finally:
-        server.stop()
-        await asyncio.to_thread(shut_exporters_down)
-        log.info("%s has stopped", service.name)
+    health = Health(stall_after=settings.hang_timeout)
+    with serving(health, host=settings.health_host, port=settings.health_port) as port:
+        metrics.observe_ready(lambda: health.is_ready)
+        shut_exporters_down = exporters.configure(
+            service_name=service.name,
+            otlp_endpoint=settings.otlp_endpoint,
+            sample_ratio=settings.trace_sample_ratio,
+        )
+        log.info("%s starts; health and metrics on port %s", service.name, port)
+        stopping = _stopping_on_signals()
+        try:
+            async with in_background(heartbeat(health)):
+                await serve(
+                    service,
+                    settings,
+                    parts,
+                    health=health,
+                    stopping=stopping,
+                    migrations=migrations,
+                )
+        finally:
+            seconds = _TELEMETRY_SHARE * settings.shutdown_grace
+            await asyncio.to_thread(shut_exporters_down, seconds)
+            log.info("%s has stopped", service.name)
+
+
+def _collect_seldom(threshold: int) -> None:
+    """Keep the garbage collector from searching batches, which takes a quarter of the time.
+
+    Reference counting frees what they hold. Only what handlers leave behind in cycles lets the
+    number of objects grow to the threshold.
+    """
+    gc.freeze()
+    gc.set_threshold(threshold, 2, 2)
 
 
 async def serve(
@@ -98,63 +108,41 @@ async def serve(
     `migrations` are those that the code needs; None: it is not known.
     """
     engine = create_engine(settings, name=service.name)
-    try:
-        await _serve(service, settings, parts, engine, health, stopping, migrations)
-    finally:
-        await engine.dispose()
-
-
-def _collect_seldom(threshold: int) -> None:
-    """Keep the garbage collector from searching batches, which takes a quarter of the time.
-
-    Reference counting frees what they hold. Only what handlers leave behind in cycles lets the
-    number of objects grow to the threshold.
-    """
-    gc.freeze()
-    gc.set_threshold(threshold, 2, 2)
-
-
-async def _serve(
-    service: Service,
-    settings: Settings,
-    parts: Part,
-    engine: AsyncEngine,
-    health: Health,
-    stopping: asyncio.Event,
-    migrations: ScriptDirectory | None,
-) -> None:
-    handlers = service.handlers
+    is_consuming, topics = Part.CONSUME in parts, service.handlers.topics
     claims = service.claims and service.claims(service.name, settings)
     retention = RetentionWorker(
         engine,
         settings,
-        consumers=handlers.consumers if Part.CONSUME in parts else (),
+        consumers=service.handlers.consumers if is_consuming else (),
         archive=service.archive,
         claims=claims,
         health=health,
         stopping=stopping,
     )
-    await retention.start(migrations)
-    if stopping.is_set():
-        return
-    if Part.CONSUME in parts and handlers.topics:
-        health.not_ready("consumer", "the retention of its topics is not checked yet")
-        await inbox_coverage.check(settings, handlers.topics)
-    relay = Relay(engine, name=service.name, settings=settings, health=health)
-    filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-    consumer, signals = _consuming(service, settings, engine, health, relay, filters, claims)
-    # In this order they stop: the relay publishes what the others have committed last.
-    groups: list[Sequence[Running]] = []
-    if Part.CONSUME in parts:
-        groups.append([consumer, signals.lanes, *signals.calls])
-    if Part.RELAY in parts:
-        groups.append([relay])
-    async with (
-        in_background(watch_calls(stack_of, settings.hang_timeout)),
-        in_background(filters.keep_loading(engine)),
-        in_background(retention.run()) as retaining,
-    ):
-        await _run_until(stopping, retaining, groups, grace=settings.shutdown_grace / 2)
+    try:
+        await retention.start(migrations)
+        if stopping.is_set():
+            return
+        if is_consuming and topics:
+            health.not_ready("consumer", "the retention of its topics is not checked yet")
+            await inbox_coverage.check(settings, topics)
+        relay = Relay(engine, name=service.name, settings=settings, health=health)
+        filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
+        consuming = _consuming(service, settings, engine, health, relay, filters, claims)
+        # In this order they stop: the relay publishes what the others have committed last.
+        groups: list[tuple[float, Sequence[Running]]] = []
+        if is_consuming:
+            groups.append((_CONSUMER_SHARE * settings.shutdown_grace, consuming))
+        if Part.RELAY in parts:
+            groups.append((_RELAY_SHARE * settings.shutdown_grace, [relay]))
+        async with (
+            in_background(watch_calls(stack_of, settings.hang_timeout)),
+            in_background(filters.keep_loading(engine)),
+            in_background(retention.run()) as retaining,
+        ):
+            await _run_until(stopping, retaining, groups)
+    finally:
+        await engine.dispose()
 
 
 def _consuming(
@@ -165,9 +153,8 @@ def _consuming(
     relay: Relay,
     filters: Filters,
     claims: ClaimCheck | None,
-) -> tuple[Consumer, "_Signals"]:
+) -> Sequence[Running]:
     """Return the parts that apply messages."""
-    handlers = service.handlers
     signals = _Signals(relay)
     consume = ConsumeTransactions(
         engine,
@@ -176,33 +163,37 @@ def _consuming(
         settings=settings,
         breaker=Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health),
         filters=filters,
-        handlers=handlers,
+        handlers=service.handlers,
         signals=signals,
         claims=claims,
     )
     signals.lanes = BacklogWorkers(consume, health)
-    kinds = service.workers if handlers.callers else ()
+    kinds = service.workers if service.handlers.callers else ()
     signals.calls = [workers(consume, health) for workers in kinds]
-    return Consumer(consume, health), signals
+    return [Consumer(consume, health), signals.lanes, *signals.calls]
 
 
 async def _run_until(
     stopping: asyncio.Event,
     retaining: asyncio.Task[None],
-    groups: Sequence[Sequence[Running]],
-    *,
-    grace: float,
+    groups: Sequence[tuple[float, Sequence[Running]]],
 ) -> None:
-    """Run until one fails or the process stops; then stop one group after the other."""
-    running = [[(one, asyncio.create_task(one.run())) for one in group] for group in groups]
-    tasks = [task for group in running for _, task in group]
+    """Run until one fails or the process stops; then stop one group after the other.
+
+    Each has so many seconds before it is cancelled.
+    """
+    running = [
+        (seconds, [(one, asyncio.create_task(one.run())) for one in group])
+        for seconds, group in groups
+    ]
+    tasks = [task for _, group in running for _, task in group]
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait({stop, retaining, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
-    for group in running:
+    for seconds, group in running:
         for one, _ in group:
             one.stop()
-        await asyncio.wait({task for _, task in group}, timeout=grace)
+        await asyncio.wait({task for _, task in group}, timeout=seconds)
         for _, task in group:
             task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -4,17 +4,16 @@ import re
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from . import tls
-
 _IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
 """Parameters of the URL by which other clients configure TLS."""
+_TLS_FIELDS = ("ca_file", "certificate_file", "key_file", "key_password")
 _NO_TLS = ("ssl", "disable")
 """The only one that is allowed: no attempt at TLS, which asyncpg otherwise makes first."""
 
@@ -91,32 +90,18 @@ class ServerSettings(BaseSettings):
         """Return the brokers for messages."""
         return f"Kafka at {self.kafka_bootstrap_servers}"
 
-    @property
-    def _database_files(self) -> tls.Files:
-        return tls.Files(
-            self.database_ca_file,
-            self.database_certificate_file,
-            self.database_key_file,
-            _revealed(self.database_key_password),
-        )
-
-    @property
-    def _kafka_files(self) -> tls.Files:
-        return tls.Files(
-            self.kafka_ca_file,
-            self.kafka_certificate_file,
-            self.kafka_key_file,
-            _revealed(self.kafka_key_password),
-        )
-
     def database_context(self) -> ssl.SSLContext | None:
         """Return how to connect to PostgreSQL by TLS; None without TLS."""
-        return tls.context(self._database_files) if self.database_tls else None
+        return self._tls_files("database").context() if self.database_tls else None
 
     def kafka_context(self) -> ssl.SSLContext | None:
         """Return how to connect to Kafka by TLS; None without TLS."""
         is_tls = self.kafka_security_protocol.endswith("SSL")
-        return tls.context(self._kafka_files) if is_tls else None
+        return self._tls_files("kafka").context() if is_tls else None
+
+    def _tls_files(self, server: str) -> "_TlsFiles":
+        ca, certificate, key, password = (getattr(self, f"{server}_{name}") for name in _TLS_FIELDS)
+        return _TlsFiles(ca, certificate, key, _revealed(password))
 
     @field_validator("database_url")
     @classmethod
@@ -152,26 +137,20 @@ class ServerSettings(BaseSettings):
         protocol = self.kafka_security_protocol
         yield from self._mistakes_of_sasl()
         unused = None if self.database_tls else "PIPELINE_DATABASE_TLS is not set"
-        yield from tls.mistakes("PIPELINE_DATABASE", self._database_files, unused)
+        yield from self._tls_files("database").mistakes("PIPELINE_DATABASE", unused)
         is_plain = not protocol.endswith("SSL")
         unused = f"PIPELINE_KAFKA_SECURITY_PROTOCOL is {protocol}" if is_plain else None
-        yield from tls.mistakes("PIPELINE_KAFKA", self._kafka_files, unused)
+        yield from self._tls_files("kafka").mistakes("PIPELINE_KAFKA", unused)
 
     def _mistakes_of_sasl(self) -> Iterator[str]:
-        protocol = self.kafka_security_protocol
-        needed = {
-            "PIPELINE_KAFKA_USER": self.kafka_user,
-            "PIPELINE_KAFKA_PASSWORD": _revealed(self.kafka_password),
-        }
-        for name, value in needed.items():
-            if protocol.startswith("SASL") and not value:
-                yield f"{name} is not set: PIPELINE_KAFKA_SECURITY_PROTOCOL is {protocol}"
-            elif value and not protocol.startswith("SASL"):
-                yield (
-                    f"{name} is set, and would not be used: PIPELINE_KAFKA_SECURITY_PROTOCOL is"
-                    f" {protocol}"
-                )
-        if protocol == "SASL_PLAINTEXT" and self.kafka_sasl_mechanism == "PLAIN":
+        protocol = f"PIPELINE_KAFKA_SECURITY_PROTOCOL is {self.kafka_security_protocol}"
+        is_sasl = self.kafka_security_protocol.startswith("SASL")
+        for name, value in ("USER", self.kafka_user), ("PASSWORD", _revealed(self.kafka_password)):
+            if is_sasl and not value:
+                yield f"PIPELINE_KAFKA_{name} is not set: {protocol}"
+            elif value and not is_sasl:
+                yield f"PIPELINE_KAFKA_{name} is set, and would not be used: {protocol}"
+        if protocol.endswith(" SASL_PLAINTEXT") and self.kafka_sasl_mechanism == "PLAIN":
             yield (
                 "PIPELINE_KAFKA_SASL_MECHANISM is PLAIN, which sends the password as it is: set"
                 " PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL"
@@ -180,3 +159,56 @@ class ServerSettings(BaseSettings):
 
 def _revealed(secret: SecretStr | None) -> str | None:
     return secret.get_secret_value() if secret else None
+
+
+class _TlsFiles(NamedTuple):
+    """The authorities to trust, and the client's certificate, of one server."""
+
+    ca: Path | None
+    certificate: Path | None
+    key: Path | None
+    password: str | None
+    """That of the key."""
+
+    def mistakes(self, prefix: str, unused: str | None) -> Iterator[str]:
+        """Yield what is wrong with the settings; `unused` is why they are not used."""
+        _, certificate, key, password = names = [f"{prefix}_{one}".upper() for one in _TLS_FIELDS]
+        if unused:
+            for name in (name for name, value in zip(names, self, strict=True) if value):
+                yield f"{name} is set, and would not be used: {unused}"
+        if bool(self.certificate) != bool(self.key):
+            missing, other = (key, certificate) if self.certificate else (certificate, key)
+            yield f"{missing} is not set, and {other} is"
+        elif self.password and not self.key:
+            yield f"{password} is set, and {key} is not"
+        if not unused:
+            try:
+                self.context()
+            except ValueError as error:
+                yield f"{prefix}_…_FILE: {error}"
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of connections, which verify the server's certificate and name.
+
+        Raises `ValueError`, with the file and the reason.
+        """
+        for file in filter(None, (self.ca, self.certificate, self.key)):
+            try:
+                file.read_bytes()
+            except OSError as error:
+                raise ValueError(f"{file} can't be read: {error.strerror}") from None
+        try:
+            found = ssl.create_default_context(cafile=self.ca)
+        except ssl.SSLError:
+            raise ValueError(f"{self.ca} holds no certificates in PEM") from None
+        if self.certificate and self.key:
+            try:
+                # Without a callback OpenSSL prompts for the password on the terminal.
+                password = self.password or ""
+                found.load_cert_chain(self.certificate, self.key, password=lambda: password)
+            except (ssl.SSLError, ValueError):
+                raise ValueError(
+                    f"{self.certificate} and {self.key} are not a certificate and its key in PEM,"
+                    " or the key's password is another"
+                ) from None
+        return found

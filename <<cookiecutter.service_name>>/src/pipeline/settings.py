@@ -89,7 +89,7 @@ class Settings(ServerSettings):
     To read one takes about twice its size."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
     """A process whose event loop is blocked for this long ends, with its stack in the log; its
-    supervisor has to start another."""
+    supervisor has to start another. From then on `/health/live` fails, too."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
     """After so many more objects Python looks for cycles among the new ones: more than batches and
     pages hold, which need no search. Lower it where handlers leave much memory in cycles, as ORM
@@ -162,8 +162,8 @@ class Settings(ServerSettings):
     all. New ones are made ahead as often, and at least every minute."""
 
     shutdown_grace: Seconds = 20.0
-    """After SIGTERM the process has this long: half of it for running batches, half for the relay.
-    The time after which its supervisor kills it (Kubernetes: 30 s) must be longer."""
+    """After SIGTERM the process has this long, for running batches, the relay, and telemetry. The
+    time after which its supervisor kills it (Kubernetes: 30 s) must be 10 s longer."""
     health_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address of the health server; `0.0.0.0` for all, where something else protects it."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080

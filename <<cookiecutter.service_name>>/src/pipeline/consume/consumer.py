@@ -14,7 +14,7 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
 from pipeline.servers.patches import KafkaConsumer
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from .reader import Reader
@@ -63,7 +63,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._health.not_ready("consumer", "has not joined its group yet")
         self._client = client = self._new_client()
         try:
-            attempts = retry_while_unavailable(
+            attempts = Attempts(
                 "connecting to Kafka",
                 self._settings.kafka,
                 unless=self._stopping.is_set,
@@ -79,7 +79,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                 self._check_brokers()
                 await self._check_topics()
                 await sleep_or_event(self._stopping, self._settings.offset_commit_interval)
-            await self._stop_readers(0.4 * self._settings.shutdown_grace)
+            await self._stop_readers(None)  # `run` is cancelled if that takes too long
         except KafkaError:
             if not self._stopping.is_set():
                 raise
@@ -133,7 +133,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         """
         await self._stop_readers(self._settings.transaction_timeout)
 
-    async def _stop_readers(self, grace: float) -> None:
+    async def _stop_readers(self, grace: float | None) -> None:
         readers = list(self._readers.values())
         await asyncio.gather(*(reader.stop(grace) for reader in readers))
         self._commit_offsets()

@@ -18,7 +18,7 @@ from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
-from pipeline.servers.retrying import Attempts, retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
 
 from .partition_source import PartitionSource
@@ -71,8 +71,8 @@ class Reader:
         if self._task.done() and not self._stopping.is_set():
             self._task.result()
 
-    async def stop(self, grace: float) -> None:
-        """Let the running batch finish within `grace` seconds, then roll it back."""
+    async def stop(self, grace: float | None) -> None:
+        """Let the running batch finish; with `grace`, roll it back after so many seconds."""
         task = self._task
         if not self._stopping.is_set() and (task.done() or task.cancelling()):
             # The task was not ended by this method: KeyboardInterrupt or SystemExit in a task of a
@@ -280,7 +280,7 @@ class Reader:
             metrics.set_stuck(self._partition.topic, self._partition.partition, is_stuck=False)
 
     def _attempts(self, what: str) -> Attempts:
-        return retry_while_unavailable(
+        return Attempts(
             f"{self._part}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -22,19 +23,17 @@ from pipeline.redaction import redact_error
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_SECONDS = 5.0
-
 
 def configure(
     *, service_name: str, otlp_endpoint: str | None, sample_ratio: float
-) -> Callable[[], None]:
+) -> Callable[[float], None]:
     """Set the process's providers, which OpenTelemetry allows once; return their shutdown.
 
     Metrics always go to `prometheus_client.REGISTRY`. `otlp_endpoint` is the base URL of an
     OTLP/HTTP receiver, which gets traces and metrics. Without it the service records no spans, and
     hands on the context that it receives.
 
-    The shutdown sends what is buffered, and blocks for at most 5 s.
+    The shutdown sends what is buffered, and blocks for at most as many seconds as it is given.
     """
     instance = Resource({service_attributes.SERVICE_INSTANCE_ID: str(uuid4())})
     resource = instance.merge(Resource.create({service_attributes.SERVICE_NAME: service_name}))
@@ -56,13 +55,13 @@ def configure(
     return partial(_shutdown, [tracing, metering])
 
 
-def _shutdown(providers: Sequence[TracerProvider | MeterProvider]) -> None:
+def _shutdown(providers: Sequence[TracerProvider | MeterProvider], seconds: float) -> None:
     # In threads, because the SDK's own time-out is 30 s each, and fixed for spans.
     threads = [threading.Thread(target=each.shutdown, daemon=True) for each in providers]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_SHUTDOWN_SECONDS / len(threads))
+        thread.join(seconds / len(threads))
     if any(thread.is_alive() for thread in threads):
         log.warning("telemetry that was not sent in time is lost")
 
@@ -81,30 +80,18 @@ class Redacting(SpanExporter):
         """Shut the exporter down."""
         self._sender.shutdown()
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Send the spans that are buffered."""
-        return self._sender.force_flush(timeout_millis)
-
 
 def _redacted(span: ReadableSpan) -> ReadableSpan:
+    found = copy(span)
+    found._name = redact_error(span.name)
+    found._attributes = _without_secrets(span.attributes)
+    found._events = [
+        Event(redact_error(one.name), _without_secrets(one.attributes), one.timestamp)
+        for one in span.events
+    ]
     why = span.status.description
-    return ReadableSpan(
-        redact_error(span.name),
-        span.get_span_context(),
-        span.parent,
-        span.resource,
-        _without_secrets(span.attributes),
-        [
-            Event(redact_error(one.name), _without_secrets(one.attributes), one.timestamp)
-            for one in span.events
-        ],
-        span.links,
-        span.kind,
-        status=trace.Status(span.status.status_code, why and redact_error(why)),
-        start_time=span.start_time,
-        end_time=span.end_time,
-        instrumentation_scope=span.instrumentation_scope,
-    )
+    found._status = trace.Status(span.status.status_code, why and redact_error(why))
+    return found
 
 
 def _without_secrets(value: Any) -> Any:

@@ -6,13 +6,13 @@ The thread also answers while the event loop is blocked, and reports that it is.
 import errno
 import json
 import logging
-import math
 import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -36,26 +36,23 @@ class Health:
     """
 
     def __init__(self, *, stall_after: float) -> None:
-        """`stall_after`: seconds without a heartbeat after which the loop counts as hanging."""
-        self._stall_after = stall_after
-        self._lock = threading.Lock()
+        """`stall_after`: seconds without a heartbeat after which the process is not alive, and the
+        watchdog ends it."""
+        self.stall_after = stall_after
         self._parts: dict[str, str | None] = {}
         self._beat = time.monotonic()
 
     def ready(self, part: str) -> None:
         """Report that the part can do its work."""
-        with self._lock:
-            self._parts[part] = None
+        self._parts[part] = None
 
     def not_ready(self, part: str, reason: str) -> None:
         """Report that the part cannot do its work, and why."""
-        with self._lock:
-            self._parts[part] = reason
+        self._parts[part] = reason
 
     def forget(self, part: str) -> None:
         """Remove a part of the process, such as a partition that was revoked."""
-        with self._lock:
-            self._parts.pop(part, None)
+        self._parts.pop(part, None)
 
     def beat(self) -> None:
         """Report that the event loop is not blocked; about once a second."""
@@ -64,10 +61,10 @@ class Health:
     @property
     def reasons(self) -> dict[str, str]:
         """Return why the process is not ready, by part; empty when it is."""
-        with self._lock:
-            found = {part: reason for part, reason in self._parts.items() if reason is not None}
-            if not self._parts:
-                found["process"] = "no part has reported yet"
+        parts = self._parts.copy()  # atomic, while the event loop may add some
+        found = {part: reason for part, reason in parts.items() if reason is not None}
+        if not parts:
+            found["process"] = "no part has reported yet"
         if not self.is_alive:
             found["event loop"] = f"blocked for {self.seconds_since_beat:.0f} s"
         return found
@@ -85,7 +82,7 @@ class Health:
     @property
     def is_alive(self) -> bool:
         """Whether the last heartbeat is not older than `stall_after`."""
-        return self.seconds_since_beat <= self._stall_after
+        return self.seconds_since_beat <= self.stall_after
 
 
 class ReadinessLog:
@@ -94,31 +91,26 @@ class ReadinessLog:
     def __init__(self, health: Health) -> None:
         self._health = health
         self._logged: set[str] = set()
-        """Parts, and reasons without their numbers."""
-        self._logged_at = -math.inf
+        """Reasons, without their numbers."""
+        self._remind_at = 0.0
         self._since = time.monotonic()
         self._was_ready: bool | None = None
 
     def announce(self) -> None:
         """Log what has changed; about once a second."""
         reasons, now = self._health.reasons, time.monotonic()
-        if reasons:
-            if self._was_ready:
-                self._since = now
-            if now - self._logged_at >= _REMIND_SECONDS:
-                self._logged.clear()
-            if any({part, _kind(why)}.isdisjoint(self._logged) for part, why in reasons.items()):
-                log.info("not ready: %s", _summary(reasons))
-                self._logged_at = now
-            self._logged |= reasons.keys() | set(map(_kind, reasons.values()))
-        elif not self._was_ready:
+        if not reasons and not self._was_ready:
             log.info("ready, after %.0f s", now - self._since)
             self._logged.clear()
+        elif reasons:
+            if self._was_ready:
+                self._since = now
+            kinds = {re.sub(r"\d+", "", reason) for reason in reasons.values()}
+            if not kinds <= self._logged or now >= self._remind_at:
+                log.info("not ready: %s", _summary(reasons))
+                self._remind_at = now + _REMIND_SECONDS
+            self._logged |= kinds
         self._was_ready = not reasons
-
-
-def _kind(reason: str) -> str:
-    return re.sub(r"\d+", "", reason)
 
 
 def _summary(reasons: Mapping[str, str]) -> str:
@@ -138,38 +130,27 @@ class CannotListen(Exception):
     """The health server did not get its address; the text has the reason and the setting."""
 
 
-class HealthServer:
-    """Serves `/health/live`, `/health/ready` and `/metrics` of one process."""
+@contextmanager
+def serving(health: Health, *, host: str, port: int) -> Iterator[int]:
+    """Serve `/health/live`, `/health/ready` and `/metrics` from a daemon thread; yield the port.
 
-    def __init__(self, health: Health, *, host: str, port: int) -> None:
-        """Port 0 picks a free one."""
-        self._health = health
-        self._host = host
-        self._port = port
-        self._server: _Server | None = None
-
-    def start(self) -> int:
-        """Serve from a daemon thread and return the port. Raises `CannotListen`."""
-        try:
-            self._server = _Server(self._host, self._port, self._health)
-        except OSError as error:
-            why = f"{error.strerror}; check PIPELINE_HEALTH_HOST and PIPELINE_HEALTH_PORT"
-            if error.errno == errno.EADDRINUSE:
-                why = "the port is in use; set PIPELINE_HEALTH_PORT to a free one, or to 0"
-            raise CannotListen(
-                f"cannot serve health and metrics on {self._host}, port {self._port}: {why}"
-            ) from error
-        threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_SECONDS,), daemon=True
-        ).start()
-        return self._server.server_port
-
-    def stop(self) -> None:
-        """Close the port, within half a second."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+    Port 0 picks a free one. Raises `CannotListen`.
+    """
+    try:
+        server = _Server(host, port, health)
+    except OSError as error:
+        why = f"{error.strerror}; check PIPELINE_HEALTH_HOST and PIPELINE_HEALTH_PORT"
+        if error.errno == errno.EADDRINUSE:
+            why = "the port is in use; set PIPELINE_HEALTH_PORT to a free one, or to 0"
+        raise CannotListen(
+            f"cannot serve health and metrics on {host}, port {port}: {why}"
+        ) from error
+    threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), daemon=True).start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 class _Server(ThreadingHTTPServer):
@@ -200,23 +181,25 @@ class _Handler(BaseHTTPRequestHandler):
         health = self.server.health
         match self.path.partition("?")[0]:
             case "/health/live":
-                alive, age = health.is_alive, health.seconds_since_beat
-                self._answer(_status(alive), alive=alive, seconds_since_beat=round(age, 3))
+                age = health.seconds_since_beat
+                self._answer(
+                    health.is_alive, alive=health.is_alive, seconds_since_beat=round(age, 3)
+                )
             case "/health/ready":
                 reasons = health.reasons
-                self._answer(_status(not reasons), ready=not reasons, reasons=reasons)
+                self._answer(not reasons, ready=not reasons, reasons=reasons)
             case "/metrics":
                 with self.server.scrape:  # concurrent ones mix in OpenTelemetry's collector
                     text = generate_latest()
                 self._send(HTTPStatus.OK, CONTENT_TYPE_PLAIN_0_0_4, text)
             case _:
-                self._answer(
-                    HTTPStatus.NOT_FOUND, error="ask /health/live, /health/ready, /metrics"
-                )
+                body = {"error": "ask /health/live, /health/ready, /metrics"}
+                self._send(HTTPStatus.NOT_FOUND, "application/json", json.dumps(body).encode())
 
     do_HEAD = do_GET  # _send leaves the body out
 
-    def _answer(self, status: HTTPStatus, **body: object) -> None:
+    def _answer(self, is_good: bool, **body: object) -> None:
+        status = HTTPStatus.OK if is_good else HTTPStatus.SERVICE_UNAVAILABLE
         self._send(status, "application/json", json.dumps(body).encode())
 
     def _send(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
@@ -229,7 +212,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Write no access log: probes come every few seconds."""
-
-
-def _status(good: bool) -> HTTPStatus:
-    return HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE

@@ -104,8 +104,8 @@ class _Repetitions(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left_out: dict[tuple[str, int, str], int] = {}
-        self._until: dict[tuple[str, int, str], float] = {}
+        self._last: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """Until when a message is left out, and how often it was."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name.partition(".")[0] not in _REPEATING and record.name != _REPEATING_OURS:
@@ -113,11 +113,12 @@ class _Repetitions(logging.Filter):
         # Messages of asyncio have further lines, which differ each time.
         key = record.name, record.levelno, str(record.msg).partition("\n")[0]
         now = time.monotonic()
-        if now < self._until.get(key, now):
-            self._left_out[key] = self._left_out.get(key, 0) + 1
+        until, left_out = self._last.get(key, (now, 0))
+        if now < until:
+            self._last[key] = until, left_out + 1
             return False
-        self._until[key] = now + _PERIOD
-        if left_out := self._left_out.pop(key, 0):
+        self._last[key] = now + _PERIOD, 0
+        if left_out:
             record.left_out = left_out
         return True
 
@@ -126,18 +127,13 @@ class JsonLines(logging.Formatter):
     """Formats a record as one JSON object in a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
+        line = {
             "timestamp": _timestamp(record),
             "level": record.levelname,
             "logger": record.name,
             "message": _message(record),
         }
-        line |= _fields(record)
-        if record.exc_info:
-            line["exception"] = _traceback(record.exc_info[1])
-        if record.stack_info:
-            line["stack"] = redact(record.stack_info)
-        return dumps(line)
+        return dumps(line | _fields(record) | _stacks(record))
 
 
 class _Readable(logging.Formatter):
@@ -146,16 +142,20 @@ class _Readable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_timestamp(record)} {record.levelname:<7} {record.name}"
         fields = "".join(f" {name}={_text(value)}" for name, value in _fields(record).items())
-        lines = [f"{head}: {_printable(_message(record))}{fields}"]
-        if record.exc_info:
-            lines.append(_traceback(record.exc_info[1]))
-        if record.stack_info:
-            lines.append(redact(record.stack_info))
-        return "\n".join(lines)
+        message = _message(record)
+        # In one line, whatever a message's id contains.
+        line = message if message.isprintable() else repr(message)[1:-1]
+        return "\n".join([f"{head}: {line}{fields}", *_stacks(record).values()])
 
 
-def _traceback(error: BaseException | None) -> str:
-    return "" if error is None else format_traceback(error)
+def _stacks(record: logging.LogRecord) -> dict[str, str]:
+    found = {}
+    if record.exc_info:
+        error = record.exc_info[1]
+        found["exception"] = format_traceback(error) if error else ""
+    if record.stack_info:
+        found["stack"] = redact(record.stack_info)
+    return found
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -208,8 +208,3 @@ def _timestamp(record: logging.LogRecord) -> str:
 def _text(value: object) -> str:
     text = str(value)
     return text if text.isprintable() and text and " " not in text else repr(text)
-
-
-def _printable(text: str) -> str:
-    """Return the text in one line, whatever a message's id contains."""
-    return text if text.isprintable() else repr(text)[1:-1]

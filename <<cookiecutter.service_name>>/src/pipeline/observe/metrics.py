@@ -5,9 +5,7 @@ Names of messaging and database metrics are the semantic conventions'. Without t
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from time import monotonic
 
 from opentelemetry import metrics
@@ -94,103 +92,52 @@ generations_unfiltered = _meter.create_gauge(
 )
 
 
-@dataclass
-class _Latest:
-    """What was reported last; None: nothing yet, or nothing any more."""
+class _Computed:
+    """A gauge whose value is computed when metrics are collected, as it changes with time."""
 
-    is_ready: Callable[[], bool] | None = None
-    leased_until: float = 0.0
-    """Until when, by the monotonic clock, no other relay can have taken this process's shards.
+    def __init__(self, name: str, unit: str, description: str) -> None:
+        self.read: Callable[[], _Value] = lambda: None
+        _meter.create_observable_gauge(name, [self.observe], unit, description)
 
-    Afterwards nothing is reported of the outbox: a relay that is cut off from PostgreSQL does not
-    know what another one has published.
+    def observe(self, _: CallbackOptions) -> Iterable[Observation]:
+        value = self.read()
+        if isinstance(value, Mapping):
+            return [Observation(count, {OUTCOME: outcome}) for outcome, count in value.items()]
+        return [] if value is None else [Observation(value)]
+
+
+class _OfOutbox(_Computed):
+    """One that is reported only while no other relay can have taken this process's shards.
+
+    A relay that is cut off from PostgreSQL does not know what another one has published.
     """
-    lag: int | None = None
-    oldest: datetime | None = None
-    """When the oldest event that waits was staged; None: none waits."""
-    rejected: Mapping[str, int] | None = None
-    outbox_until: datetime | None = None
-    remembered_since: datetime | None = None
-    retention_finished_at: datetime | None = None
 
-    def if_leased(self, value: _Value) -> _Value:
-        """Return the value if it is still true of the outbox."""
-        return value if monotonic() < self.leased_until else None
+    leased_until = 0.0
+    """By the monotonic clock."""
+
+    def observe(self, options: CallbackOptions) -> Iterable[Observation]:
+        return super().observe(options) if monotonic() < _OfOutbox.leased_until else []
 
 
-_latest = _Latest()
-
-
-def _since(moment: datetime | None) -> float | None:
-    return None if moment is None else (datetime.now(UTC) - moment).total_seconds()
-
-
-def _until(moment: datetime | None) -> float | None:
-    return None if moment is None else (moment - datetime.now(UTC)).total_seconds()
-
-
-def _lag_seconds() -> float | None:
-    # The database's clock may be ahead.
-    return None if _latest.lag is None else max(0.0, _since(_latest.oldest) or 0.0)
-
-
-_COMPUTED: tuple[tuple[str, str, str, Callable[[], _Value]], ...] = (
-    (
-        "pipeline.ready",
-        "{process}",
-        "1 while every part can do its work.",
-        lambda: None if _latest.is_ready is None else int(_latest.is_ready()),
-    ),
-    (
-        "pipeline.outbox.lag.events",
-        "{event}",
-        "Events not yet sent.",
-        lambda: _latest.if_leased(_latest.lag),
-    ),
-    (
-        "pipeline.outbox.lag.duration",
-        "s",
-        "Age of the oldest event not yet sent.",
-        lambda: _latest.if_leased(_lag_seconds()),
-    ),
-    (
-        "pipeline.outbox.rejected",
-        "{event}",
-        "Rejected by Kafka, by state.",
-        lambda: _latest.if_leased(_latest.rejected),
-    ),
-    (
-        "pipeline.outbox.ahead",
-        "s",
-        "Time until there is no partition for new events.",
-        lambda: _until(_latest.outbox_until),
-    ),
-    (
-        "pipeline.inbox.horizon",
-        "s",
-        "How far back the inbox remembers every message, once it has forgotten some.",
-        lambda: _since(_latest.remembered_since),
-    ),
-    (
-        "pipeline.retention.age",
-        "s",
-        "Time since a round of retention was finished, by any process.",
-        lambda: _since(_latest.retention_finished_at),
-    ),
+_ready = _Computed("pipeline.ready", "{process}", "1 while every part can do its work.")
+_lag_events = _OfOutbox("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
+_lag_duration = _OfOutbox(
+    "pipeline.outbox.lag.duration", "s", "Age of the oldest event not yet sent."
 )
-"""Gauges computed when metrics are collected, as they change with time: name, unit, description,
-and where the value comes from."""
+_rejected = _OfOutbox("pipeline.outbox.rejected", "{event}", "Rejected by Kafka, by state.")
+_ahead = _Computed("pipeline.outbox.ahead", "s", "Time until there is no partition for new events.")
+_horizon = _Computed(
+    "pipeline.inbox.horizon",
+    "s",
+    "How far back the inbox remembers every message, once it has forgotten some.",
+)
+_retention_age = _Computed(
+    "pipeline.retention.age", "s", "Time since a round of retention was finished, by any process."
+)
 
 
-def _observations(read: Callable[[], _Value], _: CallbackOptions) -> Iterable[Observation]:
-    value = read()
-    if isinstance(value, Mapping):
-        return [Observation(count, {OUTCOME: outcome}) for outcome, count in value.items()]
-    return [] if value is None else [Observation(value)]
-
-
-for _name, _unit, _description, _read in _COMPUTED:
-    _meter.create_observable_gauge(_name, [partial(_observations, _read)], _unit, _description)
+def _since(moment: datetime) -> float:
+    return (datetime.now(UTC) - moment).total_seconds()
 
 
 def operation(name: str, topic: str) -> Attributes:
@@ -209,11 +156,14 @@ def polled(topic: str, group: str) -> Attributes:
 
 def operation_ended(attributes: Attributes, seconds: float, error: BaseException | None) -> None:
     """Record how long a client operation took. One that was cancelled is not recorded."""
+    if error is None or isinstance(error, Exception):
+        _operation_duration.record(seconds, _with_error(attributes, error))
+
+
+def _with_error(attributes: Attributes, error: Exception | None) -> Attributes:
     if error is None:
-        _operation_duration.record(seconds, attributes)
-    elif isinstance(error, Exception):
-        failed = {**attributes, error_attributes.ERROR_TYPE: type(error).__qualname__}
-        _operation_duration.record(seconds, failed)
+        return attributes
+    return {**attributes, error_attributes.ERROR_TYPE: type(error).__qualname__}
 
 
 def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
@@ -248,20 +198,14 @@ def handled(longest: Mapping[tuple[str, str], float]) -> None:
         _handler_duration.record(seconds, attributes)
 
 
-def published(topic: str, count: int) -> None:
-    """Count events that the broker has acknowledged."""
-    _sent.add(count, operation(SEND, topic))
-
-
-def not_published(topic: str, count: int, error: Exception) -> None:
-    """Count events that were sent and rejected, or not acknowledged."""
-    failed = {**operation(SEND, topic), error_attributes.ERROR_TYPE: type(error).__qualname__}
-    _sent.add(count, failed)
+def published(topic: str, count: int, error: Exception | None = None) -> None:
+    """Count events that were sent and acknowledged, or were not, with the error."""
+    _sent.add(count, _with_error(operation(SEND, topic), error))
 
 
 def observe_ready(is_ready: Callable[[], bool]) -> None:
     """Set the function that says whether the process is ready; it is called in any thread."""
-    _latest.is_ready = is_ready
+    _ready.read = lambda: int(is_ready())
 
 
 def set_stuck(topic: str, partition: int, *, is_stuck: bool) -> None:
@@ -293,31 +237,35 @@ def backlog_applied(consumer: str, seconds: float) -> None:
 
 def lease_extended(until: float) -> None:
     """Set until when, by the monotonic clock, what is observed of the outbox stays true."""
-    _latest.leased_until = until
+    _OfOutbox.leased_until = until
 
 
 def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
     """Set how many events wait to be published, and since when the oldest one does."""
-    _latest.lag, _latest.oldest = lag_events, oldest
+    _lag_events.read = lambda: lag_events
+    # The database's clock may be ahead.
+    _lag_duration.read = lambda: max(0.0, _since(oldest)) if oldest else 0.0
 
 
 def observe_rejected(waiting: int, dead: int) -> None:
     """Set how many events in this relay's shards wait for a topic, and how many are dead."""
-    _latest.rejected = {"waiting": waiting, "dead": dead}
+    _rejected.read = lambda: {"waiting": waiting, "dead": dead}
 
 
 def forget_outbox() -> None:
     """Drop what was observed of the outbox, until the relay observes it again."""
-    _latest.lag = _latest.oldest = _latest.rejected = None
+    for gauge in (_lag_events, _lag_duration, _rejected):
+        gauge.read = lambda: None
 
 
 def observe_partitions(until: datetime, since: datetime | None) -> None:
     """Set until when there are partitions for new events, and since when every message is
     remembered; None: since the beginning."""
-    _latest.outbox_until, _latest.remembered_since = until, since
+    _ahead.read = lambda: -_since(until)
+    _horizon.read = lambda: None if since is None else _since(since)
 
 
 def observe_retention(held: int, finished_at: datetime) -> None:
     """Set how many partitions are due to be dropped and still needed, and as of when."""
     _held.set(held)
-    _latest.retention_finished_at = finished_at
+    _retention_age.read = lambda: _since(finished_at)

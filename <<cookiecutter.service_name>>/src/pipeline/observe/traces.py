@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from itertools import islice
 from time import perf_counter
+from typing import Self
 
 from opentelemetry import baggage, trace
 from opentelemetry import context as otel
@@ -62,9 +63,9 @@ class Current:
         self.context = context
         self._span = span
 
-    def __enter__(self) -> trace.Span:
+    def __enter__(self) -> Self:
         self._token = otel.attach(self.context)
-        return self._span
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         otel.detach(self._token)
@@ -146,14 +147,14 @@ def _attributes_of(message: Message) -> Attributes:
     return attributes
 
 
-class Operation:
+class Operation(Current):
     """An operation of a Kafka client, timed from its creation to the end of `with`."""
 
-    __slots__ = ("_attributes", "_begun", "_current", "_error")
+    __slots__ = ("_attributes", "_begun", "_error")
 
-    def __init__(self, attributes: Attributes, current: Current | None = None) -> None:
+    def __init__(self, attributes: Attributes, span: trace.Span = trace.INVALID_SPAN) -> None:
+        super().__init__(trace.set_span_in_context(span, _NO_PARENT), span)
         self._attributes = attributes
-        self._current = current
         self._error: Exception | None = None
         self._begun = perf_counter()
 
@@ -161,16 +162,12 @@ class Operation:
         """Note the error of the operation, where it is handled inside the block."""
         self._error = error
 
-    def __enter__(self) -> "Operation":
-        if self._current is not None:
-            self._current.__enter__()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        error = error or self._error
-        if self._current is not None:
-            self._current.__exit__(kind, error, traceback)
-        metrics.operation_ended(self._attributes, perf_counter() - self._begun, error)
+    def end(self, error: BaseException | None) -> None:
+        """End the span, and record the duration."""
+        super().end(error or self._error)
+        metrics.operation_ended(
+            self._attributes, perf_counter() - self._begun, error or self._error
+        )
 
 
 def sending(
@@ -191,9 +188,8 @@ def sending(
         attributes[names.MESSAGING_DESTINATION_PARTITION_ID] = str(partition)
     if count > 1:  # the convention leaves it out for a single message
         attributes[names.MESSAGING_BATCH_MESSAGE_COUNT] = count
-    name = f"{SEND} {topic}"
-    span = _tracer.start_span(name, _NO_PARENT, trace.SpanKind.PRODUCER, attributes, links)
-    return Operation(common, Current(trace.set_span_in_context(span, _NO_PARENT), span))
+    kind, name = trace.SpanKind.PRODUCER, f"{SEND} {topic}"
+    return Operation(common, _tracer.start_span(name, _NO_PARENT, kind, attributes, links))
 
 
 def polling(topic: str, group: str) -> Operation:

@@ -19,7 +19,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +30,8 @@ log = logging.getLogger(__name__)
 BEAT = 1.0
 """Seconds between heartbeats."""
 LAST_RESORT = 5.0
-"""Seconds after the watchdog's own time-out at which `faulthandler` ends the process, less half of
-them at most: writing the last log line may block."""
+"""Seconds after the watchdog's own time-out at which `faulthandler` ends the process: no thread of
+Python runs, or writing the last log line blocks."""
 _LOOP_BLOCKED = 1
 """Exit code, the same as `faulthandler`'s."""
 _CANCELLATION_IGNORED = 70
@@ -44,19 +43,38 @@ CALLS: dict[asyncio.Task[Any], Callable[[float], str | None]] = {}
 goes on for so many seconds after it was cancelled."""
 
 
-async def heartbeat(health: Health, hang_timeout: float) -> None:
-    """Beat once a second, log changes of readiness, and end the process if the loop is blocked."""
-    readiness = ReadinessLog(health)
-    watchdog = Watchdog(health, hang_timeout)
-    watchdog.start()
+async def heartbeat(health: Health) -> None:
+    """Beat once a second, log changes of readiness, and end the process if the loop is blocked.
+
+    It ends, with the stack in the log, when liveness begins to fail: before a supervisor sees that.
+    """
+    readiness, stopping = ReadinessLog(health), threading.Event()
+    arguments = (health, threading.get_ident(), stopping)
+    threading.Thread(target=_watch_loop, args=arguments, name="watchdog", daemon=True).start()
     try:
         while True:
             health.beat()
-            watchdog.postpone_last_resort()
+            faulthandler.dump_traceback_later(health.stall_after + LAST_RESORT, exit=True)
             readiness.announce()
             await asyncio.sleep(BEAT)
     finally:
-        watchdog.stop()
+        stopping.set()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
+    """End the process when the event loop of the thread has no heartbeat for `stall_after`."""
+    while (left := health.stall_after - health.seconds_since_beat) > 0:
+        if stopping.wait(left):
+            return
+    stack = "".join(traceback.format_stack(sys._current_frames()[thread])).rstrip()
+    text = "the event loop has been blocked for %.0f s: PIPELINE_HANG_TIMEOUT ends the process"
+    args, stack = (health.seconds_since_beat,), f"Stack (most recent call last):\n{stack}"
+    # `log.critical` would give the stack of this thread.
+    log.handle(
+        log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, args, None, sinfo=stack)
+    )
+    os._exit(_LOOP_BLOCKED)
 
 
 async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout: float) -> None:
@@ -81,50 +99,3 @@ def calls_ignoring_cancellation(seconds: float) -> list[tuple[asyncio.Task[Any],
     """Return the tasks and names of calls that go on for `seconds` after they were cancelled."""
     named = [(task, ignoring(seconds)) for task, ignoring in CALLS.items()]
     return [(task, what) for task, what in named if what]
-
-
-class Watchdog:
-    """Ends the process, with the stack in the log, when the loop that starts it is blocked."""
-
-    def __init__(self, health: Health, hang_timeout: float) -> None:
-        """`hang_timeout`: seconds without a heartbeat after which the process ends."""
-        self._health = health
-        self._hang_timeout = hang_timeout
-        self._watched = threading.get_ident()
-        self._postponed_at = 0.0
-        self._stopping = threading.Event()
-
-    def start(self) -> None:
-        """Watch from a daemon thread."""
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def postpone_last_resort(self) -> None:
-        """Restart `faulthandler`'s timer. That starts a thread, so not every heartbeat does it."""
-        if time.monotonic() - self._postponed_at < LAST_RESORT / 2:
-            return
-        self._postponed_at = time.monotonic()
-        faulthandler.dump_traceback_later(self._hang_timeout + LAST_RESORT, exit=True)
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stopping.set()
-        faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self) -> None:
-        left = self._hang_timeout
-        while not self._stopping.wait(left):
-            left = self._hang_timeout - self._health.seconds_since_beat
-            if left <= 0:
-                self._end()
-
-    def _end(self) -> None:
-        stack = traceback.format_stack(sys._current_frames()[self._watched])
-        text = "the event loop has been blocked for %.0f s: PIPELINE_HANG_TIMEOUT ends the process"
-        args = (self._health.seconds_since_beat,)
-        stack_info = "".join(["Stack (most recent call last):\n", *stack]).rstrip()
-        # `log.critical` would give the stack of this thread.
-        record = log.makeRecord(
-            log.name, logging.CRITICAL, __file__, 0, text, args, None, sinfo=stack_info
-        )
-        log.handle(record)
-        os._exit(_LOOP_BLOCKED)

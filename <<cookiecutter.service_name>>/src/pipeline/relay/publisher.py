@@ -233,7 +233,7 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
                 chain.take(count)
             except KafkaError as error:
                 if is_sent:
-                    metrics.not_published(topic, count, error)
+                    metrics.published(topic, count, error)
                     operation.failed(error)
                 rejection = rejection_of(error, chain.events[chain.sent])
                 if rejection is None:

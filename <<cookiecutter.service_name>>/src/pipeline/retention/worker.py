@@ -16,7 +16,7 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from .archive import Archive, record_archiving
@@ -116,7 +116,7 @@ class RetentionWorker:
                 await work(connection)
 
         try:
-            await retry_while_unavailable(
+            await Attempts(
                 _PART,
                 self._settings.postgresql,
                 unless=self._stopping.is_set,

@@ -24,7 +24,7 @@ from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import Attempts, retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from . import lanes
@@ -301,7 +301,7 @@ class BacklogWorkers:
         return await self._attempts(what)(query)
 
     def _attempts(self, what: str) -> Attempts:
-        return retry_while_unavailable(
+        return Attempts(
             f"{self.name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,

@@ -15,7 +15,6 @@ from .patches import Client, KafkaConsumer, cancel_batches, close_bootstrap_conn
 
 _ANSWERS_WITHIN = 40.0
 """Seconds; aiokafka's own default."""
-
 _CANCEL_SECONDS = 1.0
 """How long the tasks of a client have to end after it was cut off from the brokers."""
 

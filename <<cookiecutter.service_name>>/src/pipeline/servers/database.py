@@ -52,18 +52,19 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         | {"command_timeout": _COMMAND_SECONDS, "timeout": _CONNECT_SECONDS},
     )
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
-    _time_statements(engine.sync_engine)
+    _watch_statements(engine.sync_engine)
     return engine
 
 
-def _time_statements(engine: sa.Engine) -> None:
-    """Time each statement once: by SQLAlchemy's events if it is prepared, and else, as with many at
-    once, by asyncpg's query log. COPY is in neither, and timed where it is called."""
+def _watch_statements(engine: sa.Engine) -> None:
+    """Time each statement, and let the guard of its message check it.
 
-    def watch(connection: Any, _: object) -> None:
-        connection.driver_connection.add_query_logger(_log_query)
-
-    sa.event.listen(engine, "connect", watch)
+    SQLAlchemy's events have those that it prepares, asyncpg's query log all others, as many at
+    once. COPY is in neither, and timed where it is called.
+    """
+    sa.event.listen(
+        engine, "connect", lambda each, _: each.driver_connection.add_query_logger(_log_query)
+    )
     sa.event.listen(engine, "before_cursor_execute", _begin)
     sa.event.listen(engine, "after_cursor_execute", _end)
     sa.event.listen(engine, "handle_error", _fail)
@@ -78,12 +79,7 @@ def _log_query(query: LoggedQuery) -> None:
 
 
 def _begin(
-    connection: sa.Connection,
-    cursor: object,
-    text: str,
-    values: Any,
-    context: Any,
-    is_many: bool,
+    connection: sa.Connection, _: object, text: str, values: Any, context: Any, is_many: bool
 ) -> None:
     guard, current = connection.info.get(GUARD), CURRENT_GUARD.get()
     if current is not None:
@@ -96,14 +92,8 @@ def _begin(
     )
 
 
-def _end(
-    connection: sa.Connection,
-    cursor: object,
-    text: str,
-    values: Any,
-    context: Any,
-    is_many: bool,
-) -> None:
+def _end(connection: sa.Connection, _cursor: object, _text: str, *rest: Any) -> None:
+    _values, context, _is_many = rest
     if guard := connection.info.get(GUARD):
         guard.under_way.discard(context)
     context.pipeline_statement.end()

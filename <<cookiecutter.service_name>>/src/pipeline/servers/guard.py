@@ -104,13 +104,10 @@ class Guard:
     def before(self, text: str, context: Any, driver: asyncpg.Connection) -> None:
         """Raise `HandlerFault` for a statement of SQLAlchemy that must not be sent."""
         clause = context.invoked_statement
-        if isinstance(clause, _SAVEPOINT_CLAUSES):
-            if isinstance(clause, SavepointClause):
-                self._unsent -= 1
-            is_ours = self._unsent >= 0
-        else:
-            is_ours = not _CONTROL.match(text)
-        if not is_ours:
+        is_savepoint = isinstance(clause, _SAVEPOINT_CLAUSES)
+        if isinstance(clause, SavepointClause):
+            self._unsent -= 1
+        if (self._unsent < 0) if is_savepoint else _CONTROL.match(text):
             self.refuse(text)
         if not driver.is_in_transaction():
             raise self._note(HAS_ENDED)

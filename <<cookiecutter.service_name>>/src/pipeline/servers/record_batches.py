@@ -5,7 +5,7 @@ decodes the names of headers as UTF-8, which no broker requires: at a record wit
 raises at every attempt, and nothing behind it would ever be read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import islice
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -21,8 +21,6 @@ from aiokafka.record.memory_records import MemoryRecords
 unpacked_at_most: ContextVar[int] = ContextVar("unpacked_at_most", default=128 * 2**20)
 """Bytes that a batch may unpack to, in the context that reads it."""
 
-_BEFORE_LENGTH, _BEFORE_BATCH = 8, 12
-"""Bytes of a batch before its length, and before the part that the length counts."""
 _MAGIC, _OLD_CODEC, _CODEC = 16, 17, 22
 """Offsets in a batch of its format, of its codec before format 2, and of its codec since."""
 _HEADER = DefaultRecordBase.HEADER_STRUCT.size
@@ -62,7 +60,7 @@ class FetchedBatches:
         self._data = memoryview(data)
         self._at = 0
         self._records = MemoryRecords(bytes(data))
-        self._is_over = False
+        self.is_over = False
 
     def size_in_bytes(self) -> int:
         """Return the size of all batches, in bytes."""
@@ -70,18 +68,15 @@ class FetchedBatches:
 
     def has_next(self) -> bool:
         """Whether there is another batch."""
-        return not self._is_over and bool(self._records.has_next())
+        return not self.is_over and bool(self._records.has_next())
 
     def next_batch(self) -> "FetchedBatch":
         """Return the next batch."""
-        length = self._data[self._at + _BEFORE_LENGTH : self._at + _BEFORE_BATCH]
-        end = self._at + _BEFORE_BATCH + int.from_bytes(length, "big")
-        raw, end_fetch = self._data[self._at : end], self._end if self._at else None
-        self._at = end
-        return FetchedBatch(self._records.next_batch(), raw, end_fetch)
-
-    def _end(self) -> None:
-        self._is_over = True
+        # Behind an offset of 8 bytes stands the length of what follows it.
+        (length,) = unpack_from(">i", self._data, self._at + 8)
+        start, self._at = self._at, self._at + 12 + length
+        raw = self._data[start : self._at]
+        return FetchedBatch(self._records.next_batch(), raw, self if start else None)
 
 
 class FetchedBatch:
@@ -91,11 +86,11 @@ class FetchedBatch:
     end the fetch, and are the first of the next one. So what stands before them is applied.
     """
 
-    def __init__(self, batch: Any, raw: memoryview, end_fetch: Callable[[], None] | None) -> None:
+    def __init__(self, batch: Any, raw: memoryview, follows_in: FetchedBatches | None) -> None:
         self._batch = batch
         self._raw = raw
-        self._end_fetch = end_fetch
-        self._ended_fetch = False
+        self._fetch = follows_in
+        """None for the first one."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batch, name)
@@ -103,7 +98,8 @@ class FetchedBatch:
     @property
     def next_offset(self) -> int:
         """Return the offset to fetch from next: behind it, or its own if it ended the fetch."""
-        return _offset_of(self._raw) if self._ended_fetch else int(self._batch.next_offset)
+        has_ended_fetch = self._fetch is not None and self._fetch.is_over
+        return _offset_of(self._raw) if has_ended_fetch else int(self._batch.next_offset)
 
     def __next__(self) -> Any:
         return next(self._batch)
@@ -125,10 +121,9 @@ class FetchedBatch:
                     raise
                 yield from islice(_LenientBatch(raw), read, None)
         except Exception as error:
-            if self._end_fetch is None or read:
+            if self._fetch is None or read:
                 raise UnreadableBatch(self._batch, self._raw, error) from error
-            self._ended_fetch = True
-            self._end_fetch()
+            self._fetch.is_over = True
 
 
 def _is_old(raw: memoryview) -> bool:
@@ -137,7 +132,8 @@ def _is_old(raw: memoryview) -> bool:
 
 
 def _offset_of(raw: memoryview) -> int:
-    return int.from_bytes(raw[:_BEFORE_LENGTH], "big")
+    offset: int = unpack_from(">q", raw)[0]
+    return offset
 
 
 def _unpacked(raw: memoryview, limit: int) -> memoryview:

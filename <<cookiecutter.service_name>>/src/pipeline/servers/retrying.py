@@ -29,7 +29,7 @@ def pause(failures: int) -> float:
 
 @dataclass(frozen=True)
 class Attempts:
-    """Attempts at work, which go on while the server or the network fails."""
+    """Attempts at work, with pauses in between, while the server is unavailable."""
 
     what: str
     """What is attempted, for the log."""
@@ -56,17 +56,13 @@ class Attempts:
             retrying.iter_state.reset()
 
     def _report(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        reason = f"{self.server}: {describe_error(error) if error else 'unknown'}"
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
         if isinstance(error, StoreUnavailable):  # its text has the address
             reason = summarize_error(error)
+        else:
+            reason = f"{self.server}: {describe_error(error)}"
         self.report(reason)
         if state.attempt_number == 1:
             log.warning("%s failed, trying again: %s", self.what, reason)
-
-
-def retry_while_unavailable(
-    what: str, server: str, *, unless: Callable[[], bool], report: Callable[[str], None]
-) -> Attempts:
-    """Return attempts at `what`, with pauses in between, while the server is unavailable."""
-    return Attempts(what, server, unless, report)

@@ -4,13 +4,11 @@ On an older schema the code would fail later, at some statement. A newer one is 
 of a release works with the code of the previous one.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import asyncpg
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from alembic.util import to_tuple
 
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
@@ -57,22 +55,13 @@ async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -
         applied = set()
     known = applied & {one.revision for one in migrations.walk_revisions()}
     # The table of Alembic leaves out those that others depend on.
-    implied = {one for row in known for one in _up_to(migrations, row)}
+    implied = {one.revision for row in known for one in migrations.iterate_revisions(row, "base")}
+    lacking = set(migrations.get_heads()) - implied
+    if applied == known:
+        return lacking
+    branches = {label for row in known for label in migrations.get_revision(row).branch_labels}
     return {
         head
-        for head in set(migrations.get_heads()) - implied
-        if applied == known or not known.isdisjoint(_branch(migrations, head))
+        for head in lacking
+        if not branches.isdisjoint(migrations.get_revision(head).branch_labels)
     }
-
-
-def _up_to(migrations: ScriptDirectory, revision: str) -> Iterator[str]:
-    return (one.revision for one in migrations.iterate_revisions(revision, "base"))
-
-
-def _branch(migrations: ScriptDirectory, head: str) -> Iterator[str]:
-    """Return a revision and those below it, without what it only depends on."""
-    left = [head]
-    while left:
-        revision = left.pop()
-        yield revision
-        left += to_tuple(migrations.get_revision(revision).down_revision, default=())

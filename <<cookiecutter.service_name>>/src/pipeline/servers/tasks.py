@@ -54,10 +54,8 @@ async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.T
     task = asyncio.create_task(work)
     try:
         yield task
-    except BaseException:
+    finally:
         await end(task)
-        raise
-    await end(task)
     if not task.cancelled():
         task.result()
 

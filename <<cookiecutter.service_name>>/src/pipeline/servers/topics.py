@@ -46,7 +46,43 @@ async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
     """
     async with asyncio.timeout(2 * _ANSWER_SECONDS):
-        return await _describe(settings, set(names))
+        async with clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin:
+            # Only existing topics are described: a broker may create others.
+            there = sorted({*names}.intersection(await admin.list_topics()))
+            if not there:
+                return {}
+            described = await admin.describe_topics(there)
+            answers = await admin.describe_configs(
+                [ConfigResource(ConfigResourceType.TOPIC, name) for name in there]
+            )
+        partitions = [
+            TopicPartition(one["topic"], part["partition"])
+            for one in described
+            for part in one["partitions"]
+        ]
+        async with clients.offsets_client(settings) as client:
+            first = await client.beginning_offsets(partitions)
+            end = await client.end_offsets(partitions)
+            # Queried last, so that records written meanwhile don't look like an open transaction.
+            stable = await client.stable_offsets(partitions)
+    resources = [one for answer in answers for one in answer.resources]
+    configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in resources}
+    unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in resources if code}
+    return {
+        name: Topic(
+            name,
+            _of(name, first),
+            _of(name, end),
+            _of(name, stable),
+            configs.get(name, {}),
+            unreadable.get(name),
+        )
+        for name in there
+    }
+
+
+def _of(topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, int]:
+    return {one.partition: offset for one, offset in offsets.items() if one.topic == topic}
 
 
 async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
@@ -70,40 +106,4 @@ async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
         for member, *_, host, _, assignment in members
         if assignment  # a member may have none
         for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
-    }
-
-
-async def _describe(settings: Settings, names: set[str]) -> dict[str, Topic]:
-    async with clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin:
-        # Only existing topics are described: a broker may create others.
-        there = sorted(names.intersection(await admin.list_topics()))
-        if not there:
-            return {}
-        described = await admin.describe_topics(there)
-        answers = await admin.describe_configs(
-            [ConfigResource(ConfigResourceType.TOPIC, name) for name in there]
-        )
-    partitions = [
-        TopicPartition(one["topic"], part["partition"])
-        for one in described
-        for part in one["partitions"]
-    ]
-    async with clients.offsets_client(settings) as client:
-        first = await client.beginning_offsets(partitions)
-        end = await client.end_offsets(partitions)
-        # Queried last, so that records written meanwhile don't look like an open transaction.
-        stable = await client.stable_offsets(partitions)
-    resources = [one for answer in answers for one in answer.resources]
-    configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in resources}
-    unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in resources if code}
-    return {
-        name: Topic(
-            name,
-            {one.partition: offset for one, offset in first.items() if one.topic == name},
-            {one.partition: offset for one, offset in end.items() if one.topic == name},
-            {one.partition: offset for one, offset in stable.items() if one.topic == name},
-            configs.get(name, {}),
-            unreadable.get(name),
-        )
-        for name in there
     }

@@ -22,7 +22,7 @@ from pipeline.consume.partition_source import PartitionSource
 from pipeline.observe.health import Health
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 
 from tests.contract.bank import Deposit
 
@@ -87,7 +87,7 @@ class Desk:
 
         A single record may be one over which so many processes have died.
         """
-        attempts = retry_while_unavailable(
+        attempts = Attempts(
             "the test", "PostgreSQL", unless=lambda: False, report=self.outages.append
         )
         results = await self.consume.apply(

@@ -28,7 +28,7 @@ from pipeline.retry.lane_source import take
 from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 
 from .bank import Bank
 from .conftest import Command, complaint
@@ -325,9 +325,7 @@ async def test_what_is_too_old_is_applied_only_if_it_is_asked_for_as_such(
 async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk: Desk) -> None:
     start = await desk.position()
     batch = await desk.read(Deposit(1), start=start)
-    attempts = retry_while_unavailable(
-        "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
-    )
+    attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
     await desk.consume.apply(PartitionSource(desk.slot, batch, deaths=3), attempts)
     async with autocommitting(desk.engine) as driver:
         await driver.execute(
@@ -428,7 +426,7 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
         assert lane is not None
         source = await take(driver, lane, desk.handlers, ["deposit"], 100)
         assert await discard(desk) == 1
-        attempts = retry_while_unavailable(
+        attempts = Attempts(
             "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
         )
         with pytest.raises(LaneLost):

@@ -21,7 +21,7 @@ from pipeline.retry.lane_source import LaneSource, take
 from pipeline.retry.lanes import Lane, LaneLost
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
-from pipeline.servers.retrying import retry_while_unavailable
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
 from .bank import Bank
@@ -47,9 +47,7 @@ async def claim(desk: Desk, lease: float = LEASE) -> LaneSource:
 
 async def handle(desk: Desk, source: LaneSource) -> Sequence[BatchOutcome]:
     """Handle what was read."""
-    attempts = retry_while_unavailable(
-        "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
-    )
+    attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
     return await desk.consume.apply(source, attempts)
 
 

@@ -273,12 +273,11 @@ async def test_what_was_sent_and_what_was_sent_in_vain_is_counted_apart_with_the
     new_topic: NewTopic,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted: Counter[str] = Counter()
-    monkeypatch.setattr(metrics, "published", lambda _, count: counted.update({"": count}))
+    counted: Counter[str | None] = Counter()
     monkeypatch.setattr(
         metrics,
-        "not_published",
-        lambda _, count, error: counted.update({type(error).__name__: count}),
+        "published",
+        lambda _, count, error=None: counted.update({error and type(error).__name__: count}),
     )
     compacted = await new_topic(**{"cleanup.policy": "compact"})
     await stage(db, [*numbered(compacted, [1]), *numbered(compacted, [2], None)])
@@ -286,10 +285,10 @@ async def test_what_was_sent_and_what_was_sent_in_vain_is_counted_apart_with_the
         rejections = await publisher.send(await rows(db), lambda: True)
         assert len(rejections) == 1
         # Both go in a batch, and then each by itself.
-        assert counted == {"": 1, "InvalidRecordError": 3}
+        assert counted == {None: 1, "InvalidRecordError": 3}
         with pytest.raises(LeaseExpired):
             await publisher.send(await rows(db), lambda: False)
-        assert counted == {"": 1, "InvalidRecordError": 3}, "what was not sent is not counted"
+        assert counted == {None: 1, "InvalidRecordError": 3}, "what was not sent is not counted"
 
 
 async def test_a_topic_that_rejects_again_and_again_has_to_wait_and_delays_no_other(

@@ -97,7 +97,7 @@ metrics.processed("scans", "track", "new", 5, "parcel-tracker")
 metrics.batch_applied("scans", "parcel-tracker", 8, 0.03)
 metrics.handled({("track", "parcel.scanned.v1"): 0.002})
 metrics.published("routes", 4)
-metrics.not_published("routes", 3, LookupError())
+metrics.published("routes", 3, LookupError())
 metrics.received("scans", "parcel-tracker", 9)
 with traces.sending("routes", 1, 5, []):
     pass

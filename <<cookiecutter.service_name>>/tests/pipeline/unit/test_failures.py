@@ -21,7 +21,7 @@ from pipeline.errors import (
     leaves,
     summarize_error,
 )
-from pipeline.servers.retrying import Attempts, pause, retry_while_unavailable
+from pipeline.servers.retrying import Attempts, pause
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
@@ -219,7 +219,7 @@ async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
 
     monkeypatch.setattr(asyncio, "sleep", note)
     reasons: list[str] = []
-    attempts = retry_while_unavailable(
+    attempts = Attempts(
         "the work", "PostgreSQL at db:5432", unless=lambda: False, report=reasons.append
     )
     errors = [ConnectionResetError(f"try {n}") for n in range(1, 21)]
@@ -244,9 +244,7 @@ async def test_attempts_leave_nothing_to_the_collector() -> None:
         return 1
 
     gc.collect()
-    attempts = retry_while_unavailable(
-        "it", "a server", unless=lambda: False, report=lambda _: None
-    )
+    attempts = Attempts("it", "a server", unless=lambda: False, report=lambda _: None)
     assert await attempts(succeed) == 1
     del attempts
     assert gc.collect() == 0
@@ -254,7 +252,7 @@ async def test_attempts_leave_nothing_to_the_collector() -> None:
 
 async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
     reasons: list[str] = []
-    attempts = retry_while_unavailable(
+    attempts = Attempts(
         "the work", "PostgreSQL at db:5432", unless=lambda: False, report=reasons.append
     )
     with pytest.raises(asyncpg.UniqueViolationError):
@@ -263,7 +261,7 @@ async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
 
 
 async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> None:
-    attempts = retry_while_unavailable(
+    attempts = Attempts(
         "the work", "PostgreSQL at db:5432", unless=lambda: True, report=lambda reason: None
     )
     with pytest.raises(ConnectionResetError):

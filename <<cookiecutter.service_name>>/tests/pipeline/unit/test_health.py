@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.observe import health as module
-from pipeline.observe.health import CannotListen, Health, HealthServer, ReadinessLog
+from pipeline.observe.health import CannotListen, Health, ReadinessLog, serving
 
 HOST = "127.0.0.1"
 
@@ -50,9 +50,8 @@ def health() -> Health:
 
 @pytest.fixture
 def port(health: Health) -> Iterator[int]:
-    server = HealthServer(health, host=HOST, port=0)
-    yield server.start()
-    server.stop()
+    with serving(health, host=HOST, port=0) as port:
+        yield port
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, str, bytes]:
@@ -101,9 +100,7 @@ def test_a_part_that_is_forgotten_is_not_waited_for(health: Health) -> None:
 def test_a_process_whose_loop_hangs_is_not_alive_until_the_loop_turns_again(clock: Clock) -> None:
     health = Health(stall_after=10)
     health.ready("consumer")
-    server = HealthServer(health, host=HOST, port=0)
-    port = server.start()
-    try:
+    with serving(health, host=HOST, port=0) as port:
         clock.now += 10
         assert answer(port, "/health/live") == (200, {"alive": True, "seconds_since_beat": 10})
         clock.now += 0.5
@@ -113,8 +110,6 @@ def test_a_process_whose_loop_hangs_is_not_alive_until_the_loop_turns_again(cloc
         health.beat()
         assert answer(port, "/health/ready")[0] == 200
         assert answer(port, "/health/live") == (200, {"alive": True, "seconds_since_beat": 0})
-    finally:
-        server.stop()
 
 
 def test_the_server_answers_while_the_event_loop_is_blocked(port: int) -> None:
@@ -270,38 +265,35 @@ def test_a_client_that_says_nothing_does_not_hold_up_the_others(port: int) -> No
 
 
 def test_a_port_in_use_is_told_with_the_setting_to_change(health: Health, port: int) -> None:
-    second = HealthServer(health, host=HOST, port=port)
-    with pytest.raises(CannotListen, match=f"port {port}: the port is in use") as caught:
-        second.start()
+    with (
+        pytest.raises(CannotListen, match=f"port {port}: the port is in use") as caught,
+        serving(health, host=HOST, port=port),
+    ):
+        pytest.fail("it serves")
     assert "PIPELINE_HEALTH_PORT" in str(caught.value)
-    second.stop()
 
 
 def test_an_address_of_another_machine_is_told_with_the_setting_to_change(health: Health) -> None:
-    with pytest.raises(CannotListen, match="PIPELINE_HEALTH_HOST"):
-        HealthServer(health, host="192.0.2.1", port=0).start()
+    with (
+        pytest.raises(CannotListen, match="PIPELINE_HEALTH_HOST"),
+        serving(health, host="192.0.2.1", port=0),
+    ):
+        pytest.fail("it serves")
 
 
 def test_stopping_frees_the_port_and_ends_the_thread(health: Health) -> None:
     before = threading.active_count()
-    server = HealthServer(health, host=HOST, port=0)
-    port = server.start()
-    server.stop()
-    server.stop()
-    again = HealthServer(health, host=HOST, port=port)
-    assert again.start() == port
-    again.stop()
+    with serving(health, host=HOST, port=0) as port:
+        pass
+    with serving(health, host=HOST, port=port) as again:
+        assert again == port
     assert threading.active_count() == before
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_an_ipv6_host_is_served(health: Health) -> None:
-    server = HealthServer(health, host="::1", port=0)
-    port = server.start()
-    try:
+    with serving(health, host="::1", port=0) as port:
         socket.create_connection(("::1", port), timeout=5).close()
-    finally:
-        server.stop()
 
 
 @pytest.fixture
@@ -340,7 +332,7 @@ def test_an_outage_is_told_when_it_begins_and_when_it_has_ended(
     assert announced() == ["not ready: relay: PostgreSQL at db:5432: refused"]
 
 
-def test_an_outage_is_told_once_however_many_parts_it_has_and_whatever_they_say_of_it(
+def test_a_reason_is_logged_once_however_many_parts_have_it_and_whatever_its_numbers(
     health: Health, announced: Announced
 ) -> None:
     health.not_ready("partition scans/0", "refused")
@@ -348,14 +340,14 @@ def test_an_outage_is_told_once_however_many_parts_it_has_and_whatever_they_say_
     for number in range(1, 10):
         health.not_ready(f"partition scans/{number}", "refused")
         assert announced() == []
-    health.not_ready("partition scans/3", "starting up")
-    assert announced() == []
-    health.not_ready("relay", "Kafka at kafka:9092: away")
+    health.not_ready("relay", "Kafka has not answered for 15 s")
     (line,) = announced()
     assert line == (
-        "not ready: partition scans/0, partition scans/1, partition scans/2 and 6 more: refused;"
-        " partition scans/3: starting up; relay: Kafka at kafka:9092: away"
+        "not ready: partition scans/0, partition scans/1, partition scans/2 and 7 more: refused;"
+        " relay: Kafka has not answered for 15 s"
     )
+    health.not_ready("relay", "Kafka has not answered for 16 s")
+    assert announced() == []
 
 
 def test_an_outage_that_lasts_is_told_again_every_minute(
@@ -380,7 +372,7 @@ def block_the_loop() -> None:
 
 
 async def main() -> None:
-    beating = asyncio.create_task(watchdog.heartbeat(Health(stall_after=10), 2))
+    beating = asyncio.create_task(watchdog.heartbeat(Health(stall_after=2)))
     await asyncio.sleep(0.3)
     block_the_loop()
     beating.cancel()
