@@ -14,14 +14,14 @@ import uvloop
 from sqlalchemy.ext.asyncio import AsyncTransaction
 from sqlalchemy.orm import Session
 
-from pipeline.apply import batch, calls, inbox, positions
+from pipeline.apply import batch, calls, inbox, limits, positions
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.filters import Filters
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
 from pipeline.consume.partition_source import PartitionSource
-from pipeline.events import message
+from pipeline.events import cloudevents
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import UnitOfWork
@@ -104,11 +104,11 @@ async def layers() -> dict[str, float]:
 
 def watch(clock: Clock) -> None:
     """Name the layers, along the way of a message."""
-    clock.note(message, "payload_hash", "hash")
+    clock.note(cloudevents, "payload_hash", "hash")
     clock.note(batch, "decode", "decode")
     clock.note(batch, "_validated", "validate")
     clock.note(batch, "read", "match with handlers")
-    clock.note(inbox, "begin", "begin, position")
+    clock.note(limits, "begin", "begin, position")
     clock.note(inbox, "move_position", "begin, position")
     clock.note(inbox, "mark", "markers")
     clock.note(PartitionSource, "find", "backlog")

@@ -422,6 +422,8 @@ async def test_no_other_process_begins_a_round_while_it_takes_long(
 ) -> None:
     other = await connect()
     keeping = await held_up(house, door, monkeypatch)
+    begun = "SELECT started_at > '-infinity' FROM pipeline.retention_round"
+    await eventually(lambda: other.fetchval(begun))
     for _ in range(20):
         assert not await begin_round(other, 3)
         await asyncio.sleep(0.4)

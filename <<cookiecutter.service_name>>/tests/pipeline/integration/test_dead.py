@@ -709,15 +709,16 @@ async def test_the_log_names_a_letter_and_its_event_and_the_commands_find_it_by_
     assert [one.event_id for one in await letters(desk)] == ["3"]
 
 
-async def test_the_log_names_no_letter_of_who_has_the_identity_of_another(
-    bank: Bank, desk: Desk, caplog: pytest.LogCaptureFixture
+async def test_the_log_names_the_letter_of_a_message_with_the_identity_of_another(
+    bank: Bank, desk: Desk, service: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     await desk.apply(Deposit(1))
     await desk.apply(Deposit(1, value=b'{"account": "ada", "amount": 2}'))
     (identity_mismatch,) = [one for one in caplog.records if "message_id" in vars(one)]
     assert vars(identity_mismatch)["reason"] == "identity mismatch"
-    assert "letter" not in identity_mismatch.getMessage()
-    assert "letter" not in vars(identity_mismatch)
+    letter = vars(identity_mismatch)["letter"]
+    assert f"letter {letter}" in identity_mismatch.getMessage()
+    assert "identity mismatch" in (await service("show", letter)).stdout
 
 
 async def test_redrive_says_what_it_leaves_out(
