@@ -109,7 +109,7 @@ def watch(clock: Clock) -> None:
     clock.note(batch, "_validated", "validate")
     clock.note(batch, "read", "match with handlers")
     clock.note(limits, "begin", "begin, position")
-    clock.note(inbox, "move_position", "begin, position")
+    clock.note(positions, "move_position", "begin, position")
     clock.note(inbox, "mark", "markers")
     clock.note(PartitionSource, "find", "backlog")
     clock.note(Rows, "lock", "load")

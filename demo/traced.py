@@ -124,7 +124,7 @@ def _read(request: dict[str, Any]) -> Iterator[Span]:
                 yield Span(
                     service,
                     one["name"],
-                    _attributes(one).get("pipeline.consume.consumer", ""),
+                    _attributes(one).get("pipeline.consumer", ""),
                     one["traceId"],
                     one["spanId"],
                     one.get("parentSpanId", ""),
