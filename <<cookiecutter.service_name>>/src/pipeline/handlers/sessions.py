@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import asyncpg
 from sqlalchemy.event import listens_for
@@ -27,9 +27,6 @@ from pipeline.servers.guard import (
     HandlerFault,
     Stages,
 )
-
-if TYPE_CHECKING:
-    from .rows import Rows
 
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
@@ -103,11 +100,22 @@ for _name in (_WANTING_METHODS - _READ_ONLY_METHODS) | {"_execute_internal", "_e
     setattr(SharedSession, _name, _wanting(_name))
 
 
+class Locks(Protocol):
+    """The locked rows of a session: see `Rows`."""
+
+    locked: dict[Any, Any]
+    savepoints: list[dict[Any, Any]]
+    error: BaseException | None
+
+    def check(self) -> None:
+        """Raise `HandlerFault` if a row was changed that is not locked."""
+
+
 class OwnSession(RowSession):
     """The session of one message."""
 
     guard: Guard
-    rows: "Rows"
+    rows: Locks
 
     def commit(self) -> None:
         self.guard.refuse("session.commit()")
