@@ -27,14 +27,6 @@ COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subjec
        dataref, datalength, datachecksum"""
 """An event, as it is sent."""
 
-_HEAD = f"""
-SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
-       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
-       {COLUMNS}
-  FROM (SELECT (NULL::pipeline.outbox).*) AS nothing"""
-"""The first row, which holds what is common to all events after it."""
-
-
 def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
     """Return the statement that reads a page, cut off behind the event that fills it.
 
@@ -52,8 +44,14 @@ SELECT {columns}
 
 
 def _headed(page: str, *, place: str, at_most: str) -> str:
+    """Put a row before those of the page, with what is common to them."""
     rows = filled(page, columns=f"NULL, NULL, NULL, {COLUMNS}", place=place, at_most=at_most)
-    return f"{_HEAD} UNION ALL ({rows})"
+    return f"""
+SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
+       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
+       {COLUMNS}
+  FROM (SELECT (NULL::pipeline.outbox).*) AS nothing
+ UNION ALL ({rows})"""
 
 
 # Executed on the primary, by itself in READ COMMITTED or in a read-only snapshot, so that the
