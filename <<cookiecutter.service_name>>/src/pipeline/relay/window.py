@@ -27,6 +27,7 @@ COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subjec
        dataref, datalength, datachecksum"""
 """An event, as it is sent."""
 
+
 def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
     """Return the statement that reads a page, cut off behind the event that fills it.
 
