@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm.attributes import flag_modified
+from sqlalchemy.orm.attributes import flag_modified, instance_state
 
 from pipeline import Handlers, Policy, Transaction
 
@@ -40,7 +40,7 @@ class ByHand:
 
     async def load(self, entity: type[Row], key: str) -> Any:
         row = self._loaded.get((entity, key))
-        if row is None or row in self.session.deleted:
+        if row is None or row in self.session.deleted or instance_state(row).expired:
             await self.session.flush()
             wanted = sa.select(entity).where(entity.id == key).with_for_update()
             row = await self.session.scalar(wanted.execution_options(populate_existing=True))
