@@ -41,6 +41,9 @@ from tests.contract.bank import Deposit, histories
 from tests.servers.topics import create_topic, following, ids_in
 from tests.servers.waiting import eventually
 
+# They hold transactions open and wait for those of others.
+pytestmark = pytest.mark.together
+
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
 
