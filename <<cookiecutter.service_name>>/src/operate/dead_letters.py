@@ -56,7 +56,7 @@ REASONS: Mapping[str, str] = {
     "transaction failed": "nothing: it is tried again by its schedule",
     "takes too long": "nothing: it is tried again by its schedule",
     "locked out": "nothing: it is tried again; look for what holds the locks of its rows",
-    "process died": "nothing: it is tried alone; look into the log of the process that died",
+    "process died": "the last log line of the process that died says why; it is tried alone",
     "parked by its handler": "nothing: it is tried again when its handler said so",
     "follows another": "nothing: it goes on after what its key waits for",
     "undecided": "nothing: it is tried at once, by itself",

@@ -36,6 +36,8 @@ SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
  ORDER BY id
 """
 
+_WAITS = "SELECT count(*) FROM pipeline.backlog WHERE id = $1 AND ($2::text IS NULL OR source = $2)"
+
 app = typer.Typer(help="Messages that the service has handled.", no_args_is_help=True)
 
 
@@ -57,8 +59,14 @@ async def show(
             ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
             events = await connection.fetch(_EVENTS, row["transaction"], ids)
             found.append((dict(row), [dict(event) for event in events]))
+        waits = not found and await connection.fetchval(_WAITS, id, source, timeout=_SECONDS)
     if not found:
         of_source = f" of source {source!r}" if source else ""
+        if waits:
+            raise Refused(
+                f"event {id!r}{of_source} was not applied: it waits or is dead, see"
+                f" `service dead list --event-id {id}`, also with --waiting"
+            )
         raise Refused(f"no event {id!r}{of_source} is remembered: never handled, or forgotten")
     for number, (marker, events) in enumerate(found):
         marker["payload_hash"] = marker.pop("hash").hex()

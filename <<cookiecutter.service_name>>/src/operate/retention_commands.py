@@ -21,6 +21,7 @@ async def run(invocation: Invocation) -> None:
     """Do what a running service does every hour: make partitions, drop what is too old."""
     async with invocation.connected() as connection:
         await revisions.check(connection, revisions.load_migrations())
+        await maintenance.begin_round(connection, 0)  # so that no service begins one meanwhile
         done = await maintenance.run_retention(
             connection,
             invocation.settings,

@@ -3,6 +3,8 @@
 The statement that moves a position, or holds a lane, also reads the generations of the inbox.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple, Self
 from uuid import UUID
@@ -50,12 +52,16 @@ class PositionMoved(SourceLost):
     commit whose result was lost."""
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """Key of a position: a topic partition as a consumer group reads it."""
 
     group: str
     topic: str
     partition: int
+
+    def __iter__(self) -> Iterator[str | int]:
+        return iter((self.group, self.topic, self.partition))
 
 
 class Anchor(NamedTuple):

@@ -14,7 +14,6 @@ from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 from tenacity import (
     AsyncRetrying,
-    RetryError,
     retry_if_exception,
     stop_after_attempt,
     wait_random_exponential,
@@ -149,11 +148,14 @@ class Writer:
             wait=wait_random_exponential(0.01, max=_LONGEST_PAUSE),
             stop=stop_after_attempt(self._attempts),
             after=lambda _: metrics.conflicts.add(1),
+            reraise=True,
         )
         try:
             return await retrying(self._attempt, work, id)
-        except RetryError as error:
-            raise Conflict(self._attempts) from error.last_attempt.exception()
+        except Exception as error:
+            if _is_conflict(error):
+                raise Conflict(self._attempts) from error
+            raise
 
     async def _attempt(self, work: Callable[[Writing], Awaitable[T]], id: str) -> T:
         outbox = Outbox(

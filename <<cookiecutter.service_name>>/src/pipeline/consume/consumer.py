@@ -84,11 +84,13 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             if not self._stopping.is_set():
                 raise
         finally:
-            await self._stop_readers(0)
-            await clients.stop(client, _ANSWER_SECONDS)
-            if self._committing is not None:
-                self._committing.cancel()
-            self._health.not_ready("consumer", "has left its group")
+            try:
+                await self._stop_readers(0)
+            finally:
+                await clients.stop(client, _ANSWER_SECONDS)
+                if self._committing is not None:
+                    self._committing.cancel()
+                self._health.not_ready("consumer", "has left its group")
 
     def stop(self) -> None:
         """Make `run` end."""

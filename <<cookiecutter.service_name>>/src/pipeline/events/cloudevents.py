@@ -1,7 +1,8 @@
 """CloudEvents: decodes a record as an event, and encodes the headers of a published event.
 
-The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence` and
-`dataref`) and W3C Trace Context. Percent-encoding belongs to HTTP: values are UTF-8.
+The rules are those of CloudEvents 1.0 (Kafka binding, JSON format, the extensions `sequence`,
+`dataref` and distributed tracing) and W3C Trace Context. Percent-encoding belongs to HTTP: values
+are UTF-8.
 """
 
 import base64
@@ -28,6 +29,8 @@ _ATTRIBUTES = (
     *("ce_dataschema", "ce_datacontenttype"),
 )
 _TRACE = ("traceparent", "tracestate", "baggage")
+_EXTENSION = ("ce_traceparent", "ce_tracestate")
+"""Trace context as attributes, which counts where the headers of W3C are missing."""
 _AS_TEXT = (
     ("ce_subject", "subject"),
     *((name, name) for name in _TRACE),
@@ -189,13 +192,13 @@ def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes
         if "data" in event and not event.get("datacontenttype"):
             event["datacontenttype"] = "application/json"
         headers: dict[str, str] = {}
-        for name in _ATTRIBUTES:
+        for name in (*_ATTRIBUTES, *_EXTENSION):
             attribute = event.get(name[3:])
             if isinstance(attribute, orjson.Fragment):  # an Integer: its text in binary mode
                 attribute = orjson.dumps(attribute).decode()
             if isinstance(attribute, str):
                 headers[name] = attribute
-            elif attribute is not None:
+            elif attribute is not None and name not in _EXTENSION:
                 raise Undecodable(
                     Reason.INVALID_ATTRIBUTE,
                     f"the attribute {name[3:]} is no string: let the producer send one",
@@ -233,7 +236,8 @@ def _storable(headers: Mapping[str, str]) -> dict[str, str]:
                 f"{name} is not UTF-8 or holds a NUL: {headers[name][:80]!r}; let the producer send"
                 " text",
             )
-    return {n: v for n, v in headers.items() if n not in _TRACE or not UNSTORABLE.search(v)}
+    traces = (*_TRACE, *_EXTENSION)
+    return {n: v for n, v in headers.items() if n not in traces or not UNSTORABLE.search(v)}
 
 
 def refers(record: Record) -> bool:
@@ -256,10 +260,11 @@ def _reference(headers: Mapping[str, str]) -> Reference:
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-    traceparent = headers.get("traceparent")
-    if traceparent is None or not _TRACEPARENT.fullmatch(traceparent):
-        return None, None
-    return traceparent, headers.get("tracestate")
+    for parent, state in (_TRACE[:2], _EXTENSION):
+        traceparent = headers.get(parent)
+        if traceparent is not None and _TRACEPARENT.fullmatch(traceparent):
+            return traceparent, headers.get(state)
+    return None, None
 
 
 def _time(text: str) -> datetime:

@@ -15,11 +15,13 @@ from pipeline.errors import summarize_error
 
 _FLOAT = re.compile(rb"[:,\[\s](-?\d+(?:\.\d+(?:[eE][+-]?\d+)?|[eE][+-]?\d+))(?=[,}\]\s])")
 """Numbers that Pydantic parses as floats. Matches inside of strings too, which does no harm."""
-_APART = {"computed_fields", "default", "metadata", "serialization"}
-"""Members of a schema that do not affect validation."""
+_APART = {"computed_fields", "default", "metadata", "serialization", "strict_schema"}
+"""Members of a schema that do not affect validation, which is not strict."""
 _SCALARS = {"bool", "float", "int", "str"}
-_SAME_IN_A_UNION = _SCALARS | {"literal", "none", "list", "dict", "model", "definition-ref"}
+_SAME_IN_A_UNION = _SCALARS | {"literal", "none"}
 """Types that fit a value of JSON as well as the equal one of Python."""
+_VALUES: tuple[object, ...] = ({}, [], "", 0, 0.0, True, None)
+"""A value of each type that JSON has."""
 _TOPIC = re.compile(r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}")
 _ADVICE = (
     "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
@@ -106,7 +108,7 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
 
     Pydantic parses every number with a fraction as a float, also for a `Decimal`. So JSON in which
     a float would lose digits is parsed here, and validated as Python objects. Raises `TypeError`
-    for a model that could accept these otherwise: in strict mode, or in a union.
+    for a model that could accept these otherwise: in strict mode, in a union, or as an instance.
     """
     # Does what model_validate_json() does, which takes half as long again.
     validator = event.__pydantic_validator__
@@ -117,8 +119,9 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
     if any(map(_depends_on_mode, nodes)):
         raise TypeError(
             f"{event.__name__} has a Decimal, and its numbers could lose digits: leave out"
-            " strict=True, except for fields of the types bool, float, int and str, and give a"
-            ' union like UUID | str the option Field(union_mode="left_to_right")'
+            " strict=True, except for fields of the types bool, float, int and str; give a union"
+            ' like UUID | str or Card | Bill the option Field(union_mode="left_to_right"), or a'
+            " discriminator; and let a type of your own accept the value that JSON has"
         )
 
     def read_decimals(data: bytes) -> Any:
@@ -129,7 +132,7 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
             value = json.loads(data, parse_float=_Number)
         except (ValueError, RecursionError):
             return read(data)  # raises, with Pydantic's description of the error
-        return validator.validate_python(value)
+        return _without_text(validator.validate_python(value))
 
     return read_decimals
 
@@ -142,6 +145,20 @@ class _Number(float):
 
     def __str__(self) -> str:
         return self.text
+
+
+def _without_text(value: Any) -> Any:
+    """Return the value with plain floats, also in fields of the type `Any` and in extra fields."""
+    if type(value) is _Number:
+        return float(value)
+    if isinstance(value, list):
+        value[:] = map(_without_text, value)
+    members = _members(value)
+    for name in members:
+        members[name] = _without_text(members[name])
+    if isinstance(value, BaseModel):
+        _without_text(value.__pydantic_extra__)
+    return value
 
 
 def _nodes(schema: object) -> Iterator[Mapping[str, Any]]:
@@ -163,6 +180,8 @@ def _depends_on_mode(node: Mapping[str, Any]) -> bool:
     if kind == "union" and node.get("mode") != "left_to_right":
         choices = [one[0] if isinstance(one, tuple) else one for one in node["choices"]]
         return any(one["type"] not in _SAME_IN_A_UNION for one in choices)
+    if kind == "is-instance":
+        return not any(isinstance(value, node["cls"]) for value in _VALUES)
     return node.get("strict") is True and kind not in _SCALARS
 
 

@@ -50,6 +50,7 @@ async def heartbeat(health: Health) -> None:
     """
     readiness, stopping = ReadinessLog(health), threading.Event()
     arguments = (health, threading.get_ident(), stopping)
+    health.beat()
     threading.Thread(target=_watch_loop, args=arguments, name="watchdog", daemon=True).start()
     try:
         while True:

@@ -71,6 +71,15 @@ async def record_archiving(connection: asyncpg.Connection, archive: Archive | No
         await connection.execute(_ARCHIVES)
 
 
+async def lacking(connection: asyncpg.Connection, archive: Archive | None, day: date) -> str | None:
+    """Return why this process may not drop the day, if days are archived and it has no archive."""
+    if (archive and archive.is_on) or not await connection.fetchval(_IS_ARCHIVED, day):
+        return None
+    why = _NO_ARCHIVE.format(host=socket.gethostname(), day=day)
+    await connection.execute(_NOT_ARCHIVED, day, why)
+    return why
+
+
 async def archive_day(
     connection: asyncpg.Connection,
     archive: Archive | None,
@@ -79,7 +88,7 @@ async def archive_day(
     report: Callable[[str], None],
 ) -> str | None:
     """Archive a day, if days are archived; returns why it may not be dropped, and records that."""
-    if not await connection.fetchval(_IS_ARCHIVED, day):
+    if archive is None or not await connection.fetchval(_IS_ARCHIVED, day):
         return None
     report_at = monotonic() + _REPORT_SECONDS
 
@@ -90,16 +99,13 @@ async def archive_day(
             report(f"archiving {table}: {progress}")
             report_at = monotonic() + _REPORT_SECONDS
 
-    if archive is None or not archive.is_on:
-        why = _NO_ARCHIVE.format(host=socket.gethostname(), day=day)
-    else:
-        try:
-            await archive.keep(connection, table, day, report_progress)
-            return None
-        except asyncpg.UndefinedTableError:
-            raise
-        except Exception as error:
-            why = f"it is not archived: {describe_error(error)}"
+    try:
+        await archive.keep(connection, table, day, report_progress)
+        return None
+    except asyncpg.UndefinedTableError:
+        raise
+    except Exception as error:
+        why = f"it is not archived: {describe_error(error)}"
     await connection.execute(_NOT_ARCHIVED, day, why)
     return why
 

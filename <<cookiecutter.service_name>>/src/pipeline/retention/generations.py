@@ -13,6 +13,7 @@ from random import uniform
 import asyncpg
 
 from pipeline.apply.inbox import GENERATION_LOCK
+from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import partitions
@@ -73,8 +74,14 @@ RETURNING last
 
 
 async def read(connection: asyncpg.Connection) -> asyncpg.Record:
-    """Return which generations there are, the database's time, and the last round of retention."""
-    return await connection.fetchrow(_GENERATION)
+    """Return which generations there are, the database's time, and the last round of retention.
+
+    Raises `NotMigrated` if the tables lack the rows that the migration inserts.
+    """
+    row = await connection.fetchrow(_GENERATION)
+    if row is None:
+        raise NotMigrated
+    return row
 
 
 async def list_partitions(

@@ -13,7 +13,7 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import days, generations, partitions
-from .archive import Archive, archive_day, record_archiving
+from .archive import Archive, archive_day, lacking, record_archiving
 from .partitions import NotOwner, PartitionStatus
 
 log = logging.getLogger(__name__)
@@ -173,6 +173,7 @@ async def _drop(
     try:
         if day is not None:
             why = await days.needed_by(connection, day, one.partition, marks=True)
+            why = why or await lacking(connection, archive, day)
         if why is None:
             await partitions.detach(connection, one.table, one.partition)
             if day is not None:

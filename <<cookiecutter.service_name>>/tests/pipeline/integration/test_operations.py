@@ -119,6 +119,16 @@ async def test_inbox_show_says_so_when_nothing_is_remembered(
     assert "no event 'nobody' is remembered" in process.output
 
 
+async def test_inbox_show_says_where_an_event_is_that_was_not_applied(
+    desk: Desk, start: Start
+) -> None:
+    await desk.apply(Deposit(5, value=b"{}"))
+    process = await start("inbox", "show", "5")
+    assert await process.ended() == 1
+    assert "event '5' was not applied: it waits or is dead" in process.output
+    assert "`service dead list --event-id 5`" in process.output
+
+
 async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(
     bank: Bank,
     db: asyncpg.Connection,

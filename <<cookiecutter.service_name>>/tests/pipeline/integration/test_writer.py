@@ -13,6 +13,7 @@ from sqlalchemy import Text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Mapped, mapped_column
+from tenacity import RetryError, retry, stop_after_attempt, wait_none
 
 from pipeline import (
     Aggregate,
@@ -168,6 +169,18 @@ async def test_what_the_work_raises_is_not_tried_again_and_leaves_nothing(
     assert len(calls) == 1
     assert await db.fetchval("SELECT count(*) FROM seat") == 0
     assert await told(db) == []
+
+
+async def test_a_retry_error_of_the_work_is_no_conflict(writer: Writer) -> None:
+    @retry(stop=stop_after_attempt(2), wait=wait_none())
+    async def call() -> None:
+        raise ConnectionError
+
+    async def work(writing: Writing) -> None:
+        await call()
+
+    with pytest.raises(RetryError):
+        await writer.write(work)
 
 
 async def test_an_event_is_told_of_a_row_that_is_written_and_once(writer: Writer) -> None:

@@ -1,9 +1,12 @@
 """Decimals: the digits that a number of a payload has, its event has, and what is published."""
 
+from collections import deque
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import UUID
 
+import orjson
 import pytest
 from pydantic import (
     AliasChoices,
@@ -12,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    InstanceOf,
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
@@ -133,7 +137,7 @@ class Beside(Event, type="beside"):
     whatever: Any = None
     text: str = ""
     either: Annotated[float | Decimal, Field(union_mode="left_to_right")] = 0.0
-    one_of: list[str | int | list[Part]] | None = None
+    one_of: list[Annotated[str | int | list[Part], Field(union_mode="left_to_right")]] | None = None
     note: Part | Note | None = Field(None, discriminator="kind")
 
 
@@ -228,7 +232,82 @@ class UnionOfDecimals(Event, type="union"):
     amount: Decimal | str | None
 
 
-@pytest.mark.parametrize("kind", [Strict, StrictField, Union, UnionOfDecimals])
+class Card(BaseModel):
+    """A way to pay."""
+
+    ref: UUID
+
+
+class Bill(BaseModel):
+    """Another one, which takes any text."""
+
+    ref: str
+
+
+class UnionOfModels(Event, type="union"):
+    """A union whose members JSON and Python could fill otherwise, further inside."""
+
+    amount: Decimal
+    by: Card | Bill
+
+
+class UnionOfLists(Event, type="union"):
+    """The same in lists."""
+
+    amount: Decimal
+    ids: list[UUID] | list[str]
+
+
+class Money:
+    """A type that is made of a number in JSON, and in Python must be there already."""
+
+
+class Instance(Event, type="instance"):
+    """A field for which Python's objects must have a type that JSON has not."""
+
+    amount: Decimal
+    money: InstanceOf[Money]
+
+
+class Fine(Event, type="fine"):
+    """What JSON and Python fill alike."""
+
+    amount: Decimal
+    names: Sequence[str] = ()
+    queue: deque[int] = Field(default_factory=deque)
+    by: Annotated[Card | Bill, Field(union_mode="left_to_right")] | None = None
+    either: int | str | None = None
+
+
+def test_a_model_that_is_filled_alike_may_have_decimals() -> None:
+    Handlers().on(Fine, topic="a", consumer="b")(take)
+    data = b'{"amount": 1.50, "names": ["a"], "queue": [1], "by": {"ref": "x"}, "either": "1"}'
+    assert reader(Fine)(data) == Fine(
+        amount=Decimal("1.50"), names=["a"], queue=deque([1]), by=Bill(ref="x"), either="1"
+    )
+
+
+class Extra(Event, type="extra", extra="allow"):
+    """What has numbers that no field describes."""
+
+    amount: Decimal
+    whatever: dict[str, Any]
+
+
+def test_numbers_that_no_field_describes_are_plain_floats() -> None:
+    data = b'{"amount": 1.50, "whatever": {"a": [2.50, {"b": 3.50}]}, "more": [4.50]}'
+    event = reader(Extra)(data)
+    assert str(event.amount) == "1.50"
+    assert event.__pydantic_extra__ == {"more": [4.5]}
+    assert orjson.dumps([event.whatever, event.__pydantic_extra__]) == (
+        b'[{"a":[2.5,{"b":3.5}]},{"more":[4.5]}]'
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Strict, StrictField, Union, UnionOfDecimals, UnionOfModels, UnionOfLists, Instance],
+)
 def test_a_model_that_could_lose_digits_is_refused_when_it_is_registered(kind: type[Event]) -> None:
     with pytest.raises(TypeError, match="has a Decimal, and its numbers could lose digits: leave"):
         Handlers().on(kind, topic="a", consumer="b")(take)

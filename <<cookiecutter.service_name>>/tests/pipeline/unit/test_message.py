@@ -30,6 +30,7 @@ EVENT = {
     "content-type": b"application/json",
 }
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b9c7c989f97918e1-01"
+OTHER_TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 STRUCTURED = "application/cloudevents+json"
 
 
@@ -349,10 +350,32 @@ class TestTraceContext:
         assert message.tracestate is None
         assert message.baggage is None
 
-    def test_a_structured_event_has_its_trace_context_in_headers(self) -> None:
-        message = structured(envelope(), {"traceparent": TRACEPARENT.encode(), "baggage": b"a=1"})
+    def test_the_plain_headers_go_before_the_cloudevents_extension(self) -> None:
+        message = binary(
+            traceparent=TRACEPARENT.encode(),
+            ce_traceparent=OTHER_TRACEPARENT.encode(),
+            ce_tracestate=b"congo=1",
+        )
 
-        assert (message.traceparent, message.baggage) == (TRACEPARENT, "a=1")
+        assert (message.traceparent, message.tracestate) == (TRACEPARENT, None)
+
+    def test_the_cloudevents_extension_counts_where_there_is_no_plain_header(self) -> None:
+        message = binary(ce_traceparent=OTHER_TRACEPARENT.encode(), ce_tracestate=b"congo=1")
+
+        assert (message.traceparent, message.tracestate) == (OTHER_TRACEPARENT, "congo=1")
+
+    def test_a_structured_event_carries_the_extension_in_its_envelope(self) -> None:
+        event = envelope(traceparent=OTHER_TRACEPARENT, tracestate="congo=1")
+
+        message = structured(event, {"baggage": b"a=1"})
+        assert (message.traceparent, message.tracestate) == (OTHER_TRACEPARENT, "congo=1")
+        assert message.baggage == "a=1"
+
+        message = structured(event, {"traceparent": TRACEPARENT.encode()})
+        assert (message.traceparent, message.tracestate) == (TRACEPARENT, None)
+
+    def test_an_extension_that_is_no_string_is_dropped(self) -> None:
+        assert structured(envelope(traceparent=["x"], tracestate={})).traceparent is None
 
 
 class TestStructuredMode:
