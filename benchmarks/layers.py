@@ -11,7 +11,7 @@ import json
 import os
 
 import uvloop
-from sqlalchemy.ext.asyncio import AsyncTransaction
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
 
 from pipeline.apply import batch, calls, inbox, limits, positions
@@ -118,7 +118,7 @@ def watch(clock: Clock) -> None:
     # Within SQLAlchemy's greenlet it waits for PostgreSQL.
     clock.note(Session, "flush", "flush", waits=True)
     clock.note(Outbox, "write", "COPY")
-    clock.note(AsyncTransaction, "commit", "commit")
+    clock.note(AsyncConnection, "commit", "commit")
     clock.note(ConsumeTransactions, "apply", "the rest")
     clock.note(window, "fresh", "relay: read")
     clock.note(Publisher, "send", "relay: send")

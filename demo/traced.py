@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
@@ -195,12 +196,13 @@ def _service(project: Path, settings: Mapping[str, str]) -> Service:
 
 async def _another(stack: Stack) -> str:
     """Create a database for the second service; return its URL."""
+    name = f"board_{uuid4().hex}"
     connection = await asyncpg.connect(stack.database)
     try:
-        await connection.execute("CREATE DATABASE board")
+        await connection.execute(f"CREATE DATABASE {name}")
     finally:
         await connection.close()
-    return stack.addresses["PIPELINE_DATABASE_URL"].rpartition("/")[0] + "/board"
+    return stack.addresses["PIPELINE_DATABASE_URL"].rpartition("/")[0] + f"/{name}"
 
 
 async def _send(kafka: str, url: str) -> None:
