@@ -202,10 +202,13 @@ class Harness:
 
         return await self._step(work)
 
-    async def get(self, entity: type[R], *key: object) -> R | None:
-        """Return the row with this primary key as it is committed, or None."""
+    async def get(self, entity: type[R], *key: object) -> R:
+        """Return the row with this primary key as it is committed.
+
+        Raises SQLAlchemy's `NoResultFound` if there is none.
+        """
         async with self.session() as session:
-            return await session.get(entity, key[0] if len(key) == 1 else key)
+            return await session.get_one(entity, key[0] if len(key) == 1 else key)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:

@@ -104,9 +104,7 @@ async def test_an_event_takes_effect_and_the_outcome_has_what_was_published(
     assert [one[1:] for one in outcome.records] == [("bookings", "ada", 1)]
     assert (outcome.failures, outcome.calls, outcome.scheduled) == ([], [], [])
     assert not outcome.is_duplicate
-    account = await harness.get(Account, "ada")
-    assert account is not None
-    assert account.history == "5,"
+    assert (await harness.get(Account, "ada")).history == "5,"
 
 
 async def test_an_equal_event_is_a_duplicate_unless_it_has_another_id(harness: Harness) -> None:
@@ -220,7 +218,8 @@ async def test_rows_are_prepared_in_a_session(harness: Harness) -> None:
         account.balance = 7
         session.add(account)
     assert (await harness.handle(deposit(1))).results == [8]
-    assert await harness.get(Account, "bob") is None
+    with pytest.raises(sa.exc.NoResultFound):
+        await harness.get(Account, "bob")
 
 
 @pytest.mark.parametrize("number", range(3))
