@@ -41,6 +41,15 @@ async def test_a_scan_that_is_sent_twice_counts_once(harness: Harness) -> None:
     assert (await harness.get(Parcel, "p-1")).scans == 1
 
 
+async def test_scans_count_once_in_whatever_way_they_come(harness: Harness) -> None:
+    async def all_are_counted(harness: Harness) -> None:
+        parcel = await harness.get(Parcel, "p-1")
+        assert (parcel.place, parcel.scans) == ("Graz", 3)
+
+    scans = [scan(1, "Vienna"), scan(3, "Graz"), scan(2, "Linz")]
+    assert await harness.explore(scans, invariant=all_are_counted) == 9
+
+
 async def test_one_scan_with_two_places_is_a_dead_letter(harness: Harness) -> None:
     await harness.handle(scan(1, "Vienna"), id="1")
     (failure,) = (await harness.handle(scan(1, "Graz"), id="1")).failures

@@ -199,16 +199,13 @@ class Handlers:
         return renamed
 
     def with_functions(
-        self, functions: Mapping[str, Callable[..., Awaitable[object]]]
+        self, function_of: Callable[[Handler], Callable[..., Awaitable[object]]]
     ) -> "Handlers":
-        """Return the same handlers, of which those of these consumers have other functions."""
+        """Return the same handlers with the functions that `function_of` returns for them."""
         changed = copy(self)
         changed._by_topic = {
             topic: {
-                type: tuple(
-                    replace(one, function=functions.get(one.consumer, one.function))
-                    for one in handlers
-                )
+                type: tuple(replace(one, function=function_of(one)) for one in handlers)
                 for type, handlers in types.items()
             }
             for topic, types in self._by_topic.items()

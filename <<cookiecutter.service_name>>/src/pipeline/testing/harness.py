@@ -4,14 +4,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from aiokafka import ConsumerRecord
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from pipeline.apply import positions
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.filters import Filters
@@ -21,6 +20,7 @@ from pipeline.apply.source import Source
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.partition_source import PartitionSource
 from pipeline.events.event import Event
+from pipeline.handlers.registry import Handlers
 from pipeline.observe.health import Health
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting, create_engine
@@ -30,8 +30,9 @@ from pipeline.service import Service
 from . import stored
 from .databases import ResettableDatabase
 from .errors import HarnessMisused
-from .outcome import Handled, Outcome
-from .records import Headers, Sent, check_topic, record
+from .explore import failing_once, scenarios
+from .outcome import Outcome, outcome_of
+from .records import Headers, KafkaRecord, Sent, check_topic, record
 from .stored import DeadLetter
 
 R = TypeVar("R")
@@ -69,6 +70,7 @@ class Harness:
         self.service = service
         self.engine = engine
         """The pool of connections to the test's database."""
+        self._database = database
         settings = database.settings()
         self._health = Health(stall_after=_HANGS)
         self._outcomes: list[BatchOutcome] = []
@@ -85,9 +87,9 @@ class Harness:
             signals=Signals(),
         )
         self._consume.outcomes = self._outcomes
-        self._backlog = BacklogWorkers(self._consume, self._health)
-        self._offsets: dict[tuple[str, int], int] = {}
-        self._rounds = 0
+        self._use(service.handlers)
+        self._positions: dict[Slot, int] = {}
+        self._rounds = self._skipped = 0
 
     async def handle(
         self,
@@ -113,13 +115,7 @@ class Harness:
 
         Raises `HarnessMisused` as `handle` does.
         """
-        handlers = self.service.handlers
-        records = []
-        for one in messages:
-            sent = one if isinstance(one, Sent) else Sent(one)
-            made = sent.record(handlers, 0)
-            records.append(self._at_next_offset(made))
-        return await self._handle(records)
+        return await self._handle([self._record(one) for one in messages])
 
     async def handle_record(
         self,
@@ -135,8 +131,8 @@ class Harness:
         Raises `HarnessMisused` for a topic that no handler reads.
         """
         check_topic(self.service.handlers, topic)
-        made = record(topic, value, key=key, headers=headers or {}, partition=partition, offset=0)
-        return await self._handle([self._at_next_offset(made)])
+        made = record(topic, value, key=key, headers=headers or {}, partition=partition)
+        return await self._handle([made])
 
     async def advance(
         self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0
@@ -170,7 +166,9 @@ class Harness:
                 f"{min(unknown)!r} is no effect; effects: {', '.join(sorted(callers)) or 'none'}"
             )
         consume = copy(self._consume)
-        consume.handlers = self.service.handlers.with_functions(functions)
+        consume.handlers = self.service.handlers.with_functions(
+            lambda one: functions.get(one.consumer, one.function)
+        )
         workers = [kind(consume, self._health) for kind in self.service.workers]
 
         async def work() -> None:
@@ -185,6 +183,48 @@ class Harness:
                     await self._work_off(one)
 
         return await self._step(work)
+
+    async def explore(
+        self,
+        messages: Sequence[Event | Sent],
+        *,
+        invariant: Callable[[Self], Awaitable[None]],
+        at_most: int = 500,
+    ) -> int:
+        """Check an invariant after the messages came in every order that keeps order per key.
+
+        In each order they also come twice, in one batch, and with a failure of each message's first
+        call. Every scenario begins with a reset database, and a day passes before the `invariant`
+        is called with the harness; it raises `AssertionError`, with a note that has the scenario.
+        Returns the number of scenarios; of more than `at_most` that number is chosen, always the
+        same. One takes about 10 ms a message. Raises `HarnessMisused` as `handle` does.
+        """
+        records = [self._record(one) for one in messages]
+        handlers = self.service.handlers
+        # A message without a key has no order.
+        keys = [
+            (one.topic, one.partition, place if one.key is None else one.key)
+            for place, one in enumerate(records)
+        ]
+        found = scenarios(keys, at_most)
+        try:
+            for number, one in enumerate(found, 1):
+                await self._database.reset(self.engine)
+                self._positions.clear()
+                ids = [dict(each.headers)["ce_id"].decode() for each in records]
+                self._use(handlers if one.fails is None else failing_once(handlers, ids[one.fails]))
+                sent = [replace(records[place]) for place in one.sent]
+                for batch in [sent] if one.is_batch else [[each] for each in sent]:
+                    await self._handle(batch)
+                await self.advance(days=1)
+                try:
+                    await invariant(self)
+                except AssertionError as error:
+                    error.add_note(f"scenario {number} of {len(found)}: {one}")
+                    raise
+        finally:
+            self._use(handlers)
+        return len(found)
 
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the oldest first."""
@@ -217,34 +257,38 @@ class Harness:
             yield session
             await session.commit()
 
-    def _at_next_offset(self, made: ConsumerRecord[bytes, bytes]) -> ConsumerRecord[bytes, bytes]:
-        place = made.topic, made.partition
-        made.offset = self._offsets.get(place, 0)
-        self._offsets[place] = made.offset + 1
-        return made
+    def _use(self, handlers: Handlers) -> None:
+        """Handle messages by these handlers from now on."""
+        self._consume = copy(self._consume)
+        self._consume.handlers = handlers
+        self._backlog = BacklogWorkers(self._consume, self._health)
 
-    async def _handle(self, records: Sequence[ConsumerRecord[bytes, bytes]]) -> Outcome:
-        batches: dict[tuple[str, int], list[ConsumerRecord[bytes, bytes]]] = defaultdict(list)
+    def _record(self, message: Event | Sent) -> KafkaRecord:
+        sent = message if isinstance(message, Sent) else Sent(message)
+        return sent.record(self.service.handlers)
+
+    async def _handle(self, records: Sequence[KafkaRecord]) -> Outcome:
+        batches: dict[Slot, list[KafkaRecord]] = defaultdict(list)
         for one in records:
-            batches[one.topic, one.partition].append(one)
-        skipped = 0
+            batches[Slot(self.service.name, one.topic, one.partition)].append(one)
 
         async def work() -> None:
-            nonlocal skipped
-            for place, batch in batches.items():
-                skipped += await self._apply(Slot(self.service.name, *place), batch)
+            for slot, batch in batches.items():
+                await self._apply(slot, batch)
             decided = (pair for one in self._outcomes for pair in one.decided)
             if any(decision.due_in == 0.0 for _, decision in decided):
                 await self._work_off(self._backlog)
 
-        outcome = await self._step(work)
-        return Outcome(**{**vars(outcome), "skipped": skipped})
+        return await self._step(work)
 
-    async def _apply(self, slot: Slot, records: Sequence[ConsumerRecord[bytes, bytes]]) -> int:
-        """Apply records of a partition; return how many no handler takes."""
-        start = records[0].offset
-        if start == 0:
-            await self._query(positions.start_at, slot, 0)
+    async def _apply(self, slot: Slot, records: Sequence[KafkaRecord]) -> None:
+        """Apply records of a partition, from its position on."""
+        # After an error the position may be anywhere in the batch: it is read again.
+        start = self._positions.pop(slot, None)
+        if start is None:
+            start = await self._query(stored.position, slot)
+        for place, one in enumerate(records):
+            one.offset = start + place
         batch = await read(self._consume.handlers, start, records)
         failures = count(1)
         attempts = Attempts(
@@ -254,7 +298,8 @@ class Harness:
             report=lambda reason: None,
         )
         await self._consume.apply(PartitionSource(slot, batch), attempts)
-        return len(batch.skipped)
+        self._skipped += len(batch.skipped)
+        self._positions[slot] = batch.end
 
     async def _work_off(self, workers: BacklogWorkers) -> None:
         """Handle what is due. Raises `HarnessMisused` in a step without an end."""
@@ -271,21 +316,12 @@ class Harness:
     async def _step(self, work: Callable[[], Awaitable[None]]) -> Outcome:
         """Do the work, and return what has become of messages and what is stored since."""
         self._outcomes.clear()
-        self._rounds = 0
+        self._rounds = self._skipped = 0
         before = await self._query(stored.mark)
         await work()
-        handled = Handled.of(self._outcomes)
         service = self.service
         found = await self._query(stored.since, before, service.handlers, service.package)
-        return Outcome(
-            handled.applied,
-            handled.results,
-            *found,
-            failures=list(handled.failures.values()),
-            waiting=list(handled.waiting.values()),
-            duplicates=handled.duplicates,
-            superseded=handled.superseded,
-        )
+        return outcome_of(self._outcomes, **found._asdict(), skipped=self._skipped)
 
     async def _query(
         self,

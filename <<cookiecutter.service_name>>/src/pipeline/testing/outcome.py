@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 
 import pydantic_core
 
-from pipeline.apply.backlog import Row, mismatch_key
-from pipeline.apply.item import Item
+from pipeline.apply.backlog import mismatch_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.event import Event
 from pipeline.handlers.policy import Decision, Policy, dead
@@ -54,7 +53,7 @@ class Failure:
     """The CloudEvents id of the message."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """The outcome of a step for all messages that it has handled."""
 
@@ -89,58 +88,45 @@ class Outcome:
         return self.duplicates > 0 and not any(others)
 
 
-@dataclass
-class Handled:
-    """What has become of messages, by the outcomes of their transactions."""
-
-    applied: list[str] = field(default_factory=list)
-    results: list[object] = field(default_factory=list)
-    failures: dict[bytes, Failure] = field(default_factory=dict)
-    waiting: dict[bytes, str] = field(default_factory=dict)
-    duplicates: int = 0
-    superseded: int = 0
-
-    @classmethod
-    def of(cls, outcomes: Iterable[BatchOutcome]) -> "Handled":
-        """Return the latest of what the outcomes say of each message."""
-        handled = cls()
-        for one in outcomes:
-            handled._add(one)
-        return handled
-
-    def _add(self, one: BatchOutcome) -> None:
+def outcome_of(
+    batches: Iterable[BatchOutcome],
+    *,
+    records: list[Published],
+    calls: list[Event],
+    scheduled: list[Scheduled],
+    skipped: int,
+) -> Outcome:
+    """Return the outcome of a step: the latest of what its transactions say of each message."""
+    outcome = Outcome(records=records, calls=calls, scheduled=scheduled, skipped=skipped)
+    failures: dict[bytes, Failure] = {}
+    waiting: dict[bytes, str] = {}
+    for one in batches:
+        superseded = [item for item, _ in one.superseded]
+        decided = [pair for pair in one.decided if not pair[1].is_assumed]
+        outcome.duplicates += len(one.duplicates)
+        outcome.superseded += len(superseded)
+        settled = (*one.applied, *one.duplicates, *superseded, *(item for item, _ in decided))
+        for item in settled:
+            failures.pop(item.key, None)
+            waiting.pop(item.key, None)
         for item in one.applied:
-            self._settle(item)
-            self.applied.append(item.consumer)
             text = one.returned.get(item.key)
-            self.results.append(None if text is None else pydantic_core.from_json(text))
-        for item in (*one.duplicates, *(item for item, _ in one.superseded)):
-            self._settle(item)
-        self.duplicates += len(one.duplicates)
-        self.superseded += len(one.superseded)
-        for item, decision in one.decided:
-            if decision.is_assumed:
-                continue
-            self._settle(item)
+            outcome.applied.append(item.consumer)
+            outcome.results.append(None if text is None else pydantic_core.from_json(text))
+        for item, decision in decided:
             if decision.is_decided:
-                failure = _failure(item.consumer, decision, item.message.id)
-                self.failures[item.key] = failure
+                failures[item.key] = _failure(item.consumer, decision, item.message.id)
             else:
-                self.waiting[item.key] = item.message.id
+                waiting[item.key] = item.message.id
         for item, error in one.mismatched:
             decision = dead(Policy(), "identity mismatch", error)
-            failure = _failure(item.consumer, decision, item.message.id)
-            self.failures[mismatch_key(item)] = failure
+            failures[mismatch_key(item)] = _failure(item.consumer, decision, item.message.id)
         for row in one.undecoded:
-            self.failures[row.key] = _of_row(row)
-
-    def _settle(self, item: Item) -> None:
-        self.failures.pop(item.key, None)
-        self.waiting.pop(item.key, None)
-
-
-def _of_row(row: Row) -> Failure:
-    return _failure(row.consumer, row.decision, row.item.message.id if row.item else None)
+            id = row.item.message.id if row.item else None
+            failures[row.key] = _failure(row.consumer, row.decision, id)
+    outcome.failures += failures.values()
+    outcome.waiting += waiting.values()
+    return outcome
 
 
 def _failure(consumer: str, decision: Decision, id: str | None) -> Failure:

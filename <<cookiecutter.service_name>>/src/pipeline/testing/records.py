@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import time
+from typing import TypeAlias
 
 from aiokafka import ConsumerRecord
 
@@ -14,6 +15,7 @@ from pipeline.handlers.staging import CALLS
 
 from .errors import HarnessMisused
 
+KafkaRecord: TypeAlias = "ConsumerRecord[bytes, bytes]"
 Headers = Mapping[str, str | bytes]
 """Headers by their names, text as UTF-8."""
 
@@ -36,7 +38,7 @@ class Sent:
     """More headers, such as `ce_time` or `ce_sequence`; they replace those of the kit."""
     partition: int = 0
 
-    def record(self, handlers: Handlers, offset: int) -> ConsumerRecord[bytes, bytes]:
+    def record(self, handlers: Handlers) -> KafkaRecord:
         """Return it as Kafka would. Raises `HarnessMisused` if no handler takes it."""
         takers = _takers(handlers, self.event, self.topic)
         payload = payload_of(self.event)
@@ -56,7 +58,6 @@ class Sent:
             key=None if key is None else key.encode(),
             headers=headers | dict(self.headers),
             partition=self.partition,
-            offset=offset,
         )
 
 
@@ -67,16 +68,15 @@ def record(
     key: bytes | None,
     headers: Headers,
     partition: int,
-    offset: int,
-) -> ConsumerRecord[bytes, bytes]:
-    """Return a record of now."""
+) -> KafkaRecord:
+    """Return a record of now, without an offset."""
     encoded = {
         name: text.encode() if isinstance(text, str) else text for name, text in headers.items()
     }
     return ConsumerRecord(
         topic=topic,
         partition=partition,
-        offset=offset,
+        offset=-1,
         timestamp=int(time() * 1_000),
         timestamp_type=0,
         key=key,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import asyncpg
 
+from pipeline.apply import positions
 from pipeline.events.event import Event, declared_events, reader
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
@@ -97,6 +98,14 @@ class Stored(NamedTuple):
     records: list[Published]
     calls: list[Event]
     scheduled: list[Scheduled]
+
+
+async def position(driver: asyncpg.Connection, slot: positions.Slot) -> int:
+    """Return the position of a partition, which begins at 0."""
+    await positions.start_at(driver, slot, 0)
+    found = await positions.position(driver, slot)
+    assert found is not None
+    return found.next_offset
 
 
 async def mark(driver: asyncpg.Connection) -> Mark:

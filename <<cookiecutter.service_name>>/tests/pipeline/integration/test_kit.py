@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from uuid import uuid4
 
+import asyncpg
 import pytest
 import sqlalchemy as sa
 
 from pipeline import Event, Handlers, Park, Policy, Reject, Service, Transaction
 from pipeline.testing import Harness, HarnessMisused, Sent
 from pipeline.testing.databases import Migrate, ResettableDatabase
+from pipeline.testing.explore import Scenario, scenarios
 from pipeline.testing.harness import open_harness
 
 from tests.contract.bank import Account, Base, Deposited
@@ -251,6 +253,55 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
         await harness.handle_record("x", b"")
     with pytest.raises(HarnessMisused, match="'book' is no effect; effects: none"):
         await harness.run_calls({"book": book})
+
+
+async def test_an_outage_is_raised_and_the_harness_goes_on(harness: Harness) -> None:
+    rules.raises[2] = [asyncpg.TooManyConnectionsError("full") for _ in range(5)]
+    with pytest.raises(asyncpg.TooManyConnectionsError):
+        await harness.handle(deposit(2))
+    assert (await harness.handle(deposit(3))).results == [3]
+
+
+async def sum_is_6(harness: Harness) -> None:
+    account = await harness.get(Account, "ada")
+    assert (account.balance, account.version) == (6, 3)
+    assert account.history == "1,2,3,"
+
+
+async def test_explore_finds_nothing_wrong_with_a_handler_that_keeps_its_invariant(
+    harness: Harness,
+) -> None:
+    messages = [deposit(1), deposit(2), deposit(3), deposit(9, "bob")]
+    # Four places for the deposit of bob; as they are, twice, in a batch, each failing or not.
+    number = await harness.explore(messages, invariant=sum_is_6)
+    assert number == 4 * (3 + 2 * 4)
+    assert await harness.explore(messages, invariant=sum_is_6, at_most=7) == 7
+    assert (await harness.handle(deposit(4), id="later")).applied == ["book"]
+
+
+async def test_explore_names_the_scenario_in_which_an_invariant_is_violated(
+    harness: Harness,
+) -> None:
+    async def bob_is_last(harness: Harness) -> None:
+        async with harness.session() as session:
+            keys = await session.scalars(sa.text("SELECT key FROM pipeline.outbox ORDER BY id"))
+            assert [*keys] == [b"ada", b"bob"]
+
+    with pytest.raises(AssertionError) as raised:
+        await harness.explore([deposit(1), deposit(9, "bob")], invariant=bob_is_last)
+    # The first is parked, and applied after the second.
+    assert raised.value.__notes__ == [
+        "scenario 4 of 14: messages in the order 0, 1; the first call for 0 fails"
+    ]
+    with pytest.raises(HarnessMisused, match="no handler takes Booked"):
+        await harness.explore([Booked(account="a", balance=1)], invariant=bob_is_last)
+
+
+def test_every_order_that_keeps_that_of_a_key_is_explored() -> None:
+    found = {one.order for one in scenarios(["a", "b", "a"], at_most=100)}
+    assert found == {(0, 1, 2), (0, 2, 1), (1, 0, 2)}
+    assert len(scenarios(range(12), at_most=50)) == 50
+    assert Scenario((1, 0), repeats=True).sent == [1, 1, 0, 0, 1, 0]
 
 
 async def test_a_transaction_that_a_test_has_left_open_is_named(
