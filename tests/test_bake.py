@@ -40,6 +40,7 @@ COPIED = (
 )
 """What is copied as it is, byte for byte."""
 
+ENVIRONMENT = 'eval "$(.venv/bin/python dev/stack.py env)"'
 ONCE = "--ignore=tests/contract"
 """Run in the raw tree, which is the same source (see the test of that), and by one service."""
 
@@ -550,8 +551,14 @@ def bash(
 def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) -> None:
     """Changes the service: nothing below compares it with what was baked."""
     steps = set_up.read("README.md").partition("## A new handler")[2].partition("\n## ")[0]
-    for name, code in re.findall(r"in `(src/\S+\.py)`.*?```python\n(.*?)```", steps, re.DOTALL):
+    for name, code in re.findall(
+        r"in `((?:src|tests)/\S+\.py)`.*?```python\n(.*?)```", steps, re.DOTALL
+    ):
         file = set_up.path / name
+        if name.startswith("tests/"):
+            file.write_text(code, "utf-8")
+            test = name
+            continue
         file.write_text(f"{file.read_text('utf-8')}\n\n{code}", "utf-8")
         if name.endswith("handlers.py"):
             needed = "from .events import LockerOpened, LockerWorn\nfrom .tables import Locker\n"
@@ -562,11 +569,13 @@ def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) 
     set_up.run("make", "format", "check")
     migrated = bash(set_up, migrating)
     assert migrated.returncode == 0, migrated.stdout
+    tested = bash(set_up, f"{ENVIRONMENT}; .venv/bin/python -m pytest {test}")
+    assert tested.returncode == 0, tested.stdout
     with running(set_up):
         sent = bash(set_up, sending)
         assert sent.returncode == 0, sent.stdout
         [id] = re.findall(r"sent locker.opened.v1 '(\S+)'", sent.stdout)
-        show = f'eval "$(.venv/bin/python dev/stack.py env)"; .venv/bin/service inbox show {id}'
+        show = f"{ENVIRONMENT}; .venv/bin/service inbox show {id}"
         shown = bash(set_up, f"for _ in $(seq 20); do {show} && exit; sleep 1; done; exit 1")
 
     assert shown.returncode == 0, shown.stdout
@@ -579,11 +588,10 @@ def test_a_service_whose_example_is_taken_out_as_the_readme_says_is_one_without_
 ) -> None:
     project, without = template.bake(tmp_path / "a"), template.bake(tmp_path, worked_example="no")
     chapter = project.read("README.md").split("\n## Without the worked example\n")[1]
-    unit, one, other, folder = re.search(
-        r"^Delete `(.+?)`, and `(.+?)` and `(.+?)` in `(.+?)`\.", chapter.lstrip(), re.DOTALL
-    ).groups()  # type: ignore[union-attr]
-    shutil.rmtree(project.path / unit)
-    for name in one, other:
+    listed, folder = re.search(r"^Delete (.+?) in\s`(.+?)`\.", chapter.lstrip(), re.DOTALL).groups()  # type: ignore[union-attr]
+    unit, *files = re.findall(r"`(.+?)`", listed)
+    shutil.rmtree(project.path / folder / unit)
+    for name in files:
         (project.path / folder / name).unlink()
     assert "Take the classes out of `events.py` and `tables.py` (all but `Base`)" in chapter
     assert "and the table out of `migrations/versions/0001_service.py`" in chapter.replace(

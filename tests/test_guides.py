@@ -122,6 +122,61 @@ def test_the_examples_for_authors_of_handlers_work(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+CONFTEST = """
+import pytest
+from sqlalchemy.orm import DeclarativeBase
+
+from pipeline import Service
+
+import test_examples
+from tests.servers import databases
+
+pytest_plugins = ["pipeline.testing.plugin"]
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+@pytest.fixture(scope="session")
+def harness_service():
+    return Service("guide", test_examples.handlers, Base.metadata, workers=WORKERS)
+
+
+@pytest.fixture(scope="session")
+def harness_migrate():
+    config = databases.migrations_of_the_engine()
+    return lambda url: databases.build(url, config, Base.metadata)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("guide", [HANDLING, OUTSIDE], ids=["handling-errors", "outside"])
+def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
+    module = tmp_path / "test_examples.py"
+    module.write_text(blocks(guide), "utf-8")
+    workers = "from effects import EffectWorkers\nWORKERS = [EffectWorkers]\n"
+    conftest = (workers if guide is OUTSIDE else "WORKERS = []\n") + CONFTEST
+    (tmp_path / "conftest.py").write_text(conftest, "utf-8")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n", "utf-8"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(module)],
+        cwd=tmp_path,
+        env={
+            "PYTHONPATH": f"{RAW / 'src'}:{RAW}:{tmp_path}",
+            "PATH": "",
+            "PIPELINE_DATABASE_URL": os.environ["PIPELINE_DATABASE_URL"],
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = blocks(guide).count("async def test_")
+    assert f"{shown} passed" in done.stdout
+
+
 @pytest.mark.parametrize(
     "answers", list(variants()), ids=lambda given: "-".join(map("=".join, given.items()))
 )

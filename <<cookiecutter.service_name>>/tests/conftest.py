@@ -26,8 +26,10 @@ from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hoo
 from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE
 
+pytest_plugins = ["pipeline.testing.plugin"]
+
 DATABASE_URL, KAFKA = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
-SERVERS = {"kafka", "s3proxy", "server_url", "store_url"}
+SERVERS = {"harness_database", "kafka", "s3proxy", "server_url", "store_url"}
 """Fixtures that speak to a server."""
 
 

@@ -26,7 +26,7 @@ from pipeline.events.payload import payload_hash
 from .conftest import FOLDER_AND_S3, LOST, Counter, Objects, Outage, referring
 from tests.contract.bank import Deposit, histories
 from tests.pipeline.integration.bank import Bank
-from tests.pipeline.integration.desk import NewDesk, work_off
+from tests.pipeline.integration.desk import NewDesk
 from tests.pipeline.integration.test_dead import redrive
 from tests.servers.waiting import eventually
 
@@ -322,7 +322,7 @@ async def test_data_that_may_have_killed_the_process_is_fetched_when_the_attempt
         return await fetch(self, reference)
 
     monkeypatch.setattr(Claims, "fetch", look)
-    assert await work_off(counter.desk.lanes)
+    assert await counter.desk.lanes.work_off()
     assert await db.fetchval("SELECT attempts FROM pipeline.backlog") == 0, "an outage spends none"
     await counter.desk.make_due()
     await counter.desk.work_off()

@@ -9,7 +9,6 @@ from pipeline import Event, Handlers, Reject, Transaction
 
 from tests.contract.bank import Account, Deposited
 from tests.pipeline.integration import desk
-from tests.pipeline.integration.desk import work_off
 from tests.pipeline.integration.test_backlog import QUICK
 
 TOPIC = "deposits"
@@ -27,7 +26,7 @@ class Desk(desk.Desk):
 
     async def call(self) -> None:
         """Make the calls to the outside that are due, until none is."""
-        while await work_off(self.caller):
+        while await self.caller.work_off():
             pass
 
 

@@ -24,7 +24,6 @@ from pipeline.servers.database import autocommitting
 
 from .desk import TOPIC, Desk, NewDesk, Outside, Received, desk_of
 from tests.contract.bank import Account, Deposit, Deposited, histories
-from tests.pipeline.integration.desk import work_off
 from tests.pipeline.integration.test_backlog import HOLDING, told
 from tests.servers.waiting import eventually
 
@@ -88,7 +87,7 @@ async def _until_done(desk: Desk) -> None:
 
     async def work() -> None:
         while await desk.backlog():
-            if not await work_off(desk.caller):
+            if not await desk.caller.work_off():
                 await asyncio.sleep(0.01)
 
     await asyncio.gather(work(), work(), work())
@@ -135,7 +134,7 @@ async def test_what_has_come_out_of_a_call_is_kept_though_another_ends_with_an_e
     monkeypatch.setattr(desk.caller, "_call", call_or_fail)
     await desk.apply(Deposit(1, failing), Deposit(2, well))
     with pytest.raises(RuntimeError, match="of the engine"):
-        await work_off(desk.caller)
+        await desk.caller.work_off()
     assert outside.calls == [2]
     assert len(await desk.backlog()) == 1, "the other one is done"
 
@@ -495,7 +494,7 @@ async def begin_and_die(desk: Desk, outside: Outside, db: asyncpg.Connection) ->
     outside.waits = {1: asyncio.Event().wait}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(desk.caller, "_release", keep)
-        dying = asyncio.create_task(work_off(desk.caller))
+        dying = asyncio.create_task(desk.caller.work_off())
         await eventually(lambda: outside.calls == [1])
         dying.cancel()
         await asyncio.gather(dying, return_exceptions=True)
@@ -585,7 +584,7 @@ async def stopped_after_the_note(desk: Desk, then: Callable[[], Awaitable[object
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(desk.caller, "_note", note_and_be_stopped)
-        await work_off(desk.caller)
+        await desk.caller.work_off()
 
 
 SHORT = {"backlog_lease": 3.0, "transaction_timeout": 2.5}

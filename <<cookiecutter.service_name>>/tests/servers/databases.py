@@ -7,8 +7,6 @@ from pathlib import Path
 from uuid import uuid4
 
 import asyncpg
-import pytest
-from alembic import command
 from alembic.config import Config
 from sqlalchemy import MetaData, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -16,6 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from pipeline.retention.maintenance import run_retention
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
+from pipeline.testing.databases import with_alembic
 
 HOME = Path(__file__).with_name("alembic")
 """Working directory of the tests' processes: its `alembic.ini` names the engine's migrations."""
@@ -61,9 +60,7 @@ async def drop_databases(server_url: str, names: list[str]) -> None:
 
 def build(url: str, config: Config, metadata: MetaData) -> None:
     """Migrate an empty database to the newest revisions, and create the tables of the metadata."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIPELINE_DATABASE_URL", url)
-        command.upgrade(config, "heads")
+    with_alembic(config)(url)
     asyncio.run(_furnish(url, metadata))
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction, signature, unwrap
 from types import UnionType
@@ -196,6 +197,20 @@ class Handlers:
         renamed._plain = {names[topic]: how for topic, how in self._plain.items()}
         renamed.demanding = {names[topic] for topic in self.demanding}
         return renamed
+
+    def with_functions(
+        self, function_of: Callable[[Handler], Callable[..., Awaitable[object]]]
+    ) -> "Handlers":
+        """Return the same handlers with the functions that `function_of` returns for them."""
+        changed = copy(self)
+        changed._by_topic = {
+            topic: {
+                type: tuple(replace(one, function=function_of(one)) for one in handlers)
+                for type, handlers in types.items()
+            }
+            for topic, types in self._by_topic.items()
+        }
+        return changed
 
     def __iter__(self) -> Iterator[Handler]:
         """Return all that are registered."""

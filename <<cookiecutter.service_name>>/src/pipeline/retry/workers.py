@@ -89,6 +89,14 @@ class BacklogWorkers:
             if self.counts:
                 group.create_task(self._count())
 
+    async def work_off(self) -> bool:
+        """Handle what is due in one lane, as `run` does; returns whether there was any."""
+        lane = await self._claim()
+        if lane is None:
+            return False
+        await self._work_at(lane)
+        return True
+
     async def _work(self) -> None:
         while not self._stopping.is_set():
             try:

@@ -68,11 +68,3 @@ def published(kafka: str, topics: Rename) -> Published:
             return tail.of(key)
 
     return read
-# <% if cookiecutter.worked_example == "yes" and cookiecutter.outside_calls == "yes" %>
-
-
-@pytest.fixture(autouse=True)
-def no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the webhook of the environment: a test that wants one sets its own."""
-    monkeypatch.setattr("<<cookiecutter.package_name>>.handlers.webhook", None)
-# <% endif %>

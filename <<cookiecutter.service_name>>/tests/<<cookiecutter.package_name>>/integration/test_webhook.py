@@ -1,4 +1,4 @@
-"""A delay reaches the webhook, whatever that does. A pattern for the tests of your own effects."""
+"""A delay reaches the webhook over HTTP, whatever that does."""
 
 import asyncio
 import json
@@ -28,8 +28,6 @@ class Webhook:
     """What it does with the next requests; nothing is wrong after that."""
     heard: list[tuple[str, dict[str, object]]] = field(default_factory=list)
     """Idempotency keys and bodies, in their order."""
-    settled: dict[str, dict[str, object]] = field(default_factory=dict)
-    """What has taken place here, by its key: each once, however often it is asked for."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer what is asked on a connection, which stays open."""
@@ -47,7 +45,6 @@ class Webhook:
         fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
         body = json.loads(await reader.readexactly(int(fields["content-length"])))
         self.heard.append((fields["idempotency-key"], body))
-        self.settled.setdefault(fields["idempotency-key"], body)
         answer = self.answers.pop(0) if self.answers else "204 No Content"
         if answer == "hang":
             await reader.read()  # until the other side gives up
@@ -103,29 +100,3 @@ async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers
     assert keys[4] != keys[0]
     assert any("answered 503" in error for error in errors)
     assert not any("delays" in error for error in errors), "a webhook's path may be its secret"
-
-
-async def test_a_webhook_that_gets_a_call_twice_gets_its_key_again_and_settles_it_once(
-    running_service: RunningService,
-    send: Send,  # noqa: F811
-    db: asyncpg.Connection,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    webhook = Webhook(["cut"])  # it has taken the call, and its answer is lost
-
-    async def told_twice() -> bool:
-        await db.execute("UPDATE pipeline.backlog SET due_at = now() WHERE due_at > now()")
-        calls = await db.fetchval(
-            "SELECT count(*) FROM pipeline.inbox WHERE consumer = 'tell-webhook'"
-        )
-        return calls == 1 and not await db.fetchval("SELECT count(*) FROM pipeline.backlog")
-
-    async with httpx.AsyncClient(timeout=5.0) as client, serving(webhook) as url:
-        monkeypatch.setattr(handlers, "client", client)
-        monkeypatch.setattr(handlers, "webhook", SecretStr(url))
-        async with running_service():
-            await send(scan(1, "Vienna", 61))
-            await eventually(told_twice)
-    first, again = webhook.heard
-    assert first == again, "the same key, and the same body"
-    assert list(webhook.settled) == [first[0]]

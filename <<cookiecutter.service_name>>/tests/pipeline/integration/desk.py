@@ -45,15 +45,6 @@ def outcomes_of(items: Sequence[Item], results: Sequence[BatchOutcome]) -> list[
     return [Outcome(item, id(item) in new, values.get(item.key)) for item in items]
 
 
-async def work_off(workers: BacklogWorkers) -> bool:
-    """Handle what is due in one lane, as a worker does; returns whether there was any."""
-    lane = await workers._claim()
-    if lane is None:
-        return False
-    await workers._work_at(lane)
-    return True
-
-
 @dataclass
 class Desk:
     """Takes the place of the consumer's reader."""
@@ -97,7 +88,7 @@ class Desk:
 
     async def work_off(self) -> None:
         """Handle what is due in the backlog, as its workers do, until nothing is."""
-        while await work_off(self.lanes):
+        while await self.lanes.work_off():
             pass
 
     async def make_due(self) -> None:

@@ -16,7 +16,7 @@ from pipeline import Gaps, Policy
 from pipeline.apply import backlog
 from pipeline.apply.item import _digest
 
-from .desk import Desk, NewDesk, work_off
+from .desk import Desk, NewDesk
 from .lives import Death, Life, Moment, lanes_of, let_leases_end
 from .test_sequences import TOPIC, Following, history, numbered
 from tests.contract.bank import Deposit
@@ -143,7 +143,7 @@ class City:
     async def _work_off(self, desk: Desk) -> None:
         """Be a worker of the lanes until nothing is left for anybody."""
         while self._reading or await desk.backlog():
-            if not await work_off(desk.lanes):
+            if not await desk.lanes.work_off():
                 await let_leases_end(desk.engine, self._dead)
                 await asyncio.sleep(0.01)
 

@@ -25,7 +25,7 @@ from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
 from .bank import Bank
-from .desk import Desk, NewDesk, work_off
+from .desk import Desk, NewDesk
 from .lives import lanes_of
 from .test_backlog import QUICK, bank_with
 from tests.conftest import Running
@@ -111,7 +111,7 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
 ) -> None:
     _, desk = await waiting(new_desk, 1)
     lane = (await claim(desk, lease=60)).lane
-    assert not await work_off(desk.lanes)
+    assert not await desk.lanes.work_off()
     await db.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lane = $1",
         lane.number,
@@ -190,7 +190,7 @@ async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so
 
     monkeypatch.setattr(desk.lanes, "_take", take_and_count)
     monkeypatch.setattr(desk.lanes, "_apply", apply_and_count)
-    await work_off(desk.lanes)
+    await desk.lanes.work_off()
     assert bank.calls == list(range(60))
     assert (handled[:20], read[:20]) == ([1] * 20, [1] * 20)
     assert len(handled) < 30, "what came since is handled together"
@@ -221,7 +221,7 @@ async def test_who_is_told_to_end_accuses_no_row(new_desk: NewDesk) -> None:
     await claim(desk, lease=0.0)  # and die
     bank.calls.clear()
     bank.waits = {1: asyncio.Event().wait}  # type: ignore[dict-item]
-    working = asyncio.create_task(work_off(desk.lanes))
+    working = asyncio.create_task(desk.lanes.work_off())
     await eventually(lambda: bank.calls == [1])
     (row,) = await desk.backlog()
     assert (row["reason"], row["attempts"]) == ("process died", 2)
@@ -241,7 +241,7 @@ async def test_a_worker_whose_loop_is_torn_down_has_died(
     await desk.make_due()
     bank.calls.clear()
     bank.waits = {1: asyncio.Event().wait}  # type: ignore[dict-item]
-    working = asyncio.create_task(work_off(desk.lanes))
+    working = asyncio.create_task(desk.lanes.work_off())
     await eventually(lambda: bank.calls == [1])
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -345,7 +345,7 @@ async def test_workers_partitions_and_zombies_keep_every_key_in_order(
 
     async def work(worker: Desk) -> None:
         while not (ended.is_set() and await db_is_empty()):
-            if not await work_off(worker.lanes):
+            if not await worker.lanes.work_off():
                 await asyncio.sleep(0.005)
 
     async def db_is_empty() -> bool:

@@ -19,7 +19,7 @@ from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
 from pipeline.servers.database import autocommitting
 
-from .desk import Desk, NewDesk, work_off
+from .desk import Desk, NewDesk
 from .lives import Life
 from .test_backlog import QUICK
 from tests.contract.bank import Base, Deposit, Deposited
@@ -271,7 +271,7 @@ async def test_one_that_waits_spends_no_attempt_beforehand(
         return results
 
     monkeypatch.setattr(desk.lanes, "_apply", apply_and_look)
-    await work_off(desk.lanes)
+    await desk.lanes.work_off()
     assert [(row["reason"], row["attempts"]) for row in seen] == [("process died", 0)]
     monkeypatch.undo()
     await desk.apply(*numbered(2))

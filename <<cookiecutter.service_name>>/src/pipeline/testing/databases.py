@@ -1,0 +1,146 @@
+"""The database of a test session: created and migrated once, reset before each test."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+from uuid import uuid4
+
+import asyncpg
+from alembic import command
+from alembic.config import Config
+from pydantic import SecretStr
+from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from pipeline.apply import inbox
+from pipeline.retention.maintenance import make_ahead
+from pipeline.servers.database import autocommitting, connect_args, create_engine
+from pipeline.service import Service
+from pipeline.settings import Settings, WriterSettings
+
+from .errors import HarnessMisused
+
+Migrate = Callable[[str], None]
+"""Creates all tables in the empty database of a URL."""
+
+_NEVER = 1_000_000
+"""Keys in a row that open the breaker: a test sees each failure, however many there are."""
+
+# Tables of extensions have rows that no test changes.
+_TABLES = """
+SELECT format('%I.%I', nspname, relname) AS name,
+       (SELECT string_agg(quote_ident(attname), ', ' ORDER BY attnum) FROM pg_attribute
+         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped
+           AND attgenerated = '') AS columns
+  FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace
+ WHERE relkind IN ('r', 'p') AND NOT relispartition
+   AND nspname NOT IN ('pg_catalog', 'information_schema')
+   AND NOT EXISTS (SELECT FROM pg_depend WHERE objid = c.oid AND deptype = 'e')
+"""
+_SEQUENCES = """
+SELECT format('SELECT setval(%L, %s, %L)', format('%I.%I', schemaname, sequencename),
+              COALESCE(last_value, start_value), last_value IS NOT NULL)
+  FROM pg_sequences
+"""
+
+# No triggers and no foreign keys, so that rows are deleted in any order, and nothing else is.
+_BEGIN = "SET LOCAL lock_timeout = '2s'; SET LOCAL session_replication_role = replica"
+
+
+@dataclass(frozen=True)
+class ResettableDatabase:
+    """A database whose rows can be made those that it had after its migration."""
+
+    url: str
+    reset_statements: str
+    """Statements, for one transaction, that do so."""
+
+    def settings(self) -> Settings:
+        """Return the settings of the environment, for this database and without Kafka."""
+        return _settings(self.url)
+
+    async def reset(self, engine: AsyncEngine) -> None:
+        """Restore all rows and sequences. Raises `HarnessMisused` if the role is not allowed to.
+
+        What a test has done beyond rows, as by CREATE TABLE, stays until the session ends.
+        """
+        async with autocommitting(engine) as driver:
+            try:
+                await driver.execute(self.reset_statements)
+            except asyncpg.InsufficientPrivilegeError as error:
+                raise HarnessMisused(
+                    f"the database can't be reset between tests ({error}): let the role of"
+                    " PIPELINE_DATABASE_URL be a SUPERUSER, as that of `make up`, or GRANT SET ON"
+                    " PARAMETER session_replication_role to it"
+                ) from None
+            except asyncpg.LockNotAvailableError as error:
+                raise HarnessMisused(
+                    f"the database can't be reset ({error}): an earlier test has left a transaction"
+                    " open; end it, for instance by `async with`"
+                ) from None
+
+
+def with_alembic(config: Config) -> Migrate:
+    """Return the function that migrates a database to the newest revisions, the engine's too."""
+
+    def migrate(url: str) -> None:
+        environment = {"PIPELINE_DATABASE_URL": url}
+        # The migrations read all settings, and need no Kafka.
+        environment |= {"PIPELINE_KAFKA_BOOTSTRAP_SERVERS": "unused:9092"}
+        with patch.dict(os.environ, environment):
+            command.upgrade(config, "heads")
+
+    return migrate
+
+
+@contextmanager
+def resettable_database(
+    server_url: str, service: Service, migrate: Migrate
+) -> Iterator[ResettableDatabase]:
+    """Create a database on the server, for as long as the `with` block lasts."""
+    name = f"harness_{uuid4().hex[:12]}"
+    asyncio.run(_administer(server_url, f"CREATE DATABASE {name}"))
+    try:
+        url = make_url(server_url).set(database=name).render_as_string(hide_password=False)
+        migrate(url)
+        yield ResettableDatabase(url, asyncio.run(_prepare(url, service)))
+    finally:
+        asyncio.run(_administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+async def _administer(server_url: str, statement: str) -> None:
+    options = connect_args(_settings(server_url), name="harness")
+    engine = create_async_engine(server_url, poolclass=NullPool, connect_args=options)
+    async with autocommitting(engine) as driver:
+        await driver.execute(statement)
+    await engine.dispose()
+
+
+async def _prepare(url: str, service: Service) -> str:
+    """Do what a service does when it starts; return the statements that restore this state."""
+    settings = _settings(url)
+    engine = create_engine(settings, name="harness")
+    async with autocommitting(engine) as driver:
+        await make_ahead(driver, settings)
+        await inbox.register(driver, service.handlers.consumers)
+        await driver.execute("CREATE SCHEMA harness_saved")
+        statements = [_BEGIN]
+        for number, (table, columns) in enumerate(await driver.fetch(_TABLES)):
+            statements.append(f"DELETE FROM {table}")
+            if await driver.fetchval(f"SELECT EXISTS (SELECT FROM {table})"):
+                saved = f"harness_saved.t{number}"
+                await driver.execute(f"CREATE TABLE {saved} AS SELECT {columns} FROM {table}")
+                statements.append(
+                    f"INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT * FROM {saved}"
+                )
+        statements += [row[0] for row in await driver.fetch(_SEQUENCES)]
+    await engine.dispose()
+    return ";\n".join(statements)
+
+
+def _settings(url: str) -> Settings:
+    return WriterSettings(database_url=SecretStr(url), breaker_keys=_NEVER)

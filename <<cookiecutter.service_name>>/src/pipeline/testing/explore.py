@@ -1,0 +1,98 @@
+"""Scenarios in which the same messages may come: their order, duplicates, a failure."""
+
+import random
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import factorial, prod
+from typing import Any
+
+from pipeline.handlers.policy import Park
+from pipeline.handlers.registry import Handler, Handlers
+
+_SEED = 1
+"""Scenarios that are chosen from too many are the same ones in every run."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way in which messages come."""
+
+    order: tuple[int, ...]
+    """Places of the messages in the list that the test has given."""
+    repeats: bool = False
+    """Whether each is sent twice in a row, and all are sent again at the end."""
+    is_batch: bool = False
+    """Whether they come in one batch for each partition."""
+    fails: int | None = None
+    """Place of the message whose first call fails, after its handler has returned."""
+
+    def __str__(self) -> str:
+        how = f"messages in the order {', '.join(map(str, self.order))}"
+        how += ", each sent twice and all again" if self.repeats else ""
+        how += ", in one batch" if self.is_batch else ""
+        return how if self.fails is None else f"{how}; the first call for {self.fails} fails"
+
+    @property
+    def sent(self) -> list[int]:
+        """Places of the messages as they are sent, repeated ones too."""
+        if not self.repeats:
+            return [*self.order]
+        return [place for place in self.order for _ in range(2)] + [*self.order]
+
+
+def scenarios(keys: Sequence[Hashable], at_most: int) -> list[Scenario]:
+    """Return scenarios for messages with these order keys: all, or `at_most` random ones.
+
+    Messages of one key keep their order.
+    """
+    places: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    orders = factorial(len(keys)) // prod(factorial(len(one)) for one in places.values())
+    if orders * len(_of_order(tuple(range(len(keys))))) <= at_most:
+        return [one for order in _orders(places) for one in _of_order(order)]
+    chooser, found = random.Random(_SEED), dict[Scenario, None]()
+    while len(found) < at_most:
+        shuffled = chooser.sample(keys, len(keys))
+        left = {key: iter(of_key) for key, of_key in places.items()}
+        found[chooser.choice(_of_order(tuple(next(left[key]) for key in shuffled)))] = None
+    return [*found]
+
+
+def _of_order(order: tuple[int, ...]) -> list[Scenario]:
+    """Return the scenarios of one order."""
+    found = [Scenario(order), Scenario(order, repeats=True), Scenario(order, is_batch=True)]
+    for fails in order:
+        found += (Scenario(order, fails=fails), Scenario(order, is_batch=True, fails=fails))
+    return found
+
+
+def _orders(left: Mapping[Hashable, list[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield every order of the places in which those of one key keep theirs."""
+    if not any(left.values()):
+        yield ()
+    for key, (first, *others) in ((key, places) for key, places in left.items() if places):
+        for order in _orders({**left, key: others}):
+            yield (first, *order)
+
+
+def failing_once(handlers: Handlers, id: str) -> Handlers:
+    """Return handlers whose first call for the message of this id fails when it has returned.
+
+    It is parked, so that it spends no attempt and is tried again after a second.
+    """
+    failed: set[tuple[str, str]] = set()
+
+    def function_of(handler: Handler) -> Callable[..., Awaitable[object]]:
+        async def fails(*arguments: Any) -> object:
+            result = await handler.function(*arguments)
+            calls = [*arguments[0]] if handler.takes_batches else [arguments]
+            name = handler.consumer, handler.topic
+            if name not in failed and any(tx.message.id == id for _, tx in calls):
+                failed.add(name)
+                raise Park("a failure that explore has injected", after=1)
+            return result
+
+        return fails if handler.mode != "call" else handler.function
+
+    return handlers.with_functions(function_of)

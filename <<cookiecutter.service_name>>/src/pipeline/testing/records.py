@@ -1,0 +1,124 @@
+"""Records as a producer sends them, made from events; wrong ones are refused with advice."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import time
+from typing import TypeAlias
+
+from aiokafka import ConsumerRecord
+
+from pipeline.events.event import Event, payload_of
+from pipeline.events.payload import payload_hash
+from pipeline.handlers.aggregate import record_key
+from pipeline.handlers.registry import Handler, Handlers
+from pipeline.handlers.staging import CALLS
+
+from .errors import HarnessMisused
+
+KafkaRecord: TypeAlias = "ConsumerRecord[bytes, bytes]"
+Headers = Mapping[str, str | bytes]
+"""Headers by their names, text as UTF-8."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An event as a producer sends it; its fields are the arguments of `Harness.handle`."""
+
+    event: Event
+    key: str | None = None
+    """The record's key. None: the primary key of the row that the handler's `loads=` names, and no
+    key if there is no `loads=`."""
+    topic: str | None = None
+    """None: the topic from which handlers take the event, if there is only one."""
+    id: str | None = None
+    """The CloudEvents id. None: a hash of the event, so that an equal event is a duplicate."""
+    source: str = "/tests"
+    """The CloudEvents source: with the id it is the identity of the event."""
+    headers: Headers = field(default_factory=dict)
+    """More headers, such as `ce_time` or `ce_sequence`; they replace those of the kit."""
+    partition: int = 0
+
+    def record(self, handlers: Handlers) -> KafkaRecord:
+        """Return it as Kafka would. Raises `HarnessMisused` if no handler takes it."""
+        takers = _takers(handlers, self.event, self.topic)
+        payload = payload_of(self.event)
+        kind = self.event.event_type
+        id = self.id or payload_hash(kind, None, payload).hex()
+        headers: dict[str, str | bytes] = {
+            "ce_specversion": "1.0",
+            "ce_id": id,
+            "ce_source": self.source,
+            "ce_type": kind,
+            "content-type": "application/json",
+        }
+        key = _key(self.event, takers) if self.key is None else self.key
+        return record(
+            takers[0].topic,
+            payload,
+            key=None if key is None else key.encode(),
+            headers=headers | dict(self.headers),
+            partition=self.partition,
+        )
+
+
+def record(
+    topic: str,
+    value: bytes | None,
+    *,
+    key: bytes | None,
+    headers: Headers,
+    partition: int,
+) -> KafkaRecord:
+    """Return a record of now, without an offset."""
+    encoded = {
+        name: text.encode() if isinstance(text, str) else text for name, text in headers.items()
+    }
+    return ConsumerRecord(
+        topic=topic,
+        partition=partition,
+        offset=-1,
+        timestamp=int(time() * 1_000),
+        timestamp_type=0,
+        key=key,
+        value=value,
+        checksum=None,
+        serialized_key_size=len(key or b""),
+        serialized_value_size=len(value or b""),
+        headers=tuple(encoded.items()),
+    )
+
+
+def check_topic(handlers: Handlers, topic: str) -> None:
+    """Raise `HarnessMisused` for a topic that no handler reads."""
+    if topic not in handlers.topics:
+        read = ", ".join(sorted(handlers.topics)) or "none"
+        raise HarnessMisused(f"no handler reads the topic {topic!r}; topics with handlers: {read}")
+
+
+def _takers(handlers: Handlers, event: Event, topic: str | None) -> list[Handler]:
+    """Return the handlers that take the event, all from one topic."""
+    name = type(event).__name__
+    takers = [one for one in handlers if one.event is type(event) and one.topic != CALLS]
+    topics = sorted({one.topic for one in takers})
+    if topic is not None:
+        check_topic(handlers, topic)
+        takers = [one for one in takers if one.topic == topic]
+    if not takers:
+        place = f"of the topic {topic!r} " if topic else ""
+        where = f" It is taken from: {', '.join(topics)}." if topics else ""
+        raise HarnessMisused(
+            f"no handler {place}takes {name}: register one by @handlers.on({name}, topic=…), in a"
+            f" module that the service imports.{where} `handle_record` accepts any record"
+        )
+    if topic is None and len(topics) > 1:
+        raise HarnessMisused(
+            f"handlers take {name} from several topics ({', '.join(topics)}): write"
+            f" handle(…, topic={topics[0]!r})"
+        )
+    return takers
+
+
+def _key(event: Event, takers: list[Handler]) -> str | None:
+    """Return the key that a producer gives to events of the row that the handler locks."""
+    loads = next((one.loads for one in takers if one.loads is not None), None)
+    return None if loads is None else record_key(loads.entity, loads.key_of(event))

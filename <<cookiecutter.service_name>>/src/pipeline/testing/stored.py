@@ -1,0 +1,198 @@
+"""What the database holds after a transaction: published events, calls, dead letters, due times."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import NamedTuple
+
+import asyncpg
+
+from pipeline.apply import positions
+from pipeline.events.event import Event, declared_events, reader
+from pipeline.handlers.registry import Handlers
+from pipeline.handlers.staging import CALLS
+from pipeline.relay.scheduled import Scheduled as DueEvents
+from pipeline.retry import lanes
+from pipeline.schema import LANES
+
+from .errors import HarnessMisused
+from .outcome import Published, Scheduled
+
+_FIRST_OF_CALLS = 2 * LANES
+"""The lowest lane that holds calls."""
+
+_MARK = """
+SELECT COALESCE(max(id), 0) AS outbox, clock_timestamp() AS at,
+       COALESCE(pg_sequence_last_value('pipeline.backlog_call_seq'), 0) AS calls
+  FROM pipeline.outbox
+"""
+
+# Dead letters for the dead-letter topic have headers of their own.
+_PUBLISHED = """
+SELECT topic, key, sequence, type, payload FROM pipeline.outbox
+ WHERE id > $1 AND headers IS NULL ORDER BY id
+"""
+_SCHEDULED = """
+SELECT name, topic, type, payload, due_at, due_at - scheduled_at AS after FROM pipeline.scheduled
+ WHERE scheduled_at > $1 ORDER BY scheduled_at, name
+"""
+# A call has a row for each of its effects.
+_CALLS = """
+SELECT type, value FROM (
+    SELECT DISTINCT ON (id) "offset", type, value FROM pipeline.backlog
+     WHERE topic = $1 AND "offset" > $2 ORDER BY id, "offset") AS call
+ ORDER BY "offset"
+"""
+
+_SHIFT = (
+    "UPDATE pipeline.backlog SET due_at = due_at - $1::interval, received_at = received_at - $1",
+    "UPDATE pipeline.scheduled SET due_at = due_at - $1::interval",
+)
+_NEXT = """
+SELECT min(due_at) - clock_timestamp() FROM (
+    SELECT due_at FROM pipeline.backlog WHERE lane < $1
+     UNION ALL SELECT due_at FROM pipeline.scheduled) AS waiting
+"""
+_DUE_CALLS = """
+SELECT DISTINCT consumer FROM pipeline.backlog
+ WHERE lane >= $1 AND due_at <= clock_timestamp() ORDER BY 1
+"""
+
+_DEAD = """
+SELECT encode(key, 'hex') AS id, consumer, reason, error, attempts, topic,
+       record_key AS key, value, id AS message_id
+  FROM pipeline.backlog WHERE died_at IS NOT NULL AND discarded_at IS NULL
+ ORDER BY died_at, order_key, sequence, partition, "offset"
+"""
+_PLACES = "SELECT key, lane, order_key FROM pipeline.backlog WHERE encode(key, 'hex') = ANY ($1)"
+
+
+class Mark(NamedTuple):
+    """A moment in the database: what comes later is new."""
+
+    outbox: int
+    at: object
+    calls: int
+
+
+class DeadLetter(NamedTuple):
+    """A message that a person has to decide on, or `Harness.redrive`."""
+
+    id: str
+    """As `service dead list` shows it, at full length."""
+    consumer: str
+    """Empty for a record that no handler has seen."""
+    reason: str
+    error: str
+    """Type and text of the last error."""
+    attempts: int
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    message_id: str | None
+    """The CloudEvents id."""
+
+
+class Stored(NamedTuple):
+    """What was stored since a mark."""
+
+    records: list[Published]
+    calls: list[Event]
+    scheduled: list[Scheduled]
+
+
+async def position(driver: asyncpg.Connection, slot: positions.Slot) -> int:
+    """Return the position of a partition, which begins at 0."""
+    await positions.start_at(driver, slot, 0)
+    found = await positions.position(driver, slot)
+    assert found is not None
+    return found.next_offset
+
+
+async def mark(driver: asyncpg.Connection) -> Mark:
+    """Return the mark of now."""
+    return Mark(*(await driver.fetchrow(_MARK))[:])
+
+
+async def since(
+    driver: asyncpg.Connection, mark: Mark, handlers: Handlers, package: str | None
+) -> Stored:
+    """Return what was stored since the mark. Classes of the `package` are preferred to others."""
+    records = [
+        Published(
+            _event(row, _declared(row["topic"], package)),
+            row["topic"],
+            None if row["key"] is None else row["key"].decode(),
+            row["sequence"],
+        )
+        for row in await driver.fetch(_PUBLISHED, mark.outbox)
+    ]
+    scheduled = [
+        Scheduled(
+            _event(row, _declared(row["topic"], package)),
+            row["name"],
+            round(row["after"].total_seconds(), 3),
+            row["due_at"],
+        )
+        for row in await driver.fetch(_SCHEDULED, mark.at)
+    ]
+    calls = [
+        reader(handlers.call_types[row["type"]])(row["value"])
+        for row in await driver.fetch(_CALLS, CALLS, mark.calls)
+    ]
+    return Stored(records, calls, scheduled)
+
+
+def _declared(topic: str, package: str | None) -> list[type[Event]]:
+    """Return the classes of a topic's events; the last one of a type is the one to use."""
+    found = [one for one in declared_events() if one.event_topic == topic]
+    return sorted(found, key=lambda one: one.__module__.startswith(f"{package}."))
+
+
+def _event(row: asyncpg.Record, kinds: Iterable[type[Event]]) -> Event:
+    by_type = {getattr(one, "event_type", ""): one for one in kinds}
+    event: Event = reader(by_type[row["type"]])(row["payload"])
+    return event
+
+
+async def pass_time(driver: asyncpg.Connection, time: timedelta) -> timedelta:
+    """Let stored times pass up to the next one that is due; return how much of `time` is left.
+
+    Calls to the outside do not count as due.
+    """
+    until = await driver.fetchval(_NEXT, _FIRST_OF_CALLS)
+    step = time if until is None else min(time, max(until, timedelta()))
+    async with driver.transaction():
+        for statement in _SHIFT:
+            await driver.execute(statement, step)
+    return time - step
+
+
+async def publish_due(driver: asyncpg.Connection) -> None:
+    """Move scheduled events that are due into the outbox, as a relay does."""
+    events = DueEvents()
+    while await events.move(driver):
+        pass
+
+
+async def consumers_of_due_calls(driver: asyncpg.Connection) -> list[str]:
+    """Return the effects that have calls to make now."""
+    return [row["consumer"] for row in await driver.fetch(_DUE_CALLS, _FIRST_OF_CALLS)]
+
+
+async def dead_letters(driver: asyncpg.Connection) -> list[DeadLetter]:
+    """Return what is dead and not discarded, the oldest first."""
+    return [DeadLetter(**row) for row in await driver.fetch(_DEAD)]
+
+
+async def redrive(driver: asyncpg.Connection, letters: Iterable[DeadLetter]) -> None:
+    """Have dead letters tried again, as `service dead redrive` does."""
+    ids = [one.id for one in letters]
+    async with driver.transaction():
+        rows = await driver.fetch(_PLACES, ids)
+        if len(rows) != len(set(ids)):
+            raise HarnessMisused("a letter is not there any more: get them by dead_letters()")
+        numbers = sorted({row["lane"] for row in rows})
+        for number in numbers:
+            await lanes.fence_lane(driver, number)
+        await lanes.redrive(driver, [row["key"] for row in rows])
+        await lanes.schedule_heads(driver, numbers, [row["order_key"] for row in rows])

@@ -1,0 +1,315 @@
+"""The test kit: messages are handled as in the service, and the outcome says what came of them."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from uuid import uuid4
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+
+from pipeline import Event, Handlers, Park, Policy, Reject, Service, Transaction
+from pipeline.testing import Harness, HarnessMisused, Sent
+from pipeline.testing.databases import Migrate, ResettableDatabase
+from pipeline.testing.explore import Scenario, scenarios
+from pipeline.testing.harness import open_harness
+
+from tests.contract.bank import Account, Base, Deposited
+from tests.servers import databases
+from tests.servers.databases import migrations_of_the_engine
+
+TOPIC = "deposits"
+
+
+class Booked(Event, type="kit.booked", topic="bookings"):
+    """A deposit was booked."""
+
+    account: str
+    balance: int
+
+
+class Audited(Event, type="kit.audited"):
+    """A deposit was looked at."""
+
+    account: str
+
+
+@dataclass
+class Rules:
+    """What the bank of a test does with amounts."""
+
+    raises: dict[int, list[Exception]] = field(default_factory=dict)
+    """Errors by amount, one for each attempt."""
+    audited: list[str] = field(default_factory=list)
+
+
+rules = Rules()
+handlers = Handlers()
+
+
+@handlers.on(
+    Deposited,
+    topic=TOPIC,
+    consumer="book",
+    loads=Account.by("account"),
+    policy=Policy(attempts=3, schedule=(60, 600)),
+)
+async def book(event: Deposited, tx: Transaction) -> int:
+    account = await tx.load_or_create(Account, event.account)
+    account.balance += event.amount
+    account.history += f"{event.amount},"
+    booked = Booked(account=account.id, balance=account.balance)
+    tx.publish(booked, of=account)
+    if event.amount >= 1_000:
+        tx.publish(booked, after=timedelta(hours=1), name="reminder")
+    if errors := rules.raises.get(event.amount):
+        raise errors.pop(0)
+    return account.balance
+
+
+@handlers.on(Audited, topic="audits", consumer="audit", mode="deferred")
+async def audit(event: Audited, tx: Transaction) -> None:
+    rules.audited.append(event.account)
+
+
+@handlers.on(Audited, topic="audits-too", consumer="audit-too")
+async def audit_too(event: Audited, tx: Transaction) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_rules() -> None:
+    rules.raises.clear()
+    rules.audited.clear()
+
+
+@pytest.fixture(scope="session")
+def harness_service() -> Service:
+    return Service("bank", handlers, Base.metadata, package=__package__)
+
+
+@pytest.fixture(scope="session")
+def harness_migrate() -> Migrate:
+    return lambda url: databases.build(url, migrations_of_the_engine(), Base.metadata)
+
+
+def deposit(amount: int, account: str = "ada") -> Deposited:
+    return Deposited(account=account, amount=amount)
+
+
+async def test_an_event_takes_effect_and_the_outcome_has_what_was_published(
+    harness: Harness,
+) -> None:
+    outcome = await harness.handle(deposit(5))
+    assert outcome.applied == ["book"]
+    assert outcome.results == [5]
+    assert outcome.published == [Booked(account="ada", balance=5)]
+    assert [one[1:] for one in outcome.records] == [("bookings", "ada", 1)]
+    assert (outcome.failures, outcome.calls, outcome.scheduled) == ([], [], [])
+    assert not outcome.is_duplicate
+    assert (await harness.get(Account, "ada")).history == "5,"
+
+
+async def test_an_equal_event_is_a_duplicate_unless_it_has_another_id(harness: Harness) -> None:
+    await harness.handle(deposit(5))
+    again = await harness.handle(deposit(5))
+    assert again.is_duplicate
+    assert again.published == []
+    other = await harness.handle(deposit(5), id="another")
+    assert other.results == [10]
+    assert (await harness.handle(deposit(5), source="/elsewhere")).results == [15]
+
+
+async def test_one_id_with_two_payloads_is_a_mismatch(harness: Harness) -> None:
+    await harness.handle(deposit(5), id="1")
+    outcome = await harness.handle(deposit(6), id="1")
+    (failure,) = outcome.failures
+    assert (failure.reason, failure.decision, failure.id) == ("identity mismatch", "dead", "1")
+    assert "came before with payload hash" in failure.error
+    assert not outcome.is_duplicate
+    assert [one.reason for one in await harness.dead_letters()] == ["identity mismatch"]
+
+
+async def test_a_failure_parks_its_message_and_not_its_neighbours(harness: Harness) -> None:
+    rules.raises[2] = [ValueError("two")]
+    outcome = await harness.handle_batch(
+        [deposit(1), deposit(2), Sent(deposit(3), id="behind"), deposit(4, "bob")]
+    )
+    (failure,) = outcome.failures
+    assert (failure.consumer, failure.error) == ("book", "ValueError: two")
+    assert (failure.decision, failure.reason, failure.attempts) == ("parked", "failed", 1)
+    assert failure.due_in == pytest.approx(60, rel=0.1)
+    assert outcome.waiting == ["behind"]
+    assert [str(one) for one in outcome.published] == [
+        "account='ada' balance=1",
+        "account='bob' balance=4",
+    ]
+    later = await harness.advance(seconds=70)
+    assert later.results == [3, 6]
+    assert not later.failures
+
+
+async def test_time_passes_for_each_retry_until_the_message_is_dead(harness: Harness) -> None:
+    rules.raises[2] = [ValueError("first"), ValueError("second"), ValueError("third")]
+    await harness.handle(deposit(2))
+    soon = await harness.advance(seconds=50)
+    assert not soon.failures
+    outcome = await harness.advance(hours=1)
+    (failure,) = outcome.failures
+    assert (failure.error, failure.decision) == ("ValueError: third", "dead")
+    assert (failure.attempts, failure.due_in) == (3, None)
+    (letter,) = await harness.dead_letters()
+    assert (letter.reason, letter.error) == ("attempts used up", "ValueError: third")
+    redriven = await harness.redrive(letter)
+    assert redriven.results == [2]
+    assert await harness.dead_letters() == []
+    with pytest.raises(HarnessMisused, match="not there any more"):
+        await harness.redrive(letter)
+
+
+async def test_a_rejected_message_is_told_from_others_that_are_dead(harness: Harness) -> None:
+    rules.raises[2] = [Reject("never")]
+    (failure,) = (await harness.handle(deposit(2))).failures
+    assert (failure.decision, failure.error) == ("rejected", "Reject: never")
+
+
+async def test_a_scheduled_event_is_published_when_its_time_has_come(harness: Harness) -> None:
+    outcome = await harness.handle(deposit(1_000))
+    (scheduled,) = outcome.scheduled
+    assert (scheduled.name, scheduled.after) == ("reminder", 3_600)
+    assert (await harness.advance(minutes=59)).published == []
+    late = await harness.advance(minutes=1)
+    assert late.published == [scheduled.event] == [Booked(account="ada", balance=1_000)]
+
+
+async def test_a_deferred_message_is_handled_in_the_same_step(harness: Harness) -> None:
+    outcome = await harness.handle(Audited(account="ada"), topic="audits")
+    assert outcome.applied == ["audit"]
+    assert rules.audited == ["ada"]
+
+
+async def test_what_is_parked_without_a_delay_ends_with_advice(harness: Harness) -> None:
+    rules.raises[2] = [Park("not yet", after=0.01) for _ in range(10_000)]
+    await harness.handle(deposit(2))
+    with pytest.raises(HarnessMisused, match="raise Park or Retry with"):
+        await harness.advance(hours=2)
+
+
+async def test_a_raw_record_is_decoded_as_in_the_service(harness: Harness) -> None:
+    outcome = await harness.handle_record(TOPIC, b"{}", key=b"ada", headers={"ce_id": "1"})
+    (failure,) = outcome.failures
+    assert (failure.consumer, failure.reason) == ("", "missing attribute")
+    headers = {"ce_specversion": "1.0", "ce_id": "1", "ce_source": "/a", "ce_type": "deposited"}
+    (failure,) = (await harness.handle_record(TOPIC, b"[]", headers=headers)).failures
+    assert (failure.consumer, failure.reason) == ("book", "invalid payload")
+    unknown = await harness.handle_record(TOPIC, b"{}", headers=headers | {"ce_type": "other"})
+    assert (unknown.skipped, unknown.failures) == (1, [])
+    assert (await harness.handle_record(TOPIC, None)).skipped == 1
+
+
+async def test_each_partition_has_a_batch_of_its_own(harness: Harness) -> None:
+    outcome = await harness.handle_batch(
+        [Sent(deposit(amount, name), partition=amount % 2) for amount, name in enumerate("abcd", 1)]
+    )
+    assert outcome.results == [1, 3, 2, 4]
+    assert (await harness.handle(deposit(5, "a"), partition=1)).results == [6]
+
+
+async def test_rows_are_prepared_in_a_session(harness: Harness) -> None:
+    async with harness.session() as session:
+        account = Account("ada")
+        account.balance = 7
+        session.add(account)
+    assert (await harness.handle(deposit(1))).results == [8]
+    with pytest.raises(sa.exc.NoResultFound):
+        await harness.get(Account, "bob")
+
+
+@pytest.mark.parametrize("number", range(3))
+async def test_each_test_begins_with_what_the_migrations_have_made(
+    harness: Harness, number: int
+) -> None:
+    assert (await harness.handle(deposit(5))).results == [5]
+    async with harness.session() as session:
+        ids = await session.execute(sa.text("SELECT id FROM pipeline.outbox"))
+        assert [*ids.scalars()] == [1]
+        lanes = await session.execute(sa.text("SELECT count(*) FROM pipeline.backlog_lane"))
+        assert lanes.scalar() == 96
+        await session.execute(sa.text("DELETE FROM pipeline.backlog_lane"))
+        await session.execute(sa.text("INSERT INTO account VALUES ('x', 1, '', 0)"))
+
+
+async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
+    with pytest.raises(HarnessMisused, match=r"no handler takes Booked: register one by @handlers"):
+        await harness.handle(Booked(account="ada", balance=1))
+    with pytest.raises(HarnessMisused, match=r"write handle\(…, topic='audits'\)"):
+        await harness.handle(Audited(account="ada"))
+    with pytest.raises(
+        HarnessMisused, match=r"reads the topic 'x'; .* audits, audits-too, deposits"
+    ):
+        await harness.handle(deposit(1), topic="x")
+    with pytest.raises(HarnessMisused, match=r"'audits' takes Deposited.*taken from: deposits"):
+        await harness.handle(deposit(1), topic="audits")
+    with pytest.raises(HarnessMisused, match="no handler reads the topic 'x'"):
+        await harness.handle_record("x", b"")
+    with pytest.raises(HarnessMisused, match="'book' is no effect; effects: none"):
+        await harness.run_calls({"book": book})
+
+
+async def test_an_outage_is_raised_and_the_harness_goes_on(harness: Harness) -> None:
+    rules.raises[2] = [asyncpg.TooManyConnectionsError("full") for _ in range(5)]
+    with pytest.raises(asyncpg.TooManyConnectionsError):
+        await harness.handle(deposit(2))
+    assert (await harness.handle(deposit(3))).results == [3]
+
+
+async def sum_is_6(harness: Harness) -> None:
+    account = await harness.get(Account, "ada")
+    assert (account.balance, account.version) == (6, 3)
+    assert account.history == "1,2,3,"
+
+
+async def test_explore_finds_nothing_wrong_with_a_handler_that_keeps_its_invariant(
+    harness: Harness,
+) -> None:
+    messages = [deposit(1), deposit(2), deposit(3), deposit(9, "bob")]
+    # Four places for the deposit of bob; as they are, twice, in a batch, each failing or not.
+    number = await harness.explore(messages, invariant=sum_is_6)
+    assert number == 4 * (3 + 2 * 4)
+    assert await harness.explore(messages, invariant=sum_is_6, at_most=7) == 7
+    assert (await harness.handle(deposit(4), id="later")).applied == ["book"]
+
+
+async def test_explore_names_the_scenario_in_which_an_invariant_is_violated(
+    harness: Harness,
+) -> None:
+    async def bob_is_last(harness: Harness) -> None:
+        async with harness.session() as session:
+            keys = await session.scalars(sa.text("SELECT key FROM pipeline.outbox ORDER BY id"))
+            assert [*keys] == [b"ada", b"bob"]
+
+    with pytest.raises(AssertionError) as raised:
+        await harness.explore([deposit(1), deposit(9, "bob")], invariant=bob_is_last)
+    # The first is parked, and applied after the second.
+    assert raised.value.__notes__ == [
+        "scenario 4 of 14: messages in the order 0, 1; the first call for 0 fails"
+    ]
+    with pytest.raises(HarnessMisused, match="no handler takes Booked"):
+        await harness.explore([Booked(account="a", balance=1)], invariant=bob_is_last)
+
+
+def test_every_order_that_keeps_that_of_a_key_is_explored() -> None:
+    found = {one.order for one in scenarios(["a", "b", "a"], at_most=100)}
+    assert found == {(0, 1, 2), (0, 2, 1), (1, 0, 2)}
+    assert len(scenarios(range(12), at_most=50)) == 50
+    assert Scenario((1, 0), repeats=True).sent == [1, 1, 0, 0, 1, 0]
+
+
+async def test_a_transaction_that_a_test_has_left_open_is_named(
+    harness: Harness, harness_service: Service, harness_database: ResettableDatabase
+) -> None:
+    async with harness.session() as session:
+        await session.execute(sa.text(f"CREATE TABLE t_{uuid4().hex[:8]} ()"))
+        await session.execute(sa.text("LOCK TABLE account"))
+        with pytest.raises(HarnessMisused, match="has left a transaction open"):
+            async with open_harness(harness_service, harness_database):
+                pass
