@@ -82,7 +82,7 @@ test: check ## what a contributor needs to trust a change, real servers included
 	@$(BIN)/python -m tests.programs test
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine test-template
 
-test-full: $(INSTALLED) ## everything else: crashes, outages, plans, TLS, pooler, every variant; an hour
+test-full: $(INSTALLED) ## everything else: crashes, outages, plans, TLS, pooler, every variant; half an hour
 	@$(BIN)/python -m tests.programs test-full
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine-full test-template-full
 

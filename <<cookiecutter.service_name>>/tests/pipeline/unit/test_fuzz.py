@@ -32,7 +32,7 @@ TOPIC = "shapes"
 
 
 class Tree(BaseModel):
-    tree: "Tree | list[Tree] | None" = None
+    tree: 'Annotated[Tree | list[Tree], Field(union_mode="left_to_right")] | None' = None
 
 
 class Circle(BaseModel, extra="forbid"):
