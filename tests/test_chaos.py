@@ -688,6 +688,7 @@ async def test_a_server_that_does_not_end_when_asked_is_killed(
         state = json.dumps({"kafka": {"pid": server.pid}})
         (servers.stack.state / "state.json").write_text(state)
         assert await servers.stop("kafka", signal.SIGTERM) is goes
+        await server.stdout.read()  # its last `sleep` has the pipe, too
         assert await server.wait() == -(signal.SIGTERM if goes else signal.SIGKILL)
 
 
