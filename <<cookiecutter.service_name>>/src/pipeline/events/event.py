@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any, ClassVar
@@ -151,13 +152,16 @@ def _without_text(value: Any) -> Any:
     """Return the value with plain floats, also in fields of the type `Any` and in extra fields."""
     if type(value) is _Number:
         return float(value)
+    if type(value) is tuple:
+        return tuple(map(_without_text, value))
     if isinstance(value, list):
         value[:] = map(_without_text, value)
-    members = _members(value)
-    for name in members:
-        members[name] = _without_text(members[name])
-    if isinstance(value, BaseModel):
-        _without_text(value.__pydantic_extra__)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            value[name] = _without_text(one)
+    elif isinstance(value, BaseModel) or is_dataclass(value):
+        _without_text(getattr(value, "__dict__", None))
+        _without_text(getattr(value, "__pydantic_extra__", None))
     return value
 
 

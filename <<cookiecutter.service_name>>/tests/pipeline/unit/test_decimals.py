@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from decimal import Decimal
+from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import UUID
 
@@ -292,6 +293,37 @@ class Extra(Event, type="extra", extra="allow"):
 
     amount: Decimal
     whatever: dict[str, Any]
+
+
+class Colour(Enum):
+    """A type whose values have attributes of their own."""
+
+    RED = "red"
+
+
+@dataclass
+class Inner:
+    """A dataclass with a field of any type."""
+
+    value: Any
+
+
+class Anything(Event, type="anything"):
+    """Fields of any type, wherever they stand."""
+
+    amount: Decimal
+    value: Any
+    pair: tuple[Any, ...]
+    inner: Inner
+    colour: Colour
+
+
+def test_numbers_in_fields_of_any_type_are_plain_floats() -> None:
+    data = b"""{"amount": 1.50, "value": 2.50, "pair": [3.50], "inner": {"value": 4.50},
+        "colour": "red"}"""
+    event = reader(Anything)(data)
+    assert (str(event.amount), event.colour) == ("1.50", Colour.RED)
+    assert {type(one) for one in (event.value, *event.pair, event.inner.value)} == {float}
 
 
 def test_numbers_that_no_field_describes_are_plain_floats() -> None:
