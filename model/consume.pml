@@ -1,5 +1,5 @@
 /*
- * The consume transaction: inbox.py, consume.py and reader.py as a model.
+ * The consume transaction as a model: the engine's rooms consume/ and apply/.
  *
  * Two processes consume two partitions. Nobody assigns partitions here: each process may take up
  * either partition at any time, and may rest between any two steps for as long as it likes. So each
@@ -92,9 +92,9 @@ byte ended;
 #endif
 
 /*
- * inbox.rotate: _LOCK_GENERATION, _CLOSE_GENERATION and COMMIT. They are one step, as everybody
- * who could notice waits for the lock meanwhile. What will raise `oldest`, before it drops a
- * generation, does it in the same way.
+ * generations.close_generation: _LOCK_GENERATION, _CLOSE_GENERATION and COMMIT. They are one step,
+ * as every transaction that could notice waits for the lock meanwhile. `oldest` is raised in the
+ * same way, before a generation is dropped.
  */
 active proctype Retention()
 {
@@ -117,7 +117,7 @@ active proctype Retention()
     od
 }
 
-/* Reader._locate: read the position of some partition. */
+/* PartitionPosition.locate: read the position of some partition. */
 inline locate()
 {
     if
@@ -129,7 +129,7 @@ inline locate()
     printf("consumer %d reads that partition %d goes on at %d\n", me, partition, from)
 }
 
-/* Reader._fetch: the broker returns the records from there on, as often as it is asked. */
+/* Reader._fetch: the broker returns the records from there on, at each request. */
 inline fetch()
 {
     if
@@ -148,7 +148,7 @@ inline fetch()
 
 inline forget_batch() { from = 0; end = 0; partition = 0; at = LOST }
 
-/* inbox.begin, _BEGIN: waits while the generations are moved. */
+/* The shared lock, alone in its statement: waits while the generations are moved. */
 inline begin() { sharing++; is_open = true; at = BEGUN; printf("consumer %d begins\n", me) }
 
 inline read_generations() { generation = current; remembered = oldest }
@@ -295,7 +295,7 @@ proctype Consumer(byte me)
            printf("consumer %d is cut off\n", me);
            end_transaction();
            if
-           :: end > from -> at = FETCHED  /* Consume._attempt: the same batch again */
+           :: end > from -> at = FETCHED  /* the same batch again */
            :: forget_batch()              /* a new process */
            fi
        }

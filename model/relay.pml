@@ -1,5 +1,5 @@
 /*
- * The outbox and its relay: window.py, relay.py and publisher.py as a model.
+ * The outbox and its relay as a model: relay/window.py, cursor.py, relay.py and publisher.py.
  *
  * Writers insert rows and commit or roll back in any order; those of one key lock its aggregate
  * first. Two relays compete for one shard, whose events go to one partition of Kafka. Either of
@@ -122,7 +122,7 @@ bool has_begun;
 #define is_owner has_token[me]
 #endif
 #ifndef may_send
-#define may_send is_in_time[me]           /* Relay._holds_lease */
+#define may_send is_in_time[me]           /* Cursor.holds_lease */
 #endif
 
 /* ---- Writers ---- */
@@ -266,7 +266,7 @@ inline page()
 
 inline take(id) { to_send = with(to_send, id); count++; last_taken = id }
 
-/* Relay._step, up to the send. */
+/* Relay._read: the next page. */
 inline read()
 {
     if
@@ -288,7 +288,7 @@ inline advance()
     at = READY
 }
 
-/* Publisher._send_chain hands one batch to the socket; its next one waits for the answer. */
+/* publisher._send_chain hands one batch to the socket; its next one waits for the answer. */
 inline hand_over()
 {
     for (i : 1 .. ROWS) {
@@ -353,7 +353,7 @@ inline write()
     tidy_up()
 }
 
-/* Relay._forget: go on with what the database says. */
+/* Cursor.forget: go on with what the database says. */
 inline forget()
 {
     abandon_send();

@@ -241,6 +241,8 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
     """End the command with exit code 1 and one sentence after an expected error."""
     try:
         yield
+    except BrokenPipeError:  # the output is not read any more, as by `| head`: Typer ends quietly
+        raise
     except (Unavailable, StoreUnavailable) as error:  # their text names the server
         report(summarize_error(error))
     except _EXPECTED as error:
