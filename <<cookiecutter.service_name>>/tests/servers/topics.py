@@ -44,13 +44,20 @@ class Tail:
         return [record for record in self.records if record.key == key.encode()]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds for what has come."""
-        await eventually(condition)
+        """Wait until the condition holds for what has come, as long as more records come."""
+        come = -1
+
+        def has_come() -> bool:
+            return len(self.records) > come
+
+        while not condition():
+            come = len(self.records)
+            await eventually(lambda: has_come() or condition())
 
     async def until_ids(self, ids: Iterable[object]) -> None:
-        """Wait until each of these ids has come."""
+        """Wait until each of these ids has come, as long as more records come."""
         wanted = {str(id) for id in ids}
-        await eventually(lambda: wanted <= set(self.ids))
+        await self.until(lambda: wanted.issubset(self.ids))
 
     async def has_ids(self, ids: Iterable[object], patience: float) -> bool:
         """Wait for these ids; returns whether all of them have come in time."""

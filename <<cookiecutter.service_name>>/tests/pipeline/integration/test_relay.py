@@ -734,7 +734,7 @@ async def test_shards_that_change_hands_between_two_pages_lose_and_reorder_nothi
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     topic = await new_topic()
-    small = settings(relay_page=7, relay_lease=1)
+    small = settings(relay_page=7, relay_lease=2)
     events = [event(topic, number, f"key-{number % 50}") for number in range(3_000)]
     async with following(kafka, topic) as tail, relaying(small):
         await stage(db, events)
