@@ -21,7 +21,7 @@ from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
 from pipeline.consume.partition_source import PartitionSource
-from pipeline.events import cloudevents
+from pipeline.events import cloudevents, codec
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import UnitOfWork
@@ -105,7 +105,7 @@ async def layers() -> dict[str, float]:
 def watch(clock: Clock) -> None:
     """Name the layers, along the way of a message."""
     clock.note(cloudevents, "payload_hash", "hash")
-    clock.note(batch, "decode", "decode")
+    clock.note(codec, "decode", "decode")
     clock.note(batch, "_validated", "validate")
     clock.note(batch, "read", "match with handlers")
     clock.note(limits, "begin", "begin, position")

@@ -128,7 +128,12 @@ async def serve(
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
         if is_consuming:
-            await _open_codecs(service, health, stopping)
+            await Attempts(
+                "preparing the codecs",
+                "codecs",
+                unless=stopping.is_set,
+                report=lambda reason: health.not_ready("consumer", reason),
+            )(service.open_codecs)
         relay = Relay(engine, name=service.name, settings=settings, health=health)
         filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
         consuming = _consuming(service, settings, engine, health, relay, filters, claims)
@@ -146,17 +151,6 @@ async def serve(
             await _run_until(stopping, retaining, groups)
     finally:
         await engine.dispose()
-
-
-async def _open_codecs(service: Service, health: Health, stopping: asyncio.Event) -> None:
-    """Wait until the codecs have what they need to write events. Raises `Misconfigured`."""
-    attempts = Attempts(
-        "preparing the codecs",
-        "codecs",
-        unless=stopping.is_set,
-        report=lambda reason: health.not_ready("consumer", reason),
-    )
-    await attempts(service.open_codecs)
 
 
 def _consuming(

@@ -1,6 +1,7 @@
 """Plain records: events without CloudEvents, described by where their type, id and data are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -28,6 +29,11 @@ class Header:
     """
 
     name: str
+
+    @property
+    def key(self) -> str:
+        """The name by which headers are looked up."""
+        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -115,84 +121,52 @@ class Plain(Codec):
         return Encoded(payload, self.content_type, headers)
 
     def _named(self, record: Record, headers: Mapping[str, str]) -> Named:
-        content_type, data = headers.get("content-type"), record.value
-        payload = None
-        if data is not None and (self._looks_into_payload or data[:1] == b'"'):
-            try:
+        content_type, data, payload = headers.get("content-type"), record.value, None
+        is_text = data is not None and data[:1] == b'"'
+        if data is not None and (is_text or self._looks_into_payload):
+            place = "" if self.data is None else f" with its data at {self.data!r}"
+            with _refusing(Reason.INVALID_ENVELOPE, record, f"the payload is to be JSON{place}"):
                 payload = _unpacked(parse(data))
-                if self.data is not None or data[:1] == b'"':
+                if is_text or self.data is not None:
                     inner = payload if self.data is None else _unpacked(_at(payload, self.data))
                     content_type, data = "application/json", orjson.dumps(inner)
-            except (LookupError, TypeError, ValueError) as error:
-                raise Undecodable(
-                    Reason.INVALID_ENVELOPE,
-                    f"the payload is not what the codec of {record.topic!r} reads"
-                    f" ({describe_error(error)}): let the producer send JSON"
-                    f"{f', with the data at {self.data!r}' if self.data else ''}, or declare the"
-                    " codec otherwise",
-                ) from error
-        type = self._type(record, payload, headers)
-        return Named(self._id(record, payload, headers, type), type, content_type, data)
+        type, identity = self._type(record, payload, headers), self.identity
+        id = f"{record.partition}-{record.offset}"
+        if isinstance(identity, Header) or (isinstance(identity, PayloadFields) and data):
+            with _refusing(Reason.MISSING_IDENTITY, record, f"{identity} is to name the event"):
+                id = orjson.dumps([type, *_names(identity, payload, headers)]).decode()
+        return Named(id, type, content_type, data)
 
     @property
     def _looks_into_payload(self) -> bool:
         return self.data is not None or PayloadFields in (type(self.type), type(self.identity))
 
-    def _type(self, record: Record, payload: Any, headers: Mapping[str, str]) -> str:
-        if isinstance(self.type, str):
-            return self.type
-        try:
-            (name,) = _values(self.type, payload, headers)
-            types = self.types
+    def _type(self, record: Record, payload: object, headers: Mapping[str, str]) -> str:
+        place, types, found = self.type, self.types, ""
+        if isinstance(place, str):
+            return place
+        if record.value is None and not (isinstance(place, Header) and place.key in headers):
+            return Tombstone.event_type
+        with _refusing(Reason.MISSING_TYPE, record, f"{place} is to name the type of the event"):
+            (name,) = _names(place, payload, headers)
             found = types(name) if callable(types) else types.get(name, name)
-            if not isinstance(found, str) or not found or UNSTORABLE.search(found):
+            if type(found) is not str or not found or UNSTORABLE.search(found):
                 raise ValueError("empty, no text, or text that can't be stored")
-            return found
-        except Exception as error:  # `types` may raise anything
-            if record.value is None:
-                return Tombstone.event_type
-            raise Undecodable(
-                Reason.MISSING_TYPE,
-                f"{self.type} is to name the type of events of {record.topic!r}, and has no name"
-                f" for this one ({describe_error(error)}): let the producer send it, or describe"
-                " the topic otherwise",
-            ) from error
-
-    def _id(self, record: Record, payload: Any, headers: Mapping[str, str], type: str) -> str:
-        """Return the event's id by the rule of the topic."""
-        identity = self.identity
-        if isinstance(identity, Position) or (
-            isinstance(identity, PayloadFields) and record.value is None
-        ):
-            return f"{record.partition}-{record.offset}"
-        try:
-            values = _values(identity, payload, headers)
-            _check_id(values)
-            return orjson.dumps([type, *values]).decode()
-        except (LookupError, TypeError, ValueError) as error:
-            raise Undecodable(
-                Reason.MISSING_IDENTITY,
-                f"{identity} is to name the events of {record.topic!r}, and has no name for this"
-                f" one ({describe_error(error)}): let the producer send it, or name them otherwise",
-            ) from error
+        return found
 
     def _name_of(self, event_type: str) -> str:
-        """Return the name that a record has for the type."""
+        """Return the name that a record has for the type. Raises `Unpublishable`."""
         if callable(self.types):
             raise Unpublishable(
                 f"{event_type!r} can't be published: the function types= of its topic's codec has"
                 " no inverse, so write a dict"
             )
-        if isinstance(self.type, str):
-            is_read, name = event_type == self.type, event_type
-        else:
-            inverse = {one: name for name, one in self.types.items()}
-            name = inverse.get(event_type, event_type)
-            is_read = self.types.get(name, name) == event_type
-        if not is_read:
+        name = {one: name for name, one in self.types.items()}.get(event_type, event_type)
+        read = self.type if isinstance(self.type, str) else self.types.get(name, name)
+        if read != event_type:
             raise Unpublishable(
                 f"{event_type!r} can't be published to a topic where it would be read as"
-                f" {self.types.get(name, self.type)!r}: declare another codec for the topic"
+                f" {read!r}: declare another codec for the topic"
             )
         return name
 
@@ -210,7 +184,7 @@ class Plain(Codec):
             if isinstance(self.identity, PayloadFields):
                 if len(self.identity.names) == 1:
                     _put(tree, self.identity.names[0], id)
-                _check_id(_values(self.identity, tree, {}))
+                _names(self.identity, tree, {})
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Unpublishable(
                 f"an event of the type {name!r} can't be written as its topic's codec reads it"
@@ -219,17 +193,27 @@ class Plain(Codec):
         return orjson.dumps(tree)
 
 
-def _values(
-    place: Header | PayloadFields, payload: object, headers: Mapping[str, str]
-) -> list[Any]:
+@contextmanager
+def _refusing(reason: Reason, record: Record, rule: str) -> Iterator[None]:
+    """Raise `Undecodable` for any error, because `types` may raise any."""
+    try:
+        yield
+    except Exception as error:
+        raise Undecodable(
+            reason,
+            f"by the codec of {record.topic!r} {rule}: {describe_error(error)}. Let the producer"
+            " send it, or declare the codec otherwise",
+        ) from error
+
+
+def _names(place: Header | PayloadFields, payload: object, headers: Mapping[str, str]) -> list[Any]:
+    """Return the values that name something; raises an error if one is missing or no name."""
     if isinstance(place, Header):
-        return [headers[place.name.lower()]]
-    return [_at(payload, path) for path in place.names]
-
-
-def _check_id(values: Sequence[object]) -> None:
+        return [headers[place.key]]
+    values = [_at(payload, path) for path in place.names]
     if any(value in (None, "") or isinstance(value, dict | list) for value in values):
         raise ValueError("null, empty, a list or an object")
+    return values
 
 
 def _unpacked(value: Any) -> Any:

@@ -50,22 +50,9 @@ class Sent:
         kind, topic = self.event.event_type, takers[0].topic
         id = self.id or payload_hash(kind, None, payload).hex()
         key = _key(self.event, takers) if self.key is None else self.key
-        encoded = handlers.codec(topic).encode(
-            StagedEvent(
-                topic,
-                None if key is None else key.encode(),
-                payload,
-                id,
-                self.source,
-                kind,
-                subject=None,
-                sequence=None,
-                content_type="application/json",
-                traceparent=None,
-                tracestate=None,
-                baggage=None,
-            )
-        )
+        names = (id, self.source, kind, None, None, "application/json", None, None, None)
+        staged = StagedEvent(topic, None if key is None else key.encode(), payload, *names)
+        encoded = handlers.codec(topic).encode(staged)
         cloud_event = {
             "ce_specversion": "1.0",
             "ce_id": id,
@@ -77,7 +64,7 @@ class Sent:
         return record(
             topic,
             encoded.payload,
-            key=None if key is None else key.encode(),
+            key=staged.key,
             headers={**headers, **self.headers},
             partition=self.partition,
         )

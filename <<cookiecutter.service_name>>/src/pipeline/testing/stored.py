@@ -151,16 +151,8 @@ async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -
     kinds.sort(key=lambda one: one.__module__.startswith(f"{package}."))
     # The last class of a type is the one to use.
     by_type = {getattr(one, "event_type", ""): one for one in kinds}
-    record = StoredRecord(
-        topic,
-        partition=0,
-        offset=0,
-        timestamp=0,
-        key=row["key"],
-        value=row["payload"],
-        headers=event_headers(row) if headers is None else headers_of(headers),
-        stored_for=0.0,
-    )
+    written = event_headers(row) if headers is None else headers_of(headers)
+    record = StoredRecord(topic, 0, 0, 0, row["key"], row["payload"], written, 0.0)
     codec = handlers.codec(topic)
     await codec.prepare([record])
     event: Event = reader(by_type[row["type"]])(codec.decode(record).data or b"")

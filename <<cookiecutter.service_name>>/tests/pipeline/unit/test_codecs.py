@@ -206,7 +206,7 @@ def test_a_record_without_the_name_of_its_type_is_undecodable(
 
     assert error.reason is Reason.MISSING_TYPE
     assert repr(codec.type) in str(error)
-    assert "let the producer send it" in str(error)
+    assert "Let the producer send it" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_record_without_its_envelope_is_undecodable(value: bytes) -> None:
     error = undecodable(MASS_TRANSIT, Record(value, []))
 
     assert error.reason is Reason.INVALID_ENVELOPE
-    assert "with the data at 'message'" in str(error)
+    assert "with its data at 'message'" in str(error)
 
 
 def test_a_tombstone_without_a_type_keeps_its_id() -> None:

@@ -688,7 +688,7 @@ class TestPlainTopics:
         error = refusal(record({}, payload), Plain("order.placed", PayloadFields("n")))
 
         assert error.reason is Reason.INVALID_ENVELOPE
-        assert "let the producer send JSON" in str(error)
+        assert "the payload is to be JSON" in str(error)
         assert len(str(error)) < 400
 
     def test_a_tombstone_has_no_payload_fields_and_is_named_by_its_position(self) -> None:
