@@ -1,10 +1,19 @@
 """Settings of the schema registry."""
 
+from pathlib import Path
+
 import pytest
+import settings_guide
 from pydantic import ValidationError
 
 from pipeline.settings import mistakes
 from schema_registry import RegistrySettings
+
+GUIDE = Path(__file__).parents[2] / "docs" / "schema-registry.md"
+
+
+def test_the_guide_has_the_settings() -> None:
+    assert settings_guide.table(RegistrySettings) in GUIDE.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
