@@ -99,6 +99,9 @@ class CloudEvents(Codec):
         return Encoded(event.payload, "application/json")
 
 
+CLOUD_EVENTS = CloudEvents()
+
+
 def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
     """Return the identity of a tombstone; raises `Undecodable` for other records."""
     if record.value is None:

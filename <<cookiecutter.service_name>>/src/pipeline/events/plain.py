@@ -80,6 +80,8 @@ class Plain(Codec):
     types: Mapping[str, str] | Callable[[str], str] = field(default_factory=dict)
     """The event type for a name in the record. Names that a mapping lacks are event types. With a
     function nothing can be published."""
+    content_type: str = "application/json"
+    """Header of what is published."""
 
     def __post_init__(self) -> None:
         if isinstance(self.type, str):
@@ -102,7 +104,7 @@ class Plain(Codec):
     def encode(self, event: Outgoing) -> Encoded:
         """Return payload and headers in which `decode` finds type, id and data."""
         name, payload = self._name_of(event.type), event.payload
-        texts: dict[str, str | None] = {"content-type": "application/json"}
+        texts: dict[str, str | None] = {"content-type": self.content_type}
         for place, text in ((self.type, name), (self.identity, event.event_id)):
             if isinstance(place, Header):
                 texts[place.name] = text
@@ -110,7 +112,7 @@ class Plain(Codec):
         if payload is not None and self._looks_into_payload:
             payload = self._enveloped(payload, name, event.event_id)
         headers = [(name, text.encode()) for name, text in texts.items() if text is not None]
-        return Encoded(payload, "application/json", headers)
+        return Encoded(payload, self.content_type, headers)
 
     def _named(self, record: Record, headers: Mapping[str, str]) -> Named:
         content_type, data = headers.get("content-type"), record.value

@@ -8,7 +8,7 @@ from inspect import iscoroutinefunction, signature, unwrap
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pipeline.events.codec import CloudEvents, Codec
+from pipeline.events.codec import CLOUD_EVENTS, Codec
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
 
 from .aggregate import Loads
@@ -40,9 +40,6 @@ class Handler:
     takes_old: bool = False
     gaps: Gaps | None = None
     """Set if it applies events in the order of their sequence."""
-
-
-_CLOUD_EVENTS = CloudEvents()
 
 
 class Handlers:
@@ -257,7 +254,7 @@ class Handlers:
 
     def codec(self, topic: str) -> Codec:
         """Return the topic's codec."""
-        return self.codecs.get(topic, _CLOUD_EVENTS)
+        return self.codecs.get(topic, CLOUD_EVENTS)
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""
