@@ -236,7 +236,7 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
 
 def test_the_engine_is_copied_byte_for_byte(template: Template, output: Path) -> None:
     raw = BakedProject(RAW, {}).files()
-    baked = template.bake(output, engine_tests="yes").files()
+    baked = template.bake(output, **dict.fromkeys(features(), "yes")).files()
 
     assert {name: raw[name] for name in raw if name.startswith(COPIED)} == {
         name: baked[name] for name in baked if name.startswith(COPIED)

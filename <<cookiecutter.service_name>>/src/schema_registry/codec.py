@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NoReturn
@@ -154,11 +155,17 @@ class Confluent(Codec):
     async def open(self, topic: str, events: Sequence[type[Event]]) -> None:
         """Fetch the schemas of published events.
 
-        Raises `Unpublishable`, `StoreUnavailable`, and `Misconfigured`.
+        Those of other events are fetched where there are any, to write records for tests. Raises
+        `Unpublishable`, `StoreUnavailable`, and `Misconfigured`.
         """
         async with self._connect().session() as session:
             for event in events:
                 self._writers[topic, event.event_type] = await self._writer(session, topic, event)
+            with suppress(StoreUnavailable):
+                for event in {*self._types.values()} - {*events}:
+                    with suppress(Unpublishable):
+                        writer = await self._writer(session, topic, event)
+                        self._writers[topic, event.event_type] = writer
 
     async def _writer(self, session: Session, topic: str, event: type[Event]) -> _Writer:
         names = [name for name, one in self._types.items() if one is event]
@@ -202,7 +209,8 @@ class Confluent(Codec):
         writer = self._writers.get((event.topic, event.type))
         if writer is None:
             raise Unpublishable(
-                f"no class of the topic {event.topic!r} has the type {event.type!r}"
+                f"the topic {event.topic!r} had no schema for {event.type!r} when the service was"
+                " started: register one, and see the types= of its codec"
             )
         try:
             return Encoded(writer.write(event.payload), writer.format.content_type)

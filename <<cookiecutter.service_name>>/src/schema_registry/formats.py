@@ -49,7 +49,8 @@ class JsonSchema:
     """Payloads are JSON, and valid by a JSON Schema; its title is the name of the record."""
 
     kind = "JSON"
-    content_type = "application/json"
+    content_type = "application/octet-stream"
+    """With the id in front of it, it is no JSON."""
 
     def __init__(self, schema: Schema, references: Mapping[str, Schema]) -> None:
         """Raises errors of any type for an invalid schema."""

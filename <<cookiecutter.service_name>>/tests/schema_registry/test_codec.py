@@ -156,6 +156,7 @@ async def test_confluents_deserializers_read_what_is_published(
         assert (read["price"], read["at"]) == (ORDER.price, ORDER.at)
         assert (read["customer"], read["photo"]) == (ORDER.customer, b"\xff\x00")
     elif kind == "JSON":
+        assert encoded.content_type == "application/octet-stream"
         read = JSONDeserializer(SCHEMAS[kind].schema_str, schema_registry_client=client)(
             body, context
         )
@@ -408,6 +409,21 @@ async def test_an_event_without_a_schema_stops_the_start_with_what_to_do(
     client.register_schema(f"{topic}-value", record("shop.Other", {"name": "it", "type": "int"}))
     with pytest.raises(Unpublishable, match=r"types=\{'shop.Other': OrderPlaced\}"):
         await codec().open(topic, [OrderPlaced])
+
+
+async def test_events_that_are_only_read_can_be_written_for_tests_where_they_have_a_schema(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy
+) -> None:
+    one = codec()
+    proxy.answer = (503, b"")
+    await one.open(topic, [])
+    proxy.answer = None
+    await one.open(topic, [])
+    with pytest.raises(Unpublishable, match=r"had no schema for 'order.placed.v1'"):
+        one.encode(outgoing(ORDER, topic))
+    client.register_schema(f"{topic}-value", SCHEMAS["AVRO"])
+    await one.open(topic, [])
+    assert one.encode(outgoing(ORDER, topic)).payload
 
 
 async def test_own_schemas_must_be_registered_and_are_in_development(
