@@ -160,18 +160,21 @@ class Confluent(Codec):
         """
         async with self._connect().session() as session:
             for event in events:
-                self._writers[topic, event.event_type] = await self._writer(session, topic, event)
+                own = self._own.get(event)
+                writer = await self._writer(session, topic, event, own)
+                self._writers[topic, event.event_type] = writer
             with suppress(StoreUnavailable):
                 for event in {*self._types.values()} - {*events}:
                     with suppress(Unpublishable):
-                        writer = await self._writer(session, topic, event)
+                        writer = await self._writer(session, topic, event, None)
                         self._writers[topic, event.event_type] = writer
 
-    async def _writer(self, session: Session, topic: str, event: type[Event]) -> _Writer:
+    async def _writer(
+        self, session: Session, topic: str, event: type[Event], own: Schema | None
+    ) -> _Writer:
         names = [name for name, one in self._types.items() if one is event]
         name = names[0] if names else event.event_type
         subject = self._strategy.subject(topic, name)
-        own = self._own.get(event)
         try:
             if own is None:
                 registered = await session.latest(subject)
