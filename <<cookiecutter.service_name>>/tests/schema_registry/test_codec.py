@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -18,7 +21,7 @@ from google.protobuf import json_format
 from servers.apicurio import Apicurio
 
 from operate.dead_letters import REASONS
-from pipeline import Event
+from pipeline import Event, Handlers
 from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Record, Undecodable
@@ -45,6 +48,7 @@ from .shop import (
 )
 
 KINDS = pytest.mark.parametrize("kind", SCHEMAS)
+GUIDE = Path(__file__).parents[2] / "docs" / "schema-registry.md"
 ORDER_CLASS = Protobuf(PROTOBUF, {})._class(NAME)
 
 
@@ -491,3 +495,26 @@ async def test_without_a_registry_the_service_says_what_is_missing(
     monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_CA_FILE", "/nowhere.pem")
     with pytest.raises(Misconfigured, match="PIPELINE_SCHEMA_REGISTRY_"):
         await codec().open("orders", [])
+
+
+async def test_the_example_of_the_guide_reads_and_writes_events(
+    client: SchemaRegistryClient, proxy: Proxy
+) -> None:
+    schema, example = re.findall(
+        r"```(?:json|python)\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL
+    )
+    handlers = Handlers()
+    names: dict[str, Any] = {"Decimal": Decimal, "datetime": datetime, "handlers": handlers}
+    names["__name__"] = __name__
+    exec(example, names)
+    client.register_schema("orders-value", Schema(schema, "AVRO"))
+    placed = names["OrderPlaced"](
+        order_id="o-1", price=Decimal("9.90"), at=datetime(2026, 1, 31, tzinfo=UTC)
+    )
+    one = handlers.codecs["orders"]
+    await one.open("orders", [type(placed)])
+    record = kafka_record(one.encode(outgoing(placed)).payload)
+    await one.prepare([record])
+    message = one.decode(record)
+    assert (message.type, message.id) == ("order.placed.v1", '["order.placed.v1","o-1"]')
+    assert type(placed).model_validate_json(message.data or b"") == placed
