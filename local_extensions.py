@@ -27,8 +27,8 @@ LIBRARIES = frozenset(re.findall(r"^([a-z0-9-]+)==", PINS.read_text("utf-8"), re
 """The distributions that a generated service is run and developed with."""
 
 OTHERWISE_IMPORTED = frozenset(
-    {"dotenv", "google", "importlinter", "markdown_it", "mypyc", "opentelemetry", "pkg_resources"}
-    | {"py", "xdist"}
+    {"attr", "dotenv", "google", "grpc", "grpc_tools", "importlinter", "markdown_it", "mypyc"}
+    | {"opentelemetry", "pkg_resources", "py", "rpds", "xdist"}
 )
 """Import names of theirs that do not follow from the distributions' names."""
 

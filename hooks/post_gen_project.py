@@ -10,7 +10,10 @@ from pathlib import Path
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 CHECKSUMS = Path(".engine.sha256")
-PACKAGES = ("archive", "claims", "effects", "object_store", "operate", "page", "pipeline")
+PACKAGES = (
+    *("archive", "claims", "effects", "object_store", "operate", "page", "pipeline"),
+    "schema_registry",
+)
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
 
 

@@ -22,6 +22,7 @@ DEFAULTS = {
     "worked_example": "yes",
     "outside_calls": "yes",
     "object_store": "yes",
+    "schema_registry": "no",
     "operations_page": "yes",
     "engine_tests": "no",
 }

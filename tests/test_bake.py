@@ -33,8 +33,9 @@ from tests.programs import require
 
 COPIED = (
     *("src/archive", "src/claims", "src/effects", "src/object_store"),
-    *("src/operate", "src/page", "src/pipeline"),
+    *("src/operate", "src/page", "src/pipeline", "src/schema_registry"),
     *("tests/archive", "tests/claims", "tests/effects", "tests/page", "tests/pipeline"),
+    "tests/schema_registry",
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -172,7 +173,10 @@ def test_the_contract_suite_stays_short(default_project: BakedProject) -> None:
 def test_no_test_of_a_service_imports_the_engines(default_project: BakedProject) -> None:
     for name, text in default_project.files().items():
         if name.endswith(".py"):
-            imports = r"^(from|import) tests\.(pipeline|archive|claims|effects|page)\b"
+            imports = (
+                r"^(from|import) tests\."
+                r"(pipeline|archive|claims|effects|page|schema_registry)\b"
+            )
             assert not re.search(imports, text.decode(), re.MULTILINE), name
 
 
@@ -232,7 +236,7 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
 
 def test_the_engine_is_copied_byte_for_byte(template: Template, output: Path) -> None:
     raw = BakedProject(RAW, {}).files()
-    baked = template.bake(output, engine_tests="yes").files()
+    baked = template.bake(output, **dict.fromkeys(features(), "yes")).files()
 
     assert {name: raw[name] for name in raw if name.startswith(COPIED)} == {
         name: baked[name] for name in baked if name.startswith(COPIED)

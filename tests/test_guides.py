@@ -201,6 +201,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         names |= {"archive", "claims"}
     if answers["outside_calls"] == "yes":
         names |= {"outside"}
+    if answers["schema_registry"] == "yes":
+        names |= {"schema-registry"}
     if answers["operations_page"] == "yes":
         names |= {"operations-page"}
     assert guides == {f"docs/{name}.md" for name in names}

@@ -29,7 +29,7 @@ from .servers.waiting import PATIENCE
 pytest_plugins = ["pipeline.testing.plugin"]
 
 DATABASE_URL, KAFKA = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
-SERVERS = {"harness_database", "kafka", "s3proxy", "server_url", "store_url"}
+SERVERS = {"apicurio", "harness_database", "kafka", "s3proxy", "server_url", "store_url"}
 """Fixtures that speak to a server."""
 
 

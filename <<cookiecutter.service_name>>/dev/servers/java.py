@@ -39,8 +39,15 @@ DEPENDENCY = """\
     <dependency>
       <groupId>{}</groupId>
       <artifactId>{}</artifactId>
-      <version>{}</version>
+      <version>{}</version>{}
     </dependency>"""
+# With what it depends on inside.
+ARCHIVE = """
+      <classifier>{}</classifier>
+      <type>tar.gz</type>
+      <exclusions>
+        <exclusion><groupId>*</groupId><artifactId>*</artifactId></exclusion>
+      </exclusions>"""
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,15 @@ class Jars:
     name: str
     version: str
     megabytes: int
-    artifacts: tuple[str, ...]  # group:artifact:version
+    artifacts: tuple[str, ...]  # group:artifact:version, with :classifier for a tar.gz
 
     def pom(self) -> str:
-        dependencies = "\n".join(DEPENDENCY.format(*it.split(":")) for it in self.artifacts)
-        return POM.format(dependencies=dependencies)
+        dependencies = []
+        for artifact in self.artifacts:
+            group, name, version, *classifier = artifact.split(":")
+            archive = ARCHIVE.format(*classifier) if classifier else ""
+            dependencies.append(DEPENDENCY.format(group, name, version, archive))
+        return POM.format(dependencies="\n".join(dependencies))
 
 
 def apt_install(*alternatives: str) -> None:
@@ -163,3 +174,8 @@ def download(wanted: Jars, work: Path, log: Path) -> None:
         " try again.",
         progress=progress,
     )  # fmt: skip
+    for archive in (work / "jars").glob("*.tar.gz"):
+        run_step(
+            ["tar", "-xzf", archive, "-C", archive.parent], log, f"{archive} can't be unpacked."
+        )
+        archive.unlink()

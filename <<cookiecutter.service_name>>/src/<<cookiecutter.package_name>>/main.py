@@ -14,6 +14,9 @@ from operate.commands import command_line
 from page.commands import group as page_commands
 # <% endif %>
 from pipeline import Service
+# <% if cookiecutter.schema_registry == "yes" %>
+from schema_registry import RegistrySettings
+# <% endif %>
 
 from .handlers import handlers
 from .tables import Base
@@ -35,7 +38,8 @@ service = Service(
     # <% if cookiecutter.outside_calls == "yes" %>
     workers=[EffectWorkers],
     # <% endif %>
-    # <% if cookiecutter.object_store == "yes" or cookiecutter.outside_calls == "yes" %>
+    # <% set packages = (cookiecutter.object_store, cookiecutter.outside_calls) %>
+    # <% if "yes" in packages or cookiecutter.schema_registry == "yes" %>
     settings=[
         # <% if cookiecutter.object_store == "yes" %>
         ArchiveSettings,
@@ -43,6 +47,9 @@ service = Service(
         # <% endif %>
         # <% if cookiecutter.outside_calls == "yes" %>
         EffectSettings,
+        # <% endif %>
+        # <% if cookiecutter.schema_registry == "yes" %>
+        RegistrySettings,
         # <% endif %>
     ],
     # <% endif %>

@@ -1,0 +1,58 @@
+"""Apicurio Registry from its archive: a schema registry with Confluent's API, for tests."""
+
+from __future__ import annotations
+
+import signal
+import urllib.error
+import urllib.request
+
+from servers.java import Jars, require_jars, require_java
+from servers.network import LOOPBACK
+from servers.process import LocalServer
+
+APICURIO_VERSION = "2.6.13.Final"
+APICURIO_JARS = Jars(
+    "Apicurio",
+    APICURIO_VERSION,
+    megabytes=142,
+    artifacts=(f"io.apicurio:apicurio-registry-app:{APICURIO_VERSION}:all",),
+)
+
+
+class Apicurio(LocalServer):
+    """Keeps its schemas in memory: they are gone when it is started again."""
+
+    title = "Apicurio"
+    port_count = 1
+    stop_signals = (signal.SIGTERM, signal.SIGKILL)
+
+    @property
+    def url(self) -> str:
+        """Where its Confluent API is."""
+        return f"http://{LOOPBACK}:{self.port}/apis/ccompat/v7"
+
+    def check_requirements(self) -> None:
+        self.java = require_java()
+        self.jars = require_jars(APICURIO_JARS, self.directory.path / "maven.log")
+
+    def prepare(self) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+
+    def command(self) -> list[str]:
+        return [
+            str(self.java),
+            "-Xmx256m",
+            "-XX:TieredStopAtLevel=1",
+            "-XX:+UseSerialGC",
+            f"-Dquarkus.http.host={LOOPBACK}",
+            f"-Dquarkus.http.port={self.port}",
+            "-jar",
+            str(self.jars / f"apicurio-registry-app-{APICURIO_VERSION}-runner.jar"),
+        ]
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/subjects", timeout=5) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False

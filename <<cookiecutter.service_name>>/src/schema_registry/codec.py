@@ -1,0 +1,346 @@
+"""The codec `Confluent`: records in Confluent's wire format become events, and events records."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, NoReturn
+
+from cachetools import LRUCache
+from confluent_kafka.schema_registry import Schema
+from confluent_kafka.schema_registry.serde import SchemaId
+
+from pipeline.errors import StoreUnavailable, describe_error
+from pipeline.events.cloudevents import decode, refers
+from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
+from pipeline.events.event import Event, Unpublishable
+from pipeline.events.message import Message, Reason, Record, Undecodable
+from pipeline.events.plain import Identity, Plain
+
+from .avro import Avro
+from .client import Registry, Session, Unknown
+from .formats import Format, JsonSchema, Misfit
+from .framing import HEADER, SchemaKey, Unframed, key_of, parse
+from .protobuf import Protobuf
+
+_UNKNOWN_AT_MOST = 10_000
+"""Ids without a schema that a codec keeps in memory."""
+_REPLACED = {"content-type", "ce_datacontenttype", HEADER}
+"""Headers that describe the bytes of the record, which `Message.data` does not have."""
+_BINARY = CloudEvents()
+
+
+class Strategy(Enum):
+    """Which subject of the registry has the schemas of published events, as Confluent names it."""
+
+    TOPIC = "TopicNameStrategy"
+    """`<topic>-value`."""
+    RECORD = "RecordNameStrategy"
+    """`<full name>`."""
+    TOPIC_RECORD = "TopicRecordNameStrategy"
+    """`<topic>-<full name>`."""
+
+    def subject(self, topic: str, name: str) -> str:
+        """Return the subject of a record of this full name."""
+        return {
+            Strategy.TOPIC: f"{topic}-value",
+            Strategy.RECORD: name,
+            Strategy.TOPIC_RECORD: f"{topic}-{name}",
+        }[self]
+
+
+class _Missing(NamedTuple):
+    """There is no schema that can be used for an id."""
+
+    text: str
+    since: float
+
+
+class _Decoded(NamedTuple):
+    """A record whose value is JSON."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """How events of a class are written."""
+
+    event: type[Event]
+    name: str
+    format: Format
+    prefix: bytes
+
+    def write(self, payload: bytes) -> bytes:
+        """Return the record's payload. Raises `Misfit`."""
+        body = self.format.write(self.name, payload)
+        _, again = self.format.read(body, self.format.names.get(self.name))
+        read = self.event.__pydantic_validator__.validate_json
+        try:
+            is_same = read(again) == read(payload)
+        except ValueError:
+            raise Misfit("it can't be read again from what the schema keeps of it") from None
+        if not is_same:
+            raise Misfit("it is another event when it is read again from what the schema keeps")
+        return self.prefix + body
+
+
+class Confluent(Codec):
+    """The codec of topics in Confluent's wire format, in Avro, Protobuf or JSON Schema.
+
+    The type of an event is that of its CloudEvents headers, else the full name of its schema.
+    `Message.data` is JSON, see `docs/schema-registry.md`. The registry is named by
+    `PIPELINE_SCHEMA_REGISTRY_URL`.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity | None = None,
+        types: Mapping[str, type[Event]] = {},
+        schemas: Mapping[type[Event], Schema] = {},
+        strategy: Strategy = Strategy.TOPIC,
+    ) -> None:
+        """`identity` tells how records without CloudEvents headers are identified.
+
+        `types` has the event classes by the full names of their records or messages, or the titles
+        of their JSON Schemas; a name that it lacks is the event's type itself. `schemas` are the
+        service's own, without references: records in Avro are read as these, and published events
+        are written by these, so they must be registered. By default an event is written by the
+        latest schema of its subject, which the `strategy` names.
+
+        Raises `ValueError` for an own schema that is invalid.
+        """
+        self._identity = identity
+        self._types = dict(types)
+        self._strategy = strategy
+        self._own = dict(schemas)
+        self._readers: dict[str, Avro] = {}
+        for event, schema in schemas.items():
+            self._add_own(event, schema)
+        self._registry: Registry | None = None
+        self._schemas: LRUCache[SchemaKey, Format] = LRUCache(1)
+        self._missing: LRUCache[SchemaKey, _Missing] = LRUCache(_UNKNOWN_AT_MOST)
+        self._writers: dict[tuple[str, str], _Writer] = {}
+
+    def _add_own(self, event: type[Event], schema: Schema) -> None:
+        try:
+            format = _parsed(schema, {})
+        except Exception as error:  # of any of the libraries
+            raise ValueError(
+                f"the schema of {event.__name__} is invalid: {describe_error(error)}"
+            ) from error
+        named = [name for name, one in self._types.items() if one is event]
+        if not named and len(format.names) == 1:
+            named = list(format.names)
+            self._types[named[0]] = event
+        if isinstance(format, Avro):
+            self._readers |= dict.fromkeys([*named, *format.names], format)
+
+    def _connect(self) -> Registry:
+        """Return the registry. Raises `Misconfigured`."""
+        if self._registry is None:
+            self._registry = Registry.of_environment()
+            self._schemas = LRUCache(self._registry.settings.schemas)
+        return self._registry
+
+    async def open(self, topic: str, events: Sequence[type[Event]]) -> None:
+        """Fetch the schemas of published events.
+
+        Those of other events are fetched where there are any, to write records for tests. Raises
+        `Unpublishable`, `StoreUnavailable`, and `Misconfigured`.
+        """
+        async with self._connect().session() as session:
+            for event in events:
+                own = self._own.get(event)
+                writer = await self._writer(session, topic, event, own)
+                self._writers[topic, event.event_type] = writer
+            with suppress(StoreUnavailable):
+                for event in {*self._types.values()} - {*events}:
+                    with suppress(Unpublishable):
+                        writer = await self._writer(session, topic, event, None)
+                        self._writers[topic, event.event_type] = writer
+
+    async def _writer(
+        self, session: Session, topic: str, event: type[Event], own: Schema | None
+    ) -> _Writer:
+        names = [name for name, one in self._types.items() if one is event]
+        name = names[0] if names else event.event_type
+        subject = self._strategy.subject(topic, name)
+        try:
+            if own is None:
+                registered = await session.latest(subject)
+            else:
+                registered = await session.registered(subject, own)
+            format = _parsed(registered.schema, await session.references(registered.schema))
+        except Unknown as error:
+            what = "has no schema" if own is None else "does not have the schema of the code"
+            raise Unpublishable(
+                f"{event.__name__} can't be written: the subject {subject!r} {what}."
+                f" {str(error) or 'Register it'}, or, in development, set"
+                " PIPELINE_SCHEMA_REGISTRY_AUTO_REGISTER=true for schemas of Confluent(schemas=…)"
+            ) from None
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # of any of the libraries
+            raise Unpublishable(
+                f"{event.__name__} can't be written: the schema of {subject!r} can't be used:"
+                f" {describe_error(error)}"
+            ) from error
+        if format.names and name not in format.names:
+            found = ", ".join(map(repr, format.names))
+            raise Unpublishable(
+                f"{event.__name__} can't be written: the schema of {subject!r} has {found}, and no"
+                f" {name!r}. Declare Confluent(types={{{next(iter(format.names))!r}:"
+                f" {event.__name__}}})"
+            )
+        id = SchemaId(format.kind, registered.schema_id, None, format.names.get(name))
+        return _Writer(event, name, format, id.id_to_bytes())
+
+    def encode(self, event: Outgoing) -> Encoded:
+        """Return the payload in the format of its schema. Raises `Unpublishable`."""
+        if event.payload is None:
+            return Encoded(None, "application/json")
+        writer = self._writers.get((event.topic, event.type))
+        if writer is None:
+            raise Unpublishable(
+                f"the topic {event.topic!r} had no schema for {event.type!r} when the service was"
+                " started: register one, and see the types= of its codec"
+            )
+        try:
+            return Encoded(writer.write(event.payload), writer.format.content_type)
+        except Misfit as error:
+            raise Unpublishable(
+                f"{writer.event.__name__} does not fit the schema {writer.name!r}: {error}. Change"
+                " the event, or register a schema for it and start the service again"
+            ) from None
+
+    async def prepare(self, records: Sequence[Record]) -> None:
+        """Fetch the schemas that the records name. Raises `StoreUnavailable`."""
+        settings = self._connect().settings
+        young = time.monotonic() - settings.unknown_age
+        wanted = set[SchemaKey]()
+        for record in records:
+            try:
+                key = key_of(record)
+            except Unframed:
+                continue
+            missing = self._missing.get(key)
+            if key not in self._schemas and (missing is None or missing.since < young):
+                wanted.add(key)
+        if not wanted:
+            return
+        async with self._connect().session() as session:
+            done = await asyncio.gather(
+                *(self._fetch(session, key) for key in wanted), return_exceptions=True
+            )
+        for error in done:
+            if error is not None:
+                raise error
+
+    async def _fetch(self, session: Session, key: SchemaKey) -> None:
+        try:
+            schema, references = await session.schema(key)
+            format = _parsed(schema, references, self._readers)
+        except StoreUnavailable:
+            raise
+        except Unknown:
+            text = f"the schema registry has no schema {key}"
+        except Exception as error:  # of any of the libraries
+            text = f"the schema {key} can't be used: {describe_error(error)}"
+        else:
+            self._schemas[key] = format
+            self._missing.pop(key, None)
+            return
+        self._missing[key] = _Missing(text, time.monotonic())
+
+    def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+        """Decode a record. Raises `Undecodable`, and `StoreUnavailable` without `prepare`."""
+        if record.value is None or (not record.value and refers(record)):
+            return _BINARY.decode(record, hash=hash)
+        try:
+            key = key_of(record)
+            format = self._format(key)
+            frame = parse(record, format.kind)
+            name, data = format.read(frame.body, frame.indexes)
+        except Unframed as error:
+            raise Undecodable(
+                Reason.INVALID_ENVELOPE,
+                f"{error}: let the producer write with a serializer for a schema registry, or"
+                f" declare {record.topic!r} with another codec",
+            ) from None
+        except Misfit as error:
+            raise Undecodable(
+                Reason.INVALID_ENVELOPE,
+                f"the payload does not fit the schema {key}, which the record names: {error}. Let"
+                " the producer send it again",
+            ) from None
+        headers = [each for each in record.headers if each[0].lower() not in _REPLACED]
+        decoded = _Decoded(
+            record.topic,
+            record.partition,
+            record.offset,
+            record.timestamp,
+            record.key,
+            data,
+            [*headers, ("content-type", b"application/json")],
+        )
+        return self._named(decoded, name, hash)
+
+    def _format(self, key: SchemaKey) -> Format:
+        format = self._schemas.get(key)
+        if format is not None:
+            return format
+        missing = self._missing.get(key)
+        if missing is None:
+            raise StoreUnavailable(f"the schema {key} has not been fetched yet")
+        raise Undecodable(
+            Reason.INVALID_ENVELOPE,
+            f"{missing.text}: register it, or let the producer use the registry of"
+            " PIPELINE_SCHEMA_REGISTRY_URL",
+        )
+
+    def _named(self, record: Record, name: str | None, hash: bytes | None) -> Message:
+        """Return the event of a record with JSON, by its headers or by the name of its schema."""
+        event = self._types.get(name or "")
+        type = name if event is None else event.event_type
+        if type is not None and self._identity is not None:
+            return Plain(type=type, identity=self._identity).decode(record, hash=hash)
+
+        def refuse(record: Record, headers: Mapping[str, str]) -> NoReturn:
+            if type is None:
+                raise Undecodable(
+                    Reason.MISSING_TYPE,
+                    "the record's JSON Schema has no title to name the event's type, and the record"
+                    " no CloudEvents headers: let the producer send one or the other",
+                )
+            raise Undecodable(
+                Reason.MISSING_IDENTITY,
+                f"the record has no CloudEvents headers: declare how events of {record.topic!r} are"
+                " identified, by Confluent(identity=Header(…) or PayloadFields(…) or Position())",
+            )
+
+        return decode(record, refuse, hash=hash)
+
+
+def _parsed(
+    schema: Schema, references: Mapping[str, Schema], readers: Mapping[str, Avro] = {}
+) -> Format:
+    """Return the parsed schema. Raises errors of any type for an invalid one."""
+    match schema.schema_type or "AVRO":
+        case "AVRO":
+            return Avro(schema, references, readers.get)
+        case "PROTOBUF":
+            return Protobuf(schema, references)
+        case "JSON":
+            return JsonSchema(schema, references)
+        case other:
+            raise ValueError(f"the format {other!r} is none of AVRO, PROTOBUF and JSON")

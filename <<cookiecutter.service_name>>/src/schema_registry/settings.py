@@ -1,0 +1,112 @@
+"""Settings of the schema registry: `PIPELINE_SCHEMA_REGISTRY_<FIELD>`, read at the first use."""
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pipeline.settings import Count, Seconds
+
+
+def _check_urls(text: str) -> str:
+    for url in text.split(","):
+        parts = urlsplit(url.strip())
+        if "@" in parts.netloc or parts.query:
+            raise ValueError(
+                "it must hold no credentials: they belong into PIPELINE_SCHEMA_REGISTRY_USER and"
+                " PIPELINE_SCHEMA_REGISTRY_PASSWORD"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
+            raise ValueError("write https://host:port/path, several with commas between them")
+    return text
+
+
+class RegistrySettings(BaseSettings):
+    """Where the schema registry is, and how it is used."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PIPELINE_SCHEMA_REGISTRY_",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+        env_ignore_empty=True,
+    )
+
+    url: Annotated[str, AfterValidator(_check_urls)] | None = None
+    """`https://host:port`, with the path of its Confluent API if it has one, such as
+    `/apis/ccompat/v7` for Apicurio. Several, with commas between them, are tried in this order.
+    Needed by topics whose codec is `Confluent`."""
+    user: str | None = None
+    """Name for basic authentication; for Confluent Cloud the API key."""
+    password: SecretStr | None = None
+    """Password for `PIPELINE_SCHEMA_REGISTRY_USER`."""
+    token: SecretStr | None = None
+    """Bearer token, instead of user and password."""
+    ca_file: Path | None = None
+    """Certificates of authorities, as PEM, if the registry's is not signed by a public one."""
+    certificate_file: Path | None = None
+    """Certificate of the service, as PEM, for a registry that requires one."""
+    key_file: Path | None = None
+    """Its private key, as PEM."""
+    key_password: SecretStr | None = None
+    """Password of the private key, if it has one."""
+    timeout: Seconds = 3.0
+    """The registry has this long for each request. After that it counts as unavailable."""
+    concurrency: Count = 4
+    """Requests that the process makes at once for each codec."""
+    schemas: Count = 1_000
+    """Schemas that a codec keeps in memory."""
+    unknown_age: Seconds = 30.0
+    """A schema id that the registry does not know is not requested again for this long."""
+    auto_register: bool = False
+    """Whether schemas that the code has for published events are registered when the service
+    starts. For development: elsewhere a pipeline that checks their compatibility registers them."""
+
+    @model_validator(mode="after")
+    def _credentials_fit(self) -> Self:
+        if (self.user is None) != (self.password is None):
+            raise ValueError(
+                "PIPELINE_SCHEMA_REGISTRY_USER and PIPELINE_SCHEMA_REGISTRY_PASSWORD need each"
+                " other"
+            )
+        if self.token is not None and self.user is not None:
+            raise ValueError(
+                "set PIPELINE_SCHEMA_REGISTRY_TOKEN, or user and password, and not both"
+            )
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError(
+                "PIPELINE_SCHEMA_REGISTRY_CERTIFICATE_FILE and PIPELINE_SCHEMA_REGISTRY_KEY_FILE"
+                " need each other"
+            )
+        return self
+
+    def client_options(self) -> dict[str, Any]:
+        """Return the configuration of confluent-kafka's client."""
+        options = {
+            "url": self.url,
+            "timeout": self.timeout,
+            "max.retries": 0,  # the batch is retried as a whole
+            "ssl.ca.location": _path(self.ca_file),
+            "ssl.certificate.location": _path(self.certificate_file),
+            "ssl.key.location": _path(self.key_file),
+            "ssl.key.password": _revealed(self.key_password),
+        }
+        if self.password is not None:
+            options["basic.auth.user.info"] = f"{self.user}:{_revealed(self.password)}"
+        if self.token is not None:
+            options |= {
+                "bearer.auth.credentials.source": "STATIC_TOKEN",
+                "bearer.auth.token": _revealed(self.token),
+                "bearer.auth.logical.cluster": "",
+            }
+        return {name: value for name, value in options.items() if value is not None}
+
+
+def _path(file: Path | None) -> str | None:
+    return None if file is None else str(file)
+
+
+def _revealed(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()

@@ -1,0 +1,1 @@
+"""Tests of the codec for Confluent's wire format."""
