@@ -10,7 +10,16 @@ from pathlib import Path
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 CHECKSUMS = Path(".engine.sha256")
-PACKAGES = ("archive", "claims", "effects", "object_store", "operate", "page", "pipeline")
+PACKAGES = (
+    "archive",
+    "claims",
+    "contracts",
+    "effects",
+    "object_store",
+    "operate",
+    "page",
+    "pipeline",
+)
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
 
 

@@ -114,7 +114,8 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
-    *("pipeline", "operate", "archive", "claims", "effects", "object_store", "page"),
+    *("pipeline", "operate", "archive", "claims", "contracts", "effects", "object_store"),
+    "page",
     *(
         "tests",
         "migrations",

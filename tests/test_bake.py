@@ -32,9 +32,10 @@ from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment
 from tests.programs import require
 
 COPIED = (
-    *("src/archive", "src/claims", "src/effects", "src/object_store"),
+    *("src/archive", "src/claims", "src/contracts", "src/effects", "src/object_store"),
     *("src/operate", "src/page", "src/pipeline"),
-    *("tests/archive", "tests/claims", "tests/effects", "tests/page", "tests/pipeline"),
+    *("tests/archive", "tests/claims", "tests/contracts", "tests/effects"),
+    *("tests/page", "tests/pipeline"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -172,7 +173,7 @@ def test_the_contract_suite_stays_short(default_project: BakedProject) -> None:
 def test_no_test_of_a_service_imports_the_engines(default_project: BakedProject) -> None:
     for name, text in default_project.files().items():
         if name.endswith(".py"):
-            imports = r"^(from|import) tests\.(pipeline|archive|claims|effects|page)\b"
+            imports = r"^(from|import) tests\.(pipeline|archive|claims|contracts|effects|page)\b"
             assert not re.search(imports, text.decode(), re.MULTILINE), name
 
 
