@@ -20,6 +20,7 @@ HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
 TIME = (RAW / "docs" / "time.md").read_text("utf-8")
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
+CODECS = (RAW / "docs" / "codecs.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 TEMPLATES = (ROOT / "README.md").read_text("utf-8")
 FAILING = (
@@ -102,8 +103,8 @@ def fields(module: str, name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "guide",
-    [HANDLING, TIME, OUTSIDE, BEFORE + TEMPLATES + FAILING],
-    ids=["handling-errors", "time", "outside", "read-mes"],
+    [HANDLING, TIME, OUTSIDE, BEFORE + CODECS, BEFORE + TEMPLATES + FAILING],
+    ids=["handling-errors", "time", "outside", "codecs", "read-mes"],
 )
 @pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["runs", "types"])
 def test_the_examples_for_authors_of_handlers_work(

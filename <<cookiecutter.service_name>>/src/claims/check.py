@@ -111,7 +111,7 @@ class Claims:
         payload = len(event.payload or b"")
         if self._is_large(event, allowed):
             return event.size - payload + _REFERENCE_AT_MOST
-        if event.size > allowed:
+        if event.size > allowed and _is_storable(event):
             raise Unpublishable(
                 f"the payload of {event.type!r} has {payload:,} bytes, and {self._memory:,} can be"
                 " stored: publish a smaller event, or raise PIPELINE_CLAIM_MEMORY"
@@ -119,10 +119,10 @@ class Claims:
         return event.size
 
     def _is_large(self, event: StagedEvent, allowed: int) -> bool:
-        """Whether the payload of an event is to be stored; that of a dead letter's record never."""
+        """Whether the payload of an event is to be stored."""
         payload = len(event.payload or b"")
         is_large = payload > self._limit or event.size > allowed
-        return is_large and payload <= self._memory and event.headers is None
+        return is_large and payload <= self._memory and _is_storable(event)
 
     async def store(
         self,
@@ -219,6 +219,11 @@ class Claims:
                 f"{uri} has {size:,} bytes, and {self._memory:,} are allowed: raise"
                 " PIPELINE_CLAIM_MEMORY, and give the process as much memory",
             )
+
+
+def _is_storable(event: StagedEvent) -> bool:
+    """Whether consumers would fetch its payload: not for dead letters and codecs of other forms."""
+    return event.headers is None and event.content_type == "application/json"
 
 
 def _referring(event: StagedEvent, stored: Stored) -> StagedEvent:

@@ -10,8 +10,9 @@ from hashlib import sha256
 from typing import Any
 
 from pipeline import Service
+from pipeline.events.codec import CloudEvents, Codec
 from pipeline.events.event import Event, Tombstone
-from pipeline.events.message import Plain
+from pipeline.events.plain import Plain
 from pipeline.handlers.registry import Handler
 
 from .examples import example_of
@@ -90,11 +91,11 @@ class _Document:
         }
 
     def _taken(self, topic: str, type: str, handlers: list[Handler]) -> None:
-        event, plain = handlers[0].event, self._service.handlers.plain_of(topic)
+        event = handlers[0].event
         is_demanding = topic in self._service.handlers.demanding
         channel = self._channel(topic)
         channel["x-unknown-types"] = "dead letter" if is_demanding else "skipped and counted"
-        key = self._message(topic, event, "validation", plain)
+        key = self._message(topic, event, "validation")
         message = self._messages[key]
         old = sorted(event.event_upcasters)
         if old:
@@ -130,9 +131,7 @@ class _Document:
 
     def _published(self, topic: str, events: Mapping[str, type[Event]]) -> None:
         self._channel(topic)
-        keys = [
-            self._message(topic, one, "serialization", None) for _, one in sorted(events.items())
-        ]
+        keys = [self._message(topic, one, "serialization") for _, one in sorted(events.items())]
         self._operations[_named(f"send.{topic}", self._operations)] = {
             "action": "send",
             "channel": {"$ref": f"#/channels/{topic}"},
@@ -154,24 +153,25 @@ class _Document:
         )
         return channel
 
-    def _message(self, topic: str, event: type[Event], mode: Mode, plain: Plain | None) -> str:
+    def _message(self, topic: str, event: type[Event], mode: Mode) -> str:
         """Add a message to its channel; return its name."""
         type, schema = event.event_type, schema_of(event, mode)
-        headers, example = _headers(event, plain), example_of(event, schema)
+        codec, example = self._service.handlers.codec(topic), example_of(event, schema)
         key = _named(f"{topic}.{type}", self._messages)
         text = (event.__doc__ or "").strip().partition("\n")[0] if "__doc__" in vars(event) else ""
         message: dict[str, Any] = {
             "name": type,
             "title": event.__name__,
             "summary": text or type,
-            "description": _envelope(event, mode, plain),
+            "description": _envelope(event, mode, codec),
             "contentType": "application/json",
-            "headers": headers,
+            "headers": _headers(event, codec),
             "payload": {"$ref": f"#/components/schemas/{self._schema(schema, event.__name__)}"},
             "bindings": {"kafka": {"key": {**_TEXT, "description": "Orders the events."}}},
         }
         if example is not None:
-            attributes = {} if plain or event is Tombstone else {**_EXAMPLE, "ce_type": type}
+            has_attributes = isinstance(codec, CloudEvents) and event is not Tombstone
+            attributes = {**_EXAMPLE, "ce_type": type} if has_attributes else {}
             message["examples"] = [{"name": type, "headers": attributes, "payload": example}]
         self._messages[key] = message
         self._channels[topic]["messages"][key] = {"$ref": f"#/components/messages/{key}"}
@@ -200,8 +200,8 @@ class _Document:
         return names[root]
 
 
-def _headers(event: type[Event], plain: Plain | None) -> dict[str, Any]:
-    if plain is not None or event is Tombstone:
+def _headers(event: type[Event], codec: Codec) -> dict[str, Any]:
+    if not isinstance(codec, CloudEvents) or event is Tombstone:
         return {"type": "object", "properties": _TRACE}
     type = {"type": "string", "const": event.event_type}
     return {
@@ -212,11 +212,12 @@ def _headers(event: type[Event], plain: Plain | None) -> dict[str, Any]:
     }
 
 
-def _envelope(event: type[Event], mode: Mode, plain: Plain | None) -> str:
-    if plain is not None:
-        return f"A record without CloudEvents attributes, identified by {plain.identity}."
+def _envelope(event: type[Event], mode: Mode, codec: Codec) -> str:
     if event is Tombstone:
         return "A record without a value: the mark of a deletion."
+    if not isinstance(codec, CloudEvents):
+        identity = f", identified by {codec.identity}" if isinstance(codec, Plain) else ""
+        return f"A record in the form of the codec {type(codec).__name__}{identity}."
     modes = "binary or structured mode" if mode == "validation" else "binary mode"
     return f"CloudEvents 1.0 in {modes}."
 

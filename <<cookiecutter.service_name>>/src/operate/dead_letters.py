@@ -8,7 +8,7 @@ from typing import Self
 import asyncpg
 
 from pipeline.apply.backlog import mismatch_key
-from pipeline.apply.batch import items_of
+from pipeline.apply.batch import items_of, prepare
 from pipeline.apply.item import Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import UNKNOWN
@@ -27,11 +27,12 @@ REASONS: Mapping[str, str] = {
     # Records that no handler has seen.
     "missing attribute": "have the producer send it, then discard this one",
     "invalid attribute": "have the producer send it right, then discard this one",
-    "invalid envelope": "have the producer send one event in each record, then discard this one",
+    "invalid envelope": "have the producer send the form that the error names, then discard it",
     "unsupported specversion": "have the producer send CloudEvents 1.0, then discard this one",
-    "not CloudEvents": "say by handlers.plain(…) how the topic names its events, then redrive",
+    "not CloudEvents": "declare the topic's codec by handlers.topic(…, codec=…), then redrive",
     "missing identity": "name the topic's events by something that all have, then redrive",
-    "unknown type": "deploy a handler, or leave handlers.demand_types(…) out, then redrive",
+    "missing type": "let the topic's codec find the type in all its records, then redrive",
+    "unknown type": "deploy a handler, or leave demands_types=True out, then redrive",
     # Messages that a handler was not given.
     "invalid payload": "make the event's model take it, then redrive; or discard it",
     "data missing": "put the object back, then redrive; or have it sent by a new id, and discard",
@@ -181,6 +182,8 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         # A record that no handler has seen becomes a message to each of its handlers.
         stored = await self.connection.fetchrow(_ROW, key)
         record = lane_source.stored_record(stored, stored_for=0.0)
+        # Without a schema its markers are not known, and it counts as waiting or gone.
+        await prepare(self._handlers, [record])
         found = items_of(self._handlers, record, validates=False)
         items = [] if isinstance(found, Undecoded) else found
         markers = [item.key for item in items]

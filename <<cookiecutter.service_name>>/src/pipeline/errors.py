@@ -54,7 +54,7 @@ _WHY = re.compile(r" \((value out of \w+ range|expected [\w.]+, got [\w.]+)\)$")
 
 
 class StoreUnavailable(ConnectionError):
-    """The object store can't be used; the text has its address and the reason."""
+    """The store of objects or of schemas can't be used; the text has its address and the reason."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

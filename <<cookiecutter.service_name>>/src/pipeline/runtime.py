@@ -25,6 +25,7 @@ from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
 from pipeline.servers.guard import stack_of
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
 from .service import Service
@@ -126,6 +127,8 @@ async def serve(
         if is_consuming and topics:
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
+        if is_consuming:
+            await _open_codecs(service, health, stopping)
         relay = Relay(engine, name=service.name, settings=settings, health=health)
         filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
         consuming = _consuming(service, settings, engine, health, relay, filters, claims)
@@ -143,6 +146,17 @@ async def serve(
             await _run_until(stopping, retaining, groups)
     finally:
         await engine.dispose()
+
+
+async def _open_codecs(service: Service, health: Health, stopping: asyncio.Event) -> None:
+    """Wait until the codecs have what they need to write events. Raises `Misconfigured`."""
+    attempts = Attempts(
+        "preparing the codecs",
+        "codecs",
+        unless=stopping.is_set,
+        report=lambda reason: health.not_ready("consumer", reason),
+    )
+    await attempts(service.open_codecs)
 
 
 def _consuming(

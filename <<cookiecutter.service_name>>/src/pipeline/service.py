@@ -9,7 +9,7 @@ from sqlalchemy import MetaData
 
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.writer import Writer
-from pipeline.events.event import declared_events
+from pipeline.events.event import Unpublishable, declared_events
 from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
@@ -77,17 +77,30 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
-        if undecodable := self.handlers.demanding - self.handlers.topics:
-            yield f"demand_types({min(undecodable)!r}) is about a topic that no handler reads"
+        if unread := self.handlers.demanding - self.handlers.topics:
+            yield f"demands_types=True of {min(unread)!r}: no handler reads this topic"
+
+    async def open_codecs(self) -> None:
+        """Prepare the codecs of topics for the events that the service publishes there.
+
+        Raises `Misconfigured` for events that can't be published, and `StoreUnavailable`.
+        """
+        events = [*declared_events()]
+        for topic, codec in self.handlers.codecs.items():
+            try:
+                await codec.open(topic, [one for one in events if one.event_topic == topic])
+            except Unpublishable as error:
+                raise Misconfigured(f"topic {topic!r}: {error}") from error
 
     @asynccontextmanager
     async def writer(self, settings: Settings | None = None) -> AsyncIterator[Writer]:
         """Yield a writer for an HTTP API or a job, with a connection pool of its own.
 
         By default the settings are read from the environment. It needs the database, and no Kafka.
-        Create one for each process.
+        Create one for each process. Raises `Misconfigured` for events that can't be published.
         """
         settings = settings or WriterSettings()
+        await self.open_codecs()
         engine = create_engine(settings, name=self.name)
         try:
             yield Writer(

@@ -256,7 +256,8 @@ def kinds() -> st.SearchStrategy[Any]:
     )
 
 
-BASES = st.sampled_from([Ordinary, Closed, Opened])
+OPTIONS: list[type[Event]] = [Ordinary, Closed, Opened]
+BASES = st.sampled_from(OPTIONS)
 
 
 @st.composite

@@ -93,8 +93,8 @@ def shop() -> Service:
     handlers.on(Ordered, topic="orders", consumer="note-too", takes_old=True)(note)
     handlers.on(Tombstone, topic="orders", consumer="note")(note)
     handlers.on(Counted, topic="lines", consumer="note")(note)
-    handlers.plain("lines", Plain(type="line", identity=Position()))
-    handlers.demand_types("lines")
+    plain = Plain(type="line", identity=Position())
+    handlers.topic("lines", codec=plain, demands_types=True)
     return Service("shop", handlers, MetaData(), package=__package__)
 
 

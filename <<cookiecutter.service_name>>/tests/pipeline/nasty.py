@@ -11,7 +11,6 @@ from aiokafka import ConsumerRecord
 from pipeline import Handlers
 from pipeline.apply.batch import read
 from pipeline.apply.positions import Anchor
-from pipeline.events.cloudevents import decode
 from pipeline.events.message import Message, Reason
 from pipeline.handlers.policy import described
 
@@ -161,7 +160,7 @@ async def decisions(
         assert_it_can_be_stored(message)
         found[message.offset] = "taken" if item.fault is None else "invalid payload"
         if item.fault is not None:  # and nothing but the payload
-            decode(records[message.offset], handlers.plain_of(topic))
+            handlers.codec(topic).decode(records[message.offset])
             assert_it_can_be_told("invalid payload", item.fault)
     for one in batch.undecoded:
         assert one.record.offset not in found

@@ -1,15 +1,17 @@
 """Batches: records decoded, validated and matched with their handlers."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from aiokafka import ConsumerRecord
 
-from pipeline.events.cloudevents import decode, refers
+from pipeline.errors import StoreUnavailable
+from pipeline.events.cloudevents import refers
+from pipeline.events.codec import CLOUD_EVENTS
 from pipeline.events.event import Event, Tombstone, reader, upcasted
-from pipeline.events.message import Message, Plain, Position, Record, Undecodable, marker_key
+from pipeline.events.message import Message, Record, Undecodable, marker_key
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
@@ -19,17 +21,14 @@ from .positions import Anchor
 
 _offset = attrgetter("offset")
 
-_BARE_TOMBSTONE = Plain(Tombstone.event_type, Position())
-"""Identity of tombstones without headers, as in compacted topics: their position."""
-
 
 class UnknownType(Exception):
-    """No handler takes the type, and the topic is declared by `demand_types`."""
+    """No handler takes the type, and the topic is declared with `demands_types`."""
 
     def __init__(self, message: Message) -> None:
         super().__init__(
             f"no handler takes {message.type!r} of {message.topic}: add one, or leave"
-            " handlers.demand_types(…) out to skip and count such records"
+            " demands_types=True out to skip and count such records"
         )
 
 
@@ -75,7 +74,12 @@ async def read(
     *,
     validates: bool = True,
 ) -> Batch:
-    """Decode and validate records; each becomes items, or is skipped or undecoded."""
+    """Decode and validate records; each becomes items, or is skipped or undecoded.
+
+    Raises `StoreUnavailable` if what their codec needs can't be fetched now.
+    """
+    for unavailable in (await prepare(handlers, records)).values():
+        raise unavailable
     items: list[Item] = []
     skipped: list[int] = []
     undecoded: list[Undecoded] = []
@@ -94,6 +98,22 @@ async def read(
     return Batch(start, end, records, items, skipped, undecoded)
 
 
+async def prepare(handlers: Handlers, records: Iterable[Record]) -> Mapping[str, StoreUnavailable]:
+    """Fetch what `items_of` needs for these records; returns topics for which that fails now."""
+    unavailable: dict[str, StoreUnavailable] = {}
+    if not handlers.codecs:
+        return unavailable
+    by_topic: dict[str, list[Record]] = {}
+    for record in records:
+        by_topic.setdefault(record.topic, []).append(record)
+    for topic, some in by_topic.items():
+        try:
+            await handlers.codec(topic).prepare(some)
+        except StoreUnavailable as error:
+            unavailable[topic] = error
+    return unavailable
+
+
 def items_of(
     handlers: Handlers, record: Record, *, validates: bool, hash: bytes | None = None
 ) -> list[Item] | Undecoded:
@@ -105,9 +125,9 @@ def items_of(
     topic = record.topic
     if record.value is None and not handlers.takes_tombstones(topic) and not refers(record):
         return []
-    plain = handlers.plain_of(topic) or (_BARE_TOMBSTONE if record.value is None else None)
     try:
-        message = decode(record, plain, hash=hash)
+        # Quicker than `handlers.codec(topic)`.
+        message = handlers.codecs.get(topic, CLOUD_EVENTS).decode(record, hash=hash)
     except Undecodable as error:
         return Undecoded(record, error.reason, error)
     takers = handlers.of(topic, Tombstone.event_type if message.data is None else message.type)

@@ -256,6 +256,7 @@ class ConsumeTransactions:
             self._source,
             self.settings.max_event_bytes,
             call_types=self.handlers.call_types,
+            codecs=self.handlers.codecs,
             sent_size=self.claims.sent_size if self.claims else None,
         )
 

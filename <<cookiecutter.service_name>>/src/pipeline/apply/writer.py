@@ -162,6 +162,7 @@ class Writer:
             self._source,
             self._max_event_bytes,
             call_types=self._handlers.call_types,
+            codecs=self._handlers.codecs,
             sent_size=self._claims.sent_size if self._claims else None,
         )
         guard = Guard(outbox)

@@ -145,7 +145,7 @@ class Reader:
             behind = await self._client.position(self._partition)
             return PartitionSource(self._slot, Batch(start, behind, (), ()))
         deaths = self._suspected_deaths
-        batch = await read(self._consume.handlers, start, records, validates=not deaths)
+        batch = await self._attempts("fetching schemas or data")(self._read, start, records, deaths)
         if deaths:
             log.warning(
                 "%s: %s processes have died at this position: the records of the offsets %s to %s"
@@ -155,11 +155,12 @@ class Reader:
                 records[0].offset,
                 records[-1].offset,
             )
-        else:
-            resolving = self._attempts("fetching data")
-            batch = await resolving(resolve_batch, batch, self._consume.claims)
         self._left = [record for record in records if record.offset >= batch.end]
         return PartitionSource(self._slot, batch, deaths)
+
+    async def _read(self, start: int, records: Sequence[ConsumerRecord], deaths: int) -> Batch:
+        batch = await read(self._consume.handlers, start, records, validates=not deaths)
+        return batch if deaths else await resolve_batch(batch, self._consume.claims)
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
         """Wait for records; returns none when only a gap in the offsets was fetched.

@@ -7,33 +7,34 @@ are UTF-8.
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import asyncpg
 import orjson
 
 from pipeline.errors import UNSTORABLE
 
-from .message import Message, Plain, Reason, Record, Reference, Undecodable, plain_id
+from .message import Message, Reason, Record, Reference, Undecodable
 from .payload import is_json, parse, payload_hash
 
-_REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
-_required = itemgetter(*_REQUIRED)
+STRUCTURED = "application/cloudevents+json"
+REQUIRED = ("ce_specversion", "ce_id", "ce_source", "ce_type")
+_required = itemgetter(*REQUIRED)
 _REFERENCE = ("ce_dataref", "ce_datalength", "ce_datachecksum")
 _ATTRIBUTES = (
-    *(*_REQUIRED, *_REFERENCE, "ce_time", "ce_subject", "ce_sequence"),
+    *(*REQUIRED, *_REFERENCE, "ce_time", "ce_subject", "ce_sequence"),
     *("ce_dataschema", "ce_datacontenttype"),
 )
-_TRACE = ("traceparent", "tracestate", "baggage")
+TRACE = ("traceparent", "tracestate", "baggage")
 _EXTENSION = ("ce_traceparent", "ce_tracestate")
 """Trace context as attributes, which counts where the headers of W3C are missing."""
 _AS_TEXT = (
     ("ce_subject", "subject"),
-    *((name, name) for name in _TRACE),
+    *((name, name) for name in TRACE),
     *((name, name[3:]) for name in _REFERENCE),
 )
 """Headers, and the columns of the outbox that they are encoded from."""
@@ -48,27 +49,40 @@ _TRACEPARENT = re.compile(
 )
 
 
-def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = None) -> Message:
-    """Decode a record as an event: CloudEvents in binary or structured mode, or by `plain`.
+class Named(NamedTuple):
+    """Identity and data of a record without CloudEvents attributes; its source is its topic."""
+
+    id: str
+    type: str
+    content_type: str | None
+    data: bytes | None
+
+
+def decode(
+    record: Record,
+    otherwise: Callable[[Record, Mapping[str, str]], Named],
+    *,
+    structured: bool = False,
+    hash: bytes | None = None,
+) -> Message:
+    """Decode a record as CloudEvents, in binary or structured mode, or by `otherwise`.
 
     Header names are case-insensitive, the last of several with one name is used, an empty value
     counts as absent, and malformed trace context is dropped. `hash` is that of the payload, if it
-    is known already. Raises `Undecodable`, and nothing else.
+    is known already. Raises `Undecodable`.
     """
     headers, data, is_structured = _headers_and_data(record)
-    content_type = headers.get("content-type") or headers.get("ce_datacontenttype")
     # Nearly all events have the first of these headers, which is quicker to look up.
-    if is_structured or "ce_specversion" in headers or not headers.keys().isdisjoint(_REQUIRED):
+    if is_structured or "ce_specversion" in headers or not headers.keys().isdisjoint(REQUIRED):
         source, id, type = _identity(headers)
-    elif plain is not None:
-        source, id, type = f"kafka:{record.topic}", plain_id(record, plain, headers), plain.type
+        content_type = headers.get("content-type") or headers.get("ce_datacontenttype")
+    elif structured and data is not None:
+        headers, data, _ = _headers_and_data(record, STRUCTURED)
+        source, id, type = _identity(headers)
+        content_type = headers.get("ce_datacontenttype")
     else:
-        raise Undecodable(
-            Reason.NOT_CLOUDEVENTS,
-            f"the headers {', '.join(_REQUIRED)} are missing: let the producer send CloudEvents,"
-            f" or declare how events of {record.topic!r} are identified, with"
-            " Plain(type=…, identity=Header(…) or PayloadFields(…) or Position())",
-        )
+        source = f"kafka:{record.topic}"
+        id, type, content_type, data = otherwise(record, headers)
     reference = None
     if not data and "ce_dataref" in headers and "ce_id" in headers:
         reference, data = _reference(headers), b""
@@ -97,18 +111,23 @@ def decode(record: Record, plain: Plain | None = None, *, hash: bytes | None = N
     )
 
 
-def _headers_and_data(record: Record) -> tuple[dict[str, str], bytes | None, bool]:
-    """Return headers and data as in binary mode, and whether the record is in structured mode."""
+def _headers_and_data(
+    record: Record, media_type: str | None = None
+) -> tuple[dict[str, str], bytes | None, bool]:
+    """Return headers and data as in binary mode, and whether the record is in structured mode.
+
+    `media_type` replaces that of the record.
+    """
     try:
         headers = {name.lower(): value.decode() for name, value in record.headers if value}
     except UnicodeDecodeError:
         headers = _lenient(record)
     data = record.value
-    media_type = headers.get("content-type", "")
+    media_type = media_type or headers.get("content-type", "")
     is_structured = media_type[:23].lower() == "application/cloudevents"
     if is_structured:
         attributes, data = _unwrap(media_type, data)
-        headers = {name: headers[name] for name in _TRACE if name in headers} | attributes
+        headers = {name: headers[name] for name in TRACE if name in headers} | attributes
     values = "".join(headers.values())
     if not values.isascii() or "\0" in values:
         headers = _storable(headers)
@@ -184,7 +203,7 @@ def _identity(headers: Mapping[str, str]) -> tuple[str, str, str]:
 def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes]:
     """Return the headers and the value of a structured event as in binary mode."""
     try:
-        if media_type.partition(";")[0].strip().lower() != "application/cloudevents+json":
+        if media_type.partition(";")[0].strip().lower() != STRUCTURED:
             raise ValueError(f"content-type is {media_type[:80]!r}")
         event = parse(value or b"")
         if not isinstance(event, dict):
@@ -236,7 +255,7 @@ def _storable(headers: Mapping[str, str]) -> dict[str, str]:
                 f"{name} is not UTF-8 or holds a NUL: {headers[name][:80]!r}; let the producer send"
                 " text",
             )
-    traces = (*_TRACE, *_EXTENSION)
+    traces = (*TRACE, *_EXTENSION)
     return {n: v for n, v in headers.items() if n not in traces or not UNSTORABLE.search(v)}
 
 
@@ -260,7 +279,7 @@ def _reference(headers: Mapping[str, str]) -> Reference:
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-    for parent, state in (_TRACE[:2], _EXTENSION):
+    for parent, state in (TRACE[:2], _EXTENSION):
         traceparent = headers.get(parent)
         if traceparent is not None and _TRACEPARENT.fullmatch(traceparent):
             return traceparent, headers.get(state)

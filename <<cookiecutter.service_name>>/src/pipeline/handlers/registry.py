@@ -8,8 +8,8 @@ from inspect import iscoroutinefunction, signature, unwrap
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pipeline.events.codec import CLOUD_EVENTS, Codec
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
-from pipeline.events.message import Plain
 
 from .aggregate import Loads
 from .ordering import Gaps, Sequenced
@@ -47,9 +47,11 @@ class Handlers:
 
     def __init__(self) -> None:
         self._by_topic: dict[str, dict[str, tuple[Handler, ...]]] = {}
-        self._plain: dict[str, Plain] = {}
+        self.codecs: dict[str, Codec] = {}
+        """Codecs of topics that are declared with one."""
         self.demanding: set[str] = set()
-        """Topics for which `demand_types` was called."""
+        """Topics that are declared with `demands_types`."""
+        self._declared: set[str] = set()
 
     def on(
         self,
@@ -169,27 +171,28 @@ class Handlers:
         for type in types:
             registered[type] = (*registered.get(type, ()), new)
 
-    def plain(self, topic: str, how: Plain) -> None:
-        """Declare the type and identity of the events of a topic without CloudEvents.
+    def topic(self, topic: str, *, codec: Codec | None = None, demands_types: bool = False) -> None:
+        """Declare how the events of a topic are written, both those read and those published.
 
-        Raises `TypeError` if that was declared before.
+        `codec` is `CloudEvents()` by default. With `demands_types=True` a type that no handler
+        takes is a dead letter; elsewhere it is skipped and counted. Raises `TypeError` if the topic
+        was declared before.
         """
         check_topic(topic)
-        if topic in self._plain:
-            raise TypeError(f"topic {topic!r} is described twice")
-        self._plain[topic] = how
-
-    def demand_types(self, topic: str) -> None:
-        """Make a type that no handler takes a dead letter; elsewhere it is skipped and counted."""
-        check_topic(topic)
-        self.demanding.add(topic)
+        if topic in self._declared:
+            raise TypeError(f"topic {topic!r} is declared twice")
+        self._declared.add(topic)
+        if codec is not None:
+            self.codecs[topic] = codec
+        if demands_types:
+            self.demanding.add(topic)
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
         """Return the same handlers for renamed topics, as for brokers that are shared.
 
         Raises `ValueError` if two topics would have the same name.
         """
-        names = {topic: rename(topic) for topic in {*self.topics, *self._plain, *self.demanding}}
+        names = {topic: rename(topic) for topic in {*self.topics, *self._declared}}
         if len({*names.values()}) < len(names):
             raise ValueError(f"two topics would have the same name: {sorted(names.values())}")
         renamed = Handlers()
@@ -199,8 +202,9 @@ class Handlers:
                 type: tuple(replace(one, topic=name) for one in handlers)
                 for type, handlers in types.items()
             }
-        renamed._plain = {names[topic]: how for topic, how in self._plain.items()}
+        renamed.codecs = {names[topic]: codec for topic, codec in self.codecs.items()}
         renamed.demanding = {names[topic] for topic in self.demanding}
+        renamed._declared = {names[topic] for topic in self._declared}
         return renamed
 
     def with_functions(
@@ -252,9 +256,9 @@ class Handlers:
         """Return the handlers of an event type, in the order of their registration."""
         return self._by_topic.get(topic, {}).get(type, ())
 
-    def plain_of(self, topic: str) -> Plain | None:
-        """Return the topic's declaration by `plain`, or None."""
-        return self._plain.get(topic)
+    def codec(self, topic: str) -> Codec:
+        """Return the topic's codec."""
+        return self.codecs.get(topic, CLOUD_EVENTS)
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""

@@ -12,7 +12,9 @@ from typing import NamedTuple, Self
 import asyncpg
 from opentelemetry.context import Context, get_current
 
+from pipeline.events.codec import Codec
 from pipeline.events.event import Event, Unpublishable, payload_of
+from pipeline.events.message import headers_as_json
 from pipeline.observe import statements, traces
 from pipeline.schema import SCHEMA
 
@@ -43,7 +45,7 @@ class StagedEvent(NamedTuple):
     tracestate: str | None
     baggage: str | None
     headers: str | None = None
-    """Headers of a dead letter's record, as JSON; an event's are made of the other columns."""
+    """Headers of the record, as JSON; None: CloudEvents, which are made of the other columns."""
     dataref: str | None = None
     """Location of the payload if it is too large for a record; `payload` is then empty."""
     datalength: int | None = None
@@ -55,7 +57,8 @@ class StagedEvent(NamedTuple):
         key, payload = len(self.key or b""), len(self.payload or b"")
         names = len(self.source.encode()) + len(self.type.encode())
         context = len(self.tracestate or "") + len(self.baggage or "")
-        return _HEADERS_AT_MOST + payload + 2 * key + names + context
+        written = len(self.headers or "")
+        return _HEADERS_AT_MOST + payload + 2 * key + names + context + written
 
 
 class Due(NamedTuple):
@@ -126,15 +129,18 @@ class Outbox:
         max_event_bytes: int,
         *,
         call_types: Mapping[str, type[Event]] = {},
+        codecs: Mapping[str, Codec] = {},
         sent_size: Callable[[StagedEvent, int], int] | None = None,
     ) -> None:
         """`call_types` are the events that may be staged by `call`, by their types.
 
+        `codecs` are those of topics without CloudEvents in binary mode.
         `sent_size` returns the size of an event's record, given the size that is allowed.
         """
         self._source = source
         self.max_event_bytes = max_event_bytes
         self._call_types = call_types
+        self._codecs = codecs
         self._sent_size = sent_size or (lambda event, allowed: event.size)
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
@@ -239,6 +245,8 @@ class Outbox:
             "application/json",
             *injected[1],
         )
+        if topic in self._codecs:
+            row = self._encoded(row)
         allowed = self.max_event_bytes
         size = row.size if topic is CALLS else self._sent_size(row, allowed)
         if size > allowed:
@@ -248,6 +256,12 @@ class Outbox:
                 " max.message.bytes"
             )
         return row
+
+    def _encoded(self, row: StagedEvent) -> StagedEvent:
+        """Return the row as the codec of its topic writes it. Raises `Unpublishable`."""
+        payload, content_type, headers = self._codecs[row.topic].encode(row)
+        written = None if headers is None else headers_as_json(headers)
+        return row._replace(payload=payload, content_type=content_type, headers=written)
 
     def holds(self, id: str) -> bool:
         """Whether the event of this id is staged, and was not dropped since."""

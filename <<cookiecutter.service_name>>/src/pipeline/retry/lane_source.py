@@ -9,7 +9,7 @@ import asyncpg
 
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
-from pipeline.apply.batch import items_of, validated
+from pipeline.apply.batch import items_of, prepare, validated
 from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
@@ -166,17 +166,28 @@ SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_k
 async def take(
     connection: asyncpg.Connection,
     lane: Lane,
-    handlers: Handlers,
     consumers: Collection[str],
     limit: int,
     *,
     before: datetime | None = None,
-) -> LaneSource:
-    """Read due rows: of the keys that are due longest, which share the `limit` of rows.
+) -> Sequence[asyncpg.Record]:
+    """Return due rows: of the keys that are due longest, which share the `limit` of rows.
 
     With `before`, only keys with a due row that may have been stored by then.
     """
-    rows = await connection.fetch(_TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before)
+    rows: Sequence[asyncpg.Record] = await connection.fetch(
+        _TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before
+    )
+    return rows
+
+
+async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Record]) -> LaneSource:
+    """Decode rows. Keys wait if what a codec needs for their topic can't be fetched now.
+
+    Raises `StoreUnavailable` if no other rows are left.
+    """
+    records = [stored_record(row, stored_for=row["stored_for"]) for row in rows]
+    unavailable = await prepare(handlers, records)
     keys: list[bytes] = []
     items: list[Item] = []
     new: list[Item] = []
@@ -184,17 +195,17 @@ async def take(
     unhandleable: list[Row] = []
     waiting: set[bytes] = set()
     turn = TimeSlice()
-    for row in rows:
+    for row, record in zip(rows, records, strict=True):
         if turn.is_over:
             await turn.end()
         key = row["order_key"]
         if not keys or keys[-1] != key:
             keys.append(key)
-        if row["must_wait"]:
+        if row["must_wait"] or record.topic in unavailable:
             waiting.add(key)
         if key in waiting:
             continue
-        found = _read(handlers, row, validates=lane.starts <= 1 and row["reason"] != DIED)
+        found = _read(handlers, row, record, validates=lane.starts <= 1 and row["reason"] != DIED)
         if isinstance(found, Row):
             unhandleable.append(found)
             if not found.decision.is_dead:
@@ -204,17 +215,21 @@ async def take(
         else:
             new += found
             redecoded[found[-1].key] = row["key"]
+    if not (new or items or unhandleable):
+        for error in unavailable.values():
+            raise error
     # No handler is called for new messages, so the others follow in a transaction of their own.
     return LaneSource(lane, new or items, keys, unhandleable, redecoded)
 
 
-def _read(handlers: Handlers, row: asyncpg.Record, *, validates: bool) -> Sequence[Item] | Row:
+def _read(
+    handlers: Handlers, row: asyncpg.Record, record: StoredRecord, *, validates: bool
+) -> Sequence[Item] | Row:
     """Decode the row as the service does now, for its consumer, or for all if it has none.
 
     A row without a consumer could not be decoded before. Returns a row to store if no handler takes
     the message.
     """
-    record = stored_record(row, stored_for=row["stored_for"])
     consumer = row["consumer"]
     hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
     found = items_of(handlers, record, validates=False, hash=hash)

@@ -28,7 +28,7 @@ from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from . import lanes
-from .lane_source import LaneSource, pessimistic, take, unchanged
+from .lane_source import LaneSource, pessimistic, read_rows, take, unchanged
 from .lanes import Lane, LaneLost
 
 log = logging.getLogger(__name__)
@@ -187,11 +187,12 @@ class BacklogWorkers:
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> LaneSource:
         """Read due rows of the lane, and fetch the data of those before the first row that may kill
         the process. Raises `StoreUnavailable`."""
-        handlers, consumers = self._handlers, self.consumers
-        source = await self._query(
+        consumers = self.consumers
+        rows = await self._query(
             "reading the backlog",
-            lambda driver: take(driver, lane, handlers, consumers, limit, before=before),
+            lambda driver: take(driver, lane, consumers, limit, before=before),
         )
+        source = await self._in_time(read_rows(lane, self._handlers, rows))
         if source.redecoded:
             return source
         harmless = self._harmless(source)
@@ -202,12 +203,18 @@ class BacklogWorkers:
 
     async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
         """Return items with the data that they refer to. Raises `StoreUnavailable`."""
+        return await self._in_time(resolve(items, self._consume.claims, lambda _: validates))
+
+    async def _in_time(self, fetching: Awaitable[T]) -> T:
+        """Return the result, in half of the lease, so that the lane is still held afterwards.
+
+        Raises `StoreUnavailable`.
+        """
         try:
-            # Half of the lease, so that the lane is still held afterwards.
             async with asyncio.timeout(self._settings.backlog_lease / 2):
-                return await resolve(items, self._consume.claims, lambda _: validates)
+                return await fetching
         except TimeoutError:
-            raise StoreUnavailable("the object store takes longer than half a lease") from None
+            raise StoreUnavailable("objects or schemas take longer than half a lease") from None
 
     def _harmless(self, source: LaneSource) -> int:
         """Return how many rows come before the first that may kill the process."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import factorial, prod
 from typing import Any
 
+from pipeline.events.message import Message
 from pipeline.handlers.policy import Park
 from pipeline.handlers.registry import Handler, Handlers
 
@@ -76,8 +77,8 @@ def _orders(left: Mapping[Hashable, list[int]]) -> Iterator[tuple[int, ...]]:
             yield (first, *order)
 
 
-def failing_once(handlers: Handlers, id: str) -> Handlers:
-    """Return handlers whose first call for the message of this id fails when it has returned.
+def failing_once(handlers: Handlers, message: Message) -> Handlers:
+    """Return handlers whose first call for the message fails when it has returned.
 
     It is parked, so that it spends no attempt and is tried again after a second.
     """
@@ -88,7 +89,7 @@ def failing_once(handlers: Handlers, id: str) -> Handlers:
             result = await handler.function(*arguments)
             calls = [*arguments[0]] if handler.takes_batches else [arguments]
             name = handler.consumer, handler.topic
-            if name not in failed and any(tx.message.id == id for _, tx in calls):
+            if name not in failed and any(_is(tx.message, message) for _, tx in calls):
                 failed.add(name)
                 raise Park("a failure that explore has injected", after=1)
             return result
@@ -96,3 +97,9 @@ def failing_once(handlers: Handlers, id: str) -> Handlers:
         return fails if handler.mode != "call" else handler.function
 
     return handlers.with_functions(function_of)
+
+
+def _is(handled: Message, wanted: Message) -> bool:
+    # An id that is the position differs each time: there equal events are the same.
+    is_named = wanted.id != f"{wanted.partition}-{wanted.offset}"
+    return handled.id == wanted.id if is_named else handled.hash == wanted.hash

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from pipeline.apply.batch import read
+from pipeline.apply.batch import prepare, read
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.filters import Filters
 from pipeline.apply.outcome import BatchOutcome
@@ -207,12 +207,14 @@ class Harness:
             for place, one in enumerate(records)
         ]
         found = scenarios(keys, at_most)
+        await prepare(handlers, records)
+        decoded = [handlers.codec(one.topic).decode(one) for one in records]
         try:
             for number, one in enumerate(found, 1):
                 await self._database.reset(self.engine)
                 self._positions.clear()
-                ids = [dict(each.headers)["ce_id"].decode() for each in records]
-                self._use(handlers if one.fails is None else failing_once(handlers, ids[one.fails]))
+                at_fault = None if one.fails is None else decoded[one.fails]
+                self._use(failing_once(handlers, at_fault) if at_fault else handlers)
                 sent = [replace(records[place]) for place in one.sent]
                 for batch in [sent] if one.is_batch else [[each] for each in sent]:
                     await self._handle(batch)
@@ -338,6 +340,7 @@ async def open_harness(service: Service, database: ResettableDatabase) -> AsyncI
     engine = create_engine(database.settings(), name=service.name)
     try:
         await database.reset(engine)
+        await service.open_codecs()
         yield Harness(service, engine, database)
     finally:
         await engine.dispose()

@@ -11,7 +11,7 @@ from pipeline.events.event import Event, payload_of
 from pipeline.events.payload import payload_hash
 from pipeline.handlers.aggregate import record_key
 from pipeline.handlers.registry import Handler, Handlers
-from pipeline.handlers.staging import CALLS
+from pipeline.handlers.staging import CALLS, StagedEvent
 
 from .errors import HarnessMisused
 
@@ -31,32 +31,54 @@ class Sent:
     topic: str | None = None
     """None: the topic from which handlers take the event, if there is only one."""
     id: str | None = None
-    """The CloudEvents id. None: a hash of the event, so that an equal event is a duplicate."""
+    """The id that its topic's codec writes, by default the CloudEvents id. None: a hash of the
+    event, so that an equal event is a duplicate."""
     source: str = "/tests"
-    """The CloudEvents source: with the id it is the identity of the event."""
+    """The CloudEvents source, which identifies the event together with the id."""
     headers: Headers = field(default_factory=dict)
     """More headers, such as `ce_time` or `ce_sequence`; they replace those of the kit."""
     partition: int = 0
 
     def record(self, handlers: Handlers) -> KafkaRecord:
-        """Return it as Kafka would. Raises `HarnessMisused` if no handler takes it."""
+        """Return it as Kafka would, in the form of its topic's codec.
+
+        Raises `HarnessMisused` if no handler takes it, and `Unpublishable` if the codec can't write
+        it.
+        """
         takers = _takers(handlers, self.event, self.topic)
         payload = payload_of(self.event)
-        kind = self.event.event_type
+        kind, topic = self.event.event_type, takers[0].topic
         id = self.id or payload_hash(kind, None, payload).hex()
-        headers: dict[str, str | bytes] = {
+        key = _key(self.event, takers) if self.key is None else self.key
+        encoded = handlers.codec(topic).encode(
+            StagedEvent(
+                topic,
+                None if key is None else key.encode(),
+                payload,
+                id,
+                self.source,
+                kind,
+                subject=None,
+                sequence=None,
+                content_type="application/json",
+                traceparent=None,
+                tracestate=None,
+                baggage=None,
+            )
+        )
+        cloud_event = {
             "ce_specversion": "1.0",
             "ce_id": id,
             "ce_source": self.source,
             "ce_type": kind,
-            "content-type": "application/json",
+            "content-type": encoded.content_type,
         }
-        key = _key(self.event, takers) if self.key is None else self.key
+        headers: Headers = cloud_event if encoded.headers is None else dict(encoded.headers)
         return record(
-            takers[0].topic,
-            payload,
+            topic,
+            encoded.payload,
             key=None if key is None else key.encode(),
-            headers=headers | dict(self.headers),
+            headers={**headers, **self.headers},
             partition=self.partition,
         )
 

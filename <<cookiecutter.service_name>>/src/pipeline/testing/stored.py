@@ -7,7 +7,10 @@ from typing import NamedTuple
 import asyncpg
 
 from pipeline.apply import positions
+from pipeline.apply.item import StoredRecord
+from pipeline.events.cloudevents import event_headers
 from pipeline.events.event import Event, declared_events, reader
+from pipeline.events.message import headers_of
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
 from pipeline.relay.scheduled import Scheduled as DueEvents
@@ -26,13 +29,12 @@ SELECT COALESCE(max(id), 0) AS outbox, clock_timestamp() AS at,
   FROM pipeline.outbox
 """
 
-# Dead letters for the dead-letter topic have headers of their own.
+# Dead letters for the dead-letter topic have no content type.
 _PUBLISHED = """
-SELECT topic, key, sequence, type, payload FROM pipeline.outbox
- WHERE id > $1 AND headers IS NULL ORDER BY id
+SELECT * FROM pipeline.outbox WHERE id > $1 AND content_type <> '' ORDER BY id
 """
 _SCHEDULED = """
-SELECT name, topic, type, payload, due_at, due_at - scheduled_at AS after FROM pipeline.scheduled
+SELECT *, due_at AS created_at, due_at - scheduled_at AS after FROM pipeline.scheduled
  WHERE scheduled_at > $1 ORDER BY scheduled_at, name
 """
 # A call has a row for each of its effects.
@@ -119,7 +121,7 @@ async def since(
     """Return what was stored since the mark. Classes of the `package` are preferred to others."""
     records = [
         Published(
-            _event(row, _declared(row["topic"], package)),
+            await _event(row, handlers, package),
             row["topic"],
             None if row["key"] is None else row["key"].decode(),
             row["sequence"],
@@ -128,7 +130,7 @@ async def since(
     ]
     scheduled = [
         Scheduled(
-            _event(row, _declared(row["topic"], package)),
+            await _event(row, handlers, package),
             row["name"],
             round(row["after"].total_seconds(), 3),
             row["due_at"],
@@ -142,15 +144,26 @@ async def since(
     return Stored(records, calls, scheduled)
 
 
-def _declared(topic: str, package: str | None) -> list[type[Event]]:
-    """Return the classes of a topic's events; the last one of a type is the one to use."""
-    found = [one for one in declared_events() if one.event_topic == topic]
-    return sorted(found, key=lambda one: one.__module__.startswith(f"{package}."))
-
-
-def _event(row: asyncpg.Record, kinds: Iterable[type[Event]]) -> Event:
+async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -> Event:
+    """Return the event as a consumer with the same codec reads it."""
+    topic, headers = row["topic"], row["headers"]
+    kinds = [one for one in declared_events() if one.event_topic == topic]
+    kinds.sort(key=lambda one: one.__module__.startswith(f"{package}."))
+    # The last class of a type is the one to use.
     by_type = {getattr(one, "event_type", ""): one for one in kinds}
-    event: Event = reader(by_type[row["type"]])(row["payload"])
+    record = StoredRecord(
+        topic,
+        partition=0,
+        offset=0,
+        timestamp=0,
+        key=row["key"],
+        value=row["payload"],
+        headers=event_headers(row) if headers is None else headers_of(headers),
+        stored_for=0.0,
+    )
+    codec = handlers.codec(topic)
+    await codec.prepare([record])
+    event: Event = reader(by_type[row["type"]])(codec.decode(record).data or b"")
     return event
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.apply import backlog
 from pipeline.retry import lanes
-from pipeline.retry.lane_source import take
+from pipeline.retry.lane_source import read_rows, take
 
 from .desk import Desk, NewDesk
 from .plans import Explaining
@@ -39,7 +39,8 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     assert lane is not None
     await lanes.claim(asked, "test", 10.0, consumers)
     await lanes.hold(asked, lane)
-    taken = await take(asked, lane, desk.handlers, consumers, 100)
+    rows = await take(asked, lane, consumers, 100)
+    taken = await read_rows(lane, desk.handlers, rows)
     assert len(taken.items) == 1
     await backlog.find(asked, taken.items)
     (key,) = (item.row for item in taken.items)

@@ -520,7 +520,7 @@ async def test_a_type_that_nobody_takes_is_a_dead_letter_where_types_are_demande
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     bank, desk = ledger
-    bank.handlers.demand_types(bank.deposits)
+    bank.handlers.topic(bank.deposits, demands_types=True)
     await desk.apply(Deposit(1), Deposit(2, type="withdrawn"))
     (row,) = await desk.backlog()
     assert (row["reason"], row["consumer"]) == ("unknown type", "")
@@ -532,7 +532,7 @@ async def test_a_record_that_nobody_could_read_takes_its_place_when_somebody_can
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     bank, desk = ledger
-    bank.handlers.demand_types(bank.deposits)
+    bank.handlers.topic(bank.deposits, demands_types=True)
     await desk.apply(Deposit(1, type="deposited.v2"))
     bank.refused = {2}
     await desk.apply(Deposit(2))

@@ -30,7 +30,7 @@ from tests.contract.bank import Deposit
 pytestmark = pytest.mark.full
 
 BANK = Bank(deposits="t", balances="balances", name="bank")
-BANK.handlers.plain("t", Plain("deposited", Position()))
+BANK.handlers.topic("t", codec=Plain("deposited", Position()))
 
 HOT, NEW, DEAD = (
     order_key("deposit", Deposit(1, account=name).record("t", 0)) for name in ("hot", "new", "dead")
@@ -178,8 +178,8 @@ async def test_what_is_due_in_a_lane(
     asked: Explaining, key: bytes, limit: int, before: datetime | None
 ) -> None:
     consumers = {"", "deposit"}
-    taken = await take(asked, lane(key), BANK.handlers, consumers, limit, before=before)
-    assert 0 < len(taken.items) <= limit
+    taken = await take(asked, lane(key), consumers, limit, before=before)
+    assert 0 < len(taken) <= limit
     assert (only(asked).indexes, only(asked).scanned) == (
         {"backlog_due_idx", "backlog_order_idx"},
         set(),

@@ -264,7 +264,7 @@ async def test_types_that_nobody_takes_and_tombstones_are_passed(
 async def test_a_tombstone_goes_to_the_handler_that_asks_for_it_once(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
-    bank.handlers.plain(bank.deposits, Plain("deletion", Position()))
+    bank.handlers.topic(bank.deposits, codec=Plain("deletion", Position()))
 
     @bank.handlers.on(Tombstone, topic=bank.deposits, consumer="close", loads=Account.by("key"))
     async def close(event: Tombstone, tx: Transaction) -> None:
@@ -323,7 +323,7 @@ async def test_a_plain_topic_names_its_events_as_it_was_told(
     identity: Position | Header | PayloadFields,
     applied: list[int],
 ) -> None:
-    bank.handlers.plain(bank.deposits, Plain("deposited", identity))
+    bank.handlers.topic(bank.deposits, codec=Plain("deposited", identity))
     for amount, account, id in ((1, "ada", b"a"), (1, "ada", b"a"), (2, "ada", b"b")):
         value = json.dumps({"account": account, "amount": amount}).encode()
         await producer.send_and_wait(

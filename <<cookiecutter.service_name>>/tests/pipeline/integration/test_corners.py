@@ -146,7 +146,7 @@ async def redriven_in_a_new_shape(
     bank: Bank, desk: Desk, db: asyncpg.Connection, count: int
 ) -> None:
     """Redrive records that nobody could read, after a deployment that can."""
-    bank.handlers.demand_types(bank.deposits)
+    bank.handlers.topic(bank.deposits, demands_types=True)
     deposits = [Deposit(n, account=f"account {n}", type="deposited.v2") for n in range(count)]
     await desk.apply(*deposits)
     assert len(await desk.backlog()) >= count
@@ -302,7 +302,7 @@ async def test_what_nobody_takes_any_more_stays_when_it_is_redriven(
     new_desk: NewDesk, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     bank, desk = await bank_with(new_desk)
-    bank.handlers.demand_types(bank.deposits)
+    bank.handlers.topic(bank.deposits, demands_types=True)
     await desk.apply(Deposit(1, type="withdrawn"))
     other = Bank("payments", "balances", "bank")
     without = await new_desk(other.handlers, topic=other.deposits)
@@ -514,7 +514,7 @@ async def test_a_service_does_not_read_its_own_dead_letters(
 async def test_types_are_demanded_of_topics_that_are_read(
     bank: Bank, settings: Callable[..., Settings]
 ) -> None:
-    bank.handlers.demand_types("depsoits")
+    bank.handlers.topic("depsoits", demands_types=True)
     with pytest.raises(Misconfigured, match="depsoits"):
         bank.service.check(settings())
 
@@ -522,6 +522,6 @@ async def test_types_are_demanded_of_topics_that_are_read(
 async def test_all_that_makes_no_sense_is_told_at_once(
     bank: Bank, settings: Callable[..., Settings]
 ) -> None:
-    bank.handlers.demand_types("depsoits")
+    bank.handlers.topic("depsoits", demands_types=True)
     with pytest.raises(Misconfigured, match=r"(?s)PIPELINE_DEAD_LETTER_TOPIC.*depsoits"):
         bank.service.check(settings(dead_letter_topic=bank.deposits))

@@ -24,7 +24,7 @@ from pipeline.consume.partition_source import PartitionSource
 from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
 from pipeline.retry import lanes
-from pipeline.retry.lane_source import take
+from pipeline.retry.lane_source import read_rows, take
 from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
@@ -257,7 +257,7 @@ async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
     redriven = await redrive(desk)
     await desk.work_off()
     assert await became(desk, redriven) == {"dead": 3}, "nothing has changed"
-    bank.handlers.plain(bank.deposits, Plain("deposited", PayloadFields("amount")))
+    bank.handlers.topic(bank.deposits, codec=Plain("deposited", PayloadFields("amount")))
     # The second one comes again, and is applied; the third in another guise.
     await desk.apply_batch(
         await nameless(
@@ -275,7 +275,7 @@ async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
 async def test_what_nobody_takes_any_more_is_dead_again(bank: Bank, desk: Desk) -> None:
     await desk.position()
     await desk.apply_batch(await nameless(desk, Deposit(1), start=0))
-    bank.handlers.plain(bank.deposits, Plain("elsewhere", PayloadFields("amount")))
+    bank.handlers.topic(bank.deposits, codec=Plain("elsewhere", PayloadFields("amount")))
     redriven = await redrive(desk)
     await desk.work_off()
     assert await became(desk, redriven) == {"dead": 1}
@@ -424,7 +424,7 @@ async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
     async with autocommitting(desk.engine) as driver:
         lane = await lanes.claim(driver, "a worker", 60, ["deposit"])
         assert lane is not None
-        source = await take(driver, lane, desk.handlers, ["deposit"], 100)
+        source = await read_rows(lane, desk.handlers, await take(driver, lane, ["deposit"], 100))
         assert await discard(desk) == 1
         attempts = Attempts(
             "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append

@@ -186,7 +186,7 @@ async def test_a_type_that_nobody_takes_is_nobodys_dead_letter_where_types_are_d
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     bank, desk = ledger
-    bank.handlers.demand_types(bank.deposits)
+    bank.handlers.topic(bank.deposits, demands_types=True)
     await desk.apply(Deposit(1), Deposit(2, type="withdrawn"), Deposit(3))
     (row,) = await desk.backlog()
     assert (row["consumer"], row["offset"], row["reason"]) == ("", 1, "unknown type")

@@ -17,7 +17,7 @@ from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.retry import lane_source, lanes
-from pipeline.retry.lane_source import LaneSource, take
+from pipeline.retry.lane_source import LaneSource, read_rows, take
 from pipeline.retry.lanes import Lane, LaneLost
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
@@ -42,7 +42,7 @@ async def claim(desk: Desk, lease: float = LEASE) -> LaneSource:
         lane = await lanes.claim(driver, "somebody", lease, desk.handlers.consumers)
         assert lane is not None
         consumers = desk.handlers.consumers
-        return await take(driver, lane, desk.handlers, consumers, 100)
+        return await read_rows(lane, desk.handlers, await take(driver, lane, consumers, 100))
 
 
 async def handle(desk: Desk, source: LaneSource) -> Sequence[BatchOutcome]:

@@ -19,7 +19,7 @@ from pipeline.apply import filters, inbox, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.item import Item
 from pipeline.apply.positions import Anchor, Generations, Slot
-from pipeline.events.cloudevents import decode
+from pipeline.events.codec import CloudEvents
 from pipeline.observe.health import Health
 from pipeline.relay import window
 from pipeline.relay.cursor import Cursor
@@ -211,7 +211,8 @@ def markers(ids: Sequence[str]) -> list[Item]:
     record = Deposit(1).record("t", 0)
     bank = Bank(deposits="t", balances="b", name="bank")
     (handler,) = bank.handlers.of("t", "deposited")
-    return [Item(handler, md5(id.encode()).digest(), decode(record), record) for id in ids]
+    message = CloudEvents().decode(record)
+    return [Item(handler, md5(id.encode()).digest(), message, record) for id in ids]
 
 
 BOTH_CLOSED = Generations(3, 1, None, UUID(int=0))

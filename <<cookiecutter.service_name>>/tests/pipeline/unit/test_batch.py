@@ -158,7 +158,7 @@ async def test_what_can_not_be_decoded_is_quarantined_and_its_neighbours_are_tak
 async def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
     handlers: Handlers,
 ) -> None:
-    handlers.demand_types(TOPIC)
+    handlers.topic(TOPIC, demands_types=True)
     batch = await read(handlers, 0, [record(0, type="other"), record(1), record(2, value=None)])
     assert [offset for offset, _ in taken(batch)] == [1, 1]
     assert [(one.record.offset, one.reason) for one in batch.undecoded] == [(0, "unknown type")]
@@ -238,7 +238,7 @@ async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_val
 
 
 async def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
-    handlers.plain(TOPIC, Plain("placed", PayloadFields("order")))
+    handlers.topic(TOPIC, codec=Plain("placed", PayloadFields("order")))
     same = [record(n, value=json.dumps({"order": 1}).encode(), type=None) for n in (0, 1)]
     batch = await read(handlers, 0, same)
     assert taken(batch) == [(0, "ship"), (0, "bill"), (1, "ship"), (1, "bill")]

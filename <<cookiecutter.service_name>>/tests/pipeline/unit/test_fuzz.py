@@ -121,7 +121,7 @@ def registry(plain: Plain | None) -> Handlers:
         handlers.on(event, topic=TOPIC, consumer="one")(take)
         handlers.on(event, topic=TOPIC, consumer="other")(take)
     if plain:
-        handlers.plain(TOPIC, plain)
+        handlers.topic(TOPIC, codec=plain)
     return handlers
 
 

@@ -10,6 +10,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import (
     Aggregate,
+    CloudEvents,
     Event,
     EventBatch,
     Gaps,
@@ -140,12 +141,12 @@ def test_a_new_row_has_its_key_and_version_0() -> None:
 
 def test_a_plain_topic_is_described_once() -> None:
     handlers = Handlers()
-    assert handlers.plain_of("a") is None
+    assert handlers.codec("a") == CloudEvents()
     how = Plain("booked", Position())
-    handlers.plain("a", how)
-    assert handlers.plain_of("a") is how
-    with pytest.raises(TypeError, match="topic 'a' is described twice"):
-        handlers.plain("a", Plain("freed", Position()))
+    handlers.topic("a", codec=how)
+    assert handlers.codec("a") is how
+    with pytest.raises(TypeError, match="topic 'a' is declared twice"):
+        handlers.topic("a", codec=Plain("freed", Position()))
 
 
 def test_only_the_topics_that_a_handler_asks_for_have_tombstones() -> None:
@@ -157,7 +158,7 @@ def test_only_the_topics_that_a_handler_asks_for_have_tombstones() -> None:
 
 def test_types_are_demanded_topic_by_topic() -> None:
     handlers = Handlers()
-    handlers.demand_types("a")
+    handlers.topic("a", demands_types=True)
     assert handlers.demanding == {"a"}
 
 
@@ -165,8 +166,8 @@ def test_topics_are_renamed_with_all_that_is_said_of_them_and_never_become_one()
     handlers = Handlers()
     handlers.on(Booked, topic="bookings", consumer="note")(note)
     handlers.on(Freed, topic="seats", consumer="note")(note)
-    handlers.plain("bookings", Plain(type="booked", identity=Position()))
-    handlers.demand_types("seats")
+    handlers.topic("bookings", codec=Plain(type="booked", identity=Position()))
+    handlers.topic("seats", demands_types=True)
 
     renamed = handlers.with_topics("{}-7".format)
 
@@ -277,9 +278,9 @@ def test_a_topic_that_kafka_can_not_have_is_refused(topic: str) -> None:
     with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
         handlers.on_batch(Booked, topic=topic, consumer="b")
     with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
-        handlers.plain(topic, Plain("booked", Position()))
+        handlers.topic(topic, codec=Plain("booked", Position()))
     with pytest.raises(ValueError, match="a topic is named by 1 to 249 letters"):
-        handlers.demand_types(topic)
+        handlers.topic(topic, demands_types=True)
 
 
 @pytest.mark.parametrize("event", [Event, Seat, "booked", Booked(flight="LH1", seat=7)])

@@ -14,18 +14,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.events.cloudevents import decode, event_headers
-from pipeline.events.message import (
-    Header,
-    Message,
-    PayloadFields,
-    Plain,
-    Position,
-    Reason,
-    Undecodable,
-    marker_key,
-)
+from pipeline.events.cloudevents import event_headers
+from pipeline.events.codec import CloudEvents
+from pipeline.events.message import Message, Reason, Undecodable, marker_key
 from pipeline.events.payload import payload_hash
+from pipeline.events.plain import Header, PayloadFields, Plain, Position
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 name = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
@@ -147,6 +140,10 @@ class Record(NamedTuple):
     offset: int = 17
     timestamp: int = 1_700_000_000_123
     key: bytes | None = None
+
+
+def decode(record: Record, plain: Plain | None = None) -> Message:
+    return (plain or CloudEvents()).decode(record)
 
 
 def outcome(record: Record, plain: Plain | None) -> Message | Undecodable:

@@ -148,7 +148,7 @@ def test_what_json_does_not_have_is_the_error_of_the_message() -> None:
 def test_a_type_that_has_no_upcaster_is_unknown_as_before() -> None:
     handlers = taking(Weighed)
     assert items_of(handlers, sent("weighed.v9", {}), validates=True) == []
-    handlers.demand_types("weights")
+    handlers.topic("weights", demands_types=True)
     assert isinstance(items_of(handlers, sent("weighed.v9", {}), validates=True), Undecoded)
     assert isinstance(items_of(handlers, sent("weighed.v1", {}), validates=True), list)
 

@@ -1,0 +1,258 @@
+"""Plain records: events without CloudEvents, described by where their type, id and data are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import orjson
+
+from pipeline.errors import UNSTORABLE, describe_error
+
+from .cloudevents import TRACE, Named, decode
+from .codec import Codec, Encoded, Outgoing
+from .event import Event, Tombstone, Unpublishable
+from .message import Message, Reason, Record, Undecodable
+from .payload import parse
+
+Events = Sequence[type[Event]]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The value of a header, whose name is case-insensitive, identifies the event.
+
+    Logical duplicates collapse: the same value again, at whatever offset, is the same event. The
+    type is part of the id, so that two types may use one value: the id is `["<type>","<value>"]`, a
+    JSON array.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class PayloadFields:
+    """Fields of the JSON payload identify the event: strings, numbers or booleans.
+
+    A name is a path, in which dots lead into objects and numbers into arrays: `order.lines.0.id`.
+
+    Logical duplicates collapse: the same values again, at whatever offset, are the same event. The
+    type is part of the id, which is `["<type>",<value>,…]`, a JSON array with the values as they
+    are written, so 7, 7.0 and "7" identify three events. A tombstone has no fields: it is
+    identified by its position.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        if not names:
+            raise ValueError('name at least one field: PayloadFields("order_id")')
+        object.__setattr__(self, "names", names)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The position in the topic identifies the event: the id is `<partition>-<offset>`.
+
+    Logical duplicates don't collapse: a message that a producer sends twice is two events; one that
+    the broker delivers twice is one. A topic that is deleted and created anew repeats positions.
+    """
+
+
+Identity = Header | PayloadFields | Position
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(Codec):
+    """The codec of a topic without CloudEvents: where its records have type, identity and data.
+
+    The source of the events is `kafka:<topic>`. A record that has CloudEvents attributes
+    nevertheless is decoded by them. Events are published in the form that is read. Raises
+    `ValueError` for a type that is empty or can't be stored, and for `types` without a use.
+    """
+
+    type: str | Header | PayloadFields
+    """The event type of every record, or the header or the one field that names it."""
+    identity: Identity
+    data: str | None = None
+    """Path of the payload's member that is the event's data, as in `PayloadFields`; None: the whole
+    payload. JSON in a string of JSON is read, too."""
+    types: Mapping[str, str] | Callable[[str], str] = field(default_factory=dict)
+    """The event type for a name in the record. Names that a mapping lacks are event types. With a
+    function nothing can be published."""
+    content_type: str = "application/json"
+    """Header of what is published."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.type, str):
+            if not self.type or UNSTORABLE.search(self.type):
+                raise ValueError(f"the type of a topic's events is a name, not {self.type!r}")
+            if self.types:
+                raise ValueError(f"all events have the type {self.type!r}: leave out types=")
+        elif isinstance(self.type, PayloadFields) and len(self.type.names) > 1:
+            raise ValueError(f"one field names the type of an event, not {self.type.names}")
+
+    async def open(self, topic: str, events: Events) -> None:
+        """Raise `Unpublishable` for an event whose type can't be written."""
+        for event in events:
+            self._name_of(event.event_type)
+
+    def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+        """Decode a record by this description, or as CloudEvents."""
+        return decode(record, self._named, hash=hash)
+
+    def encode(self, event: Outgoing) -> Encoded:
+        """Return payload and headers in which `decode` finds type, id and data."""
+        name, payload = self._name_of(event.type), event.payload
+        texts: dict[str, str | None] = {"content-type": self.content_type}
+        for place, text in ((self.type, name), (self.identity, event.event_id)):
+            if isinstance(place, Header):
+                texts[place.name] = text
+        texts |= {header: getattr(event, header) for header in TRACE}
+        if payload is not None and self._looks_into_payload:
+            payload = self._enveloped(payload, name, event.event_id)
+        headers = [(name, text.encode()) for name, text in texts.items() if text is not None]
+        return Encoded(payload, self.content_type, headers)
+
+    def _named(self, record: Record, headers: Mapping[str, str]) -> Named:
+        content_type, data = headers.get("content-type"), record.value
+        payload = None
+        if data is not None and (self._looks_into_payload or data[:1] == b'"'):
+            try:
+                payload = _unpacked(parse(data))
+                if self.data is not None or data[:1] == b'"':
+                    inner = payload if self.data is None else _unpacked(_at(payload, self.data))
+                    content_type, data = "application/json", orjson.dumps(inner)
+            except (LookupError, TypeError, ValueError) as error:
+                raise Undecodable(
+                    Reason.INVALID_ENVELOPE,
+                    f"the payload is not what the codec of {record.topic!r} reads"
+                    f" ({describe_error(error)}): let the producer send JSON"
+                    f"{f', with the data at {self.data!r}' if self.data else ''}, or declare the"
+                    " codec otherwise",
+                ) from error
+        type = self._type(record, payload, headers)
+        return Named(self._id(record, payload, headers, type), type, content_type, data)
+
+    @property
+    def _looks_into_payload(self) -> bool:
+        return self.data is not None or PayloadFields in (type(self.type), type(self.identity))
+
+    def _type(self, record: Record, payload: Any, headers: Mapping[str, str]) -> str:
+        if isinstance(self.type, str):
+            return self.type
+        try:
+            (name,) = _values(self.type, payload, headers)
+            types = self.types
+            found = types(name) if callable(types) else types.get(name, name)
+            if not isinstance(found, str) or not found or UNSTORABLE.search(found):
+                raise ValueError("empty, no text, or text that can't be stored")
+            return found
+        except Exception as error:  # `types` may raise anything
+            if record.value is None:
+                return Tombstone.event_type
+            raise Undecodable(
+                Reason.MISSING_TYPE,
+                f"{self.type} is to name the type of events of {record.topic!r}, and has no name"
+                f" for this one ({describe_error(error)}): let the producer send it, or describe"
+                " the topic otherwise",
+            ) from error
+
+    def _id(self, record: Record, payload: Any, headers: Mapping[str, str], type: str) -> str:
+        """Return the event's id by the rule of the topic."""
+        identity = self.identity
+        if isinstance(identity, Position) or (
+            isinstance(identity, PayloadFields) and record.value is None
+        ):
+            return f"{record.partition}-{record.offset}"
+        try:
+            values = _values(identity, payload, headers)
+            _check_id(values)
+            return orjson.dumps([type, *values]).decode()
+        except (LookupError, TypeError, ValueError) as error:
+            raise Undecodable(
+                Reason.MISSING_IDENTITY,
+                f"{identity} is to name the events of {record.topic!r}, and has no name for this"
+                f" one ({describe_error(error)}): let the producer send it, or name them otherwise",
+            ) from error
+
+    def _name_of(self, event_type: str) -> str:
+        """Return the name that a record has for the type."""
+        if callable(self.types):
+            raise Unpublishable(
+                f"{event_type!r} can't be published: the function types= of its topic's codec has"
+                " no inverse, so write a dict"
+            )
+        if isinstance(self.type, str):
+            is_read, name = event_type == self.type, event_type
+        else:
+            inverse = {one: name for name, one in self.types.items()}
+            name = inverse.get(event_type, event_type)
+            is_read = self.types.get(name, name) == event_type
+        if not is_read:
+            raise Unpublishable(
+                f"{event_type!r} can't be published to a topic where it would be read as"
+                f" {self.types.get(name, self.type)!r}: declare another codec for the topic"
+            )
+        return name
+
+    def _enveloped(self, payload: bytes, name: str, id: str) -> bytes:
+        """Return the payload with its envelope, its type and its id, as far as it lacks these."""
+        tree = parse(payload)
+        try:
+            if self.data is not None:
+                data, tree = tree, {}
+                _put(tree, self.data, data)
+            if isinstance(self.type, PayloadFields):
+                (path,) = self.type.names
+                if _put(tree, path, name) != name:
+                    raise ValueError(f"its field {path!r} has another value")
+            if isinstance(self.identity, PayloadFields):
+                if len(self.identity.names) == 1:
+                    _put(tree, self.identity.names[0], id)
+                _check_id(_values(self.identity, tree, {}))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Unpublishable(
+                f"an event of the type {name!r} can't be written as its topic's codec reads it"
+                f" ({describe_error(error)}): change the event or the codec"
+            ) from error
+        return orjson.dumps(tree)
+
+
+def _values(
+    place: Header | PayloadFields, payload: object, headers: Mapping[str, str]
+) -> list[Any]:
+    if isinstance(place, Header):
+        return [headers[place.name.lower()]]
+    return [_at(payload, path) for path in place.names]
+
+
+def _check_id(values: Sequence[object]) -> None:
+    if any(value in (None, "") or isinstance(value, dict | list) for value in values):
+        raise ValueError("null, empty, a list or an object")
+
+
+def _unpacked(value: Any) -> Any:
+    """Return a value of JSON, or the one that a string of JSON contains."""
+    return parse(value.encode()) if isinstance(value, str) else value
+
+
+def _at(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = _unpacked(value)
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
+
+
+def _put(tree: Any, path: str, value: object) -> object:
+    """Return what is at the path: the value, if nothing was."""
+    names = path.split(".")
+    for name, following in zip_longest(names, names[1:]):
+        new = value if following is None else [] if following.isdigit() else {}
+        if not isinstance(tree, list):
+            tree = tree.setdefault(name, new)
+            continue
+        if int(name) == len(tree):
+            tree.append(new)
+        tree = tree[int(name)]
+    return tree
