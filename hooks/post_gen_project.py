@@ -11,7 +11,7 @@ ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 CHECKSUMS = Path(".engine.sha256")
 PACKAGES = (
-    *("archive", "claims", "effects", "object_store", "operate", "page", "pipeline"),
+    *("archive", "claims", "contracts", "effects", "object_store", "operate", "page", "pipeline"),
     "schema_registry",
 )
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)

@@ -4,8 +4,11 @@
 `<<cookiecutter.service_name>>/dev/programs.py` describes.
 """
 
+import fcntl
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,8 @@ PROGRAMS = (
     service.Program("jq", "test-full", debian=("jq",)),
     # A browser for the operations page.
     service.Program("chromium", "test-full", debian=("chromium",)),
+    # What installs and runs `NODE_PACKAGES`.
+    service.Program("npm", "test-full", debian=("npm",)),
     # What builds the manifests and merges the compose files: Debian has no such package, or an
     # old one.
     service.Program(
@@ -37,6 +42,28 @@ PROGRAMS = (
         go=service.GoModule("github.com/docker/compose/v2/cmd", "v2.29.7"),
     ),
 )
+
+NODE_PACKAGES = ("@asyncapi/parser@3.6.6", "@asyncapi/react-component@3.2.1")
+"""What reads and shows AsyncAPI documents, from npm."""
+
+
+def node_packages() -> Path:
+    """Return the folder in which these packages are installed, once for all projects of this user.
+
+    Without npm the test is skipped, and fails where CI is set.
+    """
+    npm = require("npm")
+    folder = service.CACHE / "-".join(each.rpartition("/")[2] for each in NODE_PACKAGES)
+    service.CACHE.mkdir(parents=True, exist_ok=True)
+    with (service.CACHE / "npm-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(prefix="npm-", dir=service.CACHE) as work:
+                options = ("--no-audit", "--no-fund", "--ignore-scripts", "--prefix", work)
+                subprocess.run([npm, "install", *options, *NODE_PACKAGES], check=True)
+                Path(work).rename(folder)
+                Path(work).mkdir()
+    return folder / "node_modules"
 
 
 def require(name: str) -> Path:

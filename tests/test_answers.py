@@ -114,8 +114,8 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
-    *("pipeline", "operate", "archive", "claims", "effects", "object_store", "page"),
-    *("schema_registry", "grpc_tools", "attr"),
+    *("pipeline", "operate", "archive", "claims", "contracts", "effects", "object_store"),
+    *("page", "schema_registry", "grpc_tools", "attr"),
     *(
         "tests",
         "migrations",

@@ -32,10 +32,10 @@ from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment
 from tests.programs import require
 
 COPIED = (
-    *("src/archive", "src/claims", "src/effects", "src/object_store"),
+    *("src/archive", "src/claims", "src/contracts", "src/effects", "src/object_store"),
     *("src/operate", "src/page", "src/pipeline", "src/schema_registry"),
-    *("tests/archive", "tests/claims", "tests/effects", "tests/page", "tests/pipeline"),
-    "tests/schema_registry",
+    *("tests/archive", "tests/claims", "tests/contracts", "tests/effects"),
+    *("tests/page", "tests/pipeline", "tests/schema_registry"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -175,7 +175,7 @@ def test_no_test_of_a_service_imports_the_engines(default_project: BakedProject)
         if name.endswith(".py"):
             imports = (
                 r"^(from|import) tests\."
-                r"(pipeline|archive|claims|effects|page|schema_registry)\b"
+                r"(pipeline|archive|claims|contracts|effects|page|schema_registry)\b"
             )
             assert not re.search(imports, text.decode(), re.MULTILINE), name
 

@@ -6,6 +6,7 @@ from archive.commands import group as archive_commands
 from claims import ClaimSettings, open_claims
 from claims.commands import group as claims_commands
 # <% endif %>
+from contracts.commands import group as schema_commands
 # <% if cookiecutter.outside_calls == "yes" %>
 from effects import EffectSettings, EffectWorkers
 # <% endif %>
@@ -63,4 +64,5 @@ main = command_line(
     # <% if cookiecutter.operations_page == "yes" %>
     page=page_commands(service),
     # <% endif %>
+    schema=schema_commands(service),
 )

@@ -10,9 +10,10 @@ from aiokafka import ConsumerRecord
 from pipeline.errors import StoreUnavailable
 from pipeline.events.cloudevents import refers
 from pipeline.events.codec import CLOUD_EVENTS
-from pipeline.events.event import Event, Tombstone, reader
+from pipeline.events.event import Event, Tombstone, reader, upcasted
 from pipeline.events.message import Message, Record, Undecodable, marker_key
 from pipeline.handlers.registry import Handlers
+from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
 
 from .item import Item, Undecoded
@@ -159,6 +160,10 @@ def _validated(
         if message.data is None:
             key = (message.key or b"").decode("utf-8", "backslashreplace")
             return Tombstone(key=key), None
-        return reader(model)(message.data), None
+        data = message.data
+        if message.type in model.event_upcasters:
+            metrics.upcasts.add(1, {metrics.TYPE: message.type})
+            data = upcasted(model, message.type, data)
+        return reader(model)(data), None
     except BaseException as error:  # a model's own validator may raise anything, sys.exit() too
         return None, error

@@ -5,9 +5,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from datetime import datetime
+from decimal import Decimal
 from functools import cache
+from inspect import iscoroutinefunction
 from typing import Any, ClassVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError, from_json
 
@@ -28,6 +31,8 @@ _ADVICE = (
     "publish what the class and JSON keep, which is no NaN, no secret, nothing of exclude=True and"
     " nothing of another type or a subclass; an alias needs serialize_by_alias=True"
 )
+
+Upcaster = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Unpublishable(ValueError):
@@ -62,6 +67,8 @@ class Event(BaseModel):
 
     event_type: ClassVar[str]
     event_topic: ClassVar[str | None] = None
+    event_upcasters: ClassVar[Mapping[str, tuple[Upcaster, ...]]] = {}
+    """For each older type the functions of `upcast`, in the order in which they are called."""
 
     def __init_subclass__(
         cls, *, type: str | None = None, topic: str | None = None, **options: Any
@@ -70,6 +77,7 @@ class Event(BaseModel):
         if type:
             check_name(f"the type of {cls.__name__}", type)
             cls.event_type = type
+            cls.event_upcasters = {}
         if topic is not None:
             check_topic(topic)
             cls.event_topic = topic
@@ -80,6 +88,30 @@ class Event(BaseModel):
         if not type and cls.__pydantic_generic_metadata__["origin"] is None:
             name, parent = cls.__name__, cls.__bases__[0].__name__
             raise TypeError(f'{name} needs a type of its own: class {name}({parent}, type="…")')
+
+    @classmethod
+    def upcast(cls, old: str, *, to: str | None = None) -> Callable[[Upcaster], Upcaster]:
+        """Register the decorated function, which converts the data of an older type.
+
+        Handlers of this class then take messages of the type `old`, too. The function is given the
+        payload's JSON object, in which fractions are `Decimal`, and returns that of this class; or
+        that of the older type `to`, whose own function goes on from there. Its error is that of an
+        invalid payload. Identity and hash stay those of what was received.
+
+        Raises `TypeError` if the class takes `old` already or has handlers, or not yet takes `to`.
+        """
+        check_name("an older type", old)
+
+        def register(function: Upcaster) -> Upcaster:
+            known = cls.event_upcasters
+            if old in (cls.event_type, *known) or to not in (None, *known):
+                raise TypeError(f"{cls.__name__} takes {old!r} already, or not yet {to!r}")
+            if not isinstance(known, dict) or iscoroutinefunction(function):
+                raise TypeError(f"write `def`, and the upcasters of {cls.__name__} before handlers")
+            known[old] = (function, *known.get(to or "", ()))
+            return function
+
+        return register
 
 
 def check_event(event: object) -> None:
@@ -136,6 +168,21 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
         return _without_text(validator.validate_python(value))
 
     return read_decimals
+
+
+def upcasted(event: type[Event], old: str, data: bytes) -> bytes:
+    """Return JSON of an older type as that of the event; numbers keep all of their digits."""
+    try:
+        value = json.loads(data, parse_float=Decimal, parse_int=_integer, parse_constant=Decimal)
+    except ValueError:
+        return data  # rejected by its reader, with Pydantic's description of the error
+    for function in event.event_upcasters[old] if isinstance(value, dict) else ():
+        value = function(value)
+    return orjson.dumps(value, default=lambda number: orjson.Fragment(str(Decimal(number))))
+
+
+def _integer(text: str) -> int | Decimal:
+    return int(text) if len(text) < 19 else Decimal(text)  # orjson writes 64 bits
 
 
 class _Number(float):

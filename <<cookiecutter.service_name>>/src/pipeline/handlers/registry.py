@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction, signature, unwrap
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.events.codec import CLOUD_EVENTS, Codec
@@ -135,14 +135,16 @@ class Handlers:
     def add(self, new: Handler) -> None:
         """Add a handler. Raises `TypeError` if it can't be beside those that are registered."""
         registered = self._by_topic.setdefault(new.topic, {})
-        alike = registered.get(new.event.event_type, ())
+        types = (new.event.event_type, *new.event.event_upcasters)
+        alike = [one for type in types for one in registered.get(type, ())]
         follows = new.loads.entity if new.gaps and new.loads else None
         for other in self:
             is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
             if other in alike and other.event is not new.event:
+                both = next(type for type in types if other in registered.get(type, ()))
                 raise TypeError(
-                    f"{other.event.__name__} and {new.event.__name__} both have the type"
-                    f" {new.event.event_type!r}: take one of them in all handlers of the topic"
+                    f"{other.event.__name__} and {new.event.__name__} both have the type {both!r},"
+                    " or an upcaster of it: take one of them in all handlers of the topic"
                 )
             if other in alike and is_alike:
                 raise TypeError(
@@ -164,7 +166,10 @@ class Handlers:
                     f"{follows.__name__} follows the sequence of consumer {other.consumer!r} and"
                     f" topic {other.topic!r}: it can follow one only"
                 )
-        registered[new.event.event_type] = (*alike, new)
+        # Those of later upcasters would be skipped: `upcast` refuses them.
+        new.event.event_upcasters = MappingProxyType(new.event.event_upcasters)
+        for type in types:
+            registered[type] = (*registered.get(type, ()), new)
 
     def topic(self, topic: str, *, codec: Codec | None = None, demands_types: bool = False) -> None:
         """Declare how the events of a topic are written, both those read and those published.
@@ -218,9 +223,8 @@ class Handlers:
 
     def __iter__(self) -> Iterator[Handler]:
         """Return all that are registered."""
-        return (
-            one for types in self._by_topic.values() for alike in types.values() for one in alike
-        )
+        found = (pair for types in self._by_topic.values() for pair in types.items())
+        return (one for type, alike in found for one in alike if one.event.event_type == type)
 
     @property
     def topics(self) -> frozenset[str]:

@@ -22,6 +22,7 @@ _Value = float | Mapping[str, int] | None
 
 CONSUMER = "pipeline.consumer"
 OUTCOME = "pipeline.outcome"
+TYPE = cloudevents.CLOUDEVENTS_EVENT_TYPE
 PROCESS = names.MessagingOperationTypeValues.PROCESS.value
 SEND = names.MessagingOperationTypeValues.SEND.value
 RECEIVE = names.MessagingOperationTypeValues.RECEIVE.value
@@ -42,6 +43,7 @@ conflicts = _meter.create_counter(
 retention_failures = _meter.create_counter(
     "pipeline.retention.failures", "{round}", "Rounds of retention that were not finished."
 )
+upcasts = _meter.create_counter("pipeline.upcasts", "{message}", "Converted, by older type.")
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
 _consumed = metric_names.create_messaging_client_consumed_messages(_meter)
 
@@ -194,7 +196,7 @@ def batch_applied(topic: str, group: str, size: int, seconds: float) -> None:
 def handled(longest: Mapping[tuple[str, str], float]) -> None:
     """Record the longest call of a handler in a transaction, by consumer and type of event."""
     for (consumer, event_type), seconds in longest.items():
-        attributes = {CONSUMER: consumer, cloudevents.CLOUDEVENTS_EVENT_TYPE: event_type}
+        attributes = {CONSUMER: consumer, TYPE: event_type}
         _handler_duration.record(seconds, attributes)
 
 

@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pipeline.events.message import Message
 
 from . import metrics
-from .metrics import CONSUMER, PROCESS, RECEIVE, SEND, Attributes
+from .metrics import CONSUMER, PROCESS, RECEIVE, SEND, TYPE, Attributes
 
 # Instrumentations of libraries, which are loaded later, use deprecated names by default.
 os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
@@ -138,6 +138,7 @@ def _attributes_of(message: Message) -> Attributes:
     attributes: Attributes = {
         names.MESSAGING_KAFKA_OFFSET: message.offset,
         names.MESSAGING_MESSAGE_ID: message.id,
+        TYPE: message.type,
     }
     if message.data is None:
         attributes[names.MESSAGING_KAFKA_MESSAGE_TOMBSTONE] = True

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 import asyncpg
@@ -32,6 +33,11 @@ class Audited(Event, type="kit.audited"):
     """A deposit was looked at."""
 
     account: str
+
+
+@Audited.upcast("kit.audited.before")
+def _(data: dict[str, Any]) -> dict[str, Any]:
+    return {"account": data["name"]}
 
 
 @dataclass
@@ -313,3 +319,22 @@ async def test_a_transaction_that_a_test_has_left_open_is_named(
         with pytest.raises(HarnessMisused, match="has left a transaction open"):
             async with open_harness(harness_service, harness_database):
                 pass
+
+
+async def test_a_record_of_an_older_type_is_handled_also_later_from_the_backlog(
+    harness: Harness,
+) -> None:
+    old = {"ce_specversion": "1.0", "ce_source": "/old", "ce_type": "kit.audited.before"}
+    outcome = await harness.handle_record(
+        "audits", b'{"name": "ada"}', headers=old | {"ce_id": "1"}
+    )
+    assert (outcome.applied, rules.audited) == (["audit"], ["ada"])
+    assert (
+        await harness.handle_record("audits", b'{"name": "ada"}', headers=old | {"ce_id": "1"})
+    ).is_duplicate
+    failed = await harness.handle_record("audits", b"{}", headers=old | {"ce_id": "2"})
+    assert failed.applied == []
+    (letter,) = await harness.dead_letters()
+    assert (letter.reason, letter.message_id) == ("invalid payload", "2")
+    assert letter.value == b"{}"
+    assert letter.error.startswith("KeyError")

@@ -120,6 +120,7 @@ metrics.generations_unfiltered.set(1)
 metrics.observe_rejected(waiting=7, dead=2)
 metrics.retention_failures.add(1)
 metrics.conflicts.add(1)
+metrics.upcasts.add(1, {metrics.TYPE: "parcel.scanned.v0"})
 statements.executed("SELECT 1", 0.001, LookupError())
 data = reader.get_metrics_data()
 print(json.dumps([

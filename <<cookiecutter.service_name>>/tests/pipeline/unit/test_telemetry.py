@@ -107,6 +107,7 @@ def test_a_recorded_message_gets_a_consumer_span_with_the_conventions_names(span
         names.MESSAGING_MESSAGE_ID: "m-1",
         names.MESSAGING_CONSUMER_GROUP_NAME: "parcel-tracker",
         metrics.CONSUMER: "track",
+        metrics.TYPE: "parcel.scanned.v1",
     }
 
 

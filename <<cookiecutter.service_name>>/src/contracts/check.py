@@ -1,0 +1,134 @@
+"""Compatibility of two exports: which events would be refused, by which side."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from operate.errors import Refused
+
+from .compare import Finding, compare
+from .export import UPCAST
+
+
+class Mode(StrEnum):
+    """What is compared, named as schema registries do."""
+
+    BACKWARD = "BACKWARD"
+    """Whoever reads by the new schemas accepts events written by the old ones."""
+    FORWARD = "FORWARD"
+    """Whoever reads by the old schemas accepts events written by the new ones."""
+    FULL = "FULL"
+    """Both."""
+    BACKWARD_TRANSITIVE = "BACKWARD_TRANSITIVE"
+    """As BACKWARD, with all exports given instead of the latest one."""
+    FORWARD_TRANSITIVE = "FORWARD_TRANSITIVE"
+    FULL_TRANSITIVE = "FULL_TRANSITIVE"
+
+    @property
+    def is_transitive(self) -> bool:
+        """Whether all earlier exports are compared."""
+        return self.endswith("_TRANSITIVE")
+
+    @property
+    def directions(self) -> Sequence["Mode"]:
+        """BACKWARD, FORWARD or both."""
+        name = self.removesuffix("_TRANSITIVE")
+        return (Mode.BACKWARD, Mode.FORWARD) if name == "FULL" else (Mode(name),)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A sentence on an event."""
+
+    topic: str
+    type: str
+    is_break: bool
+    """False: it cannot be decided."""
+    text: str
+
+
+_REFUSALS = {
+    ("taken", Mode.BACKWARD): "the service refuses events {what}, which it took before",
+    ("taken", Mode.FORWARD): (
+        "an instance of the service that has not been updated refuses events {what}"
+    ),
+    ("published", Mode.BACKWARD): (
+        "a consumer that has been updated refuses events {what}, as were published before"
+    ),
+    ("published", Mode.FORWARD): "a consumer that has not been updated refuses events {what}",
+}
+_LACKED = "events that were published before lack `{path}`, which is now required"
+
+
+def read(paths: Sequence[Path], mode: Mode) -> list[tuple[Path, Mapping[str, Any]]]:
+    """Return the exports to compare with; of a folder, those of its `*.json` files by their names.
+
+    Raises `Refused` for a file that is no export.
+    """
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])
+    ]
+    if not files:
+        raise Refused(f"there is no *.json in {', '.join(map(str, paths))}")
+    return [(file, _read(file)) for file in (files if mode.is_transitive else files[-1:])]
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        export = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise Refused(f"{file} is no JSON: {error}") from None
+    if not isinstance(export, dict) or not {"taken", "published"} <= export.keys():
+        raise Refused(
+            f"{file} is no export of schemas: make one by `service schema export`, with"
+            " --format json-schema"
+        )
+    return export
+
+
+def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iterator[Verdict]:
+    """Yield what would be refused, and what cannot be decided, between two exports."""
+    for side in ("taken", "published"):
+        before = {
+            (topic, type): schemas
+            for topic, types in old[side].items()
+            for type, schemas in types.items()
+        }
+        for (topic, type), schemas in sorted(before.items()):
+            now = new[side].get(topic, {}).get(type)
+            for direction in mode.directions:
+                for is_break, text in _changes(side, direction, schemas, now):
+                    yield Verdict(topic, type, is_break, text)
+
+
+def _changes(
+    side: str, direction: Mode, old: Mapping[str, Any], new: Mapping[str, Any] | None
+) -> Iterator[tuple[bool, str]]:
+    if new is None:
+        if (side, direction) == ("taken", Mode.BACKWARD):
+            yield True, "the service no longer takes events of this type from this topic"
+        elif (side, direction) == ("published", Mode.FORWARD):
+            yield True, "the service no longer publishes events of this type to this topic"
+        return
+    if UPCAST in old or UPCAST in new:
+        if (UPCAST in old) != (UPCAST in new) and direction is Mode.BACKWARD:
+            yield False, "cannot be decided: an upcaster converts the events, or did so before"
+        return
+    writer, reader = (old, new) if direction is Mode.BACKWARD else (new, old)
+    written = writer.get("serialization") or writer["validation"]
+    for one in compare(written, reader.get("validation") or reader["serialization"]):
+        yield one.kind != "undecided", _sentence(side, direction, one)
+
+
+def _sentence(side: str, direction: Mode, finding: Finding) -> str:
+    refusal = _REFUSALS[side, direction]
+    if finding.kind == "undecided":
+        return f"cannot be decided: whether {refusal.format(what=f'by {finding.what}')}"
+    if finding.kind == "lacks" and (side, direction) == ("published", Mode.BACKWARD):
+        return _LACKED.format(path=finding.path)
+    return refusal.format(what=finding.what)

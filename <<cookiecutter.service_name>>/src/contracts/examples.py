@@ -1,0 +1,101 @@
+"""Examples of payloads, made from their schemas."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.events.event import Event, reader
+from pipeline.redaction import HIDDEN
+
+from .compare import Node, target_of
+from .export import written
+
+_TEXTS = {
+    "date": "2030-01-31",
+    "date-time": "2030-01-31T12:00:00Z",
+    "decimal": "1.50",
+    "duration": "PT1H",
+    "email": "ada@example.org",
+    "ipv4": "192.0.2.1",
+    "ipv6": "2001:db8::1",
+    "time": "12:00:00",
+    "uri": "https://example.org/",
+    "uuid": "00000000-0000-4000-8000-000000000001",
+}
+_DEEPEST = 4
+"""Levels below which members that may be left out are left out."""
+
+
+def example_of(event: type[Event], schema: Mapping[str, Any]) -> Any | None:
+    """Return the first example that the model declares, or one made from its schema.
+
+    Returns None if the model does not accept it.
+    """
+    made = _example(schema, schema, 0)
+    try:
+        reader(event)(written(made).encode())
+    except Exception:  # a validator of the model may raise anything
+        return None
+    return made
+
+
+def _example(root: Mapping[str, Any], node: Node, depth: int) -> Any:
+    if isinstance(node, bool):
+        return "text"
+    for name in ("examples", "enum"):
+        if node.get(name):
+            return node[name][0]
+    for name in ("example", "const"):
+        if name in node:
+            return node[name]
+    if "$ref" in node:
+        return _example(root, target_of(root, node), depth)
+    if union := node.get("anyOf") or node.get("oneOf") or node.get("allOf"):
+        chosen = [one for one in union if one != {"type": "null"}]
+        return None if depth > _DEEPEST and chosen != union else _example(root, chosen[0], depth)
+    match node.get("type"):
+        case "object":
+            return _object(root, node, depth)
+        case "array":
+            first = [_example(root, one, depth + 1) for one in node.get("prefixItems", ())]
+            count = max(node.get("minItems", 0), depth <= _DEEPEST) - len(first)
+            most = node.get("maxItems", count)
+            rest = _example(root, node.get("items", True), depth + 1) if count > 0 else None
+            return first + [rest] * min(count, most)
+        case "integer" | "number":
+            return _number(node)
+        case "boolean":
+            return True
+        case "null":
+            return None
+        case _:
+            return _text(node)
+
+
+def _object(root: Mapping[str, Any], node: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    required = node.get("required", ())
+    return {
+        name: _example(root, one, depth + 1)
+        for name, one in node.get("properties", {}).items()
+        if name in required or depth < _DEEPEST
+    }
+
+
+def _number(node: Mapping[str, Any]) -> int | float:
+    step = node.get("multipleOf", 1)
+    if "minimum" in node:
+        least: float = -(-node["minimum"] // step) * step
+    elif "exclusiveMinimum" in node:
+        least = (node["exclusiveMinimum"] // step + 1) * step
+    else:
+        most = node.get("maximum", node.get("exclusiveMaximum", step + 1))
+        least = min(step, (most // step - ("exclusiveMaximum" in node)) * step)
+    return int(least) if node["type"] == "integer" else least
+
+
+def _text(node: Mapping[str, Any]) -> str:
+    if node.get("writeOnly"):
+        return HIDDEN
+    text = _TEXTS.get(node.get("format", ""), "text")
+    if "format" not in node:
+        text = text.ljust(node.get("minLength", 0), "x")[: node.get("maxLength", len(text))]
+    return text

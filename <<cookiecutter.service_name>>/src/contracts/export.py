@@ -1,0 +1,72 @@
+"""The export: JSON Schema of every event that a service takes and publishes."""
+
+import json
+from typing import Any
+
+from pipeline import Service
+from pipeline.events.event import Event, declared_events
+from pipeline.handlers.registry import Handler
+from pipeline.handlers.staging import CALLS
+
+from .schemas import schema_of
+
+UPCAST = "upcast"
+"""Member of an older type that is taken: the type that its data is converted to."""
+
+
+def taken(service: Service) -> dict[str, dict[str, list[Handler]]]:
+    """Return the handlers by topic and type."""
+    found: dict[str, dict[str, list[Handler]]] = {}
+    for one in service.handlers:
+        if one.topic != CALLS:
+            of_topic = found.setdefault(one.topic, {})
+            of_topic.setdefault(one.event.event_type, []).append(one)
+    return found
+
+
+def published(service: Service) -> dict[str, dict[str, type[Event]]]:
+    """Return the events that the process has imported and that have a topic, by it and their type.
+
+    Of several classes that of the service's own package counts.
+    """
+    found: dict[str, dict[str, type[Event]]] = {}
+    own = f"{service.package}."
+    for event in sorted(declared_events(), key=lambda one: one.__module__.startswith(own)):
+        if event.event_topic is not None and not event.__pydantic_generic_metadata__["parameters"]:
+            found.setdefault(event.event_topic, {})[event.event_type] = event
+    return found
+
+
+def exported(service: Service) -> dict[str, Any]:
+    """Return the export. Raises `Refused` if an event has no JSON Schema."""
+    types: dict[str, dict[str, dict[str, Any]]] = {}
+    for topic, by_type in taken(service).items():
+        types[topic] = {}
+        for type, handlers in by_type.items():
+            event = handlers[0].event
+            types[topic][type] = {"validation": schema_of(event, "validation")}
+            types[topic] |= {old: {UPCAST: type} for old in event.event_upcasters}
+    return {
+        "service": service.name,
+        "taken": types,
+        "published": {
+            topic: {type: _both(event) for type, event in by_type.items()}
+            for topic, by_type in published(service).items()
+        },
+    }
+
+
+def _both(event: type[Event]) -> dict[str, Any]:
+    """Return the schema of what is written, and that of its readers if it differs."""
+    schemas = {
+        "serialization": schema_of(event, "serialization"),
+        "validation": schema_of(event, "validation"),
+    }
+    if schemas["validation"] == schemas["serialization"]:
+        del schemas["validation"]
+    return schemas
+
+
+def written(document: object) -> str:
+    """Return JSON that is the same for the same document, however it was made."""
+    return json.dumps(document, ensure_ascii=False, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,373 @@
+"""The commands `service schema …` on a service that takes and publishes events."""
+
+import json
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from sqlalchemy import MetaData
+from typer.testing import CliRunner
+
+from contracts import asyncapi, export
+from contracts.commands import group
+from pipeline import Event, Handlers, Plain, Policy, Position, Service, Tombstone, Transaction
+from pipeline.events.event import reader
+
+Given = Mapping[str, Any]
+
+
+class Line(BaseModel):
+    """A part of an order."""
+
+    sku: str
+    count: int = Field(ge=1)
+
+
+class Ordered(Event, type="ordered.v2"):
+    """Somebody has ordered.
+
+    The rest of the docstring is no summary.
+    """
+
+    lines: list[Line] = Field(min_length=1)
+    total: Decimal
+    way: tuple[str, int] | None = None
+
+
+@Ordered.upcast("ordered.v1")
+def _(data: dict[str, Any]) -> dict[str, Any]:
+    return data
+
+
+class Paid(Event, type="paid/v1", topic="test-contracts-payments"):
+    """An order was paid."""
+
+    order: str
+    way: Literal["card", "cash"]
+    token: SecretStr = SecretStr("")
+    checked: int = Field(0, serialization_alias="isChecked")
+
+
+class Checked(Event, type="paid_v1", topic="test-contracts-payments"):
+    """Its validator accepts no example that is made from the schema."""
+
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def is_ada(cls, value: str) -> str:
+        assert value == "ada"
+        return value
+
+
+class Shown(Event, type="shown", topic="test-contracts-shown"):
+    """Has an example of its own."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "ada"}]})
+
+    name: str
+
+
+class Counted(Event, type="line"):
+    """A line by itself."""
+
+    sku: str
+
+
+async def note(event: Event, tx: Transaction) -> None:
+    """Take an event."""
+
+
+EVENTS: list[type[Event]] = [Paid, Checked, Shown, Ordered]
+
+
+def shop() -> Service:
+    """Return a service."""
+    handlers = Handlers()
+    patient = Policy(attempts=3, schedule=(60, 5_400), max_age=7_200, after_death="hold")
+    handlers.on(Ordered, topic="orders", consumer="note", policy=patient, mode="deferred")(note)
+    handlers.on(Ordered, topic="orders", consumer="note-too", takes_old=True)(note)
+    handlers.on(Tombstone, topic="orders", consumer="note")(note)
+    handlers.on(Counted, topic="lines", consumer="note")(note)
+    plain = Plain(type="line", identity=Position())
+    handlers.topic("lines", codec=plain, demands_types=True)
+    return Service("shop", handlers, MetaData(), package=__package__)
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    """Return the service; of all events of the process it declares those above."""
+    monkeypatch.setattr(export, "declared_events", lambda: EVENTS)
+    return shop()
+
+
+def run(service: Service, *arguments: str | Path) -> tuple[int, str, str]:
+    """Run a command; return its exit code, standard output and standard error."""
+    done = CliRunner().invoke(group(service), [str(one) for one in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_export_has_every_event_by_topic_and_type(service: Service) -> None:
+    code, out, _ = run(service, "export")
+    found = json.loads(out)
+    assert code == 0
+    assert {topic: {*types} for topic, types in found["taken"].items()} == {
+        "lines": {"line"},
+        "orders": {"ordered.v1", "ordered.v2", "tombstone"},
+    }
+    assert {topic: {*types} for topic, types in found["published"].items()} == {
+        "test-contracts-payments": {"paid/v1", "paid_v1"},
+        "test-contracts-shown": {"shown"},
+    }
+    assert found["taken"]["orders"]["ordered.v1"] == {"upcast": "ordered.v2"}
+    assert found["taken"]["orders"]["ordered.v2"]["validation"]["required"] == ["lines", "total"]
+    paid = found["published"]["test-contracts-payments"]["paid/v1"]
+    assert paid["serialization"]["required"] == ["order", "way", "token", "checked"]
+    assert paid["validation"]["required"] == ["order", "way"]
+
+
+@pytest.mark.parametrize("format", ["json-schema", "asyncapi"])
+def test_an_export_is_the_same_text_each_time(
+    service: Service, format: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "new" / "export.json"
+    assert run(service, "export", "--format", format, "--output", file) == (0, "", "")
+    assert run(service, "export", "--format", format) == (0, file.read_text("utf-8"), "")
+    text = file.read_text("utf-8")
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def test_an_event_without_a_schema_is_refused_with_advice(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(Event, type="odd", topic="test-contracts-odd"):
+        """Has a field of a type without a JSON Schema."""
+
+        model_config = ConfigDict(arbitrary_types_allowed=True)
+
+        one: ModuleType
+
+    monkeypatch.setattr(export, "declared_events", lambda: [Odd])
+    code, out, err = run(service, "export")
+    assert (code, out) == (1, "")
+    assert "Odd has no JSON Schema" in err
+    assert "WithJsonSchema" in err
+
+
+def references(node: Any) -> list[str]:
+    if isinstance(node, list):
+        return [one for each in node for one in references(each)]
+    if not isinstance(node, dict):
+        return []
+    own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+    return own + [one for each in node.values() for one in references(each)]
+
+
+def test_the_asyncapi_document_describes_topics_events_and_consumers(service: Service) -> None:
+    made = asyncapi.described(service)
+    assert {*made["channels"]} == {
+        *("lines", "orders", "test-contracts-payments", "test-contracts-shown")
+    }
+    assert made["channels"]["lines"]["x-unknown-types"] == "dead letter"
+    actions = [one["action"] for one in made["operations"].values()]
+    assert sorted(actions) == ["receive"] * 4 + ["send"] * 2
+    (first,) = (
+        one for name, one in made["operations"].items() if name == "receive.note.orders.ordered.v2"
+    )
+    assert first["x-consumer"]["policy"] == {
+        "attempts": 3,
+        "maxAge": 7_200,
+        "schedule": [60, 5_400],
+        "afterDeath": "hold",
+    }
+    for text in ("stored first", "after 1 min, 90 min, up to 3 attempts in 2 h", "redriven"):
+        assert text in first["description"]
+    messages = made["components"]["messages"]
+    assert len(messages) == 6
+    assert messages["orders.ordered.v2"]["x-older-types"] == ["ordered.v1"]
+    assert messages["orders.ordered.v2"]["summary"] == "Somebody has ordered."
+    assert "Position()" in messages["lines.line"]["description"]
+    for reference in references(made):
+        node = made
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+
+
+def test_examples_are_the_models_own_or_made_and_always_valid(service: Service) -> None:
+    messages = asyncapi.described(service)["components"]["messages"]
+    payloads = {
+        one["title"]: one["examples"][0]["payload"]
+        for one in messages.values()
+        if "examples" in one
+    }
+    assert payloads["Shown"] == {"name": "ada"}
+    assert payloads["Ordered"] == {
+        "lines": [{"sku": "text", "count": 1}],
+        "total": 1,
+        "way": ["text", 1],
+    }
+    assert payloads["Paid"]["token"] == "**********"
+    assert "Checked" not in payloads
+    for event in (Ordered, Paid, Shown):
+        reader(event)(json.dumps(payloads[event.__name__]).encode())
+
+
+def test_schemas_of_one_name_that_differ_are_kept_apart(service: Service) -> None:
+    document = asyncapi._Document(service)
+    first = {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"type": "string"}}, "$ref": "#/$defs/A"}
+    second = {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"type": "null"}}, "$ref": "#/$defs/A"}
+    assert [document._schema(one, "A") for one in (first, second, first)] == ["A", "A-2", "A"]
+    assert document.made["components"]["schemas"]["A-2"] == {"$ref": "#/components/schemas/B-2"}
+
+
+Edit = Callable[[Any], object]
+
+
+def without(*path: str) -> Edit:
+    def edit(found: Any) -> None:
+        for name in path[:-1]:
+            found = found[name]
+        if isinstance(found, list):
+            found.remove(path[-1])
+        else:
+            del found[path[-1]]
+
+    return edit
+
+
+def to(value: Any, *path: str) -> Edit:
+    def edit(found: Any) -> None:
+        for name in path[:-1]:
+            found = found[name]
+        found[path[-1]] = value
+
+    return edit
+
+
+PAID = "published", "test-contracts-payments", "paid/v1"
+ORDERED = "taken", "orders", "ordered.v2", "validation"
+CHANGES: list[tuple[str, Edit, str]] = [
+    (
+        "FORWARD",
+        to(["order", "way", "place"], *PAID, "validation", "required"),
+        (
+            "test-contracts-payments, paid/v1: a consumer that has not been updated refuses events"
+            " without `place`"
+        ),
+    ),
+    (
+        "BACKWARD",
+        without(*PAID, "serialization", "required", "order"),
+        "events that were published before lack `order`, which is now required",
+    ),
+    (
+        "FORWARD",
+        to("integer", *PAID, "validation", "properties", "order", "type"),
+        "a consumer that has not been updated refuses events whose `order` is a string",
+    ),
+    (
+        "BACKWARD",
+        to(["card", "coin"], *PAID, "serialization", "properties", "way", "enum"),
+        (
+            'a consumer that has been updated refuses events whose `way` is "coin", as were'
+            " published before"
+        ),
+    ),
+    (
+        "BACKWARD",
+        without(*ORDERED, "required", "total"),
+        "orders, ordered.v2: the service refuses events without `total`, which it took before",
+    ),
+    (
+        "FORWARD",
+        to(9, *ORDERED, "$defs", "Line", "properties", "count", "minimum"),
+        (
+            "an instance of the service that has not been updated refuses events whose"
+            " `lines[].count` is less than 9"
+        ),
+    ),
+    (
+        "BACKWARD",
+        to({"validation": {}}, "taken", "orders", "ordered.v3"),
+        "orders, ordered.v3: the service no longer takes events of this type from this topic",
+    ),
+    (
+        "FORWARD",
+        to({"x": {"serialization": {}}}, "published", "gone"),
+        "gone, x: the service no longer publishes events of this type to this topic",
+    ),
+]
+
+
+@pytest.fixture
+def old(service: Service, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes an edited export into a file, and returns its path."""
+
+    def write(edit: Edit = dict, name: str = "old.json") -> Path:
+        made = json.loads(json.dumps(export.exported(service)))
+        edit(made)
+        (tmp_path / name).write_text(json.dumps(made), "utf-8")
+        return tmp_path / name
+
+    return write
+
+
+def test_an_equal_export_is_compatible(service: Service, old: Callable[..., Path]) -> None:
+    assert run(service, "check", old()) == (0, "The events are compatible (FULL).\n", "")
+    assert run(service, "check", old(), "--json") == (0, "", "")
+
+
+@pytest.mark.parametrize(("mode", "edit", "sentence"), CHANGES)
+def test_a_break_is_a_sentence_and_exit_code_1(
+    service: Service, old: Callable[..., Path], mode: str, edit: Edit, sentence: str
+) -> None:
+    code, out, _ = run(service, "check", old(edit), "--mode", mode)
+    assert code == 1
+    assert sentence in out
+    assert run(service, "check", old(edit))[0] == 1
+    other = {"FORWARD": "BACKWARD", "BACKWARD": "FORWARD"}[mode]
+    assert sentence not in run(service, "check", old(edit), "--mode", other)[1]
+    lines = run(service, "check", old(edit), "--mode", mode.lower(), "--json")[1].splitlines()
+    assert any(json.loads(one)["text"] in sentence for one in lines)
+
+
+def test_what_cannot_be_decided_is_a_warning(service: Service, old: Callable[..., Path]) -> None:
+    odd = to({"type": "string", "not": {}}, *PAID, "validation", "properties", "order")
+    code, out, err = run(service, "check", old(odd), "--mode", "FORWARD")
+    assert (code, out) == (0, "")
+    assert "cannot be decided: whether a consumer that has not been updated" in err
+    before = to({"validation": {"type": "object"}}, "taken", "orders", "ordered.v1")
+    code, out, err = run(service, "check", old(before), "--mode", "BACKWARD")
+    assert (code, out) == (0, "")
+    assert "orders, ordered.v1: cannot be decided: an upcaster converts the events" in err
+
+
+def test_the_transitive_kinds_compare_with_all_exports(
+    service: Service, old: Callable[..., Path]
+) -> None:
+    broken = old(CHANGES[0][1], "1.json")
+    latest = old(name="2.json")
+    for paths in ([broken, latest], [broken.parent]):
+        assert run(service, "check", *paths, "--mode", "FORWARD")[0] == 0
+        code, out, _ = run(service, "check", *paths, "--mode", "FORWARD_TRANSITIVE")
+        assert code == 1
+        assert out.startswith(f"{broken}: ")
+        assert run(service, "check", *paths, "--mode", "BACKWARD_TRANSITIVE")[0] == 0
+    assert run(service, "check", latest, broken, "--mode", "FORWARD")[0] == 1
+
+
+def test_a_file_that_is_no_export_is_refused(service: Service, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.json"
+    for text, said in (("{", "is no JSON"), ("{}", "is no export"), ("[]", "is no export")):
+        file.write_text(text, "utf-8")
+        code, _, err = run(service, "check", file)
+        assert code == 1
+        assert said in err
+    (tmp_path / "empty").mkdir()
+    assert "there is no *.json" in run(service, "check", tmp_path / "empty")[2]
+    assert run(service, "check", tmp_path / "missing")[0] == 2
