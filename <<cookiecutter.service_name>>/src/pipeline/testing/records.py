@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from time import time
 from typing import TypeAlias
 
@@ -37,6 +38,8 @@ class Sent:
     headers: Headers = field(default_factory=dict)
     """More headers, such as `ce_time` or `ce_sequence`; they replace those of the kit."""
     partition: int = 0
+    age: timedelta = timedelta()
+    """How long ago it was sent."""
 
     def record(self, handlers: Handlers) -> KafkaRecord:
         """Return it as Kafka would. Raises `HarnessMisused` if no handler takes it."""
@@ -52,13 +55,15 @@ class Sent:
             "content-type": "application/json",
         }
         key = _key(self.event, takers) if self.key is None else self.key
-        return record(
+        made = record(
             takers[0].topic,
             payload,
             key=None if key is None else key.encode(),
             headers=headers | dict(self.headers),
             partition=self.partition,
         )
+        made.timestamp -= round(1_000 * self.age.total_seconds())
+        return made
 
 
 def record(

@@ -2,17 +2,21 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import asyncpg
 
-from pipeline.apply import positions
 from pipeline.events.event import Event, declared_events, reader
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
 from pipeline.relay.scheduled import Scheduled as DueEvents
+from pipeline.retention import generations
+from pipeline.retention.maintenance import make_ahead
 from pipeline.retry import lanes
 from pipeline.schema import LANES
+from pipeline.settings import Settings
 
 from .errors import HarnessMisused
 from .outcome import Published, Scheduled
@@ -28,11 +32,12 @@ SELECT COALESCE(max(id), 0) AS outbox, clock_timestamp() AS at,
 
 # Dead letters for the dead-letter topic have headers of their own.
 _PUBLISHED = """
-SELECT topic, key, sequence, type, payload FROM pipeline.outbox
+SELECT topic, key, sequence, type, payload, dataref FROM pipeline.outbox
  WHERE id > $1 AND headers IS NULL ORDER BY id
 """
 _SCHEDULED = """
-SELECT name, topic, type, payload, due_at, due_at - scheduled_at AS after FROM pipeline.scheduled
+SELECT name, topic, type, payload, dataref, due_at, due_at - scheduled_at AS after
+  FROM pipeline.scheduled
  WHERE scheduled_at > $1 ORDER BY scheduled_at, name
 """
 # A call has a row for each of its effects.
@@ -46,11 +51,15 @@ SELECT type, value FROM (
 _SHIFT = (
     "UPDATE pipeline.backlog SET due_at = due_at - $1::interval, received_at = received_at - $1",
     "UPDATE pipeline.scheduled SET due_at = due_at - $1::interval",
+    "UPDATE pipeline.inbox_generation SET opened_at = opened_at - $1::interval, since = since - $1",
+    "UPDATE pipeline.inbox_closed SET closed_at = closed_at - $1::interval",
 )
 _NEXT = """
-SELECT min(due_at) - clock_timestamp() FROM (
-    SELECT due_at FROM pipeline.backlog WHERE lane < $1
-     UNION ALL SELECT due_at FROM pipeline.scheduled) AS waiting
+SELECT (SELECT min(due_at) FROM (
+            SELECT due_at FROM pipeline.backlog WHERE lane < $1
+             UNION ALL SELECT due_at FROM pipeline.scheduled) AS waiting) - clock_timestamp(),
+       opened_at + make_interval(secs => $2) - clock_timestamp()
+  FROM pipeline.inbox_generation
 """
 _DUE_CALLS = """
 SELECT DISTINCT consumer FROM pipeline.backlog
@@ -62,6 +71,9 @@ SELECT encode(key, 'hex') AS id, consumer, reason, error, attempts, topic,
        record_key AS key, value, id AS message_id
   FROM pipeline.backlog WHERE died_at IS NOT NULL AND discarded_at IS NULL
  ORDER BY died_at, order_key, sequence, partition, "offset"
+"""
+_END_LEASES = """
+UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lease_until IS NOT NULL
 """
 _PLACES = "SELECT key, lane, order_key FROM pipeline.backlog WHERE encode(key, 'hex') = ANY ($1)"
 
@@ -98,14 +110,6 @@ class Stored(NamedTuple):
     records: list[Published]
     calls: list[Event]
     scheduled: list[Scheduled]
-
-
-async def position(driver: asyncpg.Connection, slot: positions.Slot) -> int:
-    """Return the position of a partition, which begins at 0."""
-    await positions.start_at(driver, slot, 0)
-    found = await positions.position(driver, slot)
-    assert found is not None
-    return found.next_offset
 
 
 async def mark(driver: asyncpg.Connection) -> Mark:
@@ -150,21 +154,36 @@ def _declared(topic: str, package: str | None) -> list[type[Event]]:
 
 def _event(row: asyncpg.Record, kinds: Iterable[type[Event]]) -> Event:
     by_type = {getattr(one, "event_type", ""): one for one in kinds}
-    event: Event = reader(by_type[row["type"]])(row["payload"])
+    payload, url = row["payload"], row["dataref"]
+    if url is not None:  # too large for a record: it is in the folder of the harness
+        payload = Path(unquote(urlsplit(url).path)).read_bytes()
+    event: Event = reader(by_type[row["type"]])(payload)
     return event
 
 
-async def pass_time(driver: asyncpg.Connection, time: timedelta) -> timedelta:
+async def pass_time(driver: asyncpg.Connection, time: timedelta, settings: Settings) -> timedelta:
     """Let stored times pass up to the next one that is due; return how much of `time` is left.
 
-    Calls to the outside do not count as due.
+    Calls to the outside do not count as due. The inbox's generation is closed when it is due, and
+    old ones are forgotten, as retention does.
     """
-    until = await driver.fetchval(_NEXT, _FIRST_OF_CALLS)
-    step = time if until is None else min(time, max(until, timedelta()))
+    until, rotation = await driver.fetchrow(_NEXT, _FIRST_OF_CALLS, settings.inbox_generation_age)
+    step = min(time, *(max(one, timedelta()) for one in (until, rotation) if one is not None))
     async with driver.transaction():
         for statement in _SHIFT:
             await driver.execute(statement, step)
-    return time - step
+    if rotation <= step:
+        if not await generations.rotate(driver, settings):
+            await make_ahead(driver, settings)
+            await generations.rotate(driver, settings)
+        await generations.forget(driver, settings)
+    left: timedelta = time - step
+    return left
+
+
+async def end_leases(driver: asyncpg.Connection) -> None:
+    """Let the leases of lanes end, as they do after a process has died."""
+    await driver.execute(_END_LEASES)
 
 
 async def publish_due(driver: asyncpg.Connection) -> None:
