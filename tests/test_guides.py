@@ -152,7 +152,9 @@ def harness_migrate():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("guide", [HANDLING, OUTSIDE], ids=["handling-errors", "outside"])
+@pytest.mark.parametrize(
+    "guide", [HANDLING, TIME, OUTSIDE], ids=["handling-errors", "time", "outside"]
+)
 def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
     module = tmp_path / "test_examples.py"
     module.write_text(blocks(guide), "utf-8")

@@ -372,6 +372,96 @@ def test_run_leaves_servers_alone_that_were_up(up: Stack) -> None:
     assert up("status").returncode == 0
 
 
+def test_postgres_comes_alone_if_that_is_enough_and_kafka_can_follow(fresh: Stack) -> None:
+    assert fresh("up", "--postgres").returncode == 0
+    try:
+        (line,) = fresh("status").stdout.splitlines()
+        assert line.startswith("PostgreSQL ")
+        assert line.count("serves") == 1
+        addresses = fresh("env").stdout
+        assert DATABASE_URL in addresses
+        assert BOOTSTRAP_SERVERS not in addresses
+        named = fresh("run", "--postgres", "--", "env").stdout
+        assert DATABASE_URL in named
+        assert BOOTSTRAP_SERVERS not in named
+        fresh.up()
+        assert len(fresh("status").stdout.splitlines()) == 2
+        assert BOOTSTRAP_SERVERS in fresh("env").stdout
+        # A Kafka that runs stays one of the servers.
+        assert fresh("up", "--postgres").returncode == 0
+        assert len(fresh("status").stdout.splitlines()) == 2
+    finally:
+        fresh("down", "--purge")
+
+
+def test_postgres_of_the_environment_is_enough(fresh: Stack) -> None:
+    named = {DATABASE_URL: SOMEWHERE[DATABASE_URL]}
+    alone = fresh("up", "--postgres", environment=named)
+    assert alone.returncode == 1
+    assert f"The servers of {DATABASE_URL} do not answer" in alone.stderr
+    both = fresh("up", environment=named)
+    assert f"{DATABASE_URL} is set and {BOOTSTRAP_SERVERS} is not" in both.stderr
+
+
+KIT = """
+import pytest
+from sqlalchemy import MetaData
+
+from pipeline import Event, Handlers, Service, Transaction
+from tests.servers import databases
+
+handlers = Handlers()
+
+
+class Seen(Event, type="seen"):
+    what: str
+
+
+@handlers.on(Seen, topic="sightings")
+async def note(event: Seen, tx: Transaction) -> str:
+    return event.what
+
+
+@pytest.fixture(scope="session")
+def harness_service():
+    return Service("seen", handlers, MetaData())
+
+
+@pytest.fixture(scope="session")
+def harness_migrate():
+    config = databases.migrations_of_the_engine()
+    return lambda url: databases.build(url, config, MetaData())
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_it_is_seen(harness, number):
+    assert (await harness.handle(Seen(what="a bird"))).results == ["a bird"]
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_test_kit_starts_postgres_and_stops_it(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "dev").symlink_to(SERVICE / "dev")
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["pipeline.testing.plugin"]\n')
+    (tmp_path / "test_kit.py").write_text(KIT)
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
+    )
+    paths = f"{SERVICE / 'src'}:{SERVICE}:{tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"-n{workers}"],
+        cwd=tmp_path,
+        env=clean_environment() | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
+    state = Stack(tmp_path / ".stack")
+    assert state("status").returncode == NOTHING_UP
+    assert state("down", "--purge").returncode == 0
+
+
 def test_servers_named_by_the_environment_come_first(up: Stack, fresh: Stack) -> None:
     addresses = up.addresses()
 

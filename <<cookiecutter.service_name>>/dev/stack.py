@@ -7,6 +7,8 @@
     python dev/stack.py run -- CMD...   run CMD against them, then stop what `run` brought up
     python dev/stack.py down [--purge]  stop them; --purge removes their data as well
 
+`up --postgres` and `run --postgres` bring PostgreSQL up alone, which needs no Java.
+
 Where the servers come from, in this order:
 
 1.  the environment, if PIPELINE_DATABASE_URL and PIPELINE_KAFKA_BOOTSTRAP_SERVERS name them;
@@ -50,8 +52,8 @@ if (Path(__file__).resolve().parents[1] / "src" / "page").exists():
     PORTS |= {"PIPELINE_PAGE_PORT": 8081}
 
 
-def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
-    servers, choice = choose_servers(directory)
+def bring_up(directory: StateDirectory, *, keep: bool, postgres_alone: bool) -> Servers:
+    servers, choice = choose_servers(directory, postgres_alone=postgres_alone)
     if isinstance(servers, EnvironmentServers):
         say(choice)
         servers.up()
@@ -68,7 +70,8 @@ def bring_up(directory: StateDirectory, *, keep: bool) -> Servers:
         say(choice)
         start = time.monotonic()
         servers.up()
-        say(f"both servers serve after {time.monotonic() - start:.1f} s")
+        which = "PostgreSQL serves" if state.postgres_alone else "both servers serve"
+        say(f"{which} after {time.monotonic() - start:.1f} s")
     directory.save()
     return servers
 
@@ -104,9 +107,9 @@ def current_servers(directory: StateDirectory) -> Servers | None:
     return servers if servers and servers.addresses() else None
 
 
-def command_up(directory: StateDirectory) -> int:
+def command_up(directory: StateDirectory, *, postgres_alone: bool) -> int:
     with directory.locked():
-        for server in bring_up(directory, keep=True).status():
+        for server in bring_up(directory, keep=True, postgres_alone=postgres_alone).status():
             say(str(server))
     return 0
 
@@ -148,10 +151,10 @@ def command_env(directory: StateDirectory) -> int:
     return 0
 
 
-def command_run(directory: StateDirectory, command: Sequence[str]) -> int:
+def command_run(directory: StateDirectory, command: Sequence[str], *, postgres_alone: bool) -> int:
     with directory.in_use() as alone:
         with directory.locked():
-            servers = bring_up(directory, keep=False)
+            servers = bring_up(directory, keep=False, postgres_alone=postgres_alone)
         try:
             return run_command(command, {**os.environ, **servers.addresses()})
         finally:
@@ -226,12 +229,14 @@ def main() -> int:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--state", type=Path, default=argparse.SUPPRESS, metavar="DIR")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("up", parents=[shared])
+    alone = argparse.ArgumentParser(add_help=False)
+    alone.add_argument("--postgres", action="store_true", dest="postgres_alone")
+    commands.add_parser("up", parents=[shared, alone])
     down = commands.add_parser("down", parents=[shared])
     down.add_argument("--purge", action="store_true")
     commands.add_parser("status", parents=[shared])
     commands.add_parser("env", parents=[shared])
-    commands.add_parser("run", parents=[shared])
+    commands.add_parser("run", parents=[shared, alone])
     options = parser.parse_args(arguments)
     if (options.command == "run") != bool(command):
         parser.error("`run` takes a command: run -- CMD..., the others take none")
@@ -240,7 +245,7 @@ def main() -> int:
     try:
         match options.command:
             case "up":
-                return command_up(directory)
+                return command_up(directory, postgres_alone=options.postgres_alone)
             case "down":
                 return command_down(directory, purge=options.purge)
             case "status":
@@ -248,7 +253,7 @@ def main() -> int:
             case "env":
                 return command_env(directory)
             case _:
-                return command_run(directory, command)
+                return command_run(directory, command, postgres_alone=options.postgres_alone)
     except (StackError, OSError) as error:
         say(str(error))
         return 1

@@ -47,7 +47,7 @@ class Servers(ABC):
 
     @abstractmethod
     def up(self) -> None:
-        """Return once both serve. Whatever this call has started is stopped again if it fails."""
+        """Return once they serve. Whatever this call has started is stopped again if it fails."""
 
     @abstractmethod
     def addresses(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ class Servers(ABC):
 
     @abstractmethod
     def are_up(self) -> bool:
-        """Whether both are there, as far as that is known here; a busy one may not answer."""
+        """Whether they are there, as far as that is known here; a busy one may not answer."""
 
     def serve(self) -> bool:
         return bool(self.addresses()) and all(server.serves for server in self.status())
@@ -68,7 +68,8 @@ class EnvironmentServers(Servers):
     mode = "environment"
 
     def addresses(self) -> dict[str, str]:
-        return {name: os.environ[name] for name in (DATABASE_URL, BOOTSTRAP_SERVERS)}
+        names = (DATABASE_URL, BOOTSTRAP_SERVERS)
+        return {name: os.environ[name] for name in names if os.environ.get(name)}
 
     def are_up(self) -> bool:
         return True  # that is for the one to know who has named them
@@ -79,21 +80,20 @@ class EnvironmentServers(Servers):
             if time.monotonic() > deadline:
                 lines = "\n".join(f"  {server}" for server in self.status())
                 raise StackError(
-                    f"{DATABASE_URL} and {BOOTSTRAP_SERVERS} name servers that do not answer. "
-                    f"Start them, or unset both variables to have servers brought up.\n{lines}"
+                    f"The servers of {' and '.join(self.addresses())} do not answer. "
+                    f"Start them, or unset the variables to have servers brought up.\n{lines}"
                 )
             pause(0.2)
 
     def status(self) -> list[Status]:
         database = self._database()
         database_serves = postgres_answers(*database)
-        kafka_serves = any(kafka_answers(*it, with_brokers=False) for it in self._bootstrap())
         address = f"{database[0]}:{database[1]}"
-        bootstrap = os.environ[BOOTSTRAP_SERVERS]
-        return [
-            Status("PostgreSQL", self.mode, address, "-", database_serves, "-"),
-            Status("Kafka", self.mode, bootstrap, "-", kafka_serves, "-"),
-        ]
+        found = [Status("PostgreSQL", self.mode, address, "-", database_serves, "-")]
+        if bootstrap := os.environ.get(BOOTSTRAP_SERVERS):
+            kafka_serves = any(kafka_answers(*it, with_brokers=False) for it in self._bootstrap())
+            found.append(Status("Kafka", self.mode, bootstrap, "-", kafka_serves, "-"))
+        return found
 
     def _database(self) -> tuple[str, int]:
         try:
@@ -123,18 +123,22 @@ class OwnServers(Servers):
     @abstractmethod
     def down(self, *, purge: bool) -> None: ...
 
+    @abstractmethod
+    def has_kafka(self) -> bool:
+        """Whether its Kafka runs."""
+
     def addresses(self) -> dict[str, str]:
         return own_addresses(self.state)
 
 
 def own_addresses(state: State) -> dict[str, str]:
-    if not state.postgres.ports or not state.kafka.ports:
+    if not state.postgres.ports or not (state.kafka.ports or state.postgres_alone):
         return {}
     database = f"{LOOPBACK}:{state.postgres.ports[0]}/service"
-    return {
-        DATABASE_URL: f"postgresql+asyncpg://service:{state.password}@{database}",
-        BOOTSTRAP_SERVERS: f"{LOOPBACK}:{state.kafka.ports[0]}",
-    }
+    found = {DATABASE_URL: f"postgresql+asyncpg://service:{state.password}@{database}"}
+    if not state.postgres_alone:
+        found[BOOTSTRAP_SERVERS] = f"{LOOPBACK}:{state.kafka.ports[0]}"
+    return found
 
 
 class ComposeServers(OwnServers):
@@ -151,6 +155,8 @@ class ComposeServers(OwnServers):
         self.command = ["docker", "compose", "-p", self.state.project, "-f", str(COMPOSE_FILE)]
         self.log = directory.path / "compose.log"
         self.records = {"postgres": self.state.postgres, "kafka": self.state.kafka}
+        if self.state.postgres_alone:
+            del self.records["kafka"]
 
     def up(self) -> None:
         running = self._running()
@@ -160,12 +166,12 @@ class ComposeServers(OwnServers):
         self.state.password = COMPOSE_PASSWORD
         self.directory.save()
         ports = {
-            "STACK_POSTGRES_PORT": str(self.state.postgres.ports[0]),
-            "STACK_KAFKA_PORT": str(self.state.kafka.ports[0]),
+            f"STACK_{service.upper()}_PORT": str(record.ports[0])
+            for service, record in self.records.items()
         }
         try:
             run_step(
-                [*self.command, "up", "--detach"],
+                [*self.command, "up", "--detach", *self.records],
                 self.log,
                 "Docker Compose could not start the servers.",
                 env={**os.environ, **ports},
@@ -194,8 +200,8 @@ class ComposeServers(OwnServers):
 
     def status(self) -> list[Status]:
         lines = []
-        for title, service in (("PostgreSQL", "postgres"), ("Kafka", "kafka")):
-            port = self.records[service].ports[0]
+        for service, record in self.records.items():
+            port = record.ports[0]
             serves = (
                 postgres_answers(LOOPBACK, port)
                 if service == "postgres"
@@ -203,15 +209,18 @@ class ComposeServers(OwnServers):
             )
             log = f"`{shlex.join([*self.command, 'logs', service])}`"
             address = f"{LOOPBACK}:{port}"
+            title = "PostgreSQL" if service == "postgres" else "Kafka"
             lines.append(Status(title, self.mode, address, "container", serves, log))
         return lines
 
     def are_up(self) -> bool:
-        return self._running() == list(self.records)
+        return {*self.records} <= self._running()
 
-    def _running(self) -> list[str]:
-        services = self._run("ps", "--services", "--status", "running").split()
-        return [service for service in self.records if service in services]
+    def has_kafka(self) -> bool:
+        return "kafka" in self._running()
+
+    def _running(self) -> set[str]:
+        return {*self._run("ps", "--services", "--status", "running").split()}
 
     def _run(self, *arguments: str) -> str:
         return subprocess.run(
@@ -229,8 +238,10 @@ class LocalServers(OwnServers):
     def __init__(self, directory: StateDirectory) -> None:
         super().__init__(directory)
         self.postgres = Postgres(directory, "postgres", self.state.postgres)
-        kafka = Kafka(directory, "kafka", self.state.kafka)
-        self.servers: list[LocalServer] = [self.postgres, kafka]
+        self.kafka = Kafka(directory, "kafka", self.state.kafka)
+        self.servers: list[LocalServer] = [self.postgres]
+        if not self.state.postgres_alone:
+            self.servers.append(self.kafka)
 
     def up(self) -> None:
         missing = [server for server in self.servers if not server.runs()]
@@ -247,13 +258,16 @@ class LocalServers(OwnServers):
             raise
 
     def down(self, *, purge: bool) -> None:
-        stop_all(self.servers)
+        stop_all([self.postgres, self.kafka])
         if purge:
-            for server in self.servers:
-                server.remove()
+            self.postgres.remove()
+            self.kafka.remove()
 
     def are_up(self) -> bool:
         return all(server.runs() for server in self.servers)
+
+    def has_kafka(self) -> bool:
+        return self.state.kafka.runs()
 
     def status(self) -> list[Status]:
         return [
@@ -269,17 +283,18 @@ class LocalServers(OwnServers):
         ]
 
 
-def named_by_environment(state: State) -> bool:
+def named_by_environment(state: State, *, postgres_alone: bool = False) -> bool:
     """Whether the environment names servers that are not the ones of this state directory.
 
-    Our own are named there too, inside `run` and after `eval "$(stack.py env)"`.
+    PostgreSQL is enough with `postgres_alone`. Our own are named there too, inside `run` and after
+    `eval "$(stack.py env)"`.
     """
     values = {name: os.environ.get(name) for name in (DATABASE_URL, BOOTSTRAP_SERVERS)}
     named = {name: value for name, value in values.items() if value}
     if named.items() <= own_addresses(state).items():
         return False
     missing = values.keys() - named.keys()
-    if missing:
+    if missing and not (postgres_alone and DATABASE_URL in named):
         raise StackError(
             f"{next(iter(named))} is set and {next(iter(missing))} is not. "
             "Set both to use servers of your own, or none to have servers brought up."
@@ -300,11 +315,14 @@ def docker_answers() -> bool:
     return True
 
 
-def choose_servers(directory: StateDirectory) -> tuple[Servers, str]:
+def choose_servers(directory: StateDirectory, *, postgres_alone: bool) -> tuple[Servers, str]:
     """The servers to bring up, and what to say about the choice."""
     state = directory.state
-    if named_by_environment(state):
+    if named_by_environment(state, postgres_alone=postgres_alone):
         return EnvironmentServers(), "using the servers that the environment names"
+    recorded = recorded_servers(directory)
+    # A Kafka that runs already stays one of them.
+    state.postgres_alone = postgres_alone and not (recorded and recorded.has_kafka())
     if state.mode == LocalServers.mode and (directory.path / "postgres" / "initialised").exists():
         return LocalServers(directory), f"using local processes, whose data is in {directory.path}"
     if docker_answers():

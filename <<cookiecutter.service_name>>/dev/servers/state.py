@@ -66,6 +66,8 @@ class State:
     project: str = ""  # of Docker Compose: the name of its containers and volumes
     # Set by `up`: the servers stay until `down`. Without it they last as long as any `run`.
     keep: bool = False
+    # Whether Kafka was left out, by `--postgres`.
+    postgres_alone: bool = False
     password: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     postgres: Record = field(default_factory=Record)
     kafka: Record = field(default_factory=Record)

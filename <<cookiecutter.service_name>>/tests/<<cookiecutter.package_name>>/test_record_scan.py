@@ -50,6 +50,13 @@ async def test_scans_count_once_in_whatever_way_they_come(harness: Harness) -> N
     assert await harness.explore(scans, invariant=all_are_counted) == 9
 
 
+async def test_a_scan_counts_once_wherever_the_process_dies(harness: Harness) -> None:
+    async for crash in harness.each_crash():
+        await harness.handle(scan(1, "Vienna"))
+        await harness.handle(scan(2, "Graz"))
+        assert (await harness.get(Parcel, "p-1")).scans == 2, crash
+
+
 async def test_one_scan_with_two_places_is_a_dead_letter(harness: Harness) -> None:
     await harness.handle(scan(1, "Vienna"), id="1")
     (failure,) = (await harness.handle(scan(1, "Graz"), id="1")).failures

@@ -1,6 +1,7 @@
 """The test kit makes calls by stand-ins, and never the real ones."""
 
 import pytest
+import sqlalchemy as sa
 
 from effects import Call, Effects, EffectWorkers
 from pipeline import Event, Handlers, Policy, Reject, Service, Transaction
@@ -97,6 +98,30 @@ async def test_a_call_that_fails_is_made_again_when_it_is_due(harness: Harness) 
     assert (await harness.run_calls({"notify": fails_once})).applied == ["notify"]
     assert len(ids) == 2
     assert len(set(ids)) == 1
+
+
+async def test_a_call_is_made_again_with_its_id_if_the_process_dies_over_it(
+    harness: Harness,
+) -> None:
+    times = set()
+    async for crash in harness.each_crash():
+        ids: list[str] = []
+
+        async def stand_in(event: Noticed, call: Call, ids: list[str] = ids) -> str:
+            ids.append(call.id)
+            return "told"
+
+        await harness.handle(Deposited(account="ada", amount=5))
+        await harness.run_calls({"notify": stand_in})
+        await harness.advance(minutes=5)
+        await harness.run_calls({"notify": stand_in})
+        assert len(set(ids)) == 1, crash
+        async with harness.session() as session:
+            found = await session.scalars(sa.text("SELECT type FROM pipeline.outbox"))
+            assert [*found] == ["kit.confirmed"], crash
+        times.add(len(ids))
+    # The second time, it has died between the call and the commit of its result.
+    assert times == {1, 2}
 
 
 async def test_a_dead_call_is_redriven(harness: Harness) -> None:

@@ -6,6 +6,7 @@ package.
 
 from .errors import HarnessMisused
 from .harness import Harness
+from .observed import Increment
 from .outcome import Failure, Outcome, Published, Scheduled
 from .records import Sent
 from .stored import DeadLetter
@@ -15,6 +16,7 @@ __all__ = [
     "Failure",
     "Harness",
     "HarnessMisused",
+    "Increment",
     "Outcome",
     "Published",
     "Scheduled",

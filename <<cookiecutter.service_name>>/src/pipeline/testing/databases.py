@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from unittest.mock import patch
 from uuid import uuid4
 
@@ -143,4 +144,10 @@ async def _prepare(url: str, service: Service) -> str:
 
 
 def _settings(url: str) -> Settings:
+    named = ((name, text) for name, text in os.environ.items() if name.startswith("PIPELINE_"))
+    return _read_settings(url, frozenset(named))
+
+
+@cache  # to read them takes longer than to handle a message
+def _read_settings(url: str, environment: frozenset[tuple[str, str]]) -> Settings:
     return WriterSettings(database_url=SecretStr(url), breaker_keys=_NEVER)

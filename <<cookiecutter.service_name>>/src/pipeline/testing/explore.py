@@ -10,6 +10,8 @@ from pipeline.events.message import Message
 from pipeline.handlers.policy import Park
 from pipeline.handlers.registry import Handler, Handlers
 
+from .records import KafkaRecord
+
 _SEED = 1
 """Scenarios that are chosen from too many are the same ones in every run."""
 
@@ -26,11 +28,15 @@ class Scenario:
     """Whether they come in one batch for each partition."""
     fails: int | None = None
     """Place of the message whose first call fails, after its handler has returned."""
+    dies_after: int | None = None
+    """Number of the statement after which the process dies; what it has not committed is lost."""
 
     def __str__(self) -> str:
         how = f"messages in the order {', '.join(map(str, self.order))}"
         how += ", each sent twice and all again" if self.repeats else ""
         how += ", in one batch" if self.is_batch else ""
+        if self.dies_after is not None:
+            how += f"; the process dies after statement {self.dies_after + 1}"
         return how if self.fails is None else f"{how}; the first call for {self.fails} fails"
 
     @property
@@ -41,30 +47,36 @@ class Scenario:
         return [place for place in self.order for _ in range(2)] + [*self.order]
 
 
-def scenarios(keys: Sequence[Hashable], at_most: int) -> list[Scenario]:
+def scenarios(
+    keys: Sequence[Hashable], at_most: int, statements: tuple[int, int] = (0, 0)
+) -> list[Scenario]:
     """Return scenarios for messages with these order keys: all, or `at_most` random ones.
 
-    Messages of one key keep their order.
+    Messages of one key keep their order. The process dies after each of the `statements`: so many
+    are executed for messages that come one by one, and so many for a batch.
     """
     places: dict[Hashable, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
     orders = factorial(len(keys)) // prod(factorial(len(one)) for one in places.values())
-    if orders * len(_of_order(tuple(range(len(keys))))) <= at_most:
-        return [one for order in _orders(places) for one in _of_order(order)]
+    if orders * len(_of_order(tuple(range(len(keys))), statements)) <= at_most:
+        return [one for order in _orders(places) for one in _of_order(order, statements)]
     chooser, found = random.Random(_SEED), dict[Scenario, None]()
     while len(found) < at_most:
         shuffled = chooser.sample(keys, len(keys))
         left = {key: iter(of_key) for key, of_key in places.items()}
-        found[chooser.choice(_of_order(tuple(next(left[key]) for key in shuffled)))] = None
+        order = tuple(next(left[key]) for key in shuffled)
+        found[chooser.choice(_of_order(order, statements))] = None
     return [*found]
 
 
-def _of_order(order: tuple[int, ...]) -> list[Scenario]:
+def _of_order(order: tuple[int, ...], statements: tuple[int, int]) -> list[Scenario]:
     """Return the scenarios of one order."""
     found = [Scenario(order), Scenario(order, repeats=True), Scenario(order, is_batch=True)]
     for fails in order:
         found += (Scenario(order, fails=fails), Scenario(order, is_batch=True, fails=fails))
+    for is_batch, number in zip((False, True), statements, strict=True):
+        found += [Scenario(order, is_batch=is_batch, dies_after=one) for one in range(number)]
     return found
 
 
@@ -75,6 +87,14 @@ def _orders(left: Mapping[Hashable, list[int]]) -> Iterator[tuple[int, ...]]:
     for key, (first, *others) in ((key, places) for key, places in left.items() if places):
         for order in _orders({**left, key: others}):
             yield (first, *order)
+
+
+def keys_of(records: Sequence[KafkaRecord]) -> list[Hashable]:
+    """Return the order keys of records: one without a key has no order."""
+    return [
+        (one.topic, one.partition, place if one.key is None else one.key)
+        for place, one in enumerate(records)
+    ]
 
 
 def failing_once(handlers: Handlers, message: Message) -> Handlers:

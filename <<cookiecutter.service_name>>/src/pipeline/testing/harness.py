@@ -1,60 +1,40 @@
 """The harness: a service's handlers in their real transactions, without Kafka."""
 
+import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from copy import copy
 from dataclasses import replace
 from datetime import timedelta
-from itertools import count
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from pipeline.apply.batch import prepare, read
-from pipeline.apply.breaker import Breaker
-from pipeline.apply.filters import Filters
-from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.batch import prepare
 from pipeline.apply.positions import Slot
-from pipeline.apply.source import Source
-from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume.partition_source import PartitionSource
 from pipeline.events.event import Event
 from pipeline.handlers.registry import Handlers
-from pipeline.observe.health import Health
-from pipeline.retry.workers import BacklogWorkers
-from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.retrying import Attempts
+from pipeline.servers.database import autocommitting
 from pipeline.service import Service
 
 from . import stored
+from .crashes import Crash, MortalEngine, crashes_of, name_of
 from .databases import ResettableDatabase
 from .errors import HarnessMisused
-from .explore import failing_once, scenarios
+from .explore import Scenario, failing_once, keys_of, scenarios
+from .files import records_of
+from .observed import observing
 from .outcome import Outcome, outcome_of
+from .process import Process, Step, open_claims
 from .records import Headers, KafkaRecord, Sent, check_topic, record
 from .stored import DeadLetter
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 StandIn = Callable[[Any, Any], Awaitable[object]]
 """Takes the place of an effect's function: it gets the event and the `Call`."""
-
-_OUTAGES = 5
-"""Attempts after which a step raises the error of the database."""
-_ROUNDS = 200
-"""Rounds of retries in a step after which it ends with an error."""
-_HANGS = 3_600.0
-
-
-class _Recording(ConsumeTransactions):
-    """The transactions of the engine; the outcomes of all that were committed are kept."""
-
-    outcomes: list[BatchOutcome]
-
-    async def apply(self, source: Source, retrying: Attempts) -> Sequence[BatchOutcome]:
-        found = await super().apply(source, retrying)
-        self.outcomes += found
-        return found
 
 
 class Harness:
@@ -62,34 +42,25 @@ class Harness:
 
     Each method that handles messages returns the `Outcome` of this step. What is due at once, such
     as a message of a deferred handler, is handled in the same step. What is due later waits for
-    `advance`, and calls to the outside for `run_calls`. The breaker never opens. Payloads are not
-    stored in an object store. Errors of the database are raised after a few attempts.
+    `advance`, and calls to the outside for `run_calls`. The breaker never opens. Errors of the
+    database are raised after a few attempts.
     """
 
-    def __init__(self, service: Service, engine: AsyncEngine, database: ResettableDatabase) -> None:
+    def __init__(
+        self, service: Service, engine: AsyncEngine, database: ResettableDatabase, folder: Path
+    ) -> None:
         self.service = service
         self.engine = engine
         """The pool of connections to the test's database."""
+        self.object_store = folder
+        """The folder in place of the object store, for the payloads of a service with `claims`."""
         self._database = database
-        settings = database.settings()
-        self._health = Health(stall_after=_HANGS)
-        self._outcomes: list[BatchOutcome] = []
-        self._consume = _Recording(
-            engine,
-            group=service.name,
-            source=service.source,
-            settings=settings,
-            breaker=Breaker(
-                keys=settings.breaker_keys, pause=settings.retry_pause, health=self._health
-            ),
-            filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
-            handlers=service.handlers,
-            signals=Signals(),
-        )
-        self._consume.outcomes = self._outcomes
-        self._use(service.handlers)
-        self._positions: dict[Slot, int] = {}
-        self._rounds = self._skipped = 0
+        self._settings = database.settings()
+        self._claims = open_claims(service, self._settings, folder)
+        self._did = Step()
+        self._mortals: MortalEngine | None = None
+        self._mortal: MortalEngine | None = None
+        self._start(service.handlers)
 
     async def handle(
         self,
@@ -101,13 +72,14 @@ class Harness:
         source: str = "/tests",
         headers: Headers | None = None,
         partition: int = 0,
+        age: timedelta = timedelta(),
     ) -> Outcome:
         """Handle one event. The arguments are the fields of `Sent`, with the same defaults.
 
         An equal event is a duplicate, unless `id` is given. Raises `HarnessMisused` if no handler
         takes the event, or handlers take it from several topics and `topic` is not given.
         """
-        sent = Sent(event, key, topic, id, source, headers or {}, partition)
+        sent = Sent(event, key, topic, id, source, headers or {}, partition, age)
         return await self.handle_batch([sent])
 
     async def handle_batch(self, messages: Sequence[Event | Sent]) -> Outcome:
@@ -134,21 +106,31 @@ class Harness:
         made = record(topic, value, key=key, headers=headers or {}, partition=partition)
         return await self._handle([made])
 
+    async def handle_file(self, path: str | Path) -> Outcome:
+        """Handle the records of a file, of each partition as one batch.
+
+        Each line is a record as `service dead show ID --json` writes it; a path is relative to the
+        working directory. The command hides secrets, so a payload with one is not that of
+        production. Raises `HarnessMisused` for a line without a record, and `OSError`.
+        """
+        return await self._handle([*records_of(Path(path), self.service.handlers)])
+
     async def advance(
         self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0
     ) -> Outcome:
         """Let time pass: retries, scheduled events and gaps that become due, one after the other.
 
-        Stored due times are moved back instead of waiting. The clock of the database stays, and so
-        do the ages of inbox markers. Calls to the outside become due, and wait for `run_calls`.
+        Stored times are moved back instead of waiting. Inbox markers age, too, and are forgotten
+        after `PIPELINE_INBOX_AGE`. Calls to the outside become due, and wait for `run_calls`.
         """
+        left = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
         async def work() -> None:
-            left = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            nonlocal left
             while left:
-                left = await self._query(stored.pass_time, left)
+                left = await self._query(stored.pass_time, left, self._settings)
                 await self._query(stored.publish_due)
-                await self._work_off(self._backlog)
+                await self._process.work_off()
 
         return await self._step(work)
 
@@ -165,11 +147,6 @@ class Harness:
             raise HarnessMisused(
                 f"{min(unknown)!r} is no effect; effects: {', '.join(sorted(callers)) or 'none'}"
             )
-        consume = copy(self._consume)
-        consume.handlers = self.service.handlers.with_functions(
-            lambda one: functions.get(one.consumer, one.function)
-        )
-        workers = [kind(consume, self._health) for kind in self.service.workers]
 
         async def work() -> None:
             while due := await self._query(stored.consumers_of_due_calls):
@@ -179,8 +156,7 @@ class Harness:
                         f" run_calls({{{min(missing)!r}: function}}), with an `async def"
                         " function(event, call)`"
                     )
-                for one in workers:
-                    await self._work_off(one)
+                await self._process.call(functions)
 
         return await self._step(work)
 
@@ -189,44 +165,51 @@ class Harness:
         messages: Sequence[Event | Sent],
         *,
         invariant: Callable[[Self], Awaitable[None]],
+        crashes: bool = False,
         at_most: int = 500,
     ) -> int:
         """Check an invariant after the messages came in every order that keeps order per key.
 
         In each order they also come twice, in one batch, and with a failure of each message's first
-        call. Every scenario begins with a reset database, and a day passes before the `invariant`
-        is called with the harness; it raises `AssertionError`, with a note that has the scenario.
-        Returns the number of scenarios; of more than `at_most` that number is chosen, always the
-        same. One takes about 10 ms a message. Raises `HarnessMisused` as `handle` does.
+        call; with `crashes`, the process also dies after each statement. Every scenario begins with
+        a reset database, and a day passes before the `invariant` is called with the harness; it
+        raises `AssertionError`, with a note that has the scenario. Returns the number of scenarios;
+        of more than `at_most` that number is chosen, always the same. One takes about 10 ms a
+        message, and 30 ms more with a crash. Raises `HarnessMisused` as `handle` does.
         """
         records = [self._record(one) for one in messages]
-        handlers = self.service.handlers
-        # A message without a key has no order.
-        keys = [
-            (one.topic, one.partition, place if one.key is None else one.key)
-            for place, one in enumerate(records)
-        ]
-        found = scenarios(keys, at_most)
-        await prepare(handlers, records)
-        decoded = [handlers.codec(one.topic).decode(one) for one in records]
-        try:
-            for number, one in enumerate(found, 1):
-                await self._database.reset(self.engine)
-                self._positions.clear()
-                at_fault = None if one.fails is None else decoded[one.fails]
-                self._use(failing_once(handlers, at_fault) if at_fault else handlers)
-                sent = [replace(records[place]) for place in one.sent]
-                for batch in [sent] if one.is_batch else [[each] for each in sent]:
-                    await self._handle(batch)
-                await self.advance(days=1)
-                try:
-                    await invariant(self)
-                except AssertionError as error:
-                    error.add_note(f"scenario {number} of {len(found)}: {one}")
-                    raise
-        finally:
-            self._use(handlers)
+        statements = 0, 0
+        if crashes:
+            order = tuple(range(len(records)))
+            statements = (
+                await self._play(Scenario(order), records, self._new_mortal()),
+                await self._play(Scenario(order, is_batch=True), records, self._new_mortal()),
+            )
+        found = scenarios(keys_of(records), at_most, statements)
+        for number, one in enumerate(found, 1):
+            crash = None if one.dies_after is None else Crash(one.dies_after)
+            await self._play(one, records, self._new_mortal(crash) if crash else None)
+            try:
+                await invariant(self)
+            except AssertionError as error:
+                error.add_note(f"scenario {number} of {len(found)}: {one}")
+                raise
         return len(found)
+
+    async def each_crash(self) -> AsyncIterator[str]:
+        """Run the block of an `async for` again and again, each time with another crash.
+
+        First there is none. Then the process dies after each statement that it executes in a step:
+        its connections end, its memory is lost, and another process does what is left of the step.
+        After a `COMMIT` also only the answer is lost. Yields what happens. Each time begins with a
+        reset database. `Outcome` may lack what a process has applied before it died.
+        """
+        counting = self._new_mortal()
+        async with self._fresh(self.service.handlers, counting):
+            yield "no crash"
+        for crash, text in [*crashes_of(counting.statements)]:
+            async with self._fresh(self.service.handlers, self._new_mortal(crash)):
+                yield text
 
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the oldest first."""
@@ -237,10 +220,12 @@ class Harness:
 
         Raises `HarnessMisused` for a letter that is not there any more.
         """
+        left = [letters or await self.dead_letters()]
 
         async def work() -> None:
-            await self._query(stored.redrive, letters or await self.dead_letters())
-            await self._work_off(self._backlog)
+            if left:
+                await self._query(stored.redrive, left.pop())
+            await self._process.work_off()
 
         return await self._step(work)
 
@@ -259,11 +244,51 @@ class Harness:
             yield session
             await session.commit()
 
-    def _use(self, handlers: Handlers) -> None:
-        """Handle messages by these handlers from now on."""
-        self._consume = copy(self._consume)
-        self._consume.handlers = handlers
-        self._backlog = BacklogWorkers(self._consume, self._health)
+    def _start(self, handlers: Handlers) -> None:
+        """Let another process of the service, with these handlers, do the work from now on."""
+        engine = self._mortal.engine if self._mortal else self.engine
+        self._process = Process(
+            self.service, engine, self._settings, handlers, self._claims, self._did
+        )
+        self._handlers = handlers
+
+    def _new_mortal(self, crash: Crash | None = None) -> MortalEngine:
+        self._mortals = self._mortals or MortalEngine(self._settings, name=self.service.name)
+        self._mortals.begin(crash)
+        return self._mortals
+
+    @asynccontextmanager
+    async def _fresh(self, handlers: Handlers, mortal: MortalEngine | None) -> AsyncIterator[None]:
+        """Reset the database, and let another process do the work of the block."""
+        await self._database.reset(self.engine)
+        self._mortal = mortal
+        self._start(handlers)
+        try:
+            yield
+        finally:
+            self._mortal = None
+            self._start(self.service.handlers)
+
+    async def close(self) -> None:
+        """Close the connections of processes that were to die."""
+        if self._mortals is not None:
+            await self._mortals.engine.dispose()
+
+    async def _play(
+        self, scenario: Scenario, records: Sequence[KafkaRecord], mortal: MortalEngine | None
+    ) -> int:
+        """Handle the records as the scenario says; return the number of counted statements."""
+        handlers = self.service.handlers
+        if scenario.fails is not None:
+            failing = records[scenario.fails]
+            await prepare(handlers, [failing])
+            handlers = failing_once(handlers, handlers.codec(failing.topic).decode(failing))
+        async with self._fresh(handlers, mortal):
+            sent = [replace(records[place]) for place in scenario.sent]
+            for batch in [sent] if scenario.is_batch else [[each] for each in sent]:
+                await self._handle(batch)
+            await self.advance(days=1)
+        return len(mortal.statements) if mortal else 0
 
     def _record(self, message: Event | Sent) -> KafkaRecord:
         sent = message if isinstance(message, Sent) else Sent(message)
@@ -276,54 +301,42 @@ class Harness:
 
         async def work() -> None:
             for slot, batch in batches.items():
-                await self._apply(slot, batch)
-            decided = (pair for one in self._outcomes for pair in one.decided)
+                await self._process.apply(slot, batch)
+            decided = (pair for one in self._did.outcomes for pair in one.decided)
             if any(decision.due_in == 0.0 for _, decision in decided):
-                await self._work_off(self._backlog)
+                await self._process.work_off()
 
         return await self._step(work)
 
-    async def _apply(self, slot: Slot, records: Sequence[KafkaRecord]) -> None:
-        """Apply records of a partition, from its position on."""
-        # After an error the position may be anywhere in the batch: it is read again.
-        start = self._positions.pop(slot, None)
-        if start is None:
-            start = await self._query(stored.position, slot)
-        for place, one in enumerate(records):
-            one.offset = start + place
-        batch = await read(self._consume.handlers, start, records)
-        failures = count(1)
-        attempts = Attempts(
-            "the harness",
-            "PostgreSQL",
-            unless=lambda: next(failures) >= _OUTAGES,
-            report=lambda reason: None,
-        )
-        await self._consume.apply(PartitionSource(slot, batch), attempts)
-        self._skipped += len(batch.skipped)
-        self._positions[slot] = batch.end
-
-    async def _work_off(self, workers: BacklogWorkers) -> None:
-        """Handle what is due. Raises `HarnessMisused` in a step without an end."""
-        is_working = True
-        while is_working:
-            is_working = await workers.work_off()
-            self._rounds += 1
-            if self._rounds > _ROUNDS:
-                raise HarnessMisused(
-                    f"after {_ROUNDS} rounds of retries there are more: raise Park or Retry with a"
-                    " longer after=, or advance by less time"
-                )
-
     async def _step(self, work: Callable[[], Awaitable[None]]) -> Outcome:
         """Do the work, and return what has become of messages and what is stored since."""
-        self._outcomes.clear()
-        self._rounds = self._skipped = 0
+        self._did.begin()
         before = await self._query(stored.mark)
-        await work()
+        with observing(self.service, self._settings) as observed:
+            await self._survive(work)
         service = self.service
         found = await self._query(stored.since, before, service.handlers, service.package)
-        return outcome_of(self._outcomes, **found._asdict(), skipped=self._skipped)
+        return outcome_of(
+            self._did.outcomes, **found._asdict(), skipped=self._did.skipped, observed=observed
+        )
+
+    async def _survive(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work; if the process dies over it, another one does what is left."""
+        mortal = self._mortal
+        if mortal is None:
+            await work()
+            return
+
+        async def all_work() -> None:
+            await work()
+            await self._process.work_off()  # an outcome that is lost would have said what is due
+
+        if not await mortal.run(all_work):
+            log.warning("the process has died after: %s", name_of(mortal.statements[-1]))
+            self._mortal = None
+            await self._query(stored.end_leases)
+            self._start(self._handlers)
+            await all_work()
 
     async def _query(
         self,
@@ -332,15 +345,3 @@ class Harness:
     ) -> R:
         async with autocommitting(self.engine) as driver:
             return await statement(driver, *arguments)
-
-
-@asynccontextmanager
-async def open_harness(service: Service, database: ResettableDatabase) -> AsyncIterator[Harness]:
-    """Reset the database and yield a harness of the service on it."""
-    engine = create_engine(database.settings(), name=service.name)
-    try:
-        await database.reset(engine)
-        await service.open_codecs()
-        yield Harness(service, engine, database)
-    finally:
-        await engine.dispose()

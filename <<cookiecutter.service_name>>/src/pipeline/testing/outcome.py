@@ -1,5 +1,6 @@
 """The outcome of a step of a test: what took effect, what was published, what has failed."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,6 +12,8 @@ from pipeline.apply.backlog import mismatch_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.event import Event
 from pipeline.handlers.policy import Decision, Policy, dead
+
+from .observed import Increment, Observed
 
 
 class Published(NamedTuple):
@@ -75,6 +78,10 @@ class Outcome:
     """Messages skipped because a later one of their sequence was applied."""
     skipped: int = 0
     """Records of a type that no handler takes."""
+    logs: list[logging.LogRecord] = field(default_factory=list, repr=False)
+    """What the engine and the service have logged, from INFO on, and others from WARNING on."""
+    metrics: list[Increment] = field(default_factory=list, repr=False)
+    """Counters that have grown, those of the service's own code, too."""
 
     @property
     def published(self) -> list[Event]:
@@ -95,9 +102,12 @@ def outcome_of(
     calls: list[Event],
     scheduled: list[Scheduled],
     skipped: int,
+    observed: Observed,
 ) -> Outcome:
     """Return the outcome of a step: the latest of what its transactions say of each message."""
-    outcome = Outcome(records=records, calls=calls, scheduled=scheduled, skipped=skipped)
+    outcome = Outcome(
+        records=records, calls=calls, scheduled=scheduled, skipped=skipped, **observed._asdict()
+    )
     failures: dict[bytes, Failure] = {}
     waiting: dict[bytes, str] = {}
     for one in batches:

@@ -4,17 +4,26 @@ The service's tests define the fixture `harness_service`, and use the fixture `h
 """
 
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
 
 import pytest
 from alembic.config import Config
 
+from pipeline.servers.database import create_engine
 from pipeline.service import Service
 
 from .databases import Migrate, ResettableDatabase, resettable_database, with_alembic
-from .harness import Harness, open_harness
+from .harness import Harness
 
 _URL = "PIPELINE_DATABASE_URL"
+
+_HOLD = f"import os, sys; print(os.environ['{_URL}'], flush=True); sys.stdin.read()"
+"""Program that `dev/stack.py` runs, and keeps PostgreSQL up for, until its input ends."""
 
 
 @pytest.fixture(scope="session")
@@ -35,18 +44,40 @@ def harness_migrate(pytestconfig: pytest.Config) -> Migrate:
 
 
 @pytest.fixture(scope="session")
-def harness_database(
-    harness_service: Service, harness_migrate: Migrate
-) -> Iterator[ResettableDatabase]:
-    """The migrated database of the session, on the server that the environment names."""
-    if not (server := os.environ.get(_URL)):
+def harness_server(pytestconfig: pytest.Config) -> Iterator[str]:
+    """URL of the PostgreSQL server of the environment, or of one that `dev/stack.py` starts."""
+    if server := os.environ.get(_URL):
+        yield server
+        return
+    stack = pytestconfig.rootpath / "dev" / "stack.py"
+    if not stack.exists():
         pytest.fail(
-            f"{_URL} is not set, and the fixture `harness` needs PostgreSQL (no Kafka): run"
-            " `make test`; or run `make up` once, and in this shell"
-            ' `eval "$(.venv/bin/python dev/stack.py env)"`',
+            f"{_URL} is not set, and there is no {stack} to start PostgreSQL by: set it to the URL"
+            " of a server",
             pytrace=False,
         )
-    with resettable_database(server, harness_service, harness_migrate) as database:
+    state = str(stack.parents[1] / ".stack")
+    command = [sys.executable, str(stack), "--state", state, "run", "--postgres", "--"]
+    command += [sys.executable, "-c", _HOLD]
+    # In a session of its own, so that a Ctrl-C does not stop the server before the tests end.
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True, start_new_session=True) as process:
+        assert process.stdin and process.stdout  # noqa: PT018
+        if not (url := process.stdout.readline().strip()):
+            pytest.fail(
+                f"the fixture `harness` needs PostgreSQL (no Kafka), and {stack} has not started"
+                f" it: see its standard error, or set {_URL} to the URL of a server",
+                pytrace=False,
+            )
+        yield url
+        process.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def harness_database(
+    harness_server: str, harness_service: Service, harness_migrate: Migrate
+) -> Iterator[ResettableDatabase]:
+    """The migrated database of the session."""
+    with resettable_database(harness_server, harness_service, harness_migrate) as database:
         yield database
 
 
@@ -57,3 +88,20 @@ async def harness(
     """The service, without Kafka, on a database that holds what the migrations have put there."""
     async with open_harness(harness_service, harness_database) as one:
         yield one
+
+
+@asynccontextmanager
+async def open_harness(service: Service, database: ResettableDatabase) -> AsyncIterator[Harness]:
+    """Reset the database and yield a harness of the service on it."""
+    engine = create_engine(database.settings(), name=service.name)
+    try:
+        await database.reset(engine)
+        await service.open_codecs()
+        with TemporaryDirectory() as folder:
+            harness = Harness(service, engine, database, Path(folder))
+            try:
+                yield harness
+            finally:
+                await harness.close()
+    finally:
+        await engine.dispose()

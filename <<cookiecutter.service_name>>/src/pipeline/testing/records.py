@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from time import time
 from typing import TypeAlias
 
@@ -38,6 +39,8 @@ class Sent:
     headers: Headers = field(default_factory=dict)
     """More headers, such as `ce_time` or `ce_sequence`; they replace those of the kit."""
     partition: int = 0
+    age: timedelta = timedelta()
+    """How long ago it was sent."""
 
     def record(self, handlers: Handlers) -> KafkaRecord:
         """Return it as Kafka would, in the form of its topic's codec.
@@ -61,13 +64,15 @@ class Sent:
             "content-type": encoded.content_type,
         }
         headers: Headers = cloud_event if encoded.headers is None else dict(encoded.headers)
-        return record(
+        made = record(
             topic,
             encoded.payload,
             key=staged.key,
             headers={**headers, **self.headers},
             partition=self.partition,
         )
+        made.timestamp -= round(1_000 * self.age.total_seconds())
+        return made
 
 
 def record(

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import asyncpg
 
-from pipeline.apply import positions
 from pipeline.apply.item import StoredRecord
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.event import Event, declared_events, reader
@@ -14,8 +15,11 @@ from pipeline.events.message import headers_of
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
 from pipeline.relay.scheduled import Scheduled as DueEvents
+from pipeline.retention import generations
+from pipeline.retention.maintenance import make_ahead
 from pipeline.retry import lanes
 from pipeline.schema import LANES
+from pipeline.settings import Settings
 
 from .errors import HarnessMisused
 from .outcome import Published, Scheduled
@@ -48,11 +52,15 @@ SELECT type, value FROM (
 _SHIFT = (
     "UPDATE pipeline.backlog SET due_at = due_at - $1::interval, received_at = received_at - $1",
     "UPDATE pipeline.scheduled SET due_at = due_at - $1::interval",
+    "UPDATE pipeline.inbox_generation SET opened_at = opened_at - $1::interval, since = since - $1",
+    "UPDATE pipeline.inbox_closed SET closed_at = closed_at - $1::interval",
 )
 _NEXT = """
-SELECT min(due_at) - clock_timestamp() FROM (
-    SELECT due_at FROM pipeline.backlog WHERE lane < $1
-     UNION ALL SELECT due_at FROM pipeline.scheduled) AS waiting
+SELECT (SELECT min(due_at) FROM (
+            SELECT due_at FROM pipeline.backlog WHERE lane < $1
+             UNION ALL SELECT due_at FROM pipeline.scheduled) AS waiting) - clock_timestamp(),
+       opened_at + make_interval(secs => $2) - clock_timestamp()
+  FROM pipeline.inbox_generation
 """
 _DUE_CALLS = """
 SELECT DISTINCT consumer FROM pipeline.backlog
@@ -64,6 +72,9 @@ SELECT encode(key, 'hex') AS id, consumer, reason, error, attempts, topic,
        record_key AS key, value, id AS message_id
   FROM pipeline.backlog WHERE died_at IS NOT NULL AND discarded_at IS NULL
  ORDER BY died_at, order_key, sequence, partition, "offset"
+"""
+_END_LEASES = """
+UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lease_until IS NOT NULL
 """
 _PLACES = "SELECT key, lane, order_key FROM pipeline.backlog WHERE encode(key, 'hex') = ANY ($1)"
 
@@ -102,14 +113,6 @@ class Stored(NamedTuple):
     scheduled: list[Scheduled]
 
 
-async def position(driver: asyncpg.Connection, slot: positions.Slot) -> int:
-    """Return the position of a partition, which begins at 0."""
-    await positions.start_at(driver, slot, 0)
-    found = await positions.position(driver, slot)
-    assert found is not None
-    return found.next_offset
-
-
 async def mark(driver: asyncpg.Connection) -> Mark:
     """Return the mark of now."""
     return Mark(*(await driver.fetchrow(_MARK))[:])
@@ -144,6 +147,10 @@ async def since(
     return Stored(records, calls, scheduled)
 
 
+def _read(url: str) -> bytes:
+    return Path(unquote(urlsplit(url).path)).read_bytes()
+
+
 async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -> Event:
     """Return the event as a consumer with the same codec reads it."""
     topic, headers = row["topic"], row["headers"]
@@ -155,21 +162,36 @@ async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -
     record = StoredRecord(topic, 0, 0, 0, row["key"], row["payload"], written, 0.0)
     codec = handlers.codec(topic)
     await codec.prepare([record])
-    event: Event = reader(by_type[row["type"]])(codec.decode(record).data or b"")
+    payload = codec.decode(record).data
+    if (url := row["dataref"]) is not None:  # too large for a record: in the harness's folder
+        payload = _read(url)
+    event: Event = reader(by_type[row["type"]])(payload or b"")
     return event
 
 
-async def pass_time(driver: asyncpg.Connection, time: timedelta) -> timedelta:
+async def pass_time(driver: asyncpg.Connection, time: timedelta, settings: Settings) -> timedelta:
     """Let stored times pass up to the next one that is due; return how much of `time` is left.
 
-    Calls to the outside do not count as due.
+    Calls to the outside do not count as due. The inbox's generation is closed when it is due, and
+    old ones are forgotten, as retention does.
     """
-    until = await driver.fetchval(_NEXT, _FIRST_OF_CALLS)
-    step = time if until is None else min(time, max(until, timedelta()))
+    until, rotation = await driver.fetchrow(_NEXT, _FIRST_OF_CALLS, settings.inbox_generation_age)
+    step = min(time, *(max(one, timedelta()) for one in (until, rotation) if one is not None))
     async with driver.transaction():
         for statement in _SHIFT:
             await driver.execute(statement, step)
-    return time - step
+    if rotation <= step:
+        if not await generations.rotate(driver, settings):
+            await make_ahead(driver, settings)
+            await generations.rotate(driver, settings)
+        await generations.forget(driver, settings)
+    left: timedelta = time - step
+    return left
+
+
+async def end_leases(driver: asyncpg.Connection) -> None:
+    """Let the leases of lanes end, as they do after a process has died."""
+    await driver.execute(_END_LEASES)
 
 
 async def publish_due(driver: asyncpg.Connection) -> None:

@@ -1,24 +1,38 @@
 """The test kit: messages are handled as in the service, and the outcome says what came of them."""
 
+import asyncio
+import json
+import logging
+import os
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import asyncpg
 import pytest
 import sqlalchemy as sa
+from opentelemetry import metrics
+from typer import Typer
+from typer.testing import CliRunner
 
+from operate.commands import command_line
 from pipeline import Event, Handlers, Park, Policy, Reject, Service, Transaction
 from pipeline.testing import Harness, HarnessMisused, Sent
 from pipeline.testing.databases import Migrate, ResettableDatabase
 from pipeline.testing.explore import Scenario, scenarios
-from pipeline.testing.harness import open_harness
+from pipeline.testing.plugin import open_harness
 
 from tests.contract.bank import Account, Base, Deposited
 from tests.servers import databases
 from tests.servers.databases import migrations_of_the_engine
 
+log = logging.getLogger("tests.bank")
+booked_cents = metrics.get_meter("tests").create_counter("bank.cents")
 TOPIC = "deposits"
 
 
@@ -68,18 +82,37 @@ async def book(event: Deposited, tx: Transaction) -> int:
     tx.publish(booked, of=account)
     if event.amount >= 1_000:
         tx.publish(booked, after=timedelta(hours=1), name="reminder")
+    log.warning("booked", extra={"cents": event.amount})
+    booked_cents.add(event.amount, {"account": account.id})
     if errors := rules.raises.get(event.amount):
         raise errors.pop(0)
     return account.balance
 
 
-@handlers.on(Audited, topic="audits", consumer="audit", mode="deferred")
+class Stubborn(Event, type="kit.stubborn"):
+    """Its handler suppresses its cancellation."""
+
+    account: str
+
+
+@handlers.on(Stubborn, topic="stubborn", consumer="stubborn")
+async def stubborn(event: Stubborn, tx: Transaction) -> None:
+    account = await tx.load_or_create(Account, event.account)
+    account.balance += 1
+    try:
+        await tx.session.flush()
+    except BaseException:
+        await tx.session.execute(sa.text("SELECT 1"))
+
+
+@handlers.on(Audited, topic="audits", consumer="audit", mode="deferred", takes_old=True)
 async def audit(event: Audited, tx: Transaction) -> None:
     rules.audited.append(event.account)
 
 
 @handlers.on(Audited, topic="audits-too", consumer="audit-too")
-async def audit_too(event: Audited, tx: Transaction) -> None: ...
+async def audit_too(event: Audited, tx: Transaction) -> None:
+    rules.audited.append(event.account)
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +283,7 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
     with pytest.raises(HarnessMisused, match=r"write handle\(…, topic='audits'\)"):
         await harness.handle(Audited(account="ada"))
     with pytest.raises(
-        HarnessMisused, match=r"reads the topic 'x'; .* audits, audits-too, deposits"
+        HarnessMisused, match=r"reads the topic 'x'; .* audits, audits-too, deposits, stubborn"
     ):
         await harness.handle(deposit(1), topic="x")
     with pytest.raises(HarnessMisused, match=r"'audits' takes Deposited.*taken from: deposits"):
@@ -308,6 +341,151 @@ def test_every_order_that_keeps_that_of_a_key_is_explored() -> None:
     assert found == {(0, 1, 2), (0, 2, 1), (1, 0, 2)}
     assert len(scenarios(range(12), at_most=50)) == 50
     assert Scenario((1, 0), repeats=True).sent == [1, 1, 0, 0, 1, 0]
+
+
+async def test_the_outcome_has_what_was_logged_and_counted(harness: Harness) -> None:
+    rules.raises[2] = [ValueError("two")]
+    outcome = await harness.handle_batch([deposit(1), deposit(2, "bob")])
+    booked = [one for one in outcome.logs if one.name == "tests.bank"]
+    assert {(one.getMessage(), one.levelname) for one in booked} == {("booked", "WARNING")}
+    assert vars(booked[0])["cents"] == 1
+    (parked,) = (one for one in outcome.logs if one.name.startswith("pipeline."))
+    assert (parked.levelname, vars(parked)["consumer"]) == ("WARNING", "book")
+    counted = {
+        one.attributes["pipeline.outcome"]: one.value
+        for one in outcome.metrics
+        if one.name == "pipeline.messages"
+    }
+    assert counted == {"new": 1, "parked": 1}
+    later = await harness.handle(deposit(7))
+    (cents,) = (one for one in later.metrics if one.name == "bank.cents")
+    assert (cents.attributes, cents.value) == ({"account": "ada"}, 7)
+
+
+async def test_a_dead_letter_that_was_exported_is_handled_from_its_file(
+    harness: Harness, harness_database: ResettableDatabase, harness_service: Service, tmp_path: Path
+) -> None:
+    await harness.handle(deposit(5), id="1")
+    await harness.handle(deposit(6), id="1")
+    await harness.handle_record(TOPIC, b"\xff", key=b"\xfe", headers={"ce_id": "2"})
+    servers = {
+        "PIPELINE_DATABASE_URL": harness_database.url,
+        "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": "unused:9092",
+    }
+    with patch.dict(os.environ, servers):
+        program = command_line(harness_service)
+        assert isinstance(program, Typer)
+        run = partial(CliRunner().invoke, program, catch_exceptions=False)
+        shown = [
+            await asyncio.to_thread(run, ["dead", "show", one.id[:16], "--json"])
+            for one in await harness.dead_letters()
+        ]
+    path = tmp_path / "letters.jsonl"
+    path.write_text("\n".join(one.stdout for one in shown))
+    async with open_harness(harness_service, harness_database) as another:
+        outcome = await another.handle_file(path)
+        assert outcome.results == [6], [one.output for one in shown]
+        (failure,) = outcome.failures
+        assert failure.reason == "missing attribute"
+        (letter,) = await another.dead_letters()
+        assert (letter.key, letter.value) == (b"\xfe", b"\xff")
+
+
+async def test_a_file_is_written_by_hand_and_a_wrong_line_is_named(
+    harness: Harness, tmp_path: Path
+) -> None:
+    headers = {"ce_specversion": "1.0", "ce_id": "1", "ce_source": "/a", "ce_type": "deposited"}
+    line = {
+        "topic": TOPIC,
+        "key": "ada",
+        "headers": [*headers.items()],
+        "value": {"json": {"account": "ada", "amount": 3}},
+    }
+    path = tmp_path / "scans.jsonl"
+    path.write_text(f"{json.dumps(line)}\n\n")
+    assert (await harness.handle_file(path)).results == [3]
+    assert (await harness.handle_file(str(path))).is_duplicate
+    for wrong, text in (
+        ('{"topic": "deposits"}', r"line 1: value: .*`dead list` leaves out the value"),
+        ('{"topic": "deposits", "value": {"hex": "x"}}', "value: .*hexadecimal"),
+        ('{"topic": "deposits", "value": {"a": 1}}', 'value: .*{"json": …}'),
+        ("deposits", "line 1: it: Invalid JSON"),
+        ('{"topic": "x", "value": null}', "no handler reads the topic 'x'"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(HarnessMisused, match=text):
+            await harness.handle_file(path)
+
+
+async def test_markers_are_forgotten_as_retention_does(harness: Harness) -> None:
+    await harness.handle(deposit(5))
+    await harness.advance(days=7)
+    assert (await harness.handle(deposit(5), age=timedelta(days=7))).is_duplicate
+    await harness.advance(days=5)
+    (failure,) = (await harness.handle(deposit(5), age=timedelta(days=12))).failures
+    assert (failure.reason, failure.decision) == ("too old", "dead")
+    assert "the inbox remembers since" in failure.error
+    # A copy that says that it is new is not told from another event.
+    assert (await harness.handle(deposit(5), id="now")).results == [10]
+    (letter,) = await harness.dead_letters()
+    assert (await harness.redrive(letter)).results == [15]
+    old = Sent(Audited(account="ada"), topic="audits", age=timedelta(days=12))
+    assert (await harness.handle_batch([old])).applied == ["audit"]
+
+
+async def test_a_process_dies_after_each_statement_and_each_message_counts_once(
+    harness: Harness,
+) -> None:
+    crashes = []
+    async for crash in harness.each_crash():
+        crashes.append(crash)
+        rules.raises[7] = [ValueError("seven")]
+        await harness.handle_batch([deposit(7), deposit(1_000, "bob")])
+        await harness.advance(hours=3)
+        accounts = [await harness.get(Account, name) for name in ("ada", "bob")]
+        assert [one.history for one in accounts] == ["7,", "1000,"], crash
+        async with harness.session() as session:
+            found = await session.scalars(sa.text("SELECT key FROM pipeline.outbox"))
+            assert Counter(found) == {b"ada": 1, b"bob": 1, None: 1}, crash  # None: the reminder
+        assert await harness.dead_letters() == [], crash
+    assert crashes[0] == "no crash"
+    text = "\n".join(crashes)
+    for place in ("INSERT INTO pipeline.inbox", "INSERT INTO account", "COPY outbox", "COMMIT"):
+        assert f": {place}" in text
+    assert text.count("the answer is lost to statement") == text.count(": COMMIT;") / 2 > 1
+    assert (await harness.handle(deposit(1), id="later")).applied == ["book"]
+
+
+async def test_what_is_done_outside_of_the_transaction_is_done_twice_in_a_crash(
+    harness: Harness,
+) -> None:
+    times = set()
+    async for _ in harness.each_crash():
+        rules.audited.clear()
+        await harness.handle(Audited(account="ada"), topic="audits")
+        times.add(len(rules.audited))
+    assert times == {1, 2}
+
+
+async def test_a_handler_that_goes_on_after_its_cancellation_does_no_harm(
+    harness: Harness,
+) -> None:
+    async for crash in harness.each_crash():
+        outcome = await harness.handle(Stubborn(account="ada"))
+        assert outcome.failures == [], crash
+        assert (await harness.get(Account, "ada")).balance == 1, crash
+
+
+async def test_explore_lets_the_process_die(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [deposit(1), deposit(2), deposit(3)]
+    number = await harness.explore(messages, invariant=sum_is_6, crashes=True, at_most=60)
+    deaths = [one for one in caplog.messages if one.startswith("the process has died after")]
+    assert number == 60 > len(deaths) > 40
+    crash = Scenario((0,), dies_after=3)
+    assert str(crash).endswith("; the process dies after statement 4")
+    assert crash in scenarios(["a"], 100, statements=(4, 0))
 
 
 async def test_a_transaction_that_a_test_has_left_open_is_named(

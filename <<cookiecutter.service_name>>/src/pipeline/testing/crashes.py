@@ -1,0 +1,124 @@
+"""Crashes: connections that end after a chosen statement, as those of a process that dies."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import asyncpg
+import sqlalchemy as sa
+from sqlalchemy.util import await_only
+
+from pipeline.servers.database import create_engine
+from pipeline.servers.tasks import end
+from pipeline.settings import Settings
+
+_METHODS = ("copy_records_to_table", "execute", "executemany", "fetch", "fetchrow", "fetchval")
+"""The methods of a connection of asyncpg by which the engine executes statements."""
+_LONGEST = 70
+
+
+class Crash(NamedTuple):
+    """A place in the work of a process: after one of its statements."""
+
+    number: int
+    """That of the statement, from 0 on."""
+    loses_answer: bool = False
+    """The connection is lost with the answer to the statement, and the process goes on."""
+
+
+class MortalEngine:
+    """The connections of processes, one after the other, that die after a statement."""
+
+    def __init__(self, settings: Settings, *, name: str) -> None:
+        self.engine = create_engine(settings, name=name)
+        self._is_counting = False
+        self._connections: list[asyncpg.Connection] = []
+        self.begin(None)
+        pool = self.engine.sync_engine
+        methods = {name: self._counted(name) for name in _METHODS}
+        kind = type("MortalConnection", (asyncpg.Connection,), methods)
+
+        @sa.event.listens_for(pool, "do_connect")
+        def connect(dialect: object, record: object, positional: Any, options: Any) -> None:
+            if self._died.is_set():
+                raise ConnectionRefusedError("the process is dead")
+            options["connection_class"] = kind
+
+        @sa.event.listens_for(pool, "connect")
+        def note(connection: Any, record: object) -> None:
+            self._connections.append(connection.driver_connection)
+
+        # SQLAlchemy prepares its statements, and executes them by none of the methods.
+        @sa.event.listens_for(pool, "after_cursor_execute")
+        def executed(connection: Any, cursor: object, statement: str, *rest: object) -> None:
+            await_only(self._executed(connection.connection.driver_connection, statement))
+
+    def begin(self, crash: Crash | None) -> None:
+        """Begin with another process, which has this crash, or none and counts its statements."""
+        self.statements: list[str] = []
+        """Those that the process has executed, in their order."""
+        self._crash = crash
+        self._died, self._ends = asyncio.Event(), asyncio.Event()
+
+    def _counted(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(asyncpg.Connection, name)
+        prefix = "COPY " if name == "copy_records_to_table" else ""
+
+        async def counted(one: asyncpg.Connection, text: str, *rest: Any, **named: Any) -> Any:
+            result = await method(one, text, *rest, **named)
+            await self._executed(one, prefix + text)
+            return result
+
+        return counted
+
+    async def _executed(self, connection: asyncpg.Connection, statement: str) -> None:
+        if not self._is_counting:
+            return
+        self.statements.append(statement)
+        if self._crash is None or len(self.statements) != self._crash.number + 1:
+            return
+        if self._crash.loses_answer:
+            connection.terminate()
+            raise asyncpg.ConnectionDoesNotExistError("the answer to the statement is lost")
+        self._died.set()
+        for one in (*self._connections, connection):
+            one.terminate()
+        # Code of a dead process does not go on, until it is cancelled; a part may be shielded.
+        await self._ends.wait()
+        raise asyncpg.ConnectionDoesNotExistError("the process is dead")
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Let the process do the work; return False if it has died."""
+        async with self.engine.connect():
+            pass  # what a new connection executes is not counted
+        task, death = asyncio.ensure_future(work()), asyncio.ensure_future(self._died.wait())
+        self._is_counting = True
+        try:
+            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._is_counting = False
+            await end(death)
+            while not task.done():  # code that suppresses its cancellation goes on
+                task.cancel()
+                self._ends.set()
+                await asyncio.wait({task}, timeout=0.1)
+        if self._died.is_set():
+            return False
+        task.result()
+        return True
+
+
+def name_of(statement: str) -> str:
+    """Return the beginning of a statement, on one line, to be recognised by."""
+    text = re.sub(r"\s+", " ", statement).strip()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def crashes_of(statements: Sequence[str]) -> Iterator[tuple[Crash, str]]:
+    """Yield every crash of a process that executes these statements, and what happens in it."""
+    for number, one in enumerate(statements):
+        place = f"statement {number + 1} of {len(statements)}: {name_of(one)}"
+        yield Crash(number), f"the process dies after {place}"
+        if one.startswith("COMMIT"):
+            yield Crash(number, loses_answer=True), f"the answer is lost to {place}"

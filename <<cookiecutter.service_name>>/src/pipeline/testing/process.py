@@ -1,0 +1,173 @@
+"""A process of the service, as far as it handles messages: what it holds in memory."""
+
+import os
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline.apply import positions
+from pipeline.apply.batch import read
+from pipeline.apply.breaker import Breaker
+from pipeline.apply.claim_check import ClaimCheck, resolve_batch
+from pipeline.apply.filters import Filters
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.positions import Slot, SourceLost
+from pipeline.apply.source import Source
+from pipeline.apply.transactions import ConsumeTransactions, Signals
+from pipeline.consume.partition_source import PartitionSource
+from pipeline.handlers.registry import Handlers
+from pipeline.observe.health import Health
+from pipeline.retry.workers import BacklogWorkers
+from pipeline.servers.database import autocommitting
+from pipeline.servers.retrying import Attempts
+from pipeline.service import Service
+from pipeline.settings import Settings
+
+from .errors import HarnessMisused
+from .records import KafkaRecord
+
+_OUTAGES = 5
+"""Attempts after which a step raises the error of the database."""
+_ROUNDS = 200
+"""Rounds of retries in a step after which it ends with an error."""
+_HANGS = 3_600.0
+
+
+@dataclass
+class Step:
+    """What processes have done in a step of a test."""
+
+    outcomes: list[BatchOutcome] = field(default_factory=list)
+    """Those of its transactions."""
+    skipped: int = 0
+    """Records of a type that no handler takes."""
+    rounds: int = 0
+    """Lanes of the backlog that were served."""
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.outcomes.clear()
+        self.skipped = self.rounds = 0
+
+
+class _Recording(ConsumeTransactions):
+    """The transactions of the engine; the outcomes of all that were committed are kept."""
+
+    step: Step
+
+    async def apply(self, source: Source, retrying: Attempts) -> Sequence[BatchOutcome]:
+        found = await super().apply(source, retrying)
+        self.step.outcomes += found
+        return found
+
+
+class Process:
+    """Applies records, and serves the backlog, by the engine's own parts."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: AsyncEngine,
+        settings: Settings,
+        handlers: Handlers,
+        claims: ClaimCheck | None,
+        step: Step,
+    ) -> None:
+        self._step = step
+        self._engine = engine
+        self._workers = service.workers
+        self._health = Health(stall_after=_HANGS)
+        self._consume = _Recording(
+            engine,
+            group=service.name,
+            source=service.source,
+            settings=settings,
+            breaker=Breaker(
+                keys=settings.breaker_keys, pause=settings.retry_pause, health=self._health
+            ),
+            filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
+            handlers=handlers,
+            signals=Signals(),
+            claims=claims,
+        )
+        self._consume.step = step
+        self._backlog = BacklogWorkers(self._consume, self._health)
+        self._positions: dict[Slot, int] = {}
+
+    async def apply(self, slot: Slot, records: Sequence[KafkaRecord]) -> None:
+        """Apply records of a partition; those before its position have been applied already."""
+        # After an error the position may be anywhere in the batch: it is read again.
+        start = self._positions.pop(slot, None)
+        while True:
+            if start is None:
+                start = await self._position(slot)
+            if records[0].offset < 0:  # they are new
+                for place, one in enumerate(records):
+                    one.offset = start + place
+            left = [one for one in records if one.offset >= start]
+            if not left:
+                self._positions[slot] = start
+                return
+            batch = await read(self._consume.handlers, start, left)
+            batch = await resolve_batch(batch, self._consume.claims)
+            try:
+                await self._consume.apply(PartitionSource(slot, batch), self._attempts())
+            except SourceLost:  # it was committed, and the answer was lost
+                start = None
+                continue
+            self._step.skipped += len(batch.skipped)
+            start = batch.end
+
+    async def work_off(self) -> None:
+        """Handle what is due in the backlog. Raises `HarnessMisused` if that has no end."""
+        await self._work_off(self._backlog)
+
+    async def call(self, functions: Mapping[str, Any]) -> None:
+        """Make the calls to the outside that are due, by functions in place of the effects' own."""
+        consume = copy(self._consume)
+        consume.handlers = consume.handlers.with_functions(
+            lambda one: functions.get(one.consumer, one.function)
+        )
+        for kind in self._workers:
+            await self._work_off(kind(consume, self._health))
+
+    async def _work_off(self, workers: BacklogWorkers) -> None:
+        while await workers.work_off():
+            self._step.rounds += 1
+            if self._step.rounds > _ROUNDS:
+                raise HarnessMisused(
+                    f"after {_ROUNDS} rounds of retries there are more: raise Park or Retry with a"
+                    " longer after=, or advance by less time"
+                )
+
+    async def _position(self, slot: Slot) -> int:
+        """Return the position of a partition, which begins at 0."""
+        async with autocommitting(self._engine) as driver:
+            await positions.start_at(driver, slot, 0)
+            found = await positions.position(driver, slot)
+        assert found is not None
+        return found.next_offset
+
+    @staticmethod
+    def _attempts() -> Attempts:
+        failures = count(1)
+        return Attempts(
+            "the harness",
+            "PostgreSQL",
+            unless=lambda: next(failures) >= _OUTAGES,
+            report=lambda reason: None,
+        )
+
+
+def open_claims(service: Service, settings: Settings, folder: Path) -> ClaimCheck | None:
+    """Return the claim check of the service, with a folder for its object store, if it has one."""
+    if service.claims is None:
+        return None
+    with patch.dict(os.environ, {"PIPELINE_CLAIM_URL": folder.as_uri()}):
+        return service.claims(service.name, settings)
