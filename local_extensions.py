@@ -5,6 +5,7 @@ import functools
 import json
 import keyword
 import re
+import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -56,6 +57,7 @@ OURS = (
     '<<cookiecutter.service_name.replace("-", "_")>>',
     "<<cookiecutter | checked>>",
     "<<cookiecutter | tojson>>",
+    "<<cookiecutter | source | tojson>>",
 )
 """All that this template has rendered outside its files: defaults, names of files, hooks."""
 
@@ -74,6 +76,7 @@ class Answers(Extension):
             )
         super().__init__(environment)
         environment.filters["checked"] = checked
+        environment.filters["source"] = source
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         """Refuse to run what was given as an answer, and judge answers before the first folder.
@@ -105,6 +108,49 @@ def checked(answers: Mapping[str, object]) -> str:
     if found:
         raise FailedHookException("\n  - ".join(["Nothing was generated.", *found]))
     return "yes"
+
+
+def source(answers: Mapping[str, object]) -> dict[str, str | None]:
+    """Return the template's location and its commit, for `.cookiecutter.json`.
+
+    The location is the absolute path of a local folder, the URL of what cookiecutter cloned
+    (without a password), or else as it was given. The commit is null where the template is no git
+    repository of its own, or has changes that are not committed.
+    """
+    location = str(answers.get("_template", ""))
+    if "_repo_dir" not in answers:  # cruft, which has a clone of its own
+        commit = answers.get("_commit")
+        return {
+            "template": _without_password(location),
+            "commit": str(commit) if commit else None,
+        }
+    folder = SERVICE.parent.resolve()
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    is_repository = top is not None and Path(top).resolve() == folder
+    if answers["_repo_dir"] == location:
+        location = str(folder)
+    elif is_repository:
+        location = _git(folder, "remote", "get-url", "origin") or location
+    is_clean = is_repository and _git(folder, "status", "--porcelain") == ""
+    return {
+        "template": _without_password(location),
+        "commit": _git(folder, "rev-parse", "HEAD") if is_clean else None,
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git wrote, None if it failed or is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, encoding="utf-8"
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _without_password(location: str) -> str:
+    return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", location)
 
 
 def mistakes(answers: Mapping[str, object]) -> list[str]:

@@ -1,14 +1,18 @@
-"""After the last file: take out what was not asked for, as the manifest says, and the manifest."""
+"""After the last file: take out what was not asked for, record the template, make a repository."""
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 # In what `tojson` writes there is no ' and no line break.
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
+SOURCE = json.loads(r'<<cookiecutter | source | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
+RECORD = Path(".cookiecutter.json")
 CHECKSUMS = Path(".engine.sha256")
 PACKAGES = (
     *("archive", "claims", "contracts", "effects", "object_store", "operate", "page", "pipeline"),
@@ -38,6 +42,55 @@ def remove_requirement(name: str) -> None:
         raise SystemExit(f"{MANIFEST} names the requirement {name}, and none of that name is there")
 
 
+def git(*arguments: str) -> str:
+    """Run git, and return what it wrote; raise `CalledProcessError` if it fails."""
+    return subprocess.run(
+        ["git", *arguments],
+        env={**os.environ, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        errors="replace",
+    ).stdout
+
+
+def make_repository() -> str:
+    """Commit the service to a new repository, unless it is in one; return a sentence about it.
+
+    `make update` merges from the branch `template`. The first commit runs no hooks and is not
+    signed, as both could ask for something; without an identity of the user it has a neutral one.
+    """
+    if ANSWERS.get("_commit"):
+        return "cruft updates it: `git init` and the first commit are left to you."
+    if shutil.which("git") is None:
+        return "git is not installed, so it has no repository; `make update` will need one."
+    try:
+        around = git("rev-parse", "--show-toplevel").strip()
+    except subprocess.CalledProcessError as error:
+        if "not a git repository" not in error.stderr:
+            return f"It has no repository: {error.stderr.strip()}"
+    else:
+        return f"It is in the git repository {around}: commit it there."
+    try:
+        git("var", "GIT_COMMITTER_IDENT")
+        identity = []
+    except subprocess.CalledProcessError:
+        identity = ["-c", "user.name=cookiecutter", "-c", "user.email=cookiecutter@localhost"]
+    plain = ("-c", f"core.hooksPath={os.devnull}", "-c", "commit.gpgSign=false")
+    version = f"{ANSWERS['_template_version']} ({SOURCE['commit'] or 'no commit'})"
+    try:
+        git("init", "--quiet")
+        git("symbolic-ref", "HEAD", "refs/heads/template")
+        git("add", ".")
+        git(*plain, *identity, "commit", "--quiet", "--message", f"Template {version}")
+        git(*plain, "checkout", "--quiet", "-b", "main")
+    except subprocess.CalledProcessError as error:
+        shutil.rmtree(".git", ignore_errors=True)
+        return f"It has no repository: {error.stderr.strip() or error}"
+    return "Its first commit is on the branches main, which is yours, and template (`make update`)."
+
+
 # Two features may name the same: all is looked for before anything is removed.
 unwanted = sorted(
     {
@@ -62,6 +115,10 @@ for pattern in ("__pycache__", ".*_cache", ".hypothesis"):
     for cache in list(Path().rglob(pattern)):
         remove(cache)
 
+source = {"template": SOURCE["template"], "commit": SOURCE["commit"]}  # `tojson` sorts
+record = {**source, **json.loads(RECORD.read_text("utf-8"))}
+RECORD.write_text(json.dumps(record, indent=4, ensure_ascii=False) + "\n", "utf-8")
+
 # As `sha256sum` writes them, for `dev/engine.py`.
 CHECKSUMS.write_text(
     "".join(
@@ -72,4 +129,5 @@ CHECKSUMS.write_text(
     "utf-8",
 )
 
-print(f"\n{ANSWERS['service_name']} is there. Next: cd {Path.cwd().name} && make run")
+print(f"\n{ANSWERS['service_name']} is there. {make_repository()}")
+print(f"Next: cd {Path.cwd().name} && make run")

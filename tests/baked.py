@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = ROOT / "<<cookiecutter.service_name>>"
+STUB = "{{cookiecutter.cruft}}"
+"""The folder that cruft looks for."""
 
 DEFAULTS = {
     "service_name": "parcel-tracker",
@@ -108,7 +110,7 @@ class Template:
         """Copy what belongs to the template into `folder`, and keep cookiecutter at home there."""
         path = folder / "template"
         ignore = shutil.ignore_patterns("__pycache__", ".stack", ".venv", ".*_cache", "*.egg-info")
-        for source in (ROOT / "hooks", RAW):
+        for source in (ROOT / "hooks", RAW, ROOT / STUB):
             shutil.copytree(source, path / source.name, ignore=ignore)
         for name in ("cookiecutter.json", "local_extensions.py"):
             shutil.copy(ROOT / name, path)
@@ -120,18 +122,26 @@ class Template:
         return cls(path, home)
 
     def cookiecutter(
-        self, output: Path, *arguments: str, typed: str | None = None
+        self,
+        output: Path,
+        *arguments: str,
+        typed: str | None = None,
+        location: str | None = None,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run cookiecutter's own command on the template, answering its prompts with `typed`."""
+        """Run cookiecutter's own command on the template, answering its prompts with `typed`.
+
+        `location` is another one of the template than its path.
+        """
         output.mkdir(parents=True, exist_ok=True)
         return subprocess.run(
             [
-                *(sys.executable, "-m", "cookiecutter", str(self.path)),
+                *(sys.executable, "-m", "cookiecutter", location or str(self.path)),
                 *("--config-file", str(self.home / "config.yaml"), "--output-dir", str(output)),
                 *arguments,
             ],
             cwd=output,
-            env={**clean_environment(), "TMPDIR": str(self.home / "tmp")},
+            env={**clean_environment(), "TMPDIR": str(self.home / "tmp"), **environment},
             input=typed,
             stdin=subprocess.DEVNULL if typed is None else None,
             stdout=subprocess.PIPE,

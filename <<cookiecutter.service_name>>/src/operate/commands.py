@@ -185,6 +185,7 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
 
 async def _make_ahead(invocation: Invocation) -> None:
     async with invocation.connected() as connection:
+        await revisions.check(connection, revisions.load_migrations())
         await make_ahead(connection, invocation.settings)
         if invocation.as_json:
             print_json({"revisions": await revisions.applied_revisions(connection)})

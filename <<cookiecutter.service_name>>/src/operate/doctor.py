@@ -223,6 +223,9 @@ async def _schema(connection: asyncpg.Connection) -> Findings:
     elif missing := await revisions.missing(connection, migrations):
         found = f"not migrated to {', '.join(sorted(missing))}"
         yield Finding("wrong", found, "run `service migrate`")
+    else:
+        for wrong in await revisions.wrong_columns(connection, migrations):
+            yield Finding("wrong", wrong, "docs/updating.md says how to correct it")
 
 
 async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:

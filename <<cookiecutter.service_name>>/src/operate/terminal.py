@@ -295,5 +295,8 @@ async def connected(service: Service, settings: Settings) -> AsyncIterator[async
                 yield connection
     except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
         raise NotMigrated from None
+    except asyncpg.UndefinedColumnError as error:
+        found = f"{describe_error(error)}: `service doctor` names what the database lacks"
+        raise Refused(found) from None
     finally:
         await engine.dispose()

@@ -1,9 +1,10 @@
-"""Revisions: which of the code's migrations a database lacks.
+"""Revisions: which of the code's migrations a database lacks, and which of the engine's columns.
 
 On an older schema the code would fail later, at some statement. A newer one is allowed: the schema
 of a release works with the code of the previous one.
 """
 
+from importlib import resources
 from pathlib import Path
 
 import asyncpg
@@ -15,6 +16,18 @@ ALEMBIC = Path("alembic.ini")
 
 _APPLIED = "SELECT version_num FROM alembic_version"
 
+# The catalogue is read because it needs no privileges of the tables.
+_WRONG_COLUMNS = """
+SELECT format('column pipeline.%s.%s is %s', relation, name,
+              COALESCE(format_type(atttypid, atttypmod) || ' and not ' || type, 'missing'))
+  FROM (SELECT one.key AS relation, field.key AS name, field.value AS type
+          FROM json_each($1::text::json) AS one, json_each_text(one.value) AS field) AS needed
+  LEFT JOIN pg_attribute ON attname = name AND NOT attisdropped
+   AND attrelid = to_regclass('pipeline.' || relation)
+ WHERE format_type(atttypid, atttypmod) IS DISTINCT FROM type
+ ORDER BY relation, name
+"""
+
 
 class NotMigrated(Exception):
     """The database is older than the code."""
@@ -22,6 +35,18 @@ class NotMigrated(Exception):
     def __init__(self, missing: set[str] | None = None) -> None:
         lacks = f"lacks {', '.join(sorted(missing))}" if missing else "has no pipeline tables yet"
         super().__init__(f"the database {lacks}: run `service migrate` first")
+
+
+class WrongColumns(NotMigrated):
+    """The database is at the code's revision, and has other columns."""
+
+    def __init__(self, wrong: list[str]) -> None:
+        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+        text = (
+            f"{', '.join(wrong[:5])}{more}: the database was altered, or migrated by a version of"
+            " the template whose migrations were different; docs/updating.md says what to do"
+        )
+        Exception.__init__(self, text)
 
 
 def load_migrations() -> ScriptDirectory | None:
@@ -33,9 +58,29 @@ def load_migrations() -> ScriptDirectory | None:
 
 
 async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | None) -> None:
-    """Raise `NotMigrated` if the database is older than the migrations, if they are known."""
-    if migrations and (lacking := await missing(connection, migrations)):
+    """Raise `NotMigrated` if the database is older than the migrations, if they are known.
+
+    Raises `WrongColumns` if the engine's migrations were applied and did not make its columns.
+    """
+    if migrations is None:
+        return
+    if lacking := await missing(connection, migrations):
         raise NotMigrated(lacking)
+    if wrong := await wrong_columns(connection, migrations):
+        raise WrongColumns(wrong)
+
+
+async def wrong_columns(connection: asyncpg.Connection, migrations: ScriptDirectory) -> list[str]:
+    """Return the engine's columns that are missing or have another type than in `columns.json`.
+
+    Nothing is compared if the newest revision of the engine is not known to be applied: a newer
+    schema may have dropped what this code no longer uses.
+    """
+    _, implied = await _known(connection, migrations)
+    if migrations.get_revision("pipeline@head").revision not in implied:
+        return []
+    needed = resources.files("pipeline.migrations").joinpath("columns.json").read_text("utf-8")
+    return [row[0] for row in await connection.fetch(_WRONG_COLUMNS, needed)]
 
 
 async def applied_revisions(connection: asyncpg.Connection) -> list[str]:
@@ -49,6 +94,22 @@ async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -
     A revision of the database that is not among the migrations is of a newer release. It may belong
     to any branch of which the database has no known revision: those count as migrated.
     """
+    unknown, implied = await _known(connection, migrations)
+    lacking = set(migrations.get_heads()) - implied
+    if not unknown:
+        return lacking
+    branches = {label for row in implied for label in migrations.get_revision(row).branch_labels}
+    return {
+        head
+        for head in lacking
+        if not branches.isdisjoint(migrations.get_revision(head).branch_labels)
+    }
+
+
+async def _known(
+    connection: asyncpg.Connection, migrations: ScriptDirectory
+) -> tuple[set[str], set[str]]:
+    """Return the applied revisions that are not among the migrations, and all that are."""
     try:
         applied = set(await applied_revisions(connection))
     except asyncpg.UndefinedTableError:
@@ -56,12 +117,4 @@ async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -
     known = applied & {one.revision for one in migrations.walk_revisions()}
     # The table of Alembic leaves out those that others depend on.
     implied = {one.revision for row in known for one in migrations.iterate_revisions(row, "base")}
-    lacking = set(migrations.get_heads()) - implied
-    if applied == known:
-        return lacking
-    branches = {label for row in known for label in migrations.get_revision(row).branch_labels}
-    return {
-        head
-        for head in lacking
-        if not branches.isdisjoint(migrations.get_revision(head).branch_labels)
-    }
+    return applied - known, implied

@@ -1,6 +1,9 @@
 """The engine's migrations: from nothing, twice, at once, back, and in step with the code."""
 
 import asyncio
+import json
+import os
+from pathlib import Path
 
 import asyncpg
 import pytest
@@ -19,6 +22,8 @@ from pipeline.handlers.staging import StagedEvent
 
 from tests.contract.bank import Base
 from tests.servers.databases import empty_database, migrations_of_the_engine
+
+COLUMNS = Path(migrations.__file__).with_name("columns.json")
 
 
 @pytest.fixture
@@ -94,6 +99,31 @@ async def test_an_empty_database_is_upgraded_and_a_second_time_changes_nothing(
     assert await tables(url) == ALL
     await upgrade(config)
     assert await tables(url) == ALL
+
+
+async def test_the_declared_columns_are_those_that_the_migrations_make(
+    url: str, config: Config
+) -> None:
+    """After a new migration, WRITE_COLUMNS=1 writes the file."""
+    await upgrade(config)
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    try:
+        rows = await connection.fetch(
+            "SELECT relname, attname, format_type(atttypid, atttypmod) AS type"
+            "  FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid"
+            " WHERE relnamespace = 'pipeline'::regnamespace AND relkind IN ('r', 'p', 'c')"
+            "   AND NOT relispartition AND attnum > 0 AND NOT attisdropped"
+            " ORDER BY relname, attnum"
+        )
+    finally:
+        await connection.close()
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        found.setdefault(row["relname"], {})[row["attname"]] = row["type"]
+    made = json.dumps(found, indent=1) + "\n"
+    if os.environ.get("WRITE_COLUMNS"):
+        await asyncio.to_thread(COLUMNS.write_text, made, "utf-8")
+    assert await asyncio.to_thread(COLUMNS.read_text, "utf-8") == made
 
 
 @pytest.mark.usefixtures("url")

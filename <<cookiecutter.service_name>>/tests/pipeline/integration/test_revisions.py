@@ -1,16 +1,19 @@
 """A process refuses a database that is older than its code, and takes one that is newer."""
 
+import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import asyncpg
 import pytest
 
+from pipeline.migrations import first_inbox, first_outbox
 from pipeline.servers import revisions
 
 from .bank import Bank
 from .processes import starting
-from tests.servers.databases import HOME
+from tests.servers.databases import HOME, empty_database
 from tests.servers.processes import Start
 from tests.servers.waiting import eventually
 
@@ -144,6 +147,92 @@ async def test_a_process_starts_as_soon_as_its_database_is_migrated(
     assert await refused.ended() == 1, refused.output
     migrate = await start("migrate", cwd=folder)
     assert await migrate.ended() == 0, migrate.output
+    await eventually((await start("relay", cwd=folder)).is_ready)
+
+
+GONE = ("archives", "finished_at", "held", "singleton", "started_at")
+OTHER = {
+    "dropped": "ALTER TABLE pipeline.outbox DROP COLUMN dataref CASCADE",
+    "renamed": "ALTER TABLE pipeline.outbox RENAME COLUMN dataref TO data_ref",
+}
+
+
+@pytest.mark.parametrize("how", OTHER)
+@pytest.mark.parametrize("command", [*SERVING, ("migrate",)], ids=" ".join)
+async def test_a_process_names_a_column_that_its_schema_lacks(
+    start: Start, folder: Path, db: asyncpg.Connection, command: tuple[str, ...], how: str
+) -> None:
+    await db.execute(OTHER[how])
+    process = await start(*command, cwd=folder)
+    assert await process.ended() == 1, process.output
+    assert "column pipeline.outbox.dataref is missing: the database was altered" in process.output
+    assert "docs/updating.md" in process.output
+    assert "Traceback" not in process.output
+
+
+async def test_a_command_that_meets_a_missing_column_names_it_and_the_doctor(
+    start: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    await db.execute("ALTER TABLE pipeline.backlog RENAME COLUMN died_at TO dead_at")
+    process = await start("status", cwd=folder)
+    assert await process.ended() == 1, process.output
+    assert re.search(r"died_at\" does not exist.*`service doctor` names", process.output)
+    assert "Traceback" not in process.output
+
+
+async def test_the_doctor_names_every_column_and_table_that_its_schema_lacks(
+    start: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    await db.execute(OTHER["renamed"])
+    await db.execute("ALTER TABLE pipeline.claim ALTER COLUMN event_id TYPE varchar(40)")
+    await db.execute("DROP TABLE pipeline.retention_round")
+    doctor = await start("doctor", "--json", cwd=folder)
+    assert await doctor.ended() == 1, doctor.output
+    found = [json.loads(line) for line in doctor.output.splitlines() if line.startswith("{")]
+    wrong = [one["found"] for one in found if one["check"] == "schema"]
+    assert wrong == [
+        "column pipeline.claim.event_id is character varying(40) and not text",
+        "column pipeline.outbox.dataref is missing",
+        *(f"column pipeline.retention_round.{name} is missing" for name in GONE),
+    ]
+    assert "Traceback" not in doctor.output
+
+
+async def test_a_database_of_an_older_first_revision_is_named_before_anything_is_written(
+    start: Start, folder: Path, server_url: str, used_databases: list[str]
+) -> None:
+    """Of a service that was baked before the first revision was edited in place."""
+    url = await empty_database(server_url, used_databases)
+    older = first_outbox.TABLES.replace("    dataref      text,\n", "").replace(
+        "    archives    boolean NOT NULL DEFAULT false\n", "    rounds integer\n"
+    )
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    try:
+        await connection.execute("CREATE SCHEMA pipeline")
+        await connection.execute(first_inbox.REFUSE_COMMIT)
+        await connection.execute(first_inbox.TABLES + older)
+        await connection.execute("CREATE TABLE alembic_version (version_num text PRIMARY KEY)")
+        await connection.execute("INSERT INTO alembic_version VALUES ('pipeline_0001')")
+    finally:
+        await connection.close()
+    for command in ("migrate", "run"):
+        process = await start(command, cwd=folder, database_url=url)
+        assert await process.ended() == 1, process.output
+        lacking = (
+            "column pipeline.outbox.dataref is missing",
+            "column pipeline.outbox_rejected.dataref is missing",
+            "column pipeline.retention_round.archives is missing",
+            "column pipeline.scheduled.dataref is missing",
+        )
+        assert ", ".join(lacking) in process.output
+        assert "Traceback" not in process.output
+
+
+async def test_a_newer_schema_may_lack_what_this_code_no_longer_needs(
+    start: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    await db.execute("ALTER TABLE pipeline.claim DROP COLUMN published_at")
+    await bring_to(db, "pipeline_9999")
     await eventually((await start("relay", cwd=folder)).is_ready)
 
 

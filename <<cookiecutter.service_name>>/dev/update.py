@@ -1,0 +1,414 @@
+"""Merge another version of the template, or other answers, into this service: `make update`.
+
+Cookiecutter bakes the wanted version. The bake is committed to the branch `template`, whose commits
+are bakes and nothing else, and git merges that branch into the current one. The version that the
+service came from is the base of the merge; it is baked, too, if the branch does not have it.
+docs/updating.md describes the use.
+
+Runs in the folder of the service, in a Python that has cookiecutter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from engine import CHECKSUMS, differences
+
+RECORD = ".cookiecutter.json"
+QUESTIONS = "cookiecutter.json"
+CHANGELOG = "CHANGELOG.md"
+
+
+class Refused(Exception):
+    """Nothing was changed; the message says why and what to do."""
+
+
+class GitFailed(Refused):
+    """Git ended with an error; the message is git's."""
+
+
+def git(*arguments: str | Path, cwd: Path, **environment: str) -> str:
+    """Run git and return what it wrote; raise `GitFailed` if it fails."""
+    done = subprocess.run(
+        ["git", *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if done.returncode != 0:
+        raise GitFailed((done.stderr or done.stdout).strip())
+    return done.stdout.strip()
+
+
+def succeeds(*arguments: str, cwd: Path) -> bool:
+    """Return whether git runs without an error."""
+    try:
+        git(*arguments, cwd=cwd)
+    except GitFailed:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Service:
+    """The service in its repository."""
+
+    root: Path
+    prefix: str
+    """Its folder in the repository with a slash behind it, or nothing."""
+    record: dict[str, Any]
+
+    @classmethod
+    def found(cls, root: Path) -> Service:
+        """Return the service in a folder; raise `Refused` if a merge can't begin there."""
+        try:
+            prefix = git("rev-parse", "--show-prefix", cwd=root)
+        except FileNotFoundError:
+            raise Refused("git is not installed: it makes the merge") from None
+        except GitFailed as error:
+            raise Refused(f"{error}: commit the service to a git repository first") from None
+        if not (root / RECORD).exists():
+            raise Refused(f"no {RECORD} here: run this in the folder of the service")
+        if not succeeds("cat-file", "-e", f"HEAD:{prefix}{RECORD}", cwd=root):
+            raise Refused(f"{RECORD} is not committed: commit the service first")
+        if not succeeds("var", "GIT_COMMITTER_IDENT", cwd=root):
+            raise Refused("git has no identity for a commit: set user.name and user.email")
+        is_merging = succeeds("rev-parse", "--quiet", "--verify", "MERGE_HEAD", cwd=root)
+        if is_merging or git("status", "--porcelain", "--untracked-files=no", cwd=root):
+            raise Refused("there are changes that are not committed: commit or stash them first")
+        service = cls(root, prefix, json.loads((root / RECORD).read_text("utf-8")))
+        if git("rev-parse", "--abbrev-ref", "HEAD", cwd=root) == service.branch:
+            raise Refused(f"check out your own branch: {service.branch} has only bakes")
+        return service
+
+    @property
+    def branch(self) -> str:
+        """The name of the branch of bakes; one of its own for each service of a repository."""
+        return "-".join(["template", *filter(None, self.prefix.split("/"))])
+
+    def git(self, *arguments: str, **environment: str) -> str:
+        """Run git in the folder of the service."""
+        return git(*arguments, cwd=self.root, **environment)
+
+    def blob(self, commit: str) -> str | None:
+        """Return the id of the record in a commit; None without one."""
+        name = f"{commit}:{self.prefix}{RECORD}"
+        return (
+            self.git("rev-parse", name) if succeeds("cat-file", "-e", name, cwd=self.root) else None
+        )
+
+    def bakes(self) -> tuple[str | None, str | None]:
+        """Return the branch's newest commit, and that of the bake that HEAD came from.
+
+        The branch of a remote counts, too, for a clone that has no other.
+        """
+        patterns = (f"refs/heads/{self.branch}", f"refs/remotes/*/{self.branch}")
+        tips = self.git("for-each-ref", "--format=%(objectname)", *patterns).split()
+        for tip in tips:
+            if self.blob(tip) is None:
+                raise Refused(
+                    f"the branch {self.branch} has no {RECORD}, so it is not that of the template:"
+                    " rename it"
+                )
+            for commit in self.git("rev-list", tip).split():
+                if self.blob(commit) == self.blob("HEAD"):
+                    return tip, commit
+        return (tips[0] if tips else None), None
+
+    def commit(self, bake: Path, parent: str | None, message: str) -> str:
+        """Commit a bake behind `parent`, without a trace in index and working tree."""
+        index = {"GIT_INDEX_FILE": f"{bake}.index"}
+        place = (f"--git-dir={self.git('rev-parse', '--absolute-git-dir')}", f"--work-tree={bake}")
+        git(*place, "add", "--all", ".", cwd=bake, **index)
+        tree = self.git("write-tree", **index)
+        if self.prefix:
+            index = {"GIT_INDEX_FILE": f"{bake}.prefixed"}
+            self.git("read-tree", f"--prefix={self.prefix}", tree, **index)
+            tree = self.git("write-tree", **index)
+        if parent and tree == self.git("rev-parse", f"{parent}^{{tree}}"):
+            return parent
+        parents = ("-p", parent) if parent else ()
+        return self.git("commit-tree", tree, *parents, "-m", message)
+
+    def link(self, base: str, name: str) -> None:
+        """Make a bake an ancestor of HEAD, whose files stay as they are."""
+        parents = ("-p", "HEAD", "-p", base)
+        message = f"This service came from {name} of the template"
+        linked = self.git("commit-tree", "HEAD^{tree}", *parents, "-m", message)
+        self.git("update-ref", "-m", message, "HEAD", linked)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A clone of the template's repository, in a temporary folder."""
+
+    location: str
+    folder: Path
+
+    @classmethod
+    def cloned(cls, location: str, folder: Path) -> Template:
+        """Clone it; raise `Refused` where it can't be had."""
+        try:
+            git("clone", "--quiet", "--no-checkout", "--", location, folder / "clone", cwd=folder)
+        except GitFailed as error:
+            raise Refused(
+                f"{error}\nSo the template can't be cloned; TEMPLATE=<its URL or path> names"
+                " another location"
+            ) from None
+        return cls(location, folder)
+
+    def git(self, *arguments: str) -> str:
+        """Run git in the clone."""
+        return git(*arguments, cwd=self.folder / "clone")
+
+    def find(self, version: str | None) -> str | None:
+        """Return the commit of a tag, branch or commit; None if there is none of that name."""
+        for name in (version, f"v{version}", f"origin/{version}") if version else ():
+            if succeeds("rev-parse", "--verify", f"{name}^{{commit}}", cwd=self.folder / "clone"):
+                return self.git("rev-parse", f"{name}^{{commit}}")
+        return None
+
+    def commit(self, version: str) -> str:
+        """Return the commit of a tag, branch or commit; raise `Refused` if there is none."""
+        found = self.find(version)
+        if found is None:
+            raise Refused(f"{self.location} has no version {version}: name a tag, branch or commit")
+        return found
+
+    def newest(self) -> str:
+        """Return the newest release; without one, what a clone begins with."""
+        tags = self.git("tag", "--list", "v[0-9]*", "--sort=-version:refname").split()
+        releases = [tag for tag in tags if re.fullmatch(r"v\d+(\.\d+)*", tag)]
+        return releases[0] if releases else "HEAD"
+
+    def name(self, commit: str) -> str:
+        """Return version and commit, for a person."""
+        questions = json.loads(self.git("show", f"{commit}:{QUESTIONS}"))
+        return f"version {questions.get('_template_version', '?')} ({commit[:10]})"
+
+    def bake(self, commit: str, answers: dict[str, str]) -> Path:
+        """Return the folder of a service of this version with these answers."""
+        self.git("checkout", "--quiet", "--detach", commit)
+        output = self.folder / commit
+        config = self.folder / "config.yaml"
+        folders = {"cookiecutters_dir": str(self.folder), "replay_dir": str(self.folder / "replay")}
+        config.write_text(json.dumps(folders), "utf-8")
+        questions = json.loads((self.folder / "clone" / QUESTIONS).read_text("utf-8"))
+        given = [f"{name}={answer}" for name, answer in answers.items() if name in questions]
+        # Bytecode is found by the time of a file, and a checkout may follow within its second.
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "cookiecutter", str(self.folder / "clone"), "--no-input"),
+                *("--config-file", str(config), "--output-dir", str(output), *given),
+            ],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise Refused(f"{done.stdout.strip()}\n{self.name(commit)} can't be baked")
+        (baked,) = output.iterdir()
+        return baked
+
+
+def update(root: Path, options: Namespace) -> bool:
+    """Bake, commit and merge; return whether there is no conflict, or raise `Refused`."""
+    if find_spec("cookiecutter") is None:
+        raise Refused("cookiecutter is not installed in this Python: run `make update`")
+    service = Service.found(root)
+    location = options.template or service.record.get("template")
+    if not location:
+        raise Refused(f"{RECORD} has no location of the template: TEMPLATE=<its URL or path>")
+    if Path(location).exists():
+        location = os.path.abspath(location)
+    build = root / "build"  # in the repository, so that a bake makes none of its own
+    build.mkdir(exist_ok=True)
+    with TemporaryDirectory(prefix="update-", dir=build) as folder:
+        return _update(service, Template.cloned(location, Path(folder)), options)
+
+
+def _update(service: Service, template: Template, options: Namespace) -> bool:
+    recorded = service.record.get("commit")
+    old = template.commit(options.origin) if options.origin else template.find(recorded)
+    new = _wanted(template, old, options)
+    tip, base = service.bakes()
+    answers = dict(service.record["cookiecutter"])
+    if base is None or options.origin:
+        if old is None:
+            raise Refused(
+                f"{RECORD} names no commit of {template.location} that this service came from:"
+                " FROM=<its tag or commit>, or that of the same days"
+            )
+        baked = template.bake(old, answers)
+        (baked / RECORD).write_bytes((service.root / RECORD).read_bytes())
+        tip = base = service.commit(baked, tip, f"Template {template.name(old)}")
+    chosen = _chosen(template, new, answers, options.answers)
+    baked = template.bake(new, chosen)
+    record = json.loads((baked / RECORD).read_text("utf-8"))
+    record = {**record, "template": template.location, "commit": new}
+    order = ("template", "commit", "template_version", "cookiecutter")
+    record = {name: record[name] for name in (*order, *record) if name in record}
+    (baked / RECORD).write_text(json.dumps(record, indent=4, ensure_ascii=False) + "\n", "utf-8")
+    title = " ".join([f"Template {template.name(new)}", *options.answers])
+    merged = service.commit(baked, tip, title)
+    if not succeeds("merge-base", "--is-ancestor", base, "HEAD", cwd=service.root):
+        service.link(base, template.name(old) if old else "an unknown version")
+    service.git("update-ref", f"refs/heads/{service.branch}", merged)
+    conflicts = merge(service, merged, f"Merge: {title}")
+    _report_answers(record["cookiecutter"], chosen)
+    _report_changes(template, old, new)
+    changed = service.git("diff", "--name-only", "--relative", base, merged).splitlines()
+    _report_steps(changed, conflicts)
+    return not conflicts
+
+
+def _wanted(template: Template, old: str | None, options: Namespace) -> str:
+    """Return the commit to bake."""
+    if options.to:
+        return template.commit(options.to)
+    if options.answers:
+        if old is None:
+            raise Refused(f"{RECORD} names no commit of {template.location}: TO=<a version>")
+        return old
+    new = template.commit(template.newest())
+    is_newer = (
+        old
+        and old != new
+        and succeeds("merge-base", "--is-ancestor", new, old, cwd=template.folder / "clone")
+    )
+    if old and is_newer:
+        raise Refused(
+            f"the service came from {template.name(old)}, which is newer than the newest release,"
+            f" {template.name(new)}: TO=<version> names another"
+        )
+    return new
+
+
+def _chosen(
+    template: Template, commit: str, answers: dict[str, str], changes: list[str]
+) -> dict[str, str]:
+    """Return the recorded answers with the changes."""
+    questions = json.loads(template.git("show", f"{commit}:{QUESTIONS}"))
+    for change in changes:
+        name, _, answer = change.partition("=")
+        if name not in questions or name.startswith("_"):
+            raise Refused(
+                f"{change}: the template has no question {name}; its questions are "
+                + ", ".join(one for one in questions if not one.startswith("_"))
+            )
+        answers[name] = answer
+    return answers
+
+
+def merge(service: Service, bake: str, message: str) -> list[str]:
+    """Merge a bake into HEAD, and return the files with conflicts; without any, it is committed."""
+    is_unedited = (service.root / CHECKSUMS).exists() and not differences(service.root)
+    try:
+        service.git("merge", "--no-ff", "--no-commit", "-m", message, bake)
+    except GitFailed as error:
+        failure = str(error)
+    else:
+        failure = ""
+    if not succeeds("rev-parse", "--quiet", "--verify", "MERGE_HEAD", cwd=service.root):
+        if failure:
+            raise Refused(f"{failure}\nNothing was merged")
+        print("Nothing to merge: the service has all of it.")
+        return []
+    if is_unedited:
+        take_engine(service, bake)
+    unmerged = service.git("diff", "--name-only", "--relative", "--diff-filter=U").splitlines()
+    if unmerged:
+        return unmerged
+    try:
+        service.git("commit", "--quiet", "--no-edit")
+    except GitFailed as error:
+        raise Refused(f"{error}\nThe merge is staged, without conflicts: commit it") from None
+    print(f"Committed. {message}")
+    return []
+
+
+def take_engine(service: Service, bake: str) -> None:
+    """Put the engine of a bake in the place of an engine that the service has not edited."""
+    before = (service.root / CHECKSUMS).read_text("utf-8")
+    after = service.git("show", f"{bake}:{service.prefix}{CHECKSUMS}")
+    paths = re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", f"{before}\n{after}")
+    folders = sorted(set(paths))
+    if succeeds("diff", "--quiet", "--cached", bake, "--", *folders, cwd=service.root):
+        return
+    service.git("rm", "-r", "-f", "--quiet", "--ignore-unmatch", "--", *folders)
+    new = sorted(set(re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", after)))
+    service.git("checkout", "--quiet", bake, "--", *new, CHECKSUMS)
+
+
+def _report_answers(recorded: dict[str, str], chosen: dict[str, str]) -> None:
+    for name in recorded.keys() - chosen.keys():
+        print(
+            f"New question {name}: answered {recorded[name]!r}, its default (ANSWERS=… changes it)."
+        )
+    for name in chosen.keys() - recorded.keys():
+        print(f"The question {name} is gone, and with it the answer {chosen[name]!r}.")
+
+
+def _report_changes(template: Template, old: str | None, new: str) -> None:
+    if old is None:
+        print(f"It is not known since which version; {CHANGELOG} of the template lists changes.")
+        return
+    if old == new:
+        return
+    added = template.git("diff", "--unified=0", old, new, "--", CHANGELOG).splitlines()
+    lines = [line[1:] for line in added if re.match(r"\+(?!\+\+ )", line)]
+    print(f"\nFrom {template.name(old)} to {template.name(new)}, new in {CHANGELOG}:\n")
+    print("\n".join(lines) or "(nothing)")
+
+
+def _report_steps(changed: list[str], conflicts: list[str]) -> None:
+    print("\nWhat to do next:\n")
+    if conflicts:
+        print("- Resolve the conflicts, `git add` the files, and `git commit`:")
+        print("\n".join(f"    {name}" for name in conflicts))
+        print("  `git merge --abort` returns to the state before.")
+        pins = [name for name in conflicts if re.fullmatch(r"requirements/.*\.txt", name)]
+        if pins:
+            print(f"- `git checkout --theirs {' '.join(pins)}`, then `make requirements`.")
+    if any(re.search(r"(^|/)requirements/", name) for name in changed):
+        print("- Requirements changed: `make setup`; build the image again.")
+    if any(re.search(r"(^|/)migrations/", name) for name in changed):
+        print("- Migrations changed: `service migrate` before the new code starts.")
+    if any(name.startswith("deploy/") for name in changed):
+        print("- deploy/ changed: apply its manifests, roles and alerts where you use them.")
+    print("- `make check test`")
+
+
+def main(arguments: list[str]) -> int:
+    """Return 0 when everything is merged; 1 with conflicts, and when nothing was changed."""
+    parser = ArgumentParser(description="Merge another version of the template into this service.")
+    parser.add_argument("--to", help="tag, branch or commit; otherwise the newest release")
+    parser.add_argument("--from", dest="origin", help="what the service came from, if not recorded")
+    parser.add_argument("--template", help="URL or path of the template, if not the recorded one")
+    parser.add_argument("answers", nargs="*", metavar="question=answer", help="changed answers")
+    try:
+        return 0 if update(Path.cwd(), parser.parse_args(arguments)) else 1
+    except Refused as refusal:
+        print(refusal, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,670 @@
+"""`make update`: another version of the template, merged into a service that its owner edited."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import local_extensions
+
+from tests.baked import DEFAULTS, RAW, ROOT, BakedProject, Template, clean_environment
+
+AGES = range(30, 301, 30)
+"""How many commits before the present one a service was baked."""
+
+UV = f"{sys.prefix}/bin/uv"
+UPDATE = RAW / "dev" / "update.py"
+
+# A branch of conflicts is read here as the base has it, too.
+ADA = {"user.name": "Ada", "user.email": "ada@example.org", "merge.conflictStyle": "diff3"}
+
+PIN = f"humanize==4.12.0 --hash=sha256:{'0' * 64}\n"
+
+EDITS = {
+    "src/{package}/handlers.py": (
+        (r"(?m)^LATE = .*$", "LATE = 4711"),
+        (
+            r"\Z",
+            '\n\ndef shelf(place: str) -> str:\n    """Return its shelf."""\n    return place\n',
+        ),
+    ),
+    "deploy/compose.service.yaml": ((r"(PIPELINE_TRACE_SAMPLE_RATIO:) .*", r'\1 "0.4711"'),),
+    "README.md": (
+        (r"(?m)^An event-driven service .*$", "Parcels of shelf 4711."),
+        (r"\Z", "\n## On call\n\nCall 4711.\n"),
+    ),
+    "Makefile": ((r"\Z", "\n.PHONY: ship\nship: ## ship it\n\t@echo shipped 4711\n"),),
+    "requirements/base.in": ((r"\Z", "humanize>=4.12,<5\n"),),
+    "requirements/base.txt": ((r"(?m)^(?=idna==)", PIN),),
+}
+"""What an owner changes: a pattern of each edit, and what takes its place."""
+
+KEPT = {
+    "src/{package}/handlers.py": ("LATE = 4711", "def shelf("),
+    "deploy/compose.service.yaml": ('"0.4711"',),
+    "README.md": ("Parcels of shelf 4711.", "Call 4711."),
+    "Makefile": ("shipped 4711",),
+    "requirements/base.in": ("humanize>=4.12,<5",),
+    "requirements/base.txt": ("humanize==4.12.0",),
+}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git, as Ada, and return what it wrote."""
+    who = [word for name in ("user.name", "user.email") for word in ("-c", f"{name}={ADA[name]}")]
+    done = subprocess.run(
+        ["git", "-C", folder, *who, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def commit(folder: Path, message: str) -> str:
+    """Commit all that is in a folder, and return the commit."""
+    git(folder, "add", "--all", ".")
+    git(folder, "commit", "--quiet", "--allow-empty", "--message", message)
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+def edit(path: Path, *edits: tuple[str, str]) -> None:
+    """Replace each pattern, which must be there."""
+    text = path.read_text("utf-8")
+    for pattern, replacement in edits:
+        text, count = re.subn(pattern, replacement, text, count=1)
+        assert count == 1, (path, pattern)
+    path.write_text(text, "utf-8")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an update ended."""
+
+    code: int
+    said: str
+
+
+def make_update(project: BakedProject, *arguments: str) -> Outcome:
+    """Run `make update` with the virtual environment of the template."""
+    return run(project.path, "make", f"VENV={sys.prefix}", "update", *arguments)
+
+
+def update(folder: Path, *arguments: str, **environment: str) -> Outcome:
+    """Run what `make update` runs, in the environment of the template, which has cookiecutter."""
+    return run(folder, sys.executable, str(UPDATE), *arguments, **environment)
+
+
+def run(folder: Path, *command: str, **environment: str) -> Outcome:
+    """Run a command in a folder, whatever its exit code is."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**clean_environment(), "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return Outcome(done.returncode, done.stdout)
+
+
+def owned(project: BakedProject) -> BakedProject:
+    """Make a baked service Ada's: her name, her edits, her commit."""
+    if not (project.path / ".git").exists():  # baked before a bake made a repository
+        project.run("git", "init", "--quiet", "--initial-branch=main")
+        commit(project.path, "As it was baked")
+    for name, value in ADA.items():
+        project.run("git", "config", name, value)
+    for path, edits in EDITS.items():
+        edit(project.path / path.format(package=project.package), *edits)
+    commit(project.path, "Ada's edits")
+    return project
+
+
+def conflicts(project: BakedProject) -> set[str]:
+    """Return the files with conflicts."""
+    return set(project.run("git", "diff", "--name-only", "--diff-filter=U").split())
+
+
+def assert_merged(project: BakedProject, fresh: BakedProject) -> None:
+    """Check every file of a service after an update, against a bake of the wanted version."""
+    edited = {path.format(package=fresh.package) for path in EDITS}
+    conflicting = conflicts(project)
+    assert conflicting <= edited
+    merged, baked = project.files(), fresh.files()
+    assert {path for path in merged.keys() | baked if merged.get(path) != baked.get(path)} == edited
+    for path, texts in KEPT.items():
+        for text in texts:
+            assert text in project.read(path.format(package=fresh.package)), (path, text)
+    for path in conflicting:
+        hunk = r"(?ms)^<{7}[^\n]*\n(.*?)^\|{7}[^\n]*\n(.*?)^={7}\n(.*?)^>{7}"
+        found = re.findall(hunk, project.read(path))
+        assert found, path
+        assert all(before not in (ours, theirs) for ours, before, theirs in found), path
+    aside = [f"--extend-exclude={path}" for path in conflicting]
+    project.run(sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", *aside)
+    if not conflicting:
+        assert project.run("git", "status", "--porcelain") == ""
+        assert "template" in project.run("git", "branch", "--merged", "HEAD")
+
+
+@dataclass(frozen=True)
+class History:
+    """A template in git, with the versions that a test names."""
+
+    template: Template
+    old: str
+    new: str
+
+    def bake(self, output: Path, version: str, **answers: str) -> BakedProject:
+        """Bake a version."""
+        git(self.template.path, "checkout", "--quiet", version)
+        try:
+            return self.template.bake(output, **answers)
+        finally:
+            git(self.template.path, "checkout", "--quiet", "main")
+
+
+def questions(path: Path, *more: str) -> None:
+    """Let a template have further questions, whose answers it records."""
+    for name in ("cookiecutter.json", f"{RAW.name}/.cookiecutter.json"):
+        for question in more:
+            answer = "blue" if name == "cookiecutter.json" else f"<<cookiecutter.{question}>>"
+            edit(
+                path / name, (r'(?m)^( *)("engine_tests": )', rf'\1"{question}": "{answer}",\n\1\2')
+            )
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """This template with a question more, behind a version that is older in and around the engine.
+
+    The older one is first in git, a release has its tag, and the newest commit is no release.
+    """
+    template = Template.copied_to(tmp_path_factory.mktemp("history"))
+    path, raw = template.path, template.path / RAW.name
+    shutil.copy(ROOT / "CHANGELOG.md", path)
+    shutil.copy(ROOT / ".gitignore", path)
+    git(path.parent, "init", "--quiet", "--initial-branch=main", str(path))
+    present = commit(path, "Present")
+    git(path, "checkout", "--quiet", "--orphan", "other")
+    edit(path / "CHANGELOG.md", (r"(?m)^- \*\*Handlers\.\*\*.*\n", ""))
+    edit(raw / "README.md", (r"(?m)^## Tests$", "## Testing"))
+    edit(raw / "src/pipeline/migrations/first_inbox.py", (r"\A", "# As it was.\n"))
+    edit(raw / "src/pipeline/settings.py", (r"\A", "# As it was.\n"))
+    (raw / "src/pipeline/errors.py").rename(raw / "src/pipeline/mistakes.py")
+    questions(path, "bygone")
+    old = commit(path, "Older")
+    git(path, "checkout", "--quiet", present, ".")
+    (raw / "src/pipeline/mistakes.py").unlink()
+    questions(path, "shelf")
+    new = commit(path, "Newer")
+    git(path, "tag", "v1.9.0")
+    git(path, "tag", "v1.10.0")
+    git(path, "tag", "v1.10.0-rc1", old)
+    git(path, "tag", "v1.9.0", "--force", old)
+    git(path, "branch", "--force", "main")
+    git(path, "checkout", "--quiet", "main")
+    return History(template, old, new)
+
+
+@pytest.mark.slow
+def test_a_bake_ends_with_a_first_commit_on_the_branches_template_and_main(
+    history: History, output: Path
+) -> None:
+    signing = {
+        "GIT_CONFIG_COUNT": "2",
+        "GIT_CONFIG_KEY_0": "commit.gpgSign",
+        "GIT_CONFIG_VALUE_0": "true",
+        "GIT_CONFIG_KEY_1": "gpg.program",
+        "GIT_CONFIG_VALUE_1": "false",
+    }
+
+    done = history.template.cookiecutter(output, "--no-input", **signing)
+
+    project = BakedProject(output / "parcel-tracker", DEFAULTS)
+    assert done.stdout.endswith(
+        "parcel-tracker is there. Its first commit is on the branches main, which is yours, and "
+        "template (`make update`).\nNext: cd parcel-tracker && make run\n"
+    )
+    assert project.run("git", "branch", "--format=%(HEAD)%(refname:short)").split() == [
+        "*main",
+        "template",
+    ]
+    (first,) = project.run("git", "rev-list", "main").split()
+    assert project.run("git", "rev-parse", "template").strip() == first
+    assert project.run("git", "status", "--porcelain") == ""
+    assert set(project.run("git", "ls-files").splitlines()) == set(project.files())
+    record = json.loads(project.read(".cookiecutter.json"))
+    assert list(record) == ["template", "commit", "template_version", "cookiecutter"]
+    assert record["template"] == str(history.template.path)
+    assert record["commit"] == history.new
+
+
+NOBODY = {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "user.useConfigOnly",
+    "GIT_CONFIG_VALUE_0": "true",
+}
+"""Variables for git that leave it without a user, beside an empty HOME."""
+
+
+@pytest.mark.slow
+def test_a_bake_without_an_identity_of_git_has_a_neutral_one(
+    template: Template, output: Path, tmp_path: Path
+) -> None:
+    empty = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+
+    done = template.cookiecutter(output, "--no-input", **empty, **NOBODY)
+
+    assert "Its first commit is on" in done.stdout
+    author = git(output / "parcel-tracker", "log", "--format=%an <%ae>")
+    assert author == "cookiecutter <cookiecutter@localhost>\n"
+
+
+@pytest.mark.slow
+def test_a_bake_goes_without_a_repository_where_git_is_missing_or_fails(
+    template: Template, output: Path, tmp_path: Path
+) -> None:
+    missing = template.cookiecutter(output / "1", "--no-input", PATH=str(tmp_path))
+    failing = template.cookiecutter(
+        output / "2", "--no-input", GIT_OBJECT_DIRECTORY="/dev/null/objects"
+    )
+
+    assert (missing.returncode, failing.returncode) == (0, 0)
+    assert "git is not installed, so it has no repository" in missing.stdout
+    assert re.search(r"It has no repository: .*/dev/null/objects", failing.stdout)
+    for done, folder in ((missing, "1"), (failing, "2")):
+        assert done.stdout.endswith("\nNext: cd parcel-tracker && make run\n")
+        assert not (output / folder / "parcel-tracker" / ".git").exists()
+        assert (output / folder / "parcel-tracker" / ".engine.sha256").exists()
+
+
+@pytest.mark.slow
+def test_a_bake_inside_a_repository_leaves_the_commit_to_its_owner(
+    template: Template, output: Path
+) -> None:
+    git(output.parent, "init", "--quiet", str(output))
+
+    done = template.cookiecutter(output / "apps", "--no-input")
+
+    assert f"It is in the git repository {output.resolve()}: commit it there." in done.stdout
+    assert not (output / "apps" / "parcel-tracker" / ".git").exists()
+    assert git(output, "branch", "--all") == ""
+
+
+@pytest.mark.slow
+def test_the_location_is_the_url_that_was_cloned_and_a_changed_template_has_no_commit(
+    history: History, output: Path
+) -> None:
+    path = history.template.path
+    cloned = history.template.cookiecutter(
+        output / "1", "--no-input", location=f"git+file://{path}"
+    )
+    assert cloned.returncode == 0, cloned.stdout
+    leftover = path / RAW.name / "leftover.txt"
+    leftover.touch()
+    changed = history.template.cookiecutter(
+        output / "2", "--no-input", location=os.path.relpath(path, output / "2")
+    )
+    leftover.unlink()
+
+    assert changed.returncode == 0, changed.stdout
+    first, second = (
+        json.loads((output / folder / "parcel-tracker/.cookiecutter.json").read_text("utf-8"))
+        for folder in ("1", "2")
+    )
+    assert (first["template"], first["commit"]) == (f"file://{path}", history.new)
+    assert (second["template"], second["commit"]) == (str(path), None)
+
+
+def test_a_password_in_the_location_is_not_recorded() -> None:
+    for given, kept in (
+        ("https://ada:secret@example.org/t.git", "https://example.org/t.git"),
+        ("https://:secret@example.org/t.git", "https://example.org/t.git"),
+        ("ssh://git@example.org/t.git", "ssh://git@example.org/t.git"),
+        ("git@example.org:ada/t.git", "git@example.org:ada/t.git"),
+        ("gh:ada/t", "gh:ada/t"),
+    ):
+        found = local_extensions.source({"_template": given, "_commit": "1234"})
+        assert found == {"template": kept, "commit": "1234"}
+
+
+@pytest.mark.full
+def test_the_oldest_cookiecutter_bakes_beside_the_folder_for_cruft(
+    history: History, output: Path
+) -> None:
+    output.mkdir()
+    bake = ("cookiecutter", "--no-input", "--output-dir", str(output), str(history.template.path))
+
+    outcome = run(output, UV, "tool", "run", "--from", "cookiecutter==2.6.0", *bake)
+
+    assert outcome.code == 0, outcome.said
+    fresh = history.bake(output / "fresh", history.new)
+    assert BakedProject(output / "parcel-tracker", DEFAULTS).files() == fresh.files()
+
+
+@pytest.mark.full
+def test_cruft_creates_checks_and_updates_a_service(history: History, output: Path) -> None:
+    output.mkdir()
+    cruft = (UV, "tool", "run", "--from", "cruft==2.16.0", "cruft")
+    project = BakedProject(output / "parcel-tracker", DEFAULTS)
+    path = str(history.template.path)
+
+    created = run(output, *cruft, "create", path, "--no-input", f"--checkout={history.old}")
+    assert created.code == 0, created.said
+    assert "cruft updates it" in created.said
+    assert not (project.path / ".git").exists()
+    record = json.loads(project.read(".cookiecutter.json"))
+    assert (record["template"], record["commit"]) == (path, history.old)
+    owned(project)
+    assert run(project.path, *cruft, "check", "--checkout=main").code == 1
+
+    updated = run(project.path, *cruft, "update", "--skip-apply-ask", "--checkout=main")
+
+    assert updated.code == 0, updated.said
+    assert not list(project.path.rglob("*.rej"))
+    fresh = history.bake(output / "fresh", history.new)
+    edited = {path.format(package=project.package) for path in EDITS} | {".cruft.json"}
+    merged, baked = project.files(), fresh.files()
+    assert {path for path in merged.keys() | baked if merged.get(path) != baked.get(path)} == edited
+    for kept, texts in KEPT.items():
+        assert all(text in project.read(kept.format(package=project.package)) for text in texts)
+    commit(project.path, "Updated")
+    assert run(project.path, *cruft, "check", "--checkout=main").code == 0
+
+
+@pytest.mark.slow
+def test_an_update_brings_the_newer_version_and_keeps_what_the_owner_edited(
+    history: History, output: Path
+) -> None:
+    fresh = history.bake(output / "fresh", history.new)
+    project = owned(history.bake(output, history.old))
+    assert json.loads(project.read(".cookiecutter.json"))["commit"] == history.old
+
+    outcome = make_update(project)
+
+    assert outcome.code == 0, outcome.said
+    assert_merged(project, fresh)
+    assert "- **Handlers.**" in outcome.said
+    assert "- **Consuming.**" not in outcome.said
+    assert "New question shelf: answered 'blue'" in outcome.said
+    assert "The question bygone is gone" in outcome.said
+    assert "`service migrate` before" in outcome.said
+    assert "Requirements" not in outcome.said
+
+    again = make_update(project)
+
+    assert again.code == 0, again.said
+    assert "Nothing to merge" in again.said
+    assert "`service migrate`" not in again.said
+
+
+@pytest.mark.full
+def test_other_answers_are_merged_at_the_recorded_version(history: History, output: Path) -> None:
+    answers = {"operations_page": "no", "description": "It's Ada's, at 5"}
+    fresh = history.bake(output / "fresh", history.old, **answers)
+    project = owned(history.bake(output, history.old))
+
+    outcome = make_update(project, "ANSWERS=operations_page=no description=\"It's Ada's, at 5\"")
+
+    assert outcome.code == 2  # the description is a line of the README, which Ada has edited
+    assert conflicts(project) == {"README.md"}
+    assert_merged(project, fresh)
+    project.run("git", "merge", "--abort")
+    assert (project.path / "src" / "page").exists()
+
+    edit(project.path / "README.md", (r"Parcels of shelf 4711\.", f"{DEFAULTS['description']}."))
+    commit(project.path, "As the template has it")
+    outcome = make_update(project, "ANSWERS=operations_page=no description=\"It's Ada's, at 5\"")
+
+    assert outcome.code == 0, outcome.said
+    assert "It's Ada's, at 5." in project.read("README.md")
+    assert project.run("git", "rev-list", "--count", "template").strip() == "2"
+    assert not (project.path / "src" / "page").exists()
+
+
+@pytest.mark.full
+def test_an_edited_line_of_the_engine_is_merged_like_any_other(
+    history: History, output: Path
+) -> None:
+    project = owned(history.bake(output, history.old))
+    edit(project.path / "src/pipeline/settings.py", (r"\Z", "# Ada's.\n"))
+    edit(project.path / "src/pipeline/mistakes.py", (r"\Z", "# Ada's.\n"))
+    commit(project.path, "The engine")
+
+    outcome = update(project.path)
+
+    assert outcome.code == 0, outcome.said
+    assert project.read("src/pipeline/settings.py").endswith("# Ada's.\n")
+    assert "As it was" not in project.read("src/pipeline/settings.py")
+    assert project.read("src/pipeline/errors.py").endswith("# Ada's.\n")
+    warned = project.run(sys.executable, "dev/engine.py")
+    assert re.findall(r"(?m)^  \w+ +(\S+)$", warned) == [
+        "src/pipeline/errors.py",
+        "src/pipeline/settings.py",
+    ]
+
+
+@pytest.mark.full
+def test_an_engine_that_is_unedited_never_conflicts(history: History, output: Path) -> None:
+    """Even where the version that it came from is given wrong, as for one that records none."""
+    path, wrong = history.template.path, f"{RAW.name}/src/pipeline/settings.py"
+    git(path, "checkout", "--quiet", "--detach", history.old)
+    edit(path / wrong, (r"\A", "# Never.\n"))
+    never = commit(path, "Not an ancestor of the service")
+    git(path, "checkout", "--quiet", "main")
+    fresh = history.bake(output / "fresh", history.new)
+    project = owned(history.bake(output, history.old))
+
+    outcome = update(project.path, f"--from={never}", f"--to={history.new}")
+
+    assert outcome.code == 0, outcome.said
+    assert_merged(project, fresh)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", ["branch", "history"])
+def test_a_service_without_the_branch_gets_it_from_the_recorded_version(
+    history: History, output: Path, lost: str
+) -> None:
+    fresh = history.bake(output / "fresh", history.new)
+    project = history.bake(output, history.old)
+    if lost == "history":
+        shutil.rmtree(project.path / ".git")
+    else:
+        project.run("git", "branch", "--delete", "template")
+    owned(project)
+
+    outcome = update(project.path)
+
+    assert outcome.code == 0, outcome.said
+    assert_merged(project, fresh)
+    base = json.loads(project.run("git", "show", "template~1:.cookiecutter.json"))
+    assert base["commit"] == history.old
+
+
+@pytest.mark.full
+def test_a_clone_finds_the_branch_at_its_origin_and_a_squashed_update_is_known(
+    history: History, output: Path
+) -> None:
+    project = history.bake(output, history.old)
+    git(output, "clone", "--quiet", str(project.path), "clone")
+    clone = owned(BakedProject(output / "clone", project.answers))
+    clone.run("git", "checkout", "--quiet", "-b", "squashed")
+    assert update(clone.path).code == 0
+    clone.run("git", "checkout", "--quiet", "main")
+    clone.run("git", "merge", "--quiet", "--squash", "squashed")
+    commit(clone.path, "Squashed")
+    clone.run("git", "branch", "--quiet", "-D", "squashed")
+
+    outcome = update(clone.path, "operations_page=no")
+
+    assert outcome.code == 0, outcome.said
+    fresh = history.bake(output / "fresh", history.new, operations_page="no")
+    assert_merged(clone, fresh)
+
+
+@pytest.mark.full
+def test_services_of_one_repository_have_a_branch_each(history: History, output: Path) -> None:
+    git(output.parent, "init", "--quiet", "--initial-branch=main", str(output))
+    fresh = history.bake(output.parent / "fresh", history.new)
+    project = history.bake(output / "apps", history.old)
+    assert not (project.path / ".git").exists()
+    for name, value in ADA.items():
+        git(output, "config", name, value)
+    (output / "README.md").write_text("Ada's\n", "utf-8")
+    commit(output, "All")
+    for path, edits in EDITS.items():
+        edit(project.path / path.format(package=project.package), *edits)
+    commit(output, "Ada's edits")
+    elsewhere = output.parent / "unreleased"
+    git(output.parent, "clone", "--quiet", "--no-tags", str(history.template.path), str(elsewhere))
+
+    outcome = update(project.path, "--template=../../../unreleased")
+
+    assert outcome.code == 0, outcome.said
+    record = json.loads(project.read(".cookiecutter.json"))
+    assert (record["template"], record["commit"]) == (str(elsewhere), history.new)
+    assert git(output, "branch", "--list", "template*").split() == ["template-apps-parcel-tracker"]
+    edited = {path.format(package=project.package) for path in EDITS} | {".cookiecutter.json"}
+    merged, baked = project.files(), fresh.files()
+    assert {path for path in merged.keys() | baked if merged.get(path) != baked.get(path)} == edited
+    assert git(output, "status", "--porcelain") == ""
+    assert (output / "README.md").exists()
+
+
+@pytest.mark.slow
+def test_what_keeps_an_update_from_beginning_is_said_and_nothing_is_changed(
+    history: History, output: Path, tmp_path: Path
+) -> None:
+    project = owned(history.bake(output, history.old))
+    before = project.run("git", "for-each-ref")
+    record = project.read(".cookiecutter.json")
+
+    def refusal(*arguments: str, **environment: str) -> str:
+        outcome = update(project.path, *arguments, **environment)
+        assert outcome.code == 1
+        assert project.run("git", "for-each-ref") == before
+        assert not any((project.path / "build").glob("*"))
+        return outcome.said
+
+    assert "has no version 7.7" in refusal("--to=7.7")
+    assert "has no question colour" in refusal("colour=red")
+    assert "operations_page must be yes or no" in refusal("operations_page=maybe")
+    assert "would be run as a template" in refusal("description=<<1>>")
+    assert "So the template can't be cloned" in refusal("--template=nowhere")
+    assert "git is not installed" in refusal(PATH=str(tmp_path))
+    project.run("git", "config", "--unset", "user.email")
+    empty = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    assert "set user.name and user.email" in refusal(**empty, **NOBODY)
+    project.run("git", "config", "user.email", ADA["user.email"])
+    edit(project.path / "README.md", (r"\Z", "More.\n"))
+    assert "not committed" in refusal()
+    project.run("git", "checkout", "--quiet", "README.md")
+    project.run("git", "checkout", "--quiet", "template")
+    assert "check out your own branch" in refusal()
+    project.run("git", "checkout", "--quiet", "main")
+
+    edit(project.path / ".cookiecutter.json", (r'"commit": ".*"', '"commit": null'))
+    commit(project.path, "Unknown")
+    before = project.run("git", "for-each-ref")
+    assert "FROM=<its tag or commit>" in refusal()
+    assert "TO=<a version>" in refusal("operations_page=no")
+    (project.path / ".cookiecutter.json").write_text(record, "utf-8")
+    project.run("git", "checkout", "--quiet", "--orphan", "mine")
+    project.run("git", "commit", "--quiet", "--message", "Mine")
+    project.run("git", "branch", "--quiet", "--force", "template")
+    project.run("git", "rm", "--quiet", "--cached", ".cookiecutter.json")
+    before = project.run("git", "for-each-ref")
+    assert "not committed" in refusal()
+    shutil.rmtree(project.path / ".git")
+    outcome = update(project.path)
+    assert (outcome.code, "git repository first" in outcome.said) == (1, True)
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """The history of this repository, with the working tree as its newest commit."""
+    if git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("this clone is shallow: it has no old commits (git fetch --unshallow)")
+    if int(git(ROOT, "rev-list", "--count", "HEAD")) <= AGES[-1]:
+        pytest.skip(f"this repository has no {AGES[-1]} commits")
+    folder = tmp_path_factory.mktemp("grown")
+    (folder / "home" / "tmp").mkdir(parents=True)
+    (folder / "home" / "config.yaml").write_text(
+        f"cookiecutters_dir: {folder}\nreplay_dir: {folder / 'replay'}\n", "utf-8"
+    )
+    path = folder / "template"
+    git(folder, "clone", "--quiet", str(ROOT), str(path))
+    git(path, "checkout", "--quiet", "-B", "main")
+    old = git(path, "rev-parse", "HEAD").strip()
+    listed = git(ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
+    return History(Template(path, folder / "home"), old, commit(path, "The working tree"))
+
+
+def released() -> list[str]:
+    """Return the tags of releases; none where there is no repository."""
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "tag", "--list", "v[0-9]*"], capture_output=True, text=True
+    )
+    return listed.stdout.split()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", [*map(str, AGES), *released()])
+def test_a_service_of_an_old_commit_or_release_is_updated(
+    grown: History, output: Path, version: str
+) -> None:
+    start = (f"--skip={version}", "HEAD") if version.isdigit() else (version,)
+    old = git(ROOT, "rev-list", "--max-count=1", *start).strip()
+    fresh = grown.bake(output / "fresh", grown.new)
+    project = owned(grown.bake(output, old))
+
+    location = f"--template={grown.template.path}"
+    outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
+
+    assert outcome.code == (1 if conflicts(project) else 0), outcome.said
+    assert "What to do next" in outcome.said
+    assert_merged(project, fresh)
+
+
+@pytest.mark.full
+def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
+    grown: History, output: Path
+) -> None:
+    old = git(ROOT, "rev-list", f"--skip={AGES[0]}", "--max-count=1", "HEAD").strip()
+    project = grown.bake(output, old)
+    owned(project)
+    edit(project.path / "src/pipeline/settings.py", (r"\Z", "# Ada's.\n"))
+    commit(project.path, "The engine")
+
+    location = f"--template={grown.template.path}"
+    outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
+
+    assert "What to do next" in outcome.said
+    assert project.read("src/pipeline/settings.py").endswith("# Ada's.\n")
+    assert conflicts(project) <= {path.format(package=project.package) for path in EDITS}
+
+
+@pytest.mark.full
+def test_a_service_of_the_same_commit_gets_other_answers(grown: History, output: Path) -> None:
+    answers = dict.fromkeys(("outside_calls", "object_store", "operations_page"), "no")
+    fresh = grown.bake(output / "fresh", grown.new, **answers)
+    project = owned(grown.bake(output, grown.new))
+
+    outcome = update(project.path, *(f"{name}={answer}" for name, answer in answers.items()))
+
+    assert outcome.code == (1 if conflicts(project) else 0), outcome.said
+    assert_merged(project, fresh)
