@@ -303,7 +303,7 @@ class Confluent(Codec):
         if missing is None:
             raise StoreUnavailable(f"the schema {key} has not been fetched yet")
         raise Undecodable(
-            Reason.INVALID_ENVELOPE,
+            Reason.UNKNOWN_SCHEMA,
             f"{missing.text}: register it, or let the producer use the registry of"
             " PIPELINE_SCHEMA_REGISTRY_URL",
         )

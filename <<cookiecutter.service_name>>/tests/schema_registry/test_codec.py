@@ -278,7 +278,7 @@ async def test_an_unknown_id_is_a_dead_letter_with_the_id_and_is_not_requested_a
 ) -> None:
     one = codec()
     reason, text = await failure(one, kafka_record(b"\0\0\0\xff\xffx"))
-    assert reason == "invalid envelope"
+    assert reason == "unknown schema"
     assert "no schema 65535:" in text
     requests = len(proxy.paths)
     await failure(one, kafka_record(b"\0\0\0\xff\xffx"))
@@ -296,7 +296,7 @@ async def test_no_id_that_a_record_may_have_makes_the_registry_unavailable(
     proxy: Proxy, id: int
 ) -> None:
     reason, text = await failure(codec(), kafka_record(b"\0" + id.to_bytes(4) + b"x"))
-    assert (reason, f"no schema {id}:" in text) == ("invalid envelope", True)
+    assert (reason, f"no schema {id}:" in text) == ("unknown schema", True)
 
 
 @pytest.mark.parametrize("knows_guids", [True, False])
@@ -306,7 +306,7 @@ async def test_an_unknown_guid_is_a_dead_letter_also_where_a_registry_has_no_gui
     proxy.knows_guids = knows_guids
     guid = UUID(int=9_999_999)
     reason, text = await failure(codec(), kafka_record(b"x", [(HEADER, b"\1" + guid.bytes)]))
-    assert (reason, str(guid) in text) == ("invalid envelope", True)
+    assert (reason, str(guid) in text) == ("unknown schema", True)
 
 
 async def test_a_stream_of_unknown_ids_makes_few_requests_at_once(proxy: Proxy) -> None:

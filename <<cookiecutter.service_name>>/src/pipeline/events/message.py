@@ -50,6 +50,8 @@ class Reason(StrEnum):
     """The topic's codec finds no id in the record."""
     MISSING_TYPE = "missing type"
     """The topic's codec finds no type in the record."""
+    UNKNOWN_SCHEMA = "unknown schema"
+    """The record names a schema that the topic's codec can't have."""
 
 
 class Undecodable(Exception):
