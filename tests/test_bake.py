@@ -377,7 +377,8 @@ def test_make_alone_lists_the_commands(default_project: BakedProject) -> None:
 
     assert listed == [
         *("help", "setup", "up", "down", "run"),
-        *("test", "test-pooler", "check", "format", "requirements", "update", "clean"),
+        *("test", "test-pooler", "schema", "schema-check"),
+        *("check", "format", "requirements", "update", "clean"),
     ]
 
 
