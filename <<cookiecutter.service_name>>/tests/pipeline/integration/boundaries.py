@@ -39,6 +39,7 @@ BOUNDARIES = (
     Boundary("connection: open"),
     Boundary("connection: set up"),
     Boundary("schema: look at its revisions"),
+    Boundary("schema: compare its columns"),
     Boundary("retention: read the generation"),
     Boundary("retention: ask who owns the tables"),
     Boundary("retention: begin"),

@@ -20,6 +20,7 @@ from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
     revisions._APPLIED: "schema: look at its revisions",
+    revisions._WRONG_COLUMNS: "schema: compare its columns",
     partitions._NAMED_LIKE: "retention: list partitions",
     partitions._IS_OWNER: "retention: ask who owns the tables",
     partitions._BEGIN: "partition: lock",

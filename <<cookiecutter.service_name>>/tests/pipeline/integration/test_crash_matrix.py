@@ -157,9 +157,13 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
         await eventually(has_settled, PATIENCE)
 
 
+NO_PARTS = "pipeline.migrations", "pipeline.testing"
+"""What runs beside a service, and not in its processes."""
+
+
 def test_every_statement_that_the_engine_has_written_down_is_in_the_list() -> None:
     modules = pkgutil.walk_packages(pipeline.__path__, "pipeline.")
-    names = {one.name for one in modules if not one.name.startswith("pipeline.migrations")}
+    names = {one.name for one in modules if not one.name.startswith(NO_PARTS)}
     statements = [
         value
         for name in sorted(names.difference(BY_COMMANDS))
