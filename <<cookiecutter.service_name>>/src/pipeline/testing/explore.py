@@ -78,8 +78,9 @@ async def scenarios(
 async def _of_order(order: tuple[int, ...], count: Count | None) -> list[Scenario]:
     """Return the scenarios of one order."""
     found = [Scenario(order), Scenario(order, repeats=True), Scenario(order, is_batch=True)]
-    for one in (found[0], found[2]) if count else ():
-        found += [replace(one, dies_after=number) for number in range(await count(one))]
+    for one in (found[0], found[2]):
+        number = await count(one) if count else 0
+        found += [replace(one, dies_after=place) for place in range(number)]
     for fails in order:
         found += (Scenario(order, fails=fails), Scenario(order, is_batch=True, fails=fails))
     return found
