@@ -417,7 +417,7 @@ class Seen(Event, type="seen"):
     what: str
 
 
-@handlers.on(Seen, topic="sightings")
+@handlers.on(Seen, topic="sightings", consumer="see")
 async def note(event: Seen, tx: Transaction) -> str:
     return event.what
 

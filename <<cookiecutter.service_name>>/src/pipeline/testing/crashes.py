@@ -1,9 +1,9 @@
-"""Crashes: connections that end after a chosen statement, as those of a process that dies."""
+"""Crashes: connections that end at a chosen statement, as those of a process that dies."""
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import asyncpg
 import sqlalchemy as sa
@@ -19,12 +19,13 @@ _LONGEST = 70
 
 
 class Crash(NamedTuple):
-    """A place in the work of a process: after one of its statements."""
+    """A place in the work of a process, one of its statements, and what is lost there."""
 
     number: int
     """That of the statement, from 0 on."""
-    loses_answer: bool = False
-    """The connection is lost with the answer to the statement, and the process goes on."""
+    loses: Literal["process", "answer", "connection"] = "process"
+    """The process dies after the statement; or only its connection is lost, after the statement
+    with the answer to it, or before the statement is executed."""
 
 
 class MortalEngine:
@@ -58,6 +59,8 @@ class MortalEngine:
         """Begin with another process, which has this crash, or none and counts its statements."""
         self.statements: list[str] = []
         """Those that the process has executed, in their order."""
+        self.committed: set[int] = set()
+        """Numbers of those that have committed something: COMMIT, and all outside transactions."""
         self._crash = crash
         self._died, self._ends = asyncio.Event(), asyncio.Event()
 
@@ -66,6 +69,10 @@ class MortalEngine:
         prefix = "COPY " if name == "copy_records_to_table" else ""
 
         async def counted(one: asyncpg.Connection, text: str, *rest: Any, **named: Any) -> Any:
+            if self._is_counting and self._crash == (len(self.statements), "connection"):
+                self._crash = None
+                one.terminate()
+                raise asyncpg.ConnectionDoesNotExistError("the connection is lost")
             result = await method(one, text, *rest, **named)
             await self._executed(one, prefix + text)
             return result
@@ -75,10 +82,13 @@ class MortalEngine:
     async def _executed(self, connection: asyncpg.Connection, statement: str) -> None:
         if not self._is_counting:
             return
+        number = len(self.statements)
         self.statements.append(statement)
-        if self._crash is None or len(self.statements) != self._crash.number + 1:
+        if not connection.is_in_transaction() and not statement.startswith("ROLLBACK"):
+            self.committed.add(number)
+        if self._crash is None or number != self._crash.number:
             return
-        if self._crash.loses_answer:
+        if self._crash.loses == "answer":
             connection.terminate()
             raise asyncpg.ConnectionDoesNotExistError("the answer to the statement is lost")
         self._died.set()
@@ -115,10 +125,12 @@ def name_of(statement: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def crashes_of(statements: Sequence[str]) -> Iterator[tuple[Crash, str]]:
-    """Yield every crash of a process that executes these statements, and what happens in it."""
-    for number, one in enumerate(statements):
-        place = f"statement {number + 1} of {len(statements)}: {name_of(one)}"
+def crashes_of(process: MortalEngine) -> Iterator[tuple[Crash, str]]:
+    """Yield every crash of a process that executes the same, and what happens in it."""
+    for number, one in enumerate(process.statements):
+        place = f"statement {number + 1} of {len(process.statements)}: {name_of(one)}"
         yield Crash(number), f"the process dies after {place}"
+        if number in process.committed:
+            yield Crash(number, "answer"), f"the answer is lost to {place}"
         if one.startswith("COMMIT"):
-            yield Crash(number, loses_answer=True), f"the answer is lost to {place}"
+            yield Crash(number, "connection"), f"the connection is lost before {place}"

@@ -2,10 +2,11 @@
 
 import random
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import factorial, prod
 from typing import Any
 
+from pipeline.apply.batch import prepare
 from pipeline.events.message import Message
 from pipeline.handlers.policy import Park
 from pipeline.handlers.registry import Handler, Handlers
@@ -47,36 +48,41 @@ class Scenario:
         return [place for place in self.order for _ in range(2)] + [*self.order]
 
 
-def scenarios(
-    keys: Sequence[Hashable], at_most: int, statements: tuple[int, int] = (0, 0)
+Count = Callable[[Scenario], Awaitable[int]]
+
+
+async def scenarios(
+    keys: Sequence[Hashable], at_most: int, count: Count | None = None
 ) -> list[Scenario]:
     """Return scenarios for messages with these order keys: all, or `at_most` random ones.
 
-    Messages of one key keep their order. The process dies after each of the `statements`: so many
-    are executed for messages that come one by one, and so many for a batch.
+    Messages of one key keep their order. The process dies after each statement of a scenario; their
+    number is what `count` returns.
     """
     places: dict[Hashable, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
     orders = factorial(len(keys)) // prod(factorial(len(one)) for one in places.values())
-    if orders * len(_of_order(tuple(range(len(keys))), statements)) <= at_most:
-        return [one for order in _orders(places) for one in _of_order(order, statements)]
     chooser, found = random.Random(_SEED), dict[Scenario, None]()
+    if orders <= at_most:
+        every = [one for order in _orders(places) for one in await _of_order(order, count)]
+        return every if len(every) <= at_most else chooser.sample(every, at_most)
     while len(found) < at_most:
         shuffled = chooser.sample(keys, len(keys))
         left = {key: iter(of_key) for key, of_key in places.items()}
         order = tuple(next(left[key]) for key in shuffled)
-        found[chooser.choice(_of_order(order, statements))] = None
+        found[chooser.choice(await _of_order(order, count))] = None
     return [*found]
 
 
-def _of_order(order: tuple[int, ...], statements: tuple[int, int]) -> list[Scenario]:
+async def _of_order(order: tuple[int, ...], count: Count | None) -> list[Scenario]:
     """Return the scenarios of one order."""
     found = [Scenario(order), Scenario(order, repeats=True), Scenario(order, is_batch=True)]
+    for one in (found[0], found[2]):
+        number = await count(one) if count else 0
+        found += [replace(one, dies_after=place) for place in range(number)]
     for fails in order:
         found += (Scenario(order, fails=fails), Scenario(order, is_batch=True, fails=fails))
-    for is_batch, number in zip((False, True), statements, strict=True):
-        found += [Scenario(order, is_batch=is_batch, dies_after=one) for one in range(number)]
     return found
 
 
@@ -97,11 +103,13 @@ def keys_of(records: Sequence[KafkaRecord]) -> list[Hashable]:
     ]
 
 
-def failing_once(handlers: Handlers, message: Message) -> Handlers:
-    """Return handlers whose first call for the message fails when it has returned.
+async def failing_once(handlers: Handlers, record: KafkaRecord) -> Handlers:
+    """Return handlers whose first call for the record's message fails when it has returned.
 
     It is parked, so that it spends no attempt and is tried again after a second.
     """
+    await prepare(handlers, [record])
+    message = handlers.codec(record.topic).decode(record)
     failed: set[tuple[str, str]] = set()
 
     def function_of(handler: Handler) -> Callable[..., Awaitable[object]]:

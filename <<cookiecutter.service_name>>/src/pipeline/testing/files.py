@@ -38,10 +38,10 @@ class _Line(BaseModel):
     headers: list[tuple[str, _Content]] = []
     partition: int = 0
     timestamp: int | None = None
-    """In milliseconds; None: now."""
+    """In milliseconds. Without it, and unless times are kept: now."""
 
 
-def records_of(path: Path, handlers: Handlers) -> Iterator[KafkaRecord]:
+def records_of(path: Path, handlers: Handlers, *, keeps_times: bool) -> Iterator[KafkaRecord]:
     """Yield the record of each line. Raises `HarnessMisused` for one that has none."""
     for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
         if not text.strip():
@@ -59,5 +59,6 @@ def records_of(path: Path, handlers: Handlers) -> Iterator[KafkaRecord]:
         check_topic(handlers, line.topic)
         made = record(line.topic, line.value, key=line.key, headers={}, partition=line.partition)
         made.headers = tuple(line.headers)
-        made.timestamp = made.timestamp if line.timestamp is None else line.timestamp
+        if keeps_times and line.timestamp is not None:
+            made.timestamp = line.timestamp
         yield made

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from pipeline.apply.batch import prepare
 from pipeline.apply.positions import Slot
 from pipeline.events.event import Event
 from pipeline.handlers.registry import Handlers
@@ -33,6 +33,7 @@ from .stored import DeadLetter
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+_Check = Callable[[Any], Awaitable[None]]
 StandIn = Callable[[Any, Any], Awaitable[object]]
 """Takes the place of an effect's function: it gets the event and the `Call`."""
 
@@ -57,7 +58,7 @@ class Harness:
         self._database = database
         self._settings = database.settings()
         self._claims = open_claims(service, self._settings, folder)
-        self._did = Step()
+        self._did = Step(self._end_leases)
         self._mortals: MortalEngine | None = None
         self._mortal: MortalEngine | None = None
         self._start(service.handlers)
@@ -106,29 +107,35 @@ class Harness:
         made = record(topic, value, key=key, headers=headers or {}, partition=partition)
         return await self._handle([made])
 
-    async def handle_file(self, path: str | Path) -> Outcome:
+    async def handle_file(self, path: str | Path, *, keeps_times: bool = False) -> Outcome:
         """Handle the records of a file, of each partition as one batch.
 
         Each line is a record as `service dead show ID --json` writes it; a path is relative to the
-        working directory. The command hides secrets, so a payload with one is not that of
-        production. Raises `HarnessMisused` for a line without a record, and `OSError`.
+        working directory. Records are of now, or with `keeps_times` of the file's timestamps.
+        The command hides secrets, so a payload with one is not that of production. Raises
+        `HarnessMisused` for a line without a record, and `OSError`.
         """
-        return await self._handle([*records_of(Path(path), self.service.handlers)])
+        handlers = self.service.handlers
+        return await self._handle([*records_of(Path(path), handlers, keeps_times=keeps_times)])
 
     async def advance(
         self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0
     ) -> Outcome:
         """Let time pass: retries, scheduled events and gaps that become due, one after the other.
 
-        Stored times are moved back instead of waiting. Inbox markers age, too, and are forgotten
-        after `PIPELINE_INBOX_AGE`. Calls to the outside become due, and wait for `run_calls`.
+        The engine's stored times are moved back instead of waiting; clocks and the service's tables
+        stay as they are. Inbox markers age, too, and are forgotten after `PIPELINE_INBOX_AGE`.
+        Calls become due, and wait for `run_calls`. Raises `HarnessMisused` if this has no end.
         """
         left = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
         async def work() -> None:
             nonlocal left
             while left:
-                left = await self._query(stored.pass_time, left, self._settings)
+                before = left
+                left = await self._query(stored.pass_time, before, self._settings)
+                if left == before:  # something was due before
+                    self._did.next_round()
                 await self._query(stored.publish_due)
                 await self._process.work_off()
 
@@ -172,28 +179,16 @@ class Harness:
 
         In each order they also come twice, in one batch, and with a failure of each message's first
         call; with `crashes`, the process also dies after each statement. Every scenario begins with
-        a reset database, and a day passes before the `invariant` is called with the harness; it
-        raises `AssertionError`, with a note that has the scenario. Returns the number of scenarios;
-        of more than `at_most` that number is chosen, always the same. One takes about 10 ms a
-        message, and 30 ms more with a crash. Raises `HarnessMisused` as `handle` does.
+        a reset database, and a day passes before the `invariant` is called with the harness. What
+        it raises gets a note that has the scenario. Returns the number of scenarios; of more than
+        `at_most` that number is chosen, always the same. One takes about 10 ms a message, and more
+        with a crash. Raises `HarnessMisused` as `handle` does.
         """
         records = [self._record(one) for one in messages]
-        statements = 0, 0
-        if crashes:
-            order = tuple(range(len(records)))
-            statements = (
-                await self._play(Scenario(order), records, self._new_mortal()),
-                await self._play(Scenario(order, is_batch=True), records, self._new_mortal()),
-            )
-        found = scenarios(keys_of(records), at_most, statements)
-        for number, one in enumerate(found, 1):
-            crash = None if one.dies_after is None else Crash(one.dies_after)
-            await self._play(one, records, self._new_mortal(crash) if crash else None)
-            try:
-                await invariant(self)
-            except AssertionError as error:
-                error.add_note(f"scenario {number} of {len(found)}: {one}")
-                raise
+        play = partial(self._play, records, invariant, crashes)
+        found = await scenarios(keys_of(records), at_most, play if crashes else None)
+        for one in found:
+            await play(one)
         return len(found)
 
     async def each_crash(self) -> AsyncIterator[str]:
@@ -201,13 +196,14 @@ class Harness:
 
         First there is none. Then the process dies after each statement that it executes in a step:
         its connections end, its memory is lost, and another process does what is left of the step.
-        After a `COMMIT` also only the answer is lost. Yields what happens. Each time begins with a
-        reset database. `Outcome` may lack what a process has applied before it died.
+        Also only the answer to a statement that commits is lost, or the connection before `COMMIT`.
+        Yields what happens. Each time begins with a reset database. `Outcome` may lack what a
+        process has applied before it died.
         """
         counting = self._new_mortal()
         async with self._fresh(self.service.handlers, counting):
             yield "no crash"
-        for crash, text in [*crashes_of(counting.statements)]:
+        for crash, text in [*crashes_of(counting)]:
             async with self._fresh(self.service.handlers, self._new_mortal(crash)):
                 yield text
 
@@ -252,6 +248,9 @@ class Harness:
         )
         self._handlers = handlers
 
+    async def _end_leases(self) -> bool:
+        return self._mortal is not None and await self._query(stored.end_leases)
+
     def _new_mortal(self, crash: Crash | None = None) -> MortalEngine:
         self._mortals = self._mortals or MortalEngine(self._settings, name=self.service.name)
         self._mortals.begin(crash)
@@ -275,19 +274,24 @@ class Harness:
             await self._mortals.engine.dispose()
 
     async def _play(
-        self, scenario: Scenario, records: Sequence[KafkaRecord], mortal: MortalEngine | None
+        self, records: Sequence[KafkaRecord], invariant: _Check, crashes: bool, scenario: Scenario
     ) -> int:
         """Handle the records as the scenario says; return the number of counted statements."""
+        crash = None if scenario.dies_after is None else Crash(scenario.dies_after)
+        mortal = self._new_mortal(crash) if crashes else None
         handlers = self.service.handlers
         if scenario.fails is not None:
-            failing = records[scenario.fails]
-            await prepare(handlers, [failing])
-            handlers = failing_once(handlers, handlers.codec(failing.topic).decode(failing))
-        async with self._fresh(handlers, mortal):
-            sent = [replace(records[place]) for place in scenario.sent]
-            for batch in [sent] if scenario.is_batch else [[each] for each in sent]:
-                await self._handle(batch)
-            await self.advance(days=1)
+            handlers = await failing_once(handlers, records[scenario.fails])
+        try:
+            async with self._fresh(handlers, mortal):
+                sent = [replace(records[place]) for place in scenario.sent]
+                for batch in [sent] if scenario.is_batch else [[each] for each in sent]:
+                    await self._handle(batch)
+                await self.advance(days=1)
+            await invariant(self)
+        except Exception as error:
+            error.add_note(f"scenario: {scenario}")
+            raise
         return len(mortal.statements) if mortal else 0
 
     def _record(self, message: Event | Sent) -> KafkaRecord:
@@ -338,10 +342,6 @@ class Harness:
             self._start(self._handlers)
             await all_work()
 
-    async def _query(
-        self,
-        statement: Callable[..., Awaitable[R]],
-        *arguments: object,
-    ) -> R:
+    async def _query(self, statement: Callable[..., Awaitable[R]], *arguments: object) -> R:
         async with autocommitting(self.engine) as driver:
             return await statement(driver, *arguments)

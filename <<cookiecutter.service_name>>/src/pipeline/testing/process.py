@@ -1,7 +1,7 @@
 """A process of the service, as far as it handles messages: what it holds in memory."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
@@ -43,17 +43,29 @@ _HANGS = 3_600.0
 class Step:
     """What processes have done in a step of a test."""
 
+    end_leases: Callable[[], Awaitable[bool]]
+    """Lets the leases of lanes end; returns whether there were any."""
     outcomes: list[BatchOutcome] = field(default_factory=list)
     """Those of its transactions."""
     skipped: int = 0
     """Records of a type that no handler takes."""
     rounds: int = 0
-    """Lanes of the backlog that were served."""
+    """Lanes of the backlog that were served, and times that something was due at once."""
 
     def begin(self) -> None:
         """Forget the step before."""
         self.outcomes.clear()
         self.skipped = self.rounds = 0
+
+    def next_round(self) -> None:
+        """Count a round. Raises `HarnessMisused` if there have been too many."""
+        self.rounds += 1
+        if self.rounds > _ROUNDS:
+            raise HarnessMisused(
+                f"after {_ROUNDS} rounds of retries there are more: raise Park or Retry with a"
+                " longer after=, or advance by less time; and leave no row of pipeline.backlog"
+                " locked, or of a consumer without a handler"
+            )
 
 
 class _Recording(ConsumeTransactions):
@@ -106,7 +118,7 @@ class Process:
         start = self._positions.pop(slot, None)
         while True:
             if start is None:
-                start = await self._position(slot)
+                start = await self._attempts()(self._position, slot)
             if records[0].offset < 0:  # they are new
                 for place, one in enumerate(records):
                     one.offset = start + place
@@ -138,13 +150,9 @@ class Process:
             await self._work_off(kind(consume, self._health))
 
     async def _work_off(self, workers: BacklogWorkers) -> None:
-        while await workers.work_off():
-            self._step.rounds += 1
-            if self._step.rounds > _ROUNDS:
-                raise HarnessMisused(
-                    f"after {_ROUNDS} rounds of retries there are more: raise Park or Retry with a"
-                    " longer after=, or advance by less time"
-                )
+        # Nothing else works: a lane that is leased now was claimed, and the answer was lost.
+        while await workers.work_off() or await self._step.end_leases():
+            self._step.next_round()
 
     async def _position(self, slot: Slot) -> int:
         """Return the position of a partition, which begins at 0."""

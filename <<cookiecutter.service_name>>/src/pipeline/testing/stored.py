@@ -74,7 +74,8 @@ SELECT encode(key, 'hex') AS id, consumer, reason, error, attempts, topic,
  ORDER BY died_at, order_key, sequence, partition, "offset"
 """
 _END_LEASES = """
-UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lease_until IS NOT NULL
+UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()
+ WHERE lease_until >= clock_timestamp()
 """
 _PLACES = "SELECT key, lane, order_key FROM pipeline.backlog WHERE encode(key, 'hex') = ANY ($1)"
 
@@ -189,9 +190,9 @@ async def pass_time(driver: asyncpg.Connection, time: timedelta, settings: Setti
     return left
 
 
-async def end_leases(driver: asyncpg.Connection) -> None:
-    """Let the leases of lanes end, as they do after a process has died."""
-    await driver.execute(_END_LEASES)
+async def end_leases(driver: asyncpg.Connection) -> bool:
+    """Let leases of lanes end, as they do when their process is dead; return if there were any."""
+    return bool(await driver.execute(_END_LEASES) != "UPDATE 0")
 
 
 async def publish_due(driver: asyncpg.Connection) -> None:

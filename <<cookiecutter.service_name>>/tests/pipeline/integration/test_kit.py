@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import time
 from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
@@ -233,6 +234,16 @@ async def test_what_is_parked_without_a_delay_ends_with_advice(harness: Harness)
         await harness.advance(hours=2)
 
 
+async def test_time_does_not_pass_over_a_row_that_no_handler_takes(harness: Harness) -> None:
+    rules.raises[2] = [ValueError("two")]
+    await harness.handle(deposit(2))
+    async with harness.session() as session:
+        await session.execute(sa.text("UPDATE pipeline.backlog SET consumer = 'removed'"))
+    async with asyncio.timeout(300):
+        with pytest.raises(HarnessMisused, match=r"no row of pipeline\.backlog locked"):
+            await harness.advance(hours=1)
+
+
 async def test_a_raw_record_is_decoded_as_in_the_service(harness: Harness) -> None:
     outcome = await harness.handle_record(TOPIC, b"{}", key=b"ada", headers={"ce_id": "1"})
     (failure,) = outcome.failures
@@ -330,17 +341,56 @@ async def test_explore_names_the_scenario_in_which_an_invariant_is_violated(
         await harness.explore([deposit(1), deposit(9, "bob")], invariant=bob_is_last)
     # The first is parked, and applied after the second.
     assert raised.value.__notes__ == [
-        "scenario 4 of 14: messages in the order 0, 1; the first call for 0 fails"
+        "scenario: messages in the order 0, 1; the first call for 0 fails"
     ]
+
+    async def bob_is_there(harness: Harness) -> None:
+        await harness.get(Account, "bob")
+
+    with pytest.raises(sa.exc.NoResultFound) as wrong:
+        await harness.explore([deposit(1)], invariant=bob_is_there)
+    assert wrong.value.__notes__ == ["scenario: messages in the order 0"]
+    rules.raises[2] = [asyncpg.TooManyConnectionsError("full") for _ in range(5)]
+    with pytest.raises(asyncpg.TooManyConnectionsError) as outage:
+        await harness.explore([deposit(2)], invariant=bob_is_last, crashes=True)
+    assert outage.value.__notes__ == ["scenario: messages in the order 0"]
     with pytest.raises(HarnessMisused, match="no handler takes Booked"):
         await harness.explore([Booked(account="a", balance=1)], invariant=bob_is_last)
 
 
-def test_every_order_that_keeps_that_of_a_key_is_explored() -> None:
-    found = {one.order for one in scenarios(["a", "b", "a"], at_most=100)}
+async def test_every_order_that_keeps_that_of_a_key_is_explored() -> None:
+    found = {one.order for one in await scenarios(["a", "b", "a"], 100)}
     assert found == {(0, 1, 2), (0, 2, 1), (1, 0, 2)}
-    assert len(scenarios(range(12), at_most=50)) == 50
+    assert len(await scenarios(range(12), 50)) == 50
     assert Scenario((1, 0), repeats=True).sent == [1, 1, 0, 0, 1, 0]
+
+
+async def statements_of(one: Scenario) -> int:
+    """Return more statements for another order, and only one for a batch."""
+    return 1 if one.is_batch else 3 + one.order[0]
+
+
+async def test_the_process_dies_after_each_statement_of_each_order() -> None:
+    found = [one for one in await scenarios("ab", 100, statements_of) if one.dies_after is not None]
+    assert {(one.order[0], one.is_batch, one.dies_after) for one in found} == {
+        *((0, False, number) for number in range(3)),
+        *((1, False, number) for number in range(4)),
+        (0, True, 0),
+        (1, True, 0),
+    }
+    assert len(found) == 9
+    # 14 scenarios without a crash: all are counted before some are chosen.
+    assert len(await scenarios("ab", 20, statements_of)) == 20
+
+
+async def test_a_chosen_crash_is_one_that_its_order_has() -> None:
+    found = await scenarios("abcdefgh", 500, statements_of)
+    crashes = [one for one in found if one.dies_after is not None]
+    assert len(found) == len(set(found)) == 500
+    for one in crashes:
+        assert one.dies_after is not None
+        assert one.dies_after < await statements_of(one)
+    assert max(one.dies_after or 0 for one in crashes) > 3  # more than the first order has
 
 
 async def test_the_outcome_has_what_was_logged_and_counted(harness: Harness) -> None:
@@ -389,6 +439,28 @@ async def test_a_dead_letter_that_was_exported_is_handled_from_its_file(
         assert failure.reason == "missing attribute"
         (letter,) = await another.dead_letters()
         assert (letter.key, letter.value) == (b"\xfe", b"\xff")
+
+
+async def test_a_record_of_a_file_is_of_now_unless_its_time_is_kept(
+    harness: Harness, tmp_path: Path
+) -> None:
+    await harness.advance(days=20)  # the inbox forgets, so it knows what is too old
+    headers = {"ce_specversion": "1.0", "ce_id": "1", "ce_source": "/a", "ce_type": "deposited"}
+    line = {
+        "topic": TOPIC,
+        "headers": [*headers.items()],
+        "value": {"json": {"account": "ada", "amount": 2}},
+        "timestamp": round(1_000 * (time() - 60 * 86_400)),
+    }
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps(line))
+    rules.raises[2] = [Reject("as in production")]
+    (too_old,) = (await harness.handle_file(path, keeps_times=True)).failures
+    assert too_old.reason == "too old"
+    line["headers"] = [*(headers | {"ce_id": "2"}).items()]
+    path.write_text(json.dumps(line))
+    (failure,) = (await harness.handle_file(path)).failures
+    assert failure.error == "Reject: as in production"
 
 
 async def test_a_file_is_written_by_hand_and_a_wrong_line_is_named(
@@ -452,7 +524,13 @@ async def test_a_process_dies_after_each_statement_and_each_message_counts_once(
     text = "\n".join(crashes)
     for place in ("INSERT INTO pipeline.inbox", "INSERT INTO account", "COPY outbox", "COMMIT"):
         assert f": {place}" in text
-    assert text.count("the answer is lost to statement") == text.count(": COMMIT;") / 2 > 1
+    commits = text.count(": COMMIT;") / 3
+    assert text.count("the connection is lost before statement") == commits > 1
+    answers = [one.partition(": ")[2] for one in crashes if one.startswith("the answer is lost")]
+    assert answers.count("COMMIT;") == commits
+    # Claims and releases of lanes commit by themselves.
+    assert sum(one.startswith("UPDATE pipeline.backlog_lane") for one in answers) > 1
+    assert not any(one.startswith(("BEGIN", "ROLLBACK", "INSERT INTO account")) for one in answers)
     assert (await harness.handle(deposit(1), id="later")).applied == ["book"]
 
 
@@ -483,9 +561,9 @@ async def test_explore_lets_the_process_die(
     number = await harness.explore(messages, invariant=sum_is_6, crashes=True, at_most=60)
     deaths = [one for one in caplog.messages if one.startswith("the process has died after")]
     assert number == 60 > len(deaths) > 40
-    crash = Scenario((0,), dies_after=3)
-    assert str(crash).endswith("; the process dies after statement 4")
-    assert crash in scenarios(["a"], 100, statements=(4, 0))
+    crash = Scenario((0,), dies_after=2)
+    assert str(crash).endswith("; the process dies after statement 3")
+    assert crash in await scenarios(["a"], 100, statements_of)
 
 
 async def test_a_transaction_that_a_test_has_left_open_is_named(
