@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
+from urllib.parse import quote
 from uuid import UUID
 
 import httpx2
@@ -94,7 +95,32 @@ class Session:
         """
         if self._settings.auto_register:
             await self._ask(lambda client: client.register_schema(subject, schema))
+        return await self.lookup(subject, schema)
+
+    async def lookup(self, subject: str, schema: Schema) -> RegisteredSchema:
+        """Return the version of a subject that is this schema. Raises as `registered` does."""
         return await self._ask(lambda client: client.lookup_schema(subject, schema))
+
+    async def compared(self, subject: str, schema: Schema) -> tuple[str, str | None]:
+        """Return a subject's level, and why it forbids a schema. Raises as `registered` does."""
+
+        async def compare(client: AsyncSchemaRegistryClient) -> str | None:
+            # The client's own method does not return the reasons.
+            answer = await client._rest_client.post(f"{path}?verbose=true", body=schema.to_dict())
+            if answer["is_compatible"]:
+                return None
+            reasons = answer.get("messages") or [answer.get("reason")]  # Confluent; Apicurio
+            return "; ".join(str(one) for one in reasons if one) or "the registry gives no reason"
+
+        applied = level = ""
+        with suppress(Unknown):
+            applied = level = await self._ask(lambda client: client.get_compatibility(subject))
+        if level in ("", "NONE"):  # Apicurio: NONE also where its global level applies
+            applied = await self._ask(lambda client: client.get_compatibility())
+        # At any level Apicurio compares with all versions if none is named.
+        version = "" if applied.endswith("_TRANSITIVE") else "/latest"
+        path = f"compatibility/subjects/{quote(subject, safe='')}/versions{version}"
+        return level or applied, await self._ask(compare)
 
     async def _ask(self, call: Call[T]) -> T:
         async with self._gate:

@@ -122,7 +122,7 @@ class Confluent(Codec):
         self._identity = identity
         self._types = dict(types)
         self._strategy = strategy
-        self._own = dict(schemas)
+        self.schemas = dict(schemas)
         self._readers: dict[str, Avro] = {}
         for event, schema in schemas.items():
             self._add_own(event, schema)
@@ -160,7 +160,7 @@ class Confluent(Codec):
         """
         async with self._connect().session() as session:
             for event in events:
-                own = self._own.get(event)
+                own = self.schemas.get(event)
                 writer = await self._writer(session, topic, event, own)
                 self._writers[topic, event.event_type] = writer
             with suppress(StoreUnavailable):
@@ -169,12 +169,16 @@ class Confluent(Codec):
                         writer = await self._writer(session, topic, event, None)
                         self._writers[topic, event.event_type] = writer
 
+    def subject(self, topic: str, event: type[Event]) -> tuple[str, str]:
+        """Return the subject of an event in a topic, and the full name of its records."""
+        names = (name for name, one in self._types.items() if one is event)
+        name = next(names, event.event_type)
+        return self._strategy.subject(topic, name), name
+
     async def _writer(
         self, session: Session, topic: str, event: type[Event], own: Schema | None
     ) -> _Writer:
-        names = [name for name, one in self._types.items() if one is event]
-        name = names[0] if names else event.event_type
-        subject = self._strategy.subject(topic, name)
+        subject, name = self.subject(topic, event)
         try:
             if own is None:
                 registered = await session.latest(subject)
