@@ -346,6 +346,10 @@ def test_every_container_goes_without_root_and_without_a_writable_file(
             "capabilities": {"drop": ["ALL"]},
         }
         assert container["resources"]["limits"]["memory"]
+        # Of what is written, only temporary files, which schemas of Protobuf need.
+        temporary = {"name": "temporary", "emptyDir": {"sizeLimit": "64Mi"}}
+        assert temporary in pod["spec"]["volumes"]
+        assert {"name": "temporary", "mountPath": "/tmp"} in container["volumeMounts"]
 
 
 def secrets(objects: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
@@ -594,7 +598,7 @@ def test_the_service_of_compose_reaches_the_listener_that_kafka_has_for_it(
     kafka = together["kafka"]["environment"]
     for name in ("migration", "topics", "consumer", "relay"):
         service = together[name]
-        assert service["read_only"] is True
+        assert (service["read_only"], service["tmpfs"]) == (True, ["/tmp"])
         assert service["cap_drop"] == ["ALL"]
         address = service["environment"]["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"]
         assert f"INSIDE://{address}" in kafka["KAFKA_ADVERTISED_LISTENERS"].split(",")

@@ -17,6 +17,7 @@ from page.commands import group as page_commands
 from pipeline import Service
 # <% if cookiecutter.schema_registry == "yes" %>
 from schema_registry import RegistrySettings
+from schema_registry.commands import group as registry_commands
 # <% endif %>
 
 from .handlers import handlers
@@ -63,6 +64,9 @@ main = command_line(
     # <% endif %>
     # <% if cookiecutter.operations_page == "yes" %>
     page=page_commands(service),
+    # <% endif %>
+    # <% if cookiecutter.schema_registry == "yes" %>
+    registry=registry_commands(service),
     # <% endif %>
     schema=schema_commands(service),
 )

@@ -15,6 +15,7 @@ import orjson
 from confluent_kafka.schema_registry import Schema
 from fastavro import _read_py as careful  # in Python, and with its limit of recursion
 
+from .avro_shape import Shape
 from .formats import Misfit, text_of
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -25,9 +26,16 @@ def _uuid_of(data: bytes, *schemas: object) -> UUID:
     return UUID(bytes=data)
 
 
-# The newer of the two types of a UUID, which fastavro does not know.
+def _decimal_of(data: bytes, schema: dict[Any, Any] | None, *schemas: object) -> Decimal:
+    # Of a text, since arithmetic rounds; the limit of Python to digits of such a text remains.
+    return Decimal(f"{int.from_bytes(data, signed=True)}E{-(schema or {}).get('scale', 0)}")
+
+
+# The newer of the two types of a UUID, which fastavro does not know, and decimals, which it rounds
+# to the schema's precision.
 for _readers in (fastavro.read.LOGICAL_READERS, vars(careful)["LOGICAL_READERS"]):
     _readers["fixed-uuid"] = _uuid_of
+    _readers["bytes-decimal"] = _readers["fixed-decimal"] = _decimal_of
 
 
 class Avro:
@@ -59,8 +67,11 @@ class Avro:
         definitions = json.dumps(self._named)
         self._has_floats = '"float"' in definitions or '"double"' in definitions
         # fastavro's compiled reader has no limit, and ends the process in a deep recursion.
-        is_recursive = any(_is_recursive(one, self._named, frozenset()) for one in records)
-        self._reader = careful.schemaless_reader if is_recursive else fastavro.schemaless_reader
+        shape = Shape(self._named)
+        for definition in records:
+            shape.takes_bytes(definition)
+        compiled = fastavro.schemaless_reader
+        self._reader = careful.schemaless_reader if shape.is_recursive else compiled
         self._readers: dict[str, dict[str, Any] | None] = {}
         for name in self.names:
             other = reader_of(name)
@@ -77,21 +88,35 @@ class Avro:
 
     def read(self, body: bytes, indexes: list[int] | None) -> tuple[str | None, bytes]:
         """Return the name of the record and its value as JSON. Raises `Misfit`."""
+        name, body = self._branch_of(body)
+        return name, self._json(name, body, self._readers[name])
+
+    def as_written(self, body: bytes, data: bytes) -> bytes:
+        """Return the value as JSON by the writer's schema alone. Raises `Misfit`.
+
+        `data` is the JSON that `read` has returned.
+        """
+        name, body = self._branch_of(body)
+        return data if self._readers[name] is None else self._json(name, body, None)
+
+    def _branch_of(self, body: bytes) -> tuple[str, bytes]:
+        """Return the name of a payload's record, and what is behind its number in a union."""
         names = list(self.names)
-        place = 0
-        if self._is_union:
-            if not body or body[0] % 2 or body[0] // 2 >= len(names):
-                raise Misfit("the payload begins with no branch of the union")
-            place, body = body[0] // 2, body[1:]
-        name = names[place]
+        if not self._is_union:
+            return names[0], body
+        if not body or body[0] % 2 or body[0] // 2 >= len(names):
+            raise Misfit("the payload begins with no branch of the union")
+        return names[body[0] // 2], body[1:]
+
+    def _json(self, name: str, body: bytes, reader: dict[str, Any] | None) -> bytes:
         stream = io.BytesIO(body)
         try:
-            value = self._reader(stream, self._records[name], self._readers[name])
+            value = self._reader(stream, self._records[name], reader)
             if stream.tell() < len(body):
                 raise Misfit(f"{len(body) - stream.tell()} bytes are left behind the record")
             if self._has_floats:
                 value = _without_nan(value)
-            return name, orjson.dumps(value, default=_as_json, option=orjson.OPT_UTC_Z)
+            return orjson.dumps(value, default=_as_json, option=orjson.OPT_UTC_Z)
         except Misfit:
             raise
         except (EOFError, IndexError):
@@ -144,13 +169,20 @@ class Avro:
             logical = schema.get("logicalType", kind) if isinstance(schema, dict) else kind
             raise Misfit(f"{path}: the value is no {logical}") from None
 
-    def _branch(self, branches: list[Any], value: Any, path: str) -> Any:
+    def _branch(self, branches: list[Any], value: Any, path: str) -> tuple[str, Any]:
+        """Return the name of the one branch that fits, and the value; of a number the first."""
+        fitting = []
         for branch in branches:
             try:
-                return self._value(branch, value, path)
+                fitting.append((_branch_name(branch), self._value(branch, value, path)))
             except Misfit as error:
                 misfit = error
-        raise misfit
+        if not fitting:
+            raise misfit
+        if len(fitting) > 1 and type(value) not in (int, Decimal):
+            names = ", ".join(name for name, _ in fitting)
+            raise Misfit(f"{path}: the value fits several branches of the union: {names}")
+        return fitting[0]
 
     def _fields(self, schema: Any, value: dict[str, Any], path: str) -> dict[str, Any]:
         fields = {field["name"]: field for field in schema["fields"]}
@@ -194,6 +226,14 @@ def _leaf(kind: str, schema: Mapping[str, Any], value: Any) -> Any:
     raise ValueError
 
 
+def _branch_name(branch: Any) -> str:
+    """Return the name by which fastavro's writer finds a branch."""
+    if isinstance(branch, str):
+        return branch
+    name: str = branch.get("name", branch["type"])
+    return name
+
+
 def _moment(logical: str, value: str) -> date | time | datetime:
     if logical == "date":
         return date.fromisoformat(value)
@@ -222,21 +262,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(one) for one in value]
     return value
-
-
-def _is_recursive(schema: Any, named: Mapping[str, Any], inside: frozenset[str]) -> bool:
-    """Whether a value may contain another one of its own type."""
-    if isinstance(schema, str):
-        if schema in inside:
-            return True
-        return schema in named and _is_recursive(named[schema], named, inside)
-    if isinstance(schema, list):
-        return any(_is_recursive(one, named, inside) for one in schema)
-    kind = schema["type"]
-    if kind == "record":
-        inside |= {schema["name"]}
-        return any(_is_recursive(field["type"], named, inside) for field in schema["fields"])
-    parts = [schema[name] for name in ("items", "values") if name in schema]
-    if isinstance(kind, list | dict):
-        parts.append(kind)
-    return any(_is_recursive(one, named, inside) for one in parts)

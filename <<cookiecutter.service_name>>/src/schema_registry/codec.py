@@ -1,35 +1,31 @@
 """The codec `Confluent`: records in Confluent's wire format become events, and events records."""
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NoReturn
 
-from cachetools import LRUCache
 from confluent_kafka.schema_registry import Schema
 from confluent_kafka.schema_registry.serde import SchemaId
 
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.events.cloudevents import decode, refers
 from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
-from pipeline.events.event import Event, Unpublishable
+from pipeline.events.event import Event, Tombstone, Unpublishable
 from pipeline.events.message import Message, Reason, Record, Undecodable
+from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Identity, Plain
 
 from .avro import Avro
 from .client import Registry, Session, Unknown
-from .formats import Format, JsonSchema, Misfit
-from .framing import HEADER, SchemaKey, Unframed, key_of, parse
-from .protobuf import Protobuf
+from .formats import Format, Misfit
+from .framing import HEADER, Unframed, key_of, parse
+from .schemas import Schemas, parsed, unparsable
 
-_UNKNOWN_AT_MOST = 10_000
-"""Ids without a schema that a codec keeps in memory."""
 _REPLACED = {"content-type", "ce_datacontenttype", HEADER}
 """Headers that describe the bytes of the record, which `Message.data` does not have."""
 _BINARY = CloudEvents()
+_UNHASHED = bytes(16)
 
 
 class Strategy(Enum):
@@ -49,13 +45,6 @@ class Strategy(Enum):
             Strategy.RECORD: name,
             Strategy.TOPIC_RECORD: f"{topic}-{name}",
         }[self]
-
-
-class _Missing(NamedTuple):
-    """There is no schema that can be used for an id."""
-
-    text: str
-    since: float
 
 
 class _Decoded(NamedTuple):
@@ -122,18 +111,17 @@ class Confluent(Codec):
         self._identity = identity
         self._types = dict(types)
         self._strategy = strategy
-        self._own = dict(schemas)
+        self.schemas = dict(schemas)
         self._readers: dict[str, Avro] = {}
         for event, schema in schemas.items():
             self._add_own(event, schema)
         self._registry: Registry | None = None
-        self._schemas: LRUCache[SchemaKey, Format] = LRUCache(1)
-        self._missing: LRUCache[SchemaKey, _Missing] = LRUCache(_UNKNOWN_AT_MOST)
+        self._schemas = Schemas(self._connect, self._readers)
         self._writers: dict[tuple[str, str], _Writer] = {}
 
     def _add_own(self, event: type[Event], schema: Schema) -> None:
         try:
-            format = _parsed(schema, {})
+            format = parsed(schema, {})
         except Exception as error:  # of any of the libraries
             raise ValueError(
                 f"the schema of {event.__name__} is invalid: {describe_error(error)}"
@@ -149,38 +137,36 @@ class Confluent(Codec):
         """Return the registry. Raises `Misconfigured`."""
         if self._registry is None:
             self._registry = Registry.of_environment()
-            self._schemas = LRUCache(self._registry.settings.schemas)
         return self._registry
 
     async def open(self, topic: str, events: Sequence[type[Event]]) -> None:
-        """Fetch the schemas of published events.
+        """Fetch the schemas of published events. It may be called again for others.
 
-        Those of other events are fetched where there are any, to write records for tests. Raises
-        `Unpublishable`, `StoreUnavailable`, and `Misconfigured`.
+        Events of other topics, which tests write, are written by the latest schema of the subject.
+        Raises `Unpublishable`, `StoreUnavailable`, and `Misconfigured`.
         """
         async with self._connect().session() as session:
             for event in events:
-                own = self._own.get(event)
+                own = self.schemas.get(event) if event.event_topic == topic else None
                 writer = await self._writer(session, topic, event, own)
                 self._writers[topic, event.event_type] = writer
-            with suppress(StoreUnavailable):
-                for event in {*self._types.values()} - {*events}:
-                    with suppress(Unpublishable):
-                        writer = await self._writer(session, topic, event, None)
-                        self._writers[topic, event.event_type] = writer
+
+    def subject(self, topic: str, event: type[Event]) -> tuple[str, str]:
+        """Return the subject of an event in a topic, and the full name of its records."""
+        names = (name for name, one in self._types.items() if one is event)
+        name = next(names, event.event_type)
+        return self._strategy.subject(topic, name), name
 
     async def _writer(
         self, session: Session, topic: str, event: type[Event], own: Schema | None
     ) -> _Writer:
-        names = [name for name, one in self._types.items() if one is event]
-        name = names[0] if names else event.event_type
-        subject = self._strategy.subject(topic, name)
+        subject, name = self.subject(topic, event)
         try:
             if own is None:
                 registered = await session.latest(subject)
             else:
                 registered = await session.registered(subject, own)
-            format = _parsed(registered.schema, await session.references(registered.schema))
+            format = parsed(registered.schema, await session.references(registered.schema))
         except Unknown as error:
             what = "has no schema" if own is None else "does not have the schema of the code"
             raise Unpublishable(
@@ -190,6 +176,8 @@ class Confluent(Codec):
             ) from None
         except StoreUnavailable:
             raise
+        except (MemoryError, OSError) as error:  # of this host, and not of the schema
+            raise StoreUnavailable(unparsable(f"of {subject!r}", error)) from error
         except Exception as error:  # of any of the libraries
             raise Unpublishable(
                 f"{event.__name__} can't be written: the schema of {subject!r} can't be used:"
@@ -225,52 +213,23 @@ class Confluent(Codec):
 
     async def prepare(self, records: Sequence[Record]) -> None:
         """Fetch the schemas that the records name. Raises `StoreUnavailable`."""
-        settings = self._connect().settings
-        young = time.monotonic() - settings.unknown_age
-        wanted = set[SchemaKey]()
-        for record in records:
-            try:
-                key = key_of(record)
-            except Unframed:
-                continue
-            missing = self._missing.get(key)
-            if key not in self._schemas and (missing is None or missing.since < young):
-                wanted.add(key)
-        if not wanted:
-            return
-        async with self._connect().session() as session:
-            done = await asyncio.gather(
-                *(self._fetch(session, key) for key in wanted), return_exceptions=True
-            )
-        for error in done:
-            if error is not None:
-                raise error
-
-    async def _fetch(self, session: Session, key: SchemaKey) -> None:
-        try:
-            schema, references = await session.schema(key)
-            format = _parsed(schema, references, self._readers)
-        except StoreUnavailable:
-            raise
-        except Unknown:
-            text = f"the schema registry has no schema {key}"
-        except Exception as error:  # of any of the libraries
-            text = f"the schema {key} can't be used: {describe_error(error)}"
-        else:
-            self._schemas[key] = format
-            self._missing.pop(key, None)
-            return
-        self._missing[key] = _Missing(text, time.monotonic())
+        await self._schemas.prepare(records)
 
     def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
         """Decode a record. Raises `Undecodable`, and `StoreUnavailable` without `prepare`."""
+        if record.value is None and self._identity is not None:
+            tombstones = Plain(type=Tombstone.event_type, identity=self._identity)
+            return tombstones.decode(record, hash=hash)
         if record.value is None or (not record.value and refers(record)):
             return _BINARY.decode(record, hash=hash)
         try:
             key = key_of(record)
-            format = self._format(key)
+            format = self._schemas.format(key)
             frame = parse(record, format.kind)
             name, data = format.read(frame.body, frame.indexes)
+            written = data
+            if hash is None and isinstance(format, Avro):
+                written = format.as_written(frame.body, data)
         except Unframed as error:
             raise Undecodable(
                 Reason.INVALID_ENVELOPE,
@@ -293,20 +252,14 @@ class Confluent(Codec):
             data,
             [*headers, ("content-type", b"application/json")],
         )
-        return self._named(decoded, name, hash)
-
-    def _format(self, key: SchemaKey) -> Format:
-        format = self._schemas.get(key)
-        if format is not None:
-            return format
-        missing = self._missing.get(key)
-        if missing is None:
-            raise StoreUnavailable(f"the schema {key} has not been fetched yet")
-        raise Undecodable(
-            Reason.UNKNOWN_SCHEMA,
-            f"{missing.text}: register it, or let the producer use the registry of"
-            " PIPELINE_SCHEMA_REGISTRY_URL",
-        )
+        if written is data:
+            return self._named(decoded, name, hash)
+        # That of the service's own schema would change with it, and redeliveries would be others.
+        message = self._named(decoded, name, _UNHASHED)
+        if message.reference is not None:
+            return message
+        kind = message.content_type
+        return message._replace(hash=payload_hash(message.type, kind, written))
 
     def _named(self, record: Record, name: str | None, hash: bytes | None) -> Message:
         """Return the event of a record with JSON, by its headers or by the name of its schema."""
@@ -329,18 +282,3 @@ class Confluent(Codec):
             )
 
         return decode(record, refuse, hash=hash)
-
-
-def _parsed(
-    schema: Schema, references: Mapping[str, Schema], readers: Mapping[str, Avro] = {}
-) -> Format:
-    """Return the parsed schema. Raises errors of any type for an invalid one."""
-    match schema.schema_type or "AVRO":
-        case "AVRO":
-            return Avro(schema, references, readers.get)
-        case "PROTOBUF":
-            return Protobuf(schema, references)
-        case "JSON":
-            return JsonSchema(schema, references)
-        case other:
-            raise ValueError(f"the format {other!r} is none of AVRO, PROTOBUF and JSON")

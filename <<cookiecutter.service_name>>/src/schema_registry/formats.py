@@ -2,13 +2,18 @@
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal, localcontext
 from typing import Any, Protocol
 
 from confluent_kafka.schema_registry import Schema
+from jsonschema import TypeChecker
 from jsonschema.protocols import Validator
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
 from referencing import Registry, Resource
-from referencing.jsonschema import DRAFT7
+from referencing.jsonschema import DRAFT7, specification_with
+
+_DIGITS = 5_000
+"""More than a whole number of JSON has here: Python parses 4,300."""
 
 
 class Misfit(ValueError):
@@ -54,15 +59,16 @@ class JsonSchema:
 
     def __init__(self, schema: Schema, references: Mapping[str, Schema]) -> None:
         """Raises errors of any type for an invalid schema."""
-        contents = json.loads(text_of(schema))
-        # Without a way to retrieve others: what is not referenced in the registry is an error.
-        resources: Registry[Any] = Registry().with_resources(
-            (name, Resource.from_contents(json.loads(text_of(one)), DRAFT7))
-            for name, one in references.items()
-        )
+        text = text_of(schema)
+        contents = json.loads(text)
         kind = validator_for(contents)
         kind.check_schema(contents)
-        self._validator: Validator = kind(contents, registry=resources)
+        # Without a way to retrieve others: what is not referenced in the registry is an error.
+        resources: Registry[Any] = Registry().with_resources(
+            (name, _resource(text_of(one))) for name, one in references.items()
+        )
+        exact = extend(kind, type_checker=_types(kind.TYPE_CHECKER))
+        self._validator: Validator = exact(_exact(text), registry=resources)
         title = contents.get("title") if isinstance(contents, dict) else None
         self.names: Mapping[str, None] = {str(title): None} if title else {}
 
@@ -78,7 +84,9 @@ class JsonSchema:
 
     def _check(self, payload: bytes) -> None:
         try:
-            error = next(self._validator.iter_errors(json.loads(payload)), None)
+            value = json.loads(payload, parse_float=Decimal)
+            with localcontext(prec=_DIGITS):
+                error = next(self._validator.iter_errors(value), None)
         except RecursionError:
             raise Misfit("it is nested too deeply") from None
         except ValueError as wrong:
@@ -88,3 +96,36 @@ class JsonSchema:
         if error is not None:
             place = "/".join(map(str, error.absolute_path)) or "payload"
             raise Misfit(f"{place}: the schema's {error.validator!r} is not fulfilled")
+
+
+def _exact(text: str) -> Any:
+    """Return a schema whose numbers keep their digits.
+
+    Without its `$schema`, by which jsonschema would choose a validator that knows no decimals.
+    """
+    contents = json.loads(text, parse_float=Decimal)
+    if isinstance(contents, dict):
+        contents.pop("$schema", None)
+    return contents
+
+
+def _resource(text: str) -> Resource[Any]:
+    contents = json.loads(text)
+    dialect = contents.get("$schema") if isinstance(contents, dict) else None
+    specification = specification_with(dialect or "", default=DRAFT7)
+    return specification.create_resource(_exact(text))
+
+
+def _types(checker: TypeChecker) -> TypeChecker:
+    """Return the types of a draft, in which a `Decimal` is a number, too."""
+    has_integral_floats = checker.is_type(1.0, "integer")
+
+    def is_number(_: object, value: object) -> bool:
+        return isinstance(value, Decimal) or bool(checker.is_type(value, "number"))
+
+    def is_integer(_: object, value: object) -> bool:
+        if isinstance(value, Decimal):
+            return has_integral_floats and bool(value == value.to_integral_value())
+        return bool(checker.is_type(value, "integer"))
+
+    return checker.redefine_many({"number": is_number, "integer": is_integer})

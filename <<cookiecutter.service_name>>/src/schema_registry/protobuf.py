@@ -20,6 +20,8 @@ from grpc_tools import protoc
 from .formats import Misfit, text_of
 
 _MAIN = "schema.proto"
+_FILE = re.compile(r"(?=.{1,200}$)[A-Za-z0-9_][\w./-]*\.proto", re.ASCII)
+"""Names that are an argument of protoc, and no option of it."""
 _IMPORT = re.compile(r"""\bimport\s+(?:public\s+|weak\s+)?["']((?:google|confluent)/[^"']+)["']""")
 
 
@@ -150,14 +152,13 @@ def _collect(files: dict[str, FileDescriptorProto], name: str, known: Descriptor
 def _compiled(
     texts: Mapping[str, str], given: Iterable[FileDescriptorProto]
 ) -> Iterator[FileDescriptorProto]:
-    """Yield what protoc makes of the texts."""
+    """Yield what protoc makes of the texts. Raises `OSError` without a folder for temporary files.
+
+    Raises `ValueError` for what is wrong with the texts.
+    """
     with TemporaryDirectory() as folder:
         for name, text in texts.items():
-            path = Path(folder, "in", name)
-            if not path.resolve().is_relative_to(Path(folder).resolve()):
-                raise ValueError(f"{name!r} is no name of a file that can be imported")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
+            _write(Path(folder, "in"), name, text)
         Path(folder, "given").write_bytes(FileDescriptorSet(file=given).SerializeToString())
         arguments = [
             "protoc",
@@ -167,5 +168,17 @@ def _compiled(
             *texts,
         ]
         if protoc.main(arguments) != 0:
+            Path(folder, "probe").write_bytes(bytes(2**16))  # raises if the disk is full
             raise ValueError("protoc does not compile it, and has written why to standard error")
         yield from FileDescriptorSet.FromString(Path(folder, "out").read_bytes()).file
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    path = Path(folder, name)
+    if not _FILE.fullmatch(name) or not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{name!r} is no name of a file that can be imported")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except (FileExistsError, IsADirectoryError, NotADirectoryError):
+        raise ValueError(f"{name!r} is the name of a file and of a folder") from None

@@ -53,13 +53,15 @@ class RegistrySettings(BaseSettings):
     key_password: SecretStr | None = None
     """Password of the private key, if it has one."""
     timeout: Seconds = 3.0
-    """The registry has this long for each request. After that it counts as unavailable."""
+    """Each URL has this long for a request. After that the registry counts as unavailable."""
     concurrency: Count = 4
     """Requests that the process makes at once for each codec."""
     schemas: Count = 1_000
-    """Schemas that a codec keeps in memory."""
+    """Schemas that a codec keeps in memory. Those of records read in the last minute are kept in
+    any case."""
     unknown_age: Seconds = 30.0
-    """A schema id that the registry does not know is not requested again for this long."""
+    """A schema id that the registry does not know is not requested again for this long, except for
+    records of the backlog: after `service dead redrive` it is requested at once."""
     auto_register: bool = False
     """Whether schemas that the code has for published events are registered when the service
     starts. For development: elsewhere a pipeline that checks their compatibility registers them."""
@@ -81,6 +83,11 @@ class RegistrySettings(BaseSettings):
                 " need each other"
             )
         return self
+
+    @property
+    def urls(self) -> int:
+        """How many there are."""
+        return len((self.url or "").split(","))
 
     def client_options(self) -> dict[str, Any]:
         """Return the configuration of confluent-kafka's client."""

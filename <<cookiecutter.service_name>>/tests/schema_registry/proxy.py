@@ -26,6 +26,8 @@ class Proxy(ThreadingHTTPServer):
         """Of the requests so far."""
         self.answer: tuple[int, bytes] | None = None
         """Status and body that all requests get; None: those of the registry."""
+        self.lacks: str | None = None
+        """Start of the paths that are not found."""
         self.knows_guids = True
         self.authorization: str | None = None
         """The header of the last request."""
@@ -82,7 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path
         if path.startswith(_GUIDS) and proxy.knows_guids:
             path = f"/schemas/ids/{UUID(path.removeprefix(_GUIDS)).int}"
-        status, answer = proxy.answer or _asked(proxy.registry + path, body)
+        answered = proxy.answer
+        if proxy.lacks and path.startswith(proxy.lacks):
+            answered = 404, b'{"error_code": 40402, "message": "Version not found."}'
+        status, answer = answered or _asked(proxy.registry + path, body)
         self.send_response(status)
         self.send_header("content-type", "application/vnd.schemaregistry.v1+json")
         self.send_header("content-length", str(len(answer)))

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import re
+import socket
+import ssl
+import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -22,13 +25,14 @@ from servers.apicurio import Apicurio
 
 from operate.dead_letters import REASONS
 from pipeline import Event, Handlers
+from pipeline.apply.item import StoredRecord
 from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Record, Undecodable
 from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Header, PayloadFields, Position
 from pipeline.service import Misconfigured
-from schema_registry import Confluent, Strategy
+from schema_registry import Confluent, Strategy, schemas
 from schema_registry.avro import Avro
 from schema_registry.framing import HEADER
 from schema_registry.protobuf import Protobuf
@@ -224,6 +228,45 @@ async def test_a_tombstone_and_data_by_reference_have_no_schema(topic: str, prox
     assert message.reference is not None
 
 
+async def test_tombstones_are_named_by_the_rule_of_the_topic(proxy: Proxy) -> None:
+    tombstone = kafka_record(None, [("x-id", b"7")])
+    (message,) = await decoded(codec(identity=Header("x-id")), tombstone)
+    assert (message.type, message.id) == ("tombstone", '["tombstone","7"]')
+    (message,) = await decoded(codec(identity=PayloadFields("order_id")), tombstone)
+    assert message.id == "0-7", "it has no fields"
+    reason, _ = await failure(codec(identity=Header("x-id")), kafka_record(None))
+    assert reason == "missing identity"
+    (message,) = await decoded(codec(identity=None), kafka_record(None))
+    assert (message.type, message.id) == ("tombstone", "0-7")
+
+
+async def test_the_hash_of_a_record_is_the_same_whatever_the_services_own_schema_is(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy
+) -> None:
+    class Seen(Event, type="seen"):
+        order_id: str
+        seen: int
+
+    id = client.register_schema(f"{topic}-value", SCHEMAS["AVRO"])
+    written = Avro(SCHEMAS["AVRO"], {}).write(NAME, ORDER.model_dump_json().encode())
+    body = kafka_record(b"\0" + id.to_bytes(4) + written)
+    fields = [{"name": "order_id", "type": "string"}, {"name": "seen", "type": "long"}]
+    added = {"name": "colour", "type": "string", "default": "red"}
+    found = []
+    for one in (
+        Confluent(identity=Position(), types={NAME: Seen}),
+        Confluent(identity=Position(), schemas={Seen: record(NAME, *fields)}),
+        Confluent(identity=Position(), schemas={Seen: record(NAME, *fields, added)}),
+    ):
+        (message,) = await decoded(one, body)
+        found.append((message.hash, len(json.loads(message.data or b""))))
+    assert {hash for hash, _ in found} == {found[0][0]}
+    assert [count for _, count in found] == [10, 2, 3]
+    assert one.decode(body, hash=b"known").hash == b"known"
+    other = kafka_record(b"\0" + id.to_bytes(4) + written[:-1] + b"\2")
+    assert one.decode(other).hash != found[0][0]
+
+
 async def test_a_writer_that_is_newer_than_the_reader_is_read_by_the_readers_schema(
     client: SchemaRegistryClient, topic: str, proxy: Proxy
 ) -> None:
@@ -291,6 +334,65 @@ async def test_an_unknown_id_is_a_dead_letter_with_the_id_and_is_not_requested_a
     assert len(proxy.paths) == requests + 2
 
 
+async def test_an_unknown_id_is_requested_at_once_for_a_record_that_was_redriven(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy
+) -> None:
+    id = client.register_schema(f"{topic}-value", record("shop.A", {"name": "it", "type": "long"}))
+    value = b"\0" + id.to_bytes(4) + b"\2"
+    one = codec()
+    proxy.lacks = "/schemas/ids/"
+    await failure(one, kafka_record(value))
+    proxy.lacks = None
+    await failure(one, kafka_record(value))
+    (message,) = await decoded(one, StoredRecord(topic, 0, 7, 0, None, value, [], 1.0))
+    assert message.data == b'{"it":1}'
+    assert len(await decoded(one, kafka_record(value))) == 1
+
+
+async def test_what_a_schema_refers_to_is_named_if_the_registry_lacks_it(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy
+) -> None:
+    imported = Schema('syntax = "proto3"; message R {int32 it = 1;}', "PROTOBUF")
+    client.register_schema(f"{topic}-r", imported)
+    text = 'syntax = "proto3"; import "r.proto"; message M { R r = 1; }'
+    schema = Schema(text, "PROTOBUF", [SchemaReference("r.proto", f"{topic}-r", 1)])
+    id = client.register_schema(f"{topic}-value", schema)
+    proxy.lacks = f"/subjects/{topic}-r/"
+    reason, said = await failure(codec(), kafka_record(b"\0" + id.to_bytes(4) + b"\0"))
+    assert reason == "unknown schema"
+    missing = f"it refers to version 1 of the subject '{topic}-r', which the registry does not have"
+    assert f"the schema {id} can't be used: {missing}" in said
+    with pytest.raises(Unpublishable, match=re.escape(missing)):
+        await codec(types={"M": OrderPlaced}).open(topic, [OrderPlaced])
+
+
+async def test_a_schema_that_cant_be_used_is_not_to_be_registered(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy
+) -> None:
+    array = {"name": "it", "type": {"type": "array", "items": "null"}}
+    id = client.register_schema(f"{topic}-value", record("A", array))
+    reason, text = await failure(codec(), kafka_record(b"\0" + id.to_bytes(4) + b"\0"))
+    assert (reason, "register it" in text) == ("unknown schema", False)
+    assert f"the schema {id} can't be used: " in text
+    assert "items take no bytes" in text
+
+
+async def test_records_wait_while_no_temporary_file_can_be_written(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = client.register_schema(f"{topic}-value", PROTOBUF)
+    body = kafka_record(b"\0" + id.to_bytes(4) + b"\2\2")
+    one = codec()
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", "/proc/nowhere")
+        for waiting in (one.prepare([body]), one.open(topic, [OrderPlaced])):
+            with pytest.raises(StoreUnavailable, match=r"temporary files, such as /tmp"):
+                await waiting
+    (message,) = await decoded(one, body)
+    assert message.type == OrderPlaced.event_type
+    await one.open(topic, [OrderPlaced])
+
+
 @pytest.mark.parametrize("id", [0, 2**31 - 1, 2**31, 2**32 - 1])
 async def test_no_id_that_a_record_may_have_makes_the_registry_unavailable(
     proxy: Proxy, id: int
@@ -341,6 +443,8 @@ async def test_a_payload_that_does_not_fit_is_a_dead_letter_with_the_reason(
         ((401, b"{}"), "it answers 401: check PIPELINE_SCHEMA_REGISTRY_USER"),
         ((200, b"<html>"), "not of its API"),
         ((200, b"null"), "not of its API"),
+        ((200, b"{}"), "not of its API (a schema without text)"),
+        ((200, b'{"schema": ""}'), "not of its API (a schema without text)"),
     ],
 )
 async def test_a_registry_that_does_not_answer_as_one_is_unavailable(
@@ -359,6 +463,61 @@ async def test_a_registry_that_does_not_answer_as_one_is_unavailable(
     assert len(await decoded(one, record)) == 1
 
 
+async def test_a_registry_that_is_unavailable_gets_few_requests_of_a_batch(proxy: Proxy) -> None:
+    records = [kafka_record(b"\0\0\1" + number.to_bytes(2)) for number in range(40)]
+    proxy.answer = (503, b"")
+    with pytest.raises(StoreUnavailable, match="it answers 503"):
+        await codec().prepare(records)
+    assert len(proxy.paths) <= 8, "two rounds of those at once"
+
+
+async def test_another_url_is_used_if_the_first_does_not_answer(
+    produced: Producer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = kafka_record(produced.body("AVRO", ORDER))
+    monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_TIMEOUT", "2")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its queue accepts connections
+        first = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_URL", f"{first}, {proxy.url}")
+        assert len(await decoded(codec(), record)) == 1
+        monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_URL", first)
+        with pytest.raises(StoreUnavailable, match=first):
+            await codec().prepare([record])
+
+
+async def test_certificates_are_read_once_and_again_after_an_error(
+    produced: Producer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[object] = []
+    create = ssl.create_default_context
+
+    def counting(*arguments: Any, **options: Any) -> ssl.SSLContext:
+        created.append(create(*arguments, **options))
+        return created[-1]  # type: ignore[return-value]
+
+    monkeypatch.setattr(ssl, "create_default_context", counting)
+    known = kafka_record(produced.body("AVRO", ORDER))
+    created.clear()
+    one = codec()
+    await decoded(one, known)
+    first = len(created)
+    for id in range(3):
+        await failure(one, kafka_record(b"\0\0\xf0\0" + bytes([id])))
+    assert len(created) == first > 0
+    proxy.answer = (503, b"")
+    unknown = kafka_record(b"\0\0\xf0\0\x09")
+    with pytest.raises(StoreUnavailable):
+        await one.prepare([unknown])
+    proxy.answer = None
+    await failure(one, unknown)
+    assert len(created) == 2 * first
+
+
+async def test_a_record_that_was_not_prepared_waits(produced: Producer, proxy: Proxy) -> None:
+    with pytest.raises(StoreUnavailable, match="is not in memory"):
+        codec().decode(kafka_record(produced.body("AVRO", ORDER)))
+
+
 async def test_what_is_kept_needs_no_registry(produced: Producer, proxy: Proxy) -> None:
     record = kafka_record(produced.body("AVRO", ORDER))
     one = codec()
@@ -371,12 +530,30 @@ async def test_no_more_schemas_are_kept_than_settings_say(
     client: SchemaRegistryClient, topic: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_SCHEMAS", "2")
+    monkeypatch.setattr(schemas, "_IN_USE", 0.0)
     one = codec()
     for number in range(5):
         schema = record(f"shop.N{number}{topic[-6:]}", {"name": "it", "type": "int"})
         id = client.register_schema(f"{topic}-{number}", schema)
         await decoded(one, kafka_record(b"\0" + id.to_bytes(4) + b"\2"))
-    assert len(one._schemas) == 2
+    assert len(one._schemas._formats) == len(one._schemas._used) == 2
+
+
+async def test_a_batch_may_have_more_schemas_than_are_kept(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_SCHEMAS", "1")
+    records = []
+    for number in range(6):
+        schema = record(f"shop.N{number}{topic[-6:]}", {"name": "it", "type": "int"})
+        id = client.register_schema(f"{topic}-{number}", schema)
+        records.append(kafka_record(b"\0" + id.to_bytes(4) + b"\2"))
+    one = codec()
+    assert len(await decoded(one, *records[:2])) == 2
+    # Another partition prepares its batch before the first one is decoded.
+    await one.prepare(records[2:4])
+    await asyncio.gather(one.prepare(records[:2]), one.prepare(records[4:]))
+    assert [one.decode(each).data for each in records] == [b'{"it":1}'] * 6
 
 
 @pytest.mark.parametrize(
@@ -415,32 +592,33 @@ async def test_an_event_without_a_schema_stops_the_start_with_what_to_do(
         await codec().open(topic, [OrderPlaced])
 
 
-async def test_events_that_are_only_read_can_be_written_for_tests_where_they_have_a_schema(
+async def test_only_events_of_the_topic_are_requested_when_it_is_opened(
     client: SchemaRegistryClient, topic: str, proxy: Proxy
 ) -> None:
     one = codec()
-    proxy.answer = (503, b"")
     await one.open(topic, [])
-    proxy.answer = None
-    await one.open(topic, [])
+    assert proxy.paths == []
     with pytest.raises(Unpublishable, match=r"had no schema for 'order.placed.v1'"):
         one.encode(outgoing(ORDER, topic))
+    # Tests write events that the service only reads: by the latest schema, not by its own.
     client.register_schema(f"{topic}-value", SCHEMAS["AVRO"])
-    await one.open(topic, [])
+    one = codec(schemas={OrderPlaced: record(NAME, *FIELDS[:3])})
+    await one.open(topic, [OrderPlaced])
     assert one.encode(outgoing(ORDER, topic)).payload
 
 
 async def test_own_schemas_must_be_registered_and_are_in_development(
     client: SchemaRegistryClient, topic: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schemas: dict[type[Event], Schema] = {OrderPlaced: SCHEMAS["AVRO"]}
+    monkeypatch.setattr(OrderPlaced, "event_topic", topic)
+    own: dict[type[Event], Schema] = {OrderPlaced: SCHEMAS["AVRO"]}
     client.register_schema(f"{topic}-value", record(NAME, *FIELDS[:3]))
     with pytest.raises(Unpublishable, match="does not have the schema of the code"):
-        await Confluent(schemas=schemas).open(topic, [OrderPlaced])
+        await Confluent(schemas=own).open(topic, [OrderPlaced])
     monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_AUTO_REGISTER", "true")
-    await Confluent(schemas=schemas).open(topic, [OrderPlaced])
+    await Confluent(schemas=own).open(topic, [OrderPlaced])
     monkeypatch.delenv("PIPELINE_SCHEMA_REGISTRY_AUTO_REGISTER")
-    one = Confluent(schemas=schemas)
+    one = Confluent(schemas=own)
     await one.open(topic, [OrderPlaced])
     assert one.encode(outgoing(ORDER, topic)).payload
 

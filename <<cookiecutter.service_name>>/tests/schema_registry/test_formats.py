@@ -1,6 +1,9 @@
 """Formats without a registry: what becomes of values, and of payloads that do not fit."""
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -133,15 +136,100 @@ def test_fields_that_a_schema_lacks_or_requires_are_named() -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("harm", ["empty", "short", "garbage"])
+@pytest.mark.parametrize("harm", ["short", "garbage"])
 def test_payloads_that_do_not_fit_their_schema_are_misfits(kind: str, harm: str) -> None:
     format = parsed(SCHEMAS[kind])
     body = format.write(NAME, ORDER.model_dump_json().encode())
-    if (kind, harm) == ("PROTOBUF", "empty"):
-        return  # all fields have defaults
-    broken = {"empty": b"", "short": body[:-1], "garbage": b"\xff" * 40}[harm]
+    broken = {"short": body[:-1], "garbage": b"\xff" * 40}[harm]
     with pytest.raises(Misfit):
         format.read(broken, format.names[NAME])
+
+
+@pytest.mark.parametrize("kind", ["AVRO", "JSON"])
+def test_an_empty_payload_is_a_misfit(kind: str) -> None:
+    with pytest.raises(Misfit):
+        parsed(SCHEMAS[kind]).read(b"", None)
+
+
+def test_an_empty_message_of_protobuf_has_the_defaults_of_all_its_fields() -> None:
+    format = parsed(SCHEMAS["PROTOBUF"])
+    data = json.loads(format.read(b"", format.names[NAME])[1])
+    assert (data["order_id"], data["weight"], data["lines"]) == ("", 0.0, [])
+
+
+FIXED = {"type": "fixed", "name": "F", "size": 8}
+MONEY = {"logicalType": "decimal", "precision": 6, "scale": 2}
+LIST = {"name": "next", "type": ["null", "L"]}
+
+
+@pytest.mark.parametrize("more", [[], [LIST]], ids=["compiled", "careful"])
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [(123456789, "1234567.89"), (-(2**63), "-92233720368547758.08"), (5, "0.05")],
+)
+def test_decimals_are_read_with_all_digits_also_beyond_the_precision_of_the_schema(
+    more: list[dict[str, Any]], number: int, found: str
+) -> None:
+    raw, end = number.to_bytes(8, signed=True), b"\0" * len(more)
+    for type, body in (({"type": "bytes"}, b"\x10" + raw), (FIXED, raw)):
+        format = parsed(record("L", {"name": "it", "type": {**type, **MONEY}}, *more))
+        assert read(format, body + end) == found
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        "null",
+        {"type": "null"},
+        {"type": "record", "name": "E", "fields": []},
+        {"type": "record", "name": "E", "fields": [{"name": "n", "type": "null"}]},
+        {"type": "fixed", "name": "E", "size": 0},
+    ],
+)
+def test_an_array_whose_items_take_no_bytes_is_refused(items: object) -> None:
+    array = {"type": "array", "items": items}
+    for type in (array, ["null", array], {"type": "map", "values": array}):
+        with pytest.raises(ValueError, match="array whose items take no bytes"):
+            field(type)
+
+
+def test_a_schema_is_parsed_in_the_time_that_its_size_takes() -> None:
+    text: object = {"type": "record", "name": "R200", "fields": [{"name": "x", "type": "int"}]}
+    refers: dict[str, Schema] = {"R200": avro(text)}
+    for number in range(199, -1, -1):
+        both = [{"name": name, "type": ["null", f"R{number + 1}"]} for name in "ab"]
+        refers[f"R{number}"] = record(f"R{number}", *both)
+    main = refers.pop("R0")
+    with seconds(30):  # two to the power of 200 steps would not end
+        format = parsed(main, refers)
+    assert format.read(b"\0\0", None)[1] == b'{"a":null,"b":null}'
+
+
+@contextmanager
+def seconds(limit: int) -> Iterator[None]:
+    """Fail if a block takes longer."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"it takes longer than {limit} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_union_is_written_by_the_only_branch_that_fits() -> None:
+    one = {"type": "record", "name": "A", "fields": [{"name": "a", "type": "int", "default": 1}]}
+    two = {**one, "name": "B", "fields": [*one["fields"], {"name": "b", "type": "int"}]}
+    assert written(field([one, two]), {"a": 3, "b": 4}) == {"a": 3, "b": 4}
+    assert written(field(["bytes", "string"]), "no base64!") == "no base64!"
+    assert written(field(["int", "double"]), 5) == 5
+    for type, value in ((["bytes", "string"], "abcd"), ([{**two, "fields": []}, one], {})):
+        with pytest.raises(Misfit, match="payload/it: the value fits several branches"):
+            written(field(type), value)
 
 
 def test_bytes_behind_a_record_of_avro_are_a_misfit() -> None:
@@ -204,8 +292,55 @@ def test_messages_of_protobuf_are_found_by_their_indexes() -> None:
 
 
 def test_a_file_that_protobuf_imports_stays_in_its_folder() -> None:
-    with pytest.raises(ValueError, match="no name of a file"):
-        Protobuf(SCHEMAS["PROTOBUF"], {"../../x.proto": SCHEMAS["PROTOBUF"]})
+    for name in NO_FILES:
+        with pytest.raises(ValueError, match="no name of a file"):
+            Protobuf(SCHEMAS["PROTOBUF"], {name: SCHEMAS["PROTOBUF"]})
+    with pytest.raises(ValueError, match="a file and of a folder"):
+        Protobuf(SCHEMAS["PROTOBUF"], dict.fromkeys(["x.proto", "x.proto/y.proto"], FILE))
+
+
+FILE = Schema('syntax = "proto3";', "PROTOBUF")
+NO_FILES = [
+    *("../../x.proto", "--x", "--x.proto", "@x", "@x.proto", "/x.proto", "", "x", "a b.proto"),
+    *("x.proto\n", "x\0.proto", "--plugin=protoc-gen-x=/tmp/x.proto", "x" * 250 + ".proto"),
+]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.01},
+        {"$schema": "http://json-schema.org/draft-04/schema#", "multipleOf": 0.01},
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "$ref": "#/$defs/a"}
+        | {"$defs": {"a": {"type": "number", "multipleOf": 0.01}}},
+        {"$ref": "a.json"},
+    ],
+)
+def test_numbers_of_json_are_checked_with_all_their_digits(schema: dict[str, Any]) -> None:
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    text = json.dumps({**draft, "type": "number", "multipleOf": 0.01})
+    it = json.dumps({"properties": {"it": schema}, **_dialect(schema)})
+    format = parsed(Schema(it, "JSON"), {"a.json": Schema(text, "JSON")})
+    for number in ("0.07", "0.14", "1.1", "5", "1e30", "9" * 40 + ".01", "-0.29"):
+        assert format.read(f'{{"it": {number}}}'.encode(), None)[0] is None
+    for number in ("0.071", "9" * 40 + ".001", "1e-3"):
+        with pytest.raises(Misfit, match="'multipleOf'"):
+            format.read(f'{{"it": {number}}}'.encode(), None)
+
+
+def _dialect(schema: dict[str, Any]) -> dict[str, Any]:
+    return {name: schema.pop(name) for name in ("$schema", "$defs") if name in schema}
+
+
+def test_a_number_of_json_with_a_point_is_an_integer_where_the_draft_says_so() -> None:
+    for draft, fits in (("draft-04", False), ("draft-07", True)):
+        dialect = {"$schema": f"http://json-schema.org/{draft}/schema#"}
+        schema = json.dumps({**dialect, "properties": {"it": {"type": "integer"}}})
+        format = parsed(Schema(schema, "JSON"))
+        with nullcontext() if fits else pytest.raises(Misfit):
+            format.read(b'{"it": 1.0}', None)
+        with pytest.raises(Misfit):
+            format.read(b'{"it": 1.5}', None)
 
 
 def test_json_is_checked_and_its_errors_quote_no_value() -> None:
@@ -251,6 +386,10 @@ def test_records_that_name_no_schema_are_unframed(value: bytes) -> None:
         key_of(kafka_record(b"x", [(HEADER, value or b"\0")]))
 
 
-def test_indexes_that_are_too_long_cost_no_time() -> None:
-    with pytest.raises(Unframed):
-        parse(kafka_record(b"\0\0\0\0\7" + b"\xff" * 1_000_000), "PROTOBUF")
+def test_no_more_of_a_record_than_the_longest_frame_is_parsed_for_indexes() -> None:
+    indexes = b"\x02" * 120  # as many as there are: -1, in zigzag
+    assert (
+        parse(kafka_record(b"\0\0\0\0\7\xf0\1" + indexes + b"x"), "PROTOBUF").indexes == [1] * 120
+    )
+    with pytest.raises(Unframed):  # 100,000 of them, all there
+        parse(kafka_record(b"\0\0\0\0\7\xc0\x9a\x0c" + b"\x02" * 100_001), "PROTOBUF")

@@ -69,8 +69,8 @@ class Codec(Protocol):
     def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
         """Return the event. `Message.data` is JSON, whatever the record contains.
 
-        `hash` is that of the payload, if it is known already. Raises `Undecodable`, and nothing
-        else.
+        `hash` is that of the payload, if it is known already. Raises `Undecodable`, and
+        `StoreUnavailable` if what `prepare` has fetched for the record is not there.
         """
         ...
 

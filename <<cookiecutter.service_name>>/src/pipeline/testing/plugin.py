@@ -6,7 +6,7 @@ The service's tests define the fixture `harness_service`, and use the fixture `h
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
@@ -14,6 +14,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from alembic.config import Config
 
+from pipeline.errors import StoreUnavailable
+from pipeline.events.event import Unpublishable
 from pipeline.servers.database import create_engine
 from pipeline.service import Service
 
@@ -97,6 +99,7 @@ async def open_harness(service: Service, database: ResettableDatabase) -> AsyncI
     try:
         await database.reset(engine)
         await service.open_codecs()
+        await _open_for_input(service)
         with TemporaryDirectory() as folder:
             harness = Harness(service, engine, database, Path(folder))
             try:
@@ -105,3 +108,13 @@ async def open_harness(service: Service, database: ResettableDatabase) -> AsyncI
                 await harness.close()
     finally:
         await engine.dispose()
+
+
+async def _open_for_input(service: Service) -> None:
+    """Let tests write the events that the service only reads, as far as their codecs can."""
+    with suppress(StoreUnavailable):
+        for handler in service.handlers:
+            if handler.event.event_topic != handler.topic:
+                with suppress(Unpublishable):
+                    codec = service.handlers.codec(handler.topic)
+                    await codec.open(handler.topic, [handler.event])
