@@ -25,6 +25,7 @@ from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
 from pipeline.servers.guard import stack_of
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
 from .service import Service
@@ -151,8 +152,12 @@ async def _open_codecs(
 ) -> None:
     """Open the codecs of what is published, beside all other work, and wait for the end."""
     if Part.CONSUME in parts:
-        await service.open_codecs()
-        await service.reopen_codecs(lambda reason: health.not_ready("codecs", reason))
+        await Attempts(
+            "opening codecs",
+            "codecs",
+            unless=lambda: False,
+            report=lambda reason: health.not_ready("codecs", reason),
+        )(service.open_codecs)
         health.ready("codecs")
     await stopping.wait()
 

@@ -1,11 +1,9 @@
 """What a service consists of, as its `main.py` declares."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
 
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
@@ -18,7 +16,7 @@ from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
-from pipeline.servers.retrying import pause
+from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
 from .settings import Settings, WriterSettings
@@ -91,8 +89,8 @@ class Service:
     async def open_codecs(self) -> None:
         """Prepare the codecs of topics for the events that the service publishes there.
 
-        `handlers.closed` keeps the topics for which that fails now. Raises `Misconfigured` for
-        events that can't be published.
+        Raises `Misconfigured` for events that can't be published, and `StoreUnavailable` if some of
+        the topics are still closed.
         """
         for topic in [*self.handlers.closed]:
             codec = self.handlers.codecs[topic]
@@ -104,24 +102,13 @@ class Service:
                 for base in {*events} - {*final}:
                     with suppress(Unpublishable):  # an error only if it is published
                         await codec.open(topic, [base])
-                del self.handlers.closed[topic]
+                self.handlers.closed.pop(topic, None)
             except StoreUnavailable as error:
                 self.handlers.closed[topic] = summarize_error(error)
             except Unpublishable as error:
                 raise Misconfigured(f"topic {topic!r}: {error}") from error
-
-    async def reopen_codecs(self, report: Callable[[str], None]) -> None:
-        """Open the codecs that could not be opened, until all are; report why before each pause.
-
-        Raises `Misconfigured`.
-        """
-        for failures in count(1):
-            for reason in self.handlers.closed.values():
-                report(reason)
-            if not self.handlers.closed:
-                return
-            await asyncio.sleep(pause(failures))
-            await self.open_codecs()
+        for reason in self.handlers.closed.values():
+            raise StoreUnavailable(reason)
 
     @asynccontextmanager
     async def writer(self, settings: Settings | None = None) -> AsyncIterator[Writer]:
@@ -132,7 +119,9 @@ class Service:
         Create one for each process. Raises `Misconfigured` for events that can't be published.
         """
         settings = settings or WriterSettings()
-        await self.open_codecs()
+        with suppress(StoreUnavailable):
+            await self.open_codecs()
+        opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
         engine = create_engine(settings, name=self.name)
         try:
             writer = Writer(
@@ -142,7 +131,7 @@ class Service:
                 handlers=self.handlers,
                 claims=self.claims and self.claims(self.name, settings),
             )
-            async with in_background(self.reopen_codecs(log.warning)):
+            async with in_background(opening(self.open_codecs)):
                 yield writer
         finally:
             await engine.dispose()
