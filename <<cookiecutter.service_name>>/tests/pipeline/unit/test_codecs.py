@@ -19,6 +19,7 @@ from pipeline import (
     Service,
 )
 from pipeline.errors import StoreUnavailable
+from pipeline.events import message
 from pipeline.events.codec import Encoded, Outgoing
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Reason, Undecodable, headers_of
@@ -156,7 +157,9 @@ def test_a_record_is_read_as_the_framework_writes_it(
     message = codec.decode(Record(value, headers))
 
     assert (message.source, message.type) == ("kafka:orders", TYPE)
-    name = next(iter(codec.types), TYPE) if isinstance(codec.types, dict) else TYPE
+    assert isinstance(codec, Plain)
+    assert isinstance(codec.types, dict)
+    name = next(iter(codec.types), TYPE)
     assert message.id == json.dumps([name, id], separators=(",", ":"))
     assert message.data == data
     in_json = CloudEvents().decode(
@@ -269,7 +272,8 @@ def test_what_is_published_is_read_again(codec: Plain) -> None:
     assert OrderPlaced.model_validate_json(message.data) == event
     assert message.content_type in ("application/json", codec.content_type)
     if codec.identity in (Header("id"), Header("X-Id"), PayloadFields("messageId")):
-        assert message.id == f'["{TYPE}","{ID}"]'
+        name = next(iter(codec.types), TYPE) if isinstance(codec.types, dict) else TYPE
+        assert message.id == f'["{name}","{ID}"]'
     assert codec.decode(published(codec, event)).hash == message.hash
 
 
@@ -345,10 +349,10 @@ class Deep(Event, type="deep", topic="orders"):
 
 def test_an_event_that_is_too_deep_for_its_envelope_is_unpublishable() -> None:
     tree: list[Any] = []
-    for _ in range(252):
+    for _ in range(190):
         tree = [tree]
     with pytest.raises(Unpublishable, match="can't be written as its topic's codec reads it"):
-        published(Plain("deep", Position(), data="a.b.c.d"), Deep(tree=tree))
+        published(Plain("deep", Position(), data=".".join("abcdefg" * 10)), Deep(tree=tree))
 
 
 def test_only_cloudevents_have_data_that_may_be_stored_elsewhere() -> None:
@@ -363,6 +367,9 @@ def test_only_cloudevents_have_data_that_may_be_stored_elsewhere() -> None:
 class InJson(Codec):
     """Writes the headers of CloudEvents, and JSON that only it can read."""
 
+    def decode(self, record: message.Record, *, hash: bytes | None = None) -> Message:
+        return CloudEvents().decode(record, hash=hash)
+
     def encode(self, event: Outgoing) -> Encoded:
         return Encoded(b"\0" + (event.payload or b""), "application/json")
 
@@ -371,7 +378,7 @@ async def test_an_event_waits_for_a_codec_that_is_not_open() -> None:
     outbox = Outbox("/shop", 1_000_000, codecs={"orders": InJson()}, closed={"orders": "no answer"})
     outbox.stage(OrderPlaced(orderId=1), id=ID, key="1", sequence=None)
     with pytest.raises(StoreUnavailable, match="no answer"):
-        await outbox.write(None)  # type: ignore[arg-type]  # it is not used
+        await outbox.write(None)  # it is not used
 
 
 async def test_base_classes_of_events_need_not_be_writable() -> None:
