@@ -28,15 +28,7 @@ from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from . import lanes
-from .lane_source import (
-    LaneSource,
-    is_deadly,
-    pessimistic,
-    read_rows,
-    take,
-    unchanged,
-    undecoded,
-)
+from .lane_source import LaneSource, is_deadly, pessimistic, read_rows, take, unchanged, undecoded
 from .lanes import Lane, LaneLost
 
 log = logging.getLogger(__name__)
