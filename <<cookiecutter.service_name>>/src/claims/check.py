@@ -111,7 +111,7 @@ class Claims:
         payload = len(event.payload or b"")
         if self._is_large(event, allowed):
             return event.size - payload + _REFERENCE_AT_MOST
-        if event.size > allowed and _is_storable(event):
+        if event.size > allowed:
             raise Unpublishable(
                 f"the payload of {event.type!r} has {payload:,} bytes, and {self._memory:,} can be"
                 " stored: publish a smaller event, or raise PIPELINE_CLAIM_MEMORY"
@@ -122,7 +122,7 @@ class Claims:
         """Whether the payload of an event is to be stored."""
         payload = len(event.payload or b"")
         is_large = payload > self._limit or event.size > allowed
-        return is_large and payload <= self._memory and _is_storable(event)
+        return is_large and payload <= self._memory
 
     async def store(
         self,
@@ -138,7 +138,7 @@ class Claims:
         large = {
             event.event_id: event
             for event in outbox.events
-            if self._is_large(event, outbox.max_event_bytes)
+            if self._is_large(event, outbox.max_event_bytes) and outbox.has_cloudevents(event)
         }
         if not large:
             return
@@ -219,11 +219,6 @@ class Claims:
                 f"{uri} has {size:,} bytes, and {self._memory:,} are allowed: raise"
                 " PIPELINE_CLAIM_MEMORY, and give the process as much memory",
             )
-
-
-def _is_storable(event: StagedEvent) -> bool:
-    """Whether consumers would fetch its payload: not for dead letters and codecs of other forms."""
-    return event.headers is None and event.content_type == "application/json"
 
 
 def _referring(event: StagedEvent, stored: Stored) -> StagedEvent:

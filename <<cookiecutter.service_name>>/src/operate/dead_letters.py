@@ -9,9 +9,9 @@ import asyncpg
 
 from pipeline.apply.backlog import mismatch_key
 from pipeline.apply.batch import items_of, prepare
-from pipeline.apply.item import Undecoded
+from pipeline.apply.item import Item, Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
-from pipeline.handlers.policy import UNKNOWN
+from pipeline.handlers.policy import UNKNOWN, ProcessDied
 from pipeline.handlers.registry import Handlers
 from pipeline.retry import lane_source, lanes
 from pipeline.service import Service
@@ -183,10 +183,12 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         # A record that no handler has seen becomes a message to each of its handlers.
         stored = await self.connection.fetchrow(_ROW, key)
         record = lane_source.stored_record(stored, stored_for=0.0)
-        # Without a schema its markers are not known, and it counts as waiting or gone.
-        await prepare(self._handlers, [record])
-        found = items_of(self._handlers, record, validates=False)
-        items = [] if isinstance(found, Undecoded) else found
+        # Without them its markers are not known, and it counts as waiting or gone.
+        items: Sequence[Item] = ()
+        has_killed = (stored["error"] or "").startswith(ProcessDied.__name__)
+        if not has_killed and not await prepare(self._handlers, [record]):
+            found = items_of(self._handlers, record, validates=False)
+            items = () if isinstance(found, Undecoded) else found
         markers = [item.key for item in items]
         return Redriven([key, *markers, *map(mismatch_key, items)], markers, place)
 

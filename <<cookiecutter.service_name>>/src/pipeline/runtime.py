@@ -127,13 +127,6 @@ async def serve(
         if is_consuming and topics:
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
-        if is_consuming:
-            await Attempts(
-                "preparing the codecs",
-                "codecs",
-                unless=stopping.is_set,
-                report=lambda reason: health.not_ready("consumer", reason),
-            )(service.open_codecs)
         relay = Relay(engine, name=service.name, settings=settings, health=health)
         filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
         consuming = _consuming(service, settings, engine, health, relay, filters, claims)
@@ -147,10 +140,26 @@ async def serve(
             in_background(watch_calls(stack_of, settings.hang_timeout)),
             in_background(filters.keep_loading(engine)),
             in_background(retention.run()) as retaining,
+            in_background(_open_codecs(service, health, stopping, parts)) as opening,
         ):
-            await _run_until(stopping, retaining, groups)
+            await _run_until(stopping, (retaining, opening), groups)
     finally:
         await engine.dispose()
+
+
+async def _open_codecs(
+    service: Service, health: Health, stopping: asyncio.Event, parts: Part
+) -> None:
+    """Open the codecs of what is published, beside all other work, and wait for the end."""
+    if Part.CONSUME in parts:
+        await Attempts(
+            "opening codecs",
+            "codecs",
+            unless=lambda: False,
+            report=lambda reason: health.not_ready("codecs", reason),
+        )(service.open_codecs)
+        health.ready("codecs")
+    await stopping.wait()
 
 
 def _consuming(
@@ -183,7 +192,7 @@ def _consuming(
 
 async def _run_until(
     stopping: asyncio.Event,
-    retaining: asyncio.Task[None],
+    others: Sequence[asyncio.Task[None]],
     groups: Sequence[tuple[float, Sequence[Running]]],
 ) -> None:
     """Run until one fails or the process stops; then stop one group after the other.
@@ -196,7 +205,7 @@ async def _run_until(
     ]
     tasks = [task for _, group in running for _, task in group]
     stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait({stop, retaining, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({stop, *others, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     for seconds, group in running:
         for one, _ in group:

@@ -1,7 +1,8 @@
 """What a service consists of, as its `main.py` declares."""
 
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from pydantic_settings import BaseSettings
@@ -9,13 +10,18 @@ from sqlalchemy import MetaData
 
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.writer import Writer
-from pipeline.events.event import Unpublishable, declared_events
+from pipeline.errors import StoreUnavailable, summarize_error
+from pipeline.events.event import Unpublishable, declared_events, is_final
 from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import create_engine
+from pipeline.servers.retrying import Attempts
+from pipeline.servers.tasks import in_background
 
 from .settings import Settings, WriterSettings
+
+log = logging.getLogger(__name__)
 
 
 class Misconfigured(Exception):
@@ -83,33 +89,50 @@ class Service:
     async def open_codecs(self) -> None:
         """Prepare the codecs of topics for the events that the service publishes there.
 
-        Raises `Misconfigured` for events that can't be published, and `StoreUnavailable`.
+        Raises `Misconfigured` for events that can't be published, and `StoreUnavailable` if some of
+        the topics are still closed.
         """
-        events = [*declared_events()]
-        for topic, codec in self.handlers.codecs.items():
+        for topic in [*self.handlers.closed]:
+            codec = self.handlers.codecs[topic]
+            events = [one for one in declared_events() if one.event_topic == topic]
+            final = [one for one in events if is_final(one)]
             try:
-                await codec.open(topic, [one for one in events if one.event_topic == topic])
+                if final:
+                    await codec.open(topic, final)
+                for base in {*events} - {*final}:
+                    with suppress(Unpublishable):  # an error only if it is published
+                        await codec.open(topic, [base])
+                self.handlers.closed.pop(topic, None)
+            except StoreUnavailable as error:
+                self.handlers.closed[topic] = summarize_error(error)
             except Unpublishable as error:
                 raise Misconfigured(f"topic {topic!r}: {error}") from error
+        for reason in self.handlers.closed.values():
+            raise StoreUnavailable(reason)
 
     @asynccontextmanager
     async def writer(self, settings: Settings | None = None) -> AsyncIterator[Writer]:
         """Yield a writer for an HTTP API or a job, with a connection pool of its own.
 
         By default the settings are read from the environment. It needs the database, and no Kafka.
+        While the codec of a topic can't be opened, events for this topic raise `StoreUnavailable`.
         Create one for each process. Raises `Misconfigured` for events that can't be published.
         """
         settings = settings or WriterSettings()
-        await self.open_codecs()
+        with suppress(StoreUnavailable):
+            await self.open_codecs()
+        opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
         engine = create_engine(settings, name=self.name)
         try:
-            yield Writer(
+            writer = Writer(
                 engine,
                 source=self.source,
                 max_event_bytes=settings.max_event_bytes,
                 handlers=self.handlers,
                 claims=self.claims and self.claims(self.name, settings),
             )
+            async with in_background(opening(self.open_codecs)):
+                yield writer
         finally:
             await engine.dispose()
 

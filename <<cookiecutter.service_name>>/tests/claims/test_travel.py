@@ -18,6 +18,8 @@ from claims import open_claims
 from claims.check import Claims
 from claims.commands import group
 from claims.settings import ClaimSettings
+from pipeline import CloudEvents, Message
+from pipeline.events.message import Record
 from pipeline.runtime import Part
 from pipeline.settings import Settings
 
@@ -151,6 +153,14 @@ async def test_a_reader_waits_for_the_store_in_the_partition_that_needs_it(
     async with running(press.printer):
         await press.order(producer, "large", 2_000)
         await eventually(lambda: _published(db, "large"))
+    decoded: list[tuple[int, int]] = []
+
+    class Noted(CloudEvents):
+        def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+            decoded.append((record.partition, record.offset))
+            return CloudEvents().decode(record, hash=hash)
+
+    press.reading.topic(press.books, codec=Noted())
     async with loss():
         async with running(press.reader) as reader:
             await eventually(lambda: objects.url in "".join(reader.reasons.values()))
@@ -168,6 +178,7 @@ async def test_a_reader_waits_for_the_store_in_the_partition_that_needs_it(
             # One of the two stands behind the large one.
             await eventually(lambda: ("inline", 1) in press.read)
             assert "large" not in dict(press.read)
+            assert len(decoded) == len(set(decoded)), "an attempt to fetch data decodes nothing"
         assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
     async with running(press.reader):
         await eventually(lambda: ("large", 2_000) in press.read)

@@ -11,7 +11,7 @@ from pipeline.errors import StoreUnavailable
 from pipeline.events.cloudevents import refers
 from pipeline.events.codec import CLOUD_EVENTS
 from pipeline.events.event import Event, Tombstone, reader, upcasted
-from pipeline.events.message import Message, Record, Undecodable, marker_key
+from pipeline.events.message import Message, Reason, Record, Undecodable, marker_key
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
@@ -128,8 +128,11 @@ def items_of(
     try:
         # Quicker than `handlers.codec(topic)`.
         message = handlers.codecs.get(topic, CLOUD_EVENTS).decode(record, hash=hash)
-    except Undecodable as error:
-        return Undecoded(record, error.reason, error)
+    except StoreUnavailable:
+        raise
+    except Exception as error:  # of a codec, or of a library that it uses
+        reason = error.reason if isinstance(error, Undecodable) else Reason.INVALID_ENVELOPE
+        return Undecoded(record, reason, error)
     takers = handlers.of(topic, Tombstone.event_type if message.data is None else message.type)
     if not takers and topic in handlers.demanding:
         return Undecoded(record, "unknown type", UnknownType(message))

@@ -257,6 +257,7 @@ class ConsumeTransactions:
             self.settings.max_event_bytes,
             call_types=self.handlers.call_types,
             codecs=self.handlers.codecs,
+            closed=self.handlers.closed,
             sent_size=self.claims.sent_size if self.claims else None,
         )
 

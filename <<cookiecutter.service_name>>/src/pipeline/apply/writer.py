@@ -139,8 +139,9 @@ class Writer:
 
         Pauses grow up to a second and are random, so that writers do not conflict again. Raises
         `Conflict` when all attempts are used up, `StoreUnavailable` if a large payload can't be
-        stored, and `HandlerFault` for work that ends the transaction, or goes on after an error of
-        a statement. Other errors of the work are raised without a repetition.
+        stored or a codec can't write an event now, and `HandlerFault` for work that ends the
+        transaction, or goes on after an error of a statement. Other errors of the work are raised
+        without a repetition.
         """
         id = uuid4().hex
         retrying = AsyncRetrying(
@@ -163,6 +164,7 @@ class Writer:
             self._max_event_bytes,
             call_types=self._handlers.call_types,
             codecs=self._handlers.codecs,
+            closed=self._handlers.closed,
             sent_size=self._claims.sent_size if self._claims else None,
         )
         guard = Guard(outbox)

@@ -70,6 +70,11 @@ class PartitionPosition:
         its records."""
         return self._starts - 1 if self._starts > self._settings.unclean_starts else 0
 
+    @property
+    def is_deadly(self) -> bool:
+        """Whether as many processes again have died, over the first record alone."""
+        return self._starts > 2 * self._settings.unclean_starts
+
     async def locate(self) -> StoredPosition:
         """Return the stored position, with the anchor if the topic can still hold that record.
 

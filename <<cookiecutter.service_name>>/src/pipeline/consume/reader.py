@@ -4,16 +4,19 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve_batch
+from pipeline.apply.item import Undecoded
 from pipeline.apply.limits import Pace
 from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import describe_error, is_infrastructure, summarize_error
+from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.servers.patches import KafkaConsumer
@@ -62,6 +65,8 @@ class Reader:
         """Records that were fetched and did not fit into the latest batch."""
         self._has_begun = False
         """Whether the first records are applied; until then processes may have died over them."""
+        self._deaths = 0
+        """Processes that have died over the first records, if these are decoded one by one."""
         self.position: int | None = None
         """The offset after the last record that was applied."""
         self._task = asyncio.create_task(self._run(), name=self._part)
@@ -114,7 +119,9 @@ class Reader:
         while not self._has_begun and not self._stopping.is_set():
             source = await self._fetch(self.position)
             await self._apply(source)
-            self._has_begun = bool(source.batch.records)  # none: only a gap in the offsets
+            self._deaths = source.deaths if self._left else 0
+            # Without records there was only a gap in the offsets.
+            self._has_begun = bool(source.batch.records) and not self._deaths
         following = asyncio.create_task(self._fetch(self.position))
         try:
             while not self._stopping.is_set():
@@ -137,16 +144,17 @@ class Reader:
     async def _fetch(self, start: int) -> PartitionSource:
         """Wait for the records from `start` on, decode them and fetch the data they refer to.
 
-        If processes have died over them the payloads are not parsed and no data is fetched, because
-        that may be what kills a process: the records are parked as they are.
+        If processes have died over them the payloads are not validated and no data is fetched,
+        because that may be what kills a process: the records are parked as they are. Where they
+        have a codec of their own, which parses them, they are decoded and parked one by one.
         """
         records = await self._records(start)
         if not records:
             behind = await self._client.position(self._partition)
             return PartitionSource(self._slot, Batch(start, behind, (), ()))
-        deaths = self._suspected_deaths
-        batch = await self._attempts("fetching schemas or data")(self._read, start, records, deaths)
-        if deaths:
+        deaths, handlers = self._suspected_deaths, self._consume.handlers
+        attempts = self._attempts("fetching schemas or data")
+        if deaths and not self._deaths:
             log.warning(
                 "%s: %s processes have died at this position: the records of the offsets %s to %s"
                 " are parked, and tried one by one by a worker of the backlog",
@@ -155,12 +163,22 @@ class Reader:
                 records[0].offset,
                 records[-1].offset,
             )
+        if deaths and self._slot.topic in handlers.codecs:
+            await self._stored_position.count_start(start)
+            batch = await attempts(self._read_alone, start, records[0], deaths)
+        else:
+            batch = await attempts(partial(read, handlers, start, records, validates=not deaths))
+        if not deaths:
+            batch = await attempts(resolve_batch, batch, self._consume.claims)
         self._left = [record for record in records if record.offset >= batch.end]
         return PartitionSource(self._slot, batch, deaths)
 
-    async def _read(self, start: int, records: Sequence[ConsumerRecord], deaths: int) -> Batch:
-        batch = await read(self._consume.handlers, start, records, validates=not deaths)
-        return batch if deaths else await resolve_batch(batch, self._consume.claims)
+    async def _read_alone(self, start: int, record: ConsumerRecord, deaths: int) -> Batch:
+        if not self._stored_position.is_deadly:
+            return await read(self._consume.handlers, start, [record], validates=False)
+        error = ProcessDied(f"processes have died, {deaths} in all, when they decoded it")
+        undecoded = [Undecoded(record, DIED, error)]
+        return Batch(start, record.offset + 1, [record], (), (), undecoded)
 
     async def _records(self, start: int) -> Sequence[ConsumerRecord]:
         """Wait for records; returns none when only a gap in the offsets was fetched.
@@ -206,7 +224,7 @@ class Reader:
     @property
     def _suspected_deaths(self) -> int:
         """Return how many processes may have died over the first records."""
-        return 0 if self._has_begun else self._stored_position.deaths
+        return 0 if self._has_begun else self._deaths or self._stored_position.deaths
 
     def _recognized(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
         """Return the records from `start` on; raises `Stuck` if the anchor is another record."""

@@ -293,6 +293,12 @@ def declared_events(base: type[Event] = Event) -> Iterator[type[Event]]:
         yield from declared_events(event)
 
 
+def is_final(event: type[Event]) -> bool:
+    """Whether it is neither a base class of other events nor a generic one without parameters."""
+    parameters = event.__pydantic_generic_metadata__["parameters"]
+    return not parameters and not event.__subclasses__()
+
+
 class Tombstone(Event, type="tombstone"):
     """A record without a value: the mark of a deletion on a compacted topic.
 

@@ -24,8 +24,8 @@ class Header:
     """The value of a header, whose name is case-insensitive, identifies the event.
 
     Logical duplicates collapse: the same value again, at whatever offset, is the same event. The
-    type is part of the id, so that two types may use one value: the id is `["<type>","<value>"]`, a
-    JSON array.
+    record's name for the type, which `types` does not change, is part of the id, so that two types
+    may use one value: the id is `["<name>","<value>"]`, a JSON array.
     """
 
     name: str
@@ -43,9 +43,9 @@ class PayloadFields:
     A name is a path, in which dots lead into objects and numbers into arrays: `order.lines.0.id`.
 
     Logical duplicates collapse: the same values again, at whatever offset, are the same event. The
-    type is part of the id, which is `["<type>",<value>,…]`, a JSON array with the values as they
-    are written, so 7, 7.0 and "7" identify three events. A tombstone has no fields: it is
-    identified by its position.
+    record's name for the type is part of the id, as with `Header`, which is `["<name>",<value>,…]`,
+    a JSON array with the values as they are written, so 7, 7.0 and "7" identify three events. A
+    tombstone has no fields: it is identified by its position.
     """
 
     names: tuple[str, ...]
@@ -97,6 +97,9 @@ class Plain(Codec):
                 raise ValueError(f"all events have the type {self.type!r}: leave out types=")
         elif isinstance(self.type, PayloadFields) and len(self.type.names) > 1:
             raise ValueError(f"one field names the type of an event, not {self.type.names}")
+        headers = [one for one in (self.type, self.identity) if isinstance(one, Header)]
+        if len({one.key for one in headers}) < len(headers):
+            raise ValueError(f"the header {headers[0].name!r} can't have both type and identity")
 
     async def open(self, topic: str, events: Events) -> None:
         """Raise `Unpublishable` for an event whose type can't be written."""
@@ -130,29 +133,31 @@ class Plain(Codec):
                 if is_text or self.data is not None:
                     inner = payload if self.data is None else _unpacked(_at(payload, self.data))
                     content_type, data = "application/json", orjson.dumps(inner)
-        type, identity = self._type(record, payload, headers), self.identity
+        name, type = self._type(record, payload, headers)
+        identity = self.identity
         id = f"{record.partition}-{record.offset}"
         if isinstance(identity, Header) or (isinstance(identity, PayloadFields) and data):
             with _refusing(Reason.MISSING_IDENTITY, record, f"{identity} is to name the event"):
-                id = orjson.dumps([type, *_names(identity, payload, headers)]).decode()
+                id = orjson.dumps([name, *_names(identity, payload, headers)]).decode()
         return Named(id, type, content_type, data)
 
     @property
     def _looks_into_payload(self) -> bool:
         return self.data is not None or PayloadFields in (type(self.type), type(self.identity))
 
-    def _type(self, record: Record, payload: object, headers: Mapping[str, str]) -> str:
+    def _type(self, record: Record, payload: object, headers: Mapping[str, str]) -> tuple[str, str]:
+        """Return the record's name for the type, and the type."""
         place, types, found = self.type, self.types, ""
         if isinstance(place, str):
-            return place
+            return place, place
         if record.value is None and not (isinstance(place, Header) and place.key in headers):
-            return Tombstone.event_type
+            return Tombstone.event_type, Tombstone.event_type
         with _refusing(Reason.MISSING_TYPE, record, f"{place} is to name the type of the event"):
             (name,) = _names(place, payload, headers)
             found = types(name) if callable(types) else types.get(name, name)
             if type(found) is not str or not found or UNSTORABLE.search(found):
                 raise ValueError("empty, no text, or text that can't be stored")
-        return found
+        return name, found
 
     def _name_of(self, event_type: str) -> str:
         """Return the name that a record has for the type. Raises `Unpublishable`."""
@@ -172,8 +177,8 @@ class Plain(Codec):
 
     def _enveloped(self, payload: bytes, name: str, id: str) -> bytes:
         """Return the payload with its envelope, its type and its id, as far as it lacks these."""
-        tree = parse(payload)
         try:
+            tree = parse(payload)
             if self.data is not None:
                 data, tree = tree, {}
                 _put(tree, self.data, data)
@@ -185,12 +190,12 @@ class Plain(Codec):
                 if len(self.identity.names) == 1:
                     _put(tree, self.identity.names[0], id)
                 _names(self.identity, tree, {})
+            return orjson.dumps(tree)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Unpublishable(
                 f"an event of the type {name!r} can't be written as its topic's codec reads it"
                 f" ({describe_error(error)}): change the event or the codec"
             ) from error
-        return orjson.dumps(tree)
 
 
 @contextmanager

@@ -49,6 +49,8 @@ class Handlers:
         self._by_topic: dict[str, dict[str, tuple[Handler, ...]]] = {}
         self.codecs: dict[str, Codec] = {}
         """Codecs of topics that are declared with one."""
+        self.closed: dict[str, str] = {}
+        """Topics whose codec is not open yet, and why: what is published there can't be stored."""
         self.demanding: set[str] = set()
         """Topics that are declared with `demands_types`."""
         self._declared: set[str] = set()
@@ -184,6 +186,7 @@ class Handlers:
         self._declared.add(topic)
         if codec is not None:
             self.codecs[topic] = codec
+            self.closed[topic] = f"the codec of {topic!r} is not open yet"
         if demands_types:
             self.demanding.add(topic)
 

@@ -12,7 +12,8 @@ from typing import NamedTuple, Self
 import asyncpg
 from opentelemetry.context import Context, get_current
 
-from pipeline.events.codec import Codec
+from pipeline.errors import StoreUnavailable
+from pipeline.events.codec import CLOUD_EVENTS, CloudEvents, Codec
 from pipeline.events.event import Event, Unpublishable, payload_of
 from pipeline.events.message import headers_as_json
 from pipeline.observe import statements, traces
@@ -130,17 +131,20 @@ class Outbox:
         *,
         call_types: Mapping[str, type[Event]] = {},
         codecs: Mapping[str, Codec] = {},
+        closed: Mapping[str, str] = {},
         sent_size: Callable[[StagedEvent, int], int] | None = None,
     ) -> None:
         """`call_types` are the events that may be staged by `call`, by their types.
 
-        `codecs` are those of topics without CloudEvents in binary mode.
+        `codecs` are those of topics without CloudEvents in binary mode; `closed` are topics whose
+        codec can't write yet, with the reason.
         `sent_size` returns the size of an event's record, given the size that is allowed.
         """
         self._source = source
         self.max_event_bytes = max_event_bytes
         self._call_types = call_types
         self._codecs = codecs
+        self._closed = {**closed}
         self._sent_size = sent_size or (lambda event, allowed: event.size)
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
@@ -245,10 +249,14 @@ class Outbox:
             "application/json",
             *injected[1],
         )
+        is_stored = topic is not CALLS
         if topic in self._codecs:
+            if topic in self._closed:
+                return row  # `write` raises an error
             row = self._encoded(row)
+            is_stored = self.has_cloudevents(row)
         allowed = self.max_event_bytes
-        size = row.size if topic is CALLS else self._sent_size(row, allowed)
+        size = self._sent_size(row, allowed) if is_stored else row.size
         if size > allowed:
             raise Unpublishable(
                 f"{kind.__name__} takes {size:,} bytes and {allowed:,} are allowed: publish a"
@@ -262,6 +270,11 @@ class Outbox:
         payload, content_type, headers = self._codecs[row.topic].encode(row)
         written = None if headers is None else headers_as_json(headers)
         return row._replace(payload=payload, content_type=content_type, headers=written)
+
+    def has_cloudevents(self, event: StagedEvent) -> bool:
+        """Whether it is sent as a CloudEvent, whose data may be stored: no dead letter."""
+        codec = self._codecs.get(event.topic, CLOUD_EVENTS)
+        return event.headers is None and isinstance(codec, CloudEvents)
 
     def holds(self, id: str) -> bool:
         """Whether the event of this id is staged, and was not dropped since."""
@@ -289,7 +302,13 @@ class Outbox:
         self._staged += events
 
     async def write(self, connection: asyncpg.Connection) -> bool:
-        """Write all events in the connection's transaction; returns False if there are none."""
+        """Write all events in the connection's transaction; returns False if there are none.
+
+        Raises `StoreUnavailable` if a codec can't write one of them now.
+        """
+        for event in self.events if self._closed else ():
+            if event.topic in self._closed:
+                raise StoreUnavailable(self._closed[event.topic])
         if self._staged:
             await copy(connection, self._staged)
         if cancelled := sorted(name for name, one in self._scheduled.items() if one is None):

@@ -28,7 +28,6 @@ from pipeline.handlers.policy import (
     ProcessDied,
     assumed,
     dead,
-    described,
 )
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
@@ -94,7 +93,7 @@ class LaneSource:
         """Delete the rows of applied messages, and update others; returns the dead rows."""
         superseded = (item for item, _ in outcome.superseded)
         done = (*outcome.applied, *outcome.duplicates, *superseded)
-        outcome.undecoded += self.unhandleable
+        outcome.undecoded += [row for row in self.unhandleable if not row.decision.is_assumed]
         # Rows behind one that failed, and rows still to be tried alone, stay as they are.
         changed = [
             *self.unhandleable,
@@ -142,6 +141,7 @@ WITH due AS MATERIALIZED (
       FROM (SELECT order_key, due_at FROM pipeline.backlog
              WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
                AND COALESCE(received_at <= $5 OR received_at > statement_timestamp(), true)
+               AND topic <> ALL ($6)
              ORDER BY due_at LIMIT $3) AS first
      GROUP BY order_key
 )
@@ -173,21 +173,21 @@ async def take(
 ) -> Sequence[asyncpg.Record]:
     """Return due rows: of the keys that are due longest, which share the `limit` of rows.
 
-    With `before`, only keys with a due row that may have been stored by then.
+    With `before`, only keys with a due row that may have been stored by then. Rows of the lane's
+    unavailable topics are left out.
     """
     rows: Sequence[asyncpg.Record] = await connection.fetch(
-        _TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before
+        _TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before, [*lane.unavailable]
     )
     return rows
 
 
 async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Record]) -> LaneSource:
-    """Decode rows. Keys wait if what a codec needs for their topic can't be fetched now.
-
-    Raises `StoreUnavailable` if no other rows are left.
+    """Decode rows. Keys wait if what a codec needs for their topic can't be fetched now: the topic
+    is then one of the lane's unavailable ones.
     """
     records = [stored_record(row, stored_for=row["stored_for"]) for row in rows]
-    unavailable = await prepare(handlers, records)
+    lane.unavailable.update(await prepare(handlers, records))
     keys: list[bytes] = []
     items: list[Item] = []
     new: list[Item] = []
@@ -201,7 +201,7 @@ async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Recor
         key = row["order_key"]
         if not keys or keys[-1] != key:
             keys.append(key)
-        if row["must_wait"] or record.topic in unavailable:
+        if row["must_wait"] or record.topic in lane.unavailable:
             waiting.add(key)
         if key in waiting:
             continue
@@ -215,9 +215,6 @@ async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Recor
         else:
             new += found
             redecoded[found[-1].key] = row["key"]
-    if not (new or items or unhandleable):
-        for error in unavailable.values():
-            raise error
     # No handler is called for new messages, so the others follow in a transaction of their own.
     return LaneSource(lane, new or items, keys, unhandleable, redecoded)
 
@@ -285,14 +282,40 @@ def pessimistic(item: Item) -> Decision:
     were dead while it is tried, a later message of its key could overtake it. When it is taken
     again with all attempts used up, it dies.
     """
-    policy, attempts = item.handler.policy, item.attempts
-    if item.is_suspect and attempts >= policy.attempts:
+    decision = _pessimistic(item.handler.policy, item.reason, item.attempts, item.waited)
+    if item.reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
+        return replace(unchanged(item), reason=DIED, error=decision.error)
+    return decision
+
+
+def _pessimistic(policy: Policy, reason: str, attempts: int, waited: float) -> Decision:
+    if reason == DIED and attempts >= policy.attempts:
         error = ProcessDied(f"a process began with it (attempt {attempts}) and died")
         return dead(policy, "attempts used up", error, attempts=attempts)
     error = ProcessDied(f"a process began with it (attempt {attempts + 1}) and died")
-    if item.reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
-        return replace(unchanged(item), reason=DIED, error=described(error))
-    return assumed(policy, error, attempts=attempts, waited=item.waited)
+    return assumed(policy, error, attempts=attempts, waited=waited)
+
+
+def is_deadly(lane: Lane, handlers: Handlers, row: asyncpg.Record) -> bool:
+    """Whether a process may have died because its codec decoded the row."""
+    is_suspect = lane.starts > 1 or row["reason"] == DIED
+    return is_suspect and row["topic"] in handlers.codecs and not row["must_wait"]
+
+
+def undecoded(lane: Lane, handlers: Handlers, row: asyncpg.Record) -> tuple[LaneSource, LaneSource]:
+    """Return sources that store what holds if the process dies while it decodes the row, as
+    `pessimistic` does, and that undo it.
+    """
+    takers = handlers.of(row["topic"], row["type"])
+    policy = next((one.policy for one in takers if one.consumer == row["consumer"]), Policy())
+    reason, attempts, waited = row["reason"], row["attempts"], row["waited"]
+    before = Decision(reason, attempts, waited, SHORTEST, error=row["error"], is_assumed=True)
+    record = stored_record(row, stored_for=row["stored_for"])
+    first, last = (
+        LaneSource(lane, (), [row["order_key"]], [Row(row["key"], row["consumer"], record, one)])
+        for one in (_pessimistic(policy, reason, attempts, waited), before)
+    )
+    return first, last
 
 
 def unchanged(item: Item) -> Decision:

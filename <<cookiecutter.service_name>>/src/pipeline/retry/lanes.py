@@ -1,13 +1,14 @@
 """Lanes of the backlog and their rows: the statements of workers, and of commands on dead rows."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import asyncpg
 
 from pipeline.apply.backlog import Row, has_calls
 from pipeline.apply.positions import Generations, SourceLost
+from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
 from pipeline.servers.database import lease_ended
 
@@ -31,6 +32,8 @@ class Lane:
     """By the database's clock. Earlier workers can't have read a row that was stored later."""
     lease: float
     """Seconds for which each transaction extends the lease when it begins."""
+    unavailable: dict[str, StoreUnavailable] = field(default_factory=dict)
+    """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
 
 
 # Written so that the planner, whatever its statistics are, looks up one row of each lane in the

@@ -28,7 +28,7 @@ from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from . import lanes
-from .lane_source import LaneSource, pessimistic, read_rows, take, unchanged
+from .lane_source import LaneSource, is_deadly, pessimistic, read_rows, take, unchanged, undecoded
 from .lanes import Lane, LaneLost
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,27 @@ class BacklogWorkers:
             "reading the backlog",
             lambda driver: take(driver, lane, consumers, limit, before=before),
         )
-        source = await self._in_time(read_rows(lane, self._handlers, rows))
+        for error in lane.unavailable.values() if not rows else ():
+            raise error
+        known, undo = len(lane.unavailable), None
+        deadly = [n for n, row in enumerate(rows) if is_deadly(lane, self._handlers, row)]
+        if deadly:  # it is decoded alone, after those before it
+            rows = rows[: deadly[0] or 1]
+        if deadly and not deadly[0]:
+            source, undo = undecoded(lane, self._handlers, rows[0])
+            if source.unhandleable[0].decision.is_dead:
+                return source
+            await self._apply(self._consume, source)
+        try:
+            source = await self._in_time(read_rows(lane, self._handlers, rows))
+        except (StoreUnavailable, asyncio.CancelledError) as error:
+            if undo and (self._stopping.is_set() or isinstance(error, StoreUnavailable)):
+                await self._apply(self._consume, undo)
+            raise
+        if len(lane.unavailable) > known and not (source.items or source.unhandleable):
+            if undo:
+                await self._apply(self._consume, undo)
+            return await self._take(lane, limit, before=before)  # rows of other topics
         if source.redecoded:
             return source
         harmless = self._harmless(source)

@@ -23,8 +23,10 @@ from pipeline import (
 )
 from pipeline.apply.backlog import lane_of
 from pipeline.apply.item import StoredRecord, order_key
+from pipeline.apply.writer import Writing
 from pipeline.errors import StoreUnavailable
 from pipeline.events.codec import Encoded, Outgoing
+from pipeline.events.event import declared_events
 from pipeline.events.message import Reason, Record, Undecodable
 from pipeline.runtime import Part
 from pipeline.service import Misconfigured
@@ -49,6 +51,7 @@ class Hex(Codec):
     """Writes JSON in hexadecimal digits, and reads it with what it has to fetch first."""
 
     unavailable: bool = False
+    read: list[int] = field(default_factory=list)
     is_ready: bool = False
     asked: int = 0
     topics: set[str] = field(default_factory=set)
@@ -68,6 +71,7 @@ class Hex(Codec):
             raise StoreUnavailable("registry at http://localhost: no answer")
 
     def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+        self.read.append(record.offset)
         if not self.is_ready:
             raise Undecodable(Reason.INVALID_ENVELOPE, "it is read without what it needs")
         value = None if record.value is None else bytes.fromhex(record.value.decode())
@@ -113,8 +117,9 @@ async def test_what_needs_a_schema_waits_for_it_and_spends_no_attempt(new_desk: 
     assert await desk.backlog() == []
 
 
+@pytest.mark.parametrize("batch_size", [1, 3_000])
 async def test_other_topics_of_a_lane_go_on_while_a_codec_waits(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_desk: NewDesk, db: asyncpg.Connection, batch_size: int
 ) -> None:
     bank = Bank(deposits="hex", balances="balances", name="bank")
     calls: list[str] = []
@@ -127,7 +132,7 @@ async def test_other_topics_of_a_lane_go_on_while_a_codec_waits(
 
     codec = Hex()
     bank.handlers.topic("hex", codec=codec)
-    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01)
+    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01, batch_size=batch_size)
     other = await new_desk(bank.handlers, topic="json", retry_pause=0.01)
 
     def lane(account: str, topic: str) -> int:
@@ -141,6 +146,10 @@ async def test_other_topics_of_a_lane_go_on_while_a_codec_waits(
     bank.refused.clear()
     codec.unavailable, codec.is_ready = True, False
     await desk.make_due()
+    async with desk.engine.begin() as connection:  # its row is read first
+        await connection.exec_driver_sql(
+            "UPDATE pipeline.backlog SET due_at = due_at - interval '1 s' WHERE topic = 'hex'"
+        )
 
     assert await desk.lanes.work_off()
 
@@ -183,19 +192,115 @@ async def test_a_partition_waits_for_what_its_codec_needs_and_others_go_on(
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
 
 
-async def test_a_service_starts_when_its_codecs_can_write(
+async def test_what_can_be_done_without_a_codec_is_done_until_it_can_write(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     codec = Hex(unavailable=True)
     bank.handlers.topic(bank.balances, codec=codec)
-    await Deposit(1).send(producer, bank.deposits)
+
+    @bank.handlers.on(Deposited, topic=bank.balances, consumer="other")
+    async def note(event: Deposited, tx: Transaction) -> None: ...
+
+    await written(2).send(producer, bank.balances)
+    codec.is_ready = True
+    for _ in range(2):
+        await Deposit(1).send(producer, bank.deposits)
     async with running(bank.service, Part.CONSUME) as health:
-        await eventually(lambda: codec.asked > 1)
-        assert health.reasons["consumer"] == "registry at http://localhost: no answer"
-        assert bank.calls == []
+        await eventually(position_reaches(db, bank.balances, 1))
+        await eventually(lambda: len(bank.calls) > 2)
+        assert health.reasons["codecs"] == "registry at http://localhost: no answer"
+    # It has ended without an error while the codec was unavailable.
+    assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
+    async with running(bank.service, Part.CONSUME) as health:
         codec.unavailable = False
-        await eventually(position_reaches(db, bank.deposits, 1))
+        await eventually(position_reaches(db, bank.deposits, 2))
         await eventually(lambda: health.is_ready)
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 2
+    assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
+
+
+async def test_a_record_that_kills_when_it_is_decoded_is_parked_undecoded(
+    bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    codec = Hex()
+    bank.handlers.topic(bank.deposits, codec=codec)
+    await written(1).send(producer, bank.deposits)
+    async with running(bank.service, Part.CONSUME):
+        await eventually(position_reaches(db, bank.deposits, 1))
+    codec.read.clear()
+    for amount in (2, 3, 4):
+        await written(amount).send(producer, bank.deposits)
+    # Processes have died over the batch, then over its first record alone.
+    await db.execute("UPDATE pipeline.position SET starts = 2 WHERE topic = $1", bank.deposits)
+    async with running(bank.service, Part.CONSUME, unclean_starts=1):
+        await eventually(position_reaches(db, bank.deposits, 4))
+        await eventually(lambda: bank.calls == [1, 3, 4])
+    assert 1 not in codec.read
+    (row,) = await db.fetch("SELECT * FROM pipeline.backlog")
+    assert (row["reason"], row["offset"], row["consumer"]) == ("process died", 1, "")
+
+
+async def test_a_row_that_kills_when_it_is_decoded_dies_undecoded(new_desk: NewDesk) -> None:
+    bank = Bank(deposits="hex", balances="balances", name="bank")
+    codec = Hex()
+    bank.handlers.topic("hex", codec=codec)
+    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01)
+    bank.refused = {1}
+    await desk.apply(written(1), written(2))
+    bank.refused.clear()
+    codec.read.clear()
+    async with desk.engine.begin() as connection:
+        await connection.exec_driver_sql(
+            "UPDATE pipeline.backlog SET reason = 'process died', attempts = 6, due_at = now()"
+            ' WHERE "offset" = 0'
+        )
+    await desk.work_off()
+    assert codec.read == [1]
+    assert bank.calls == [1, 2]
+    (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == ("attempts used up", 6)
+
+
+async def test_an_attempt_is_counted_before_a_suspect_is_decoded(new_desk: NewDesk) -> None:
+    bank = Bank(deposits="hex", balances="balances", name="bank")
+    attempts: list[tuple[str, int]] = []
+
+    class Watched(Hex):
+        async def prepare(self, records: Sequence[Record]) -> None:
+            attempts.extend((row["reason"], row["attempts"]) for row in await desk.backlog())
+            await super().prepare(records)
+
+    bank.handlers.topic("hex", codec=Watched())
+    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01)
+    bank.refused = {1}
+    await desk.apply(written(1))
+    bank.refused.clear()
+    async with desk.engine.begin() as connection:
+        await connection.exec_driver_sql(
+            "UPDATE pipeline.backlog SET reason = 'process died', due_at = now()"
+        )
+    await desk.work_off()
+    assert attempts == [("process died", 2)]
+    assert bank.calls == [1, 1]
+    assert await desk.backlog() == []
+
+
+async def test_a_writer_waits_for_the_codec_of_what_it_publishes(
+    bank: Bank, settings: Callable[..., Settings]
+) -> None:
+    codec = Hex(unavailable=True)
+    bank.handlers.topic(bank.balances, codec=codec)
+    (changed,) = (one for one in declared_events() if one.event_topic == bank.balances)
+
+    async def publish(writing: Writing) -> None:
+        writing.publish(changed(account="ada", balance=1, amount=1))
+
+    async with bank.service.writer(settings()) as writer:
+        with pytest.raises(StoreUnavailable, match="no answer"):
+            await writer.write(publish)
+        codec.unavailable = False
+        await eventually(lambda: not bank.handlers.closed)
+        await writer.write(publish)
 
 
 @pytest.mark.parametrize("form", ["hex", "plain"])

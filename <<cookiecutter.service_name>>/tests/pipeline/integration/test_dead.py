@@ -4,7 +4,7 @@ import asyncio
 import getpass
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -16,11 +16,13 @@ import pytest
 from operate import dead, dead_commands
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
-from pipeline import Handlers, PayloadFields, Plain, Policy, Reject
+from pipeline import CloudEvents, Codec, Handlers, Message, PayloadFields, Plain, Policy, Reject
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
 from pipeline.consume.partition_source import PartitionSource
+from pipeline.errors import StoreUnavailable
+from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP
 from pipeline.handlers.policy import dead as fate_of
 from pipeline.retry import lanes
@@ -270,6 +272,33 @@ async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(
     assert await became(desk, redriven) == {"applied": 1, "duplicate": 1, "dead": 1}
     assert await histories(db) == {"ada": [2, 1], "bob": [3]}
     assert [one.reason for one in await letters(desk)] == ["identity mismatch"]
+
+
+class Away(CloudEvents):
+    """A codec whose registry is unavailable."""
+
+    async def prepare(self, records: Sequence[Record]) -> None:
+        raise StoreUnavailable("no answer")
+
+    def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+        raise StoreUnavailable("no answer")
+
+
+@pytest.mark.parametrize("has_killed", [False, True])
+async def test_a_record_is_redriven_without_being_decoded(
+    bank: Bank, desk: Desk, has_killed: bool
+) -> None:
+    await desk.position()
+    await desk.apply_batch(await nameless(desk, Deposit(1), start=0))
+    codec: Codec = Away()
+    if has_killed:  # it would kill the command, too
+        codec = Plain("deposited", PayloadFields("amount"))
+        async with autocommitting(desk.engine) as driver:
+            await driver.execute("UPDATE pipeline.backlog SET error = 'ProcessDied: 6 times'")
+    bank.handlers.topic(bank.deposits, codec=codec)
+    redriven = await redrive(desk)
+    assert [one.markers for one in redriven] == [[]]
+    assert await became(desk, redriven) == {"waiting": 1}
 
 
 async def test_what_nobody_takes_any_more_is_dead_again(bank: Bank, desk: Desk) -> None:

@@ -12,11 +12,11 @@ import pytest
 from aiokafka import ConsumerRecord
 from pydantic import ValidationError, field_validator, model_validator
 
-from pipeline import Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
+from pipeline import CloudEvents, Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.positions import Anchor
 from pipeline.errors import summarize_error
-from pipeline.events.message import Reason, Undecodable
+from pipeline.events.message import Message, Reason, Record, Undecodable
 from pipeline.servers import tasks
 from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
@@ -310,3 +310,19 @@ async def test_a_batch_that_takes_no_time_is_read_in_one_turn(
         await asyncio.sleep(0)
         await read(handlers, 0, [record(number) for number in range(10)])
     assert turns == 1
+
+
+async def test_a_codec_that_fails_in_an_unexpected_way_quarantines_the_record_alone(
+    handlers: Handlers,
+) -> None:
+    class Broken(CloudEvents):
+        def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+            if record.offset == 1:
+                raise KeyError("schema")
+            return CloudEvents().decode(record, hash=hash)
+
+    handlers.topic(TOPIC, codec=Broken())
+    batch = await read(handlers, 0, [record(0), record(1), record(2)])
+    assert [one.record.offset for one in batch.undecoded] == [1]
+    assert isinstance(batch.undecoded[0].error, KeyError)
+    assert [offset for offset, _ in taken(batch)] == [0, 0, 2, 2]

@@ -1,12 +1,26 @@
 """Records as other frameworks write them, and what is published in their forms."""
 
 import json
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
+from sqlalchemy import MetaData
 
-from pipeline import CloudEvents, Codec, Event, Header, PayloadFields, Plain, Position
+from pipeline import (
+    CloudEvents,
+    Codec,
+    Event,
+    Handlers,
+    Header,
+    PayloadFields,
+    Plain,
+    Position,
+    Service,
+)
+from pipeline.errors import StoreUnavailable
+from pipeline.events import message
+from pipeline.events.codec import Encoded, Outgoing
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Reason, Undecodable, headers_of
 from pipeline.events.plain import Identity
@@ -143,7 +157,10 @@ def test_a_record_is_read_as_the_framework_writes_it(
     message = codec.decode(Record(value, headers))
 
     assert (message.source, message.type) == ("kafka:orders", TYPE)
-    assert message.id == json.dumps([TYPE, id], separators=(",", ":"))
+    assert isinstance(codec, Plain)
+    assert isinstance(codec.types, dict)
+    name = next(iter(codec.types), TYPE)
+    assert message.id == json.dumps([name, id], separators=(",", ":"))
     assert message.data == data
     in_json = CloudEvents().decode(
         Record(
@@ -255,7 +272,8 @@ def test_what_is_published_is_read_again(codec: Plain) -> None:
     assert OrderPlaced.model_validate_json(message.data) == event
     assert message.content_type in ("application/json", codec.content_type)
     if codec.identity in (Header("id"), Header("X-Id"), PayloadFields("messageId")):
-        assert message.id == f'["{TYPE}","{ID}"]'
+        name = next(iter(codec.types), TYPE) if isinstance(codec.types, dict) else TYPE
+        assert message.id == f'["{name}","{ID}"]'
     assert codec.decode(published(codec, event)).hash == message.hash
 
 
@@ -311,6 +329,78 @@ def test_a_codec_without_sense_is_refused() -> None:
         Plain(TYPE, Position(), types={"a": "b"})
     with pytest.raises(ValueError, match="one field names the type"):
         Plain(PayloadFields("a", "b"), Position())
+    with pytest.raises(ValueError, match="can't have both type and identity"):
+        Plain(Header("id"), Header("ID"))
+
+
+def test_an_id_stays_the_same_when_a_name_is_mapped_to_an_event_type() -> None:
+    record = Record(DATA, [("t", b"Placed"), ("id", b"7")])
+    before = Plain(Header("t"), Header("id")).decode(record)
+    after = Plain(Header("t"), Header("id"), types={"Placed": TYPE}).decode(record)
+    assert (before.type, after.type) == ("Placed", TYPE)
+    assert before.id == after.id == '["Placed","7"]'
+
+
+class Deep(Event, type="deep", topic="orders"):
+    """An event of any depth."""
+
+    tree: Any
+
+
+def test_an_event_that_is_too_deep_for_its_envelope_is_unpublishable() -> None:
+    tree: list[Any] = []
+    for _ in range(190):
+        tree = [tree]
+    with pytest.raises(Unpublishable, match="can't be written as its topic's codec reads it"):
+        published(Plain("deep", Position(), data=".".join("abcdefg" * 10)), Deep(tree=tree))
+
+
+def test_only_cloudevents_have_data_that_may_be_stored_elsewhere() -> None:
+    for codec, expected in [(CloudEvents(structured=True), True), (InJson(), False)]:
+        outbox = Outbox("/shop", 1_000_000, codecs={"orders": codec})
+        outbox.stage(OrderPlaced(orderId=1), id=ID, key="1", sequence=None)
+        (row,) = outbox.events
+        assert row.headers is None
+        assert outbox.has_cloudevents(row) is expected
+
+
+class InJson(Codec):
+    """Writes the headers of CloudEvents, and JSON that only it can read."""
+
+    def decode(self, record: message.Record, *, hash: bytes | None = None) -> Message:
+        return CloudEvents().decode(record, hash=hash)
+
+    def encode(self, event: Outgoing) -> Encoded:
+        return Encoded(b"\0" + (event.payload or b""), "application/json")
+
+
+async def test_an_event_waits_for_a_codec_that_is_not_open() -> None:
+    outbox = Outbox("/shop", 1_000_000, codecs={"orders": InJson()}, closed={"orders": "no answer"})
+    outbox.stage(OrderPlaced(orderId=1), id=ID, key="1", sequence=None)
+    with pytest.raises(StoreUnavailable, match="no answer"):
+        await outbox.write(None)  # it is not used
+
+
+async def test_base_classes_of_events_need_not_be_writable() -> None:
+    opened: list[str] = []
+
+    class Strict(InJson):
+        async def open(self, topic: str, events: Sequence[type[Event]]) -> None:
+            opened.extend(one.event_type for one in events)
+            if any(one.event_type == "strict.base" for one in events):
+                raise Unpublishable("it has no schema")
+
+    class Kind(Event, type="strict.base", topic="strict-topic"):
+        pass
+
+    class Leaf(Kind, type="strict.leaf"):
+        pass
+
+    handlers = Handlers()
+    handlers.topic("strict-topic", codec=Strict())
+    await Service("shop", handlers, MetaData()).open_codecs()
+    assert sorted(opened) == ["strict.base", "strict.leaf"]
+    assert handlers.closed == {}
 
 
 STRUCTURED = {"specversion": "1.0", "id": "1", "source": "/shop", "type": TYPE, "data": {"a": 1}}
