@@ -1,5 +1,6 @@
 """`make update`: another version of the template, merged into a service that its owner edited."""
 
+import hashlib
 import json
 import os
 import re
@@ -123,6 +124,14 @@ def owned(project: BakedProject) -> BakedProject:
     for path, edits in EDITS.items():
         edit(project.path / path.format(package=project.package), *edits)
     commit(project.path, "Ada's edits")
+    return project
+
+
+def without_unmarked(project: BakedProject) -> BakedProject:
+    """Delete the branch of a service that was baked when commits of bakes had no mark."""
+    has_branch = "template" in project.run("git", "branch").split()
+    if has_branch and "Template-Tree: " not in project.run("git", "log", "--format=%B", "template"):
+        project.run("git", "branch", "--quiet", "-D", "template")
     return project
 
 
@@ -610,7 +619,7 @@ def test_what_keeps_an_update_from_beginning_is_said_and_nothing_is_changed(
 
 @dataclass(frozen=True)
 class Small:
-    """A service of a template of three files, with the versions v0.1.0 to v0.3.0, at v0.1.0."""
+    """A service of a template of few files, with the versions v0.1.0 to v0.3.0, at v0.1.0."""
 
     template: Path
     path: Path
@@ -643,13 +652,14 @@ class Small:
 
 @pytest.fixture(scope="module")
 def small_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A template whose versions have a file more each, and a line more in notes.txt."""
+    """A template whose versions have a file more each, a line more in notes.txt, and an engine."""
     path = tmp_path_factory.mktemp("small") / "template"
     raw = path / "{{cookiecutter.name}}"
     raw.mkdir(parents=True)
     git(path.parent, "init", "--quiet", "--initial-branch=main", str(path))
     (raw / ".gitignore").write_text("build/\nmade.txt\n", "utf-8")
     (raw / "docs").mkdir()
+    (raw / "src/pipeline").mkdir(parents=True)
     for number in (1, 2, 3):
         version = f"0.{number}.0"
         (path / "cookiecutter.json").write_text(
@@ -660,6 +670,9 @@ def small_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with (raw / "notes.txt").open("a", encoding="utf-8") as notes:
             notes.write(f"As of {version}\n")
         (raw / "docs" / f"of_{number}.txt").write_text(f"{version}\n", "utf-8")
+        (raw / "src/pipeline/engine.py").write_text(f"# {version}\n", "utf-8")
+        checksum = hashlib.sha256(f"# {version}\n".encode()).hexdigest()
+        (raw / ".engine.sha256").write_text(f"{checksum}  src/pipeline/engine.py\n", "utf-8")
         commit(path, version)
         git(path, "tag", f"v{version}")
     return path
@@ -677,7 +690,7 @@ def owned_small(template: Path, path: Path) -> Small:
     inside = "{{cookiecutter.name}}"
     files = git(template, "ls-tree", "-r", "-z", "--name-only", f"v0.1.0:{inside}").split("\0")
     for name in filter(None, files):
-        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(git(template, "show", f"v0.1.0:{inside}/{name}"), "utf-8")
     record = {
         "template": str(template),
@@ -754,6 +767,19 @@ def test_a_file_that_is_not_in_git_is_not_overwritten(small: Small, name: str) -
     assert "files that are not in git" in said
     assert name.removesuffix("/more") in said
     assert small.read(name) == "Ada's\n"
+
+
+@pytest.mark.slow
+def test_a_hidden_file_beside_an_unedited_engine_is_kept(small: Small) -> None:
+    (small.path / "src/pipeline/.notes").write_text("Ada's\n", "utf-8")
+    commit(small.path, "Notes")
+
+    outcome = small.update("--to=v0.2.0")
+
+    assert outcome.code == 0, outcome.said
+    assert small.read("src/pipeline/.notes") == "Ada's\n"
+    assert small.read("src/pipeline/engine.py") == "# 0.2.0\n"
+    assert small.git("status", "--porcelain") == ""
 
 
 @pytest.mark.slow
@@ -872,7 +898,7 @@ def test_a_service_of_an_old_commit_or_release_is_updated(
     start = (f"--skip={version}", "HEAD") if version.isdigit() else (version,)
     old = git(ROOT, "rev-list", "--max-count=1", *start).strip()
     fresh = grown.bake(output / "fresh", grown.new)
-    project = owned(grown.bake(output, old))
+    project = without_unmarked(owned(grown.bake(output, old)))
 
     location = f"--template={grown.template.path}"
     outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
@@ -887,8 +913,7 @@ def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
     grown: History, output: Path
 ) -> None:
     old = git(ROOT, "rev-list", f"--skip={AGES[0]}", "--max-count=1", "HEAD").strip()
-    project = grown.bake(output, old)
-    owned(project)
+    project = without_unmarked(owned(grown.bake(output, old)))
     edit(project.path / "src/pipeline/settings.py", (r"\Z", "# Ada's.\n"))
     commit(project.path, "The engine")
 

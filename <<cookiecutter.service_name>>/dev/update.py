@@ -33,7 +33,7 @@ MARK = "Template-Tree"
 UNFINISHED = {
     "MERGE_HEAD": "merge",
     "rebase-merge": "rebase",
-    "rebase-apply": "rebase",
+    "rebase-apply": "rebase or `git am`",
     "CHERRY_PICK_HEAD": "cherry-pick",
     "REVERT_HEAD": "revert",
     "sequencer": "cherry-pick or revert",
@@ -243,19 +243,21 @@ class Service:
 
         Git merges over files that are ignored.
         """
-        tracked = set(self.git("ls-files", "-z").split("\0"))
+        tracked = [Path(name) for name in self.git("ls-files", "-z").split("\0")]
+        in_git = {*tracked, *(folder for path in tracked for folder in path.parents)}
         written = ("--no-renames", "--name-only", "--diff-filter=d", "--relative", "-z")
-        found = []
+        found: set[Path] = set()
         for name in filter(None, self.git("diff", *written, base, bake).split("\0")):
-            *folders, _ = Path(name).parents
-            at_its_place = [one for one in folders if self.is_file(one)]
-            if os.path.lexists(self.root / name):
-                at_its_place.append(Path(name))
-            found += [one.as_posix() for one in at_its_place if one.as_posix() not in tracked]
+            path = Path(name)
+            found.update(folder for folder in path.parents if self.is_file(folder))
+            if os.path.lexists(self.root / path):
+                found.add(path)
+        found -= in_git
         if found:
+            names = ", ".join(sorted(path.as_posix() for path in found))
             raise Refused(
-                "files that are not in git are where the template has files:"
-                f" {', '.join(sorted(set(found)))}: commit, move or delete them first"
+                f"files that are not in git are where the template has files: {names}: commit, move"
+                " or delete them first"
             )
 
     def is_file(self, path: Path) -> bool:
