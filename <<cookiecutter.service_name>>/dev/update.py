@@ -173,7 +173,8 @@ class Service:
 
     def check_bakes(self, tip: str) -> None:
         """Raise `Refused` if there is a commit on the branch that is no bake."""
-        bakes, others = [], []
+        bakes: list[str] = []
+        others: list[str] = []
         for entry in self.git("rev-list", "--format=%T %P%n%B%x1e", tip).split("\x1e"):
             name, trees, *message = entry.strip().splitlines()
             tree, *parents = trees.split()
