@@ -4,6 +4,7 @@ import builtins
 import functools
 import json
 import keyword
+import os
 import re
 import subprocess
 import sys
@@ -61,6 +62,13 @@ OURS = (
 )
 """All that this template has rendered outside its files: defaults, names of files, hooks."""
 
+OF_A_REPOSITORY = {
+    *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_DIR", "GIT_GRAFT_FILE"),
+    *("GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_NAMESPACE", "GIT_OBJECT_DIRECTORY"),
+    *("GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_WORK_TREE"),
+}
+"""Variables that a hook or an alias of git sets, and that name a repository other than this."""
+
 DELIMITERS = ("<<", ">>", "# <%", "%>", "# <#", "#>")
 
 
@@ -114,8 +122,8 @@ def source(answers: Mapping[str, object]) -> dict[str, str | None]:
     """Return the template's location and its commit, for `.cookiecutter.json`.
 
     The location is the absolute path of a local folder, the URL of what cookiecutter cloned
-    (without a password), or else as it was given. The commit is null where the template is no git
-    repository of its own, or has changes that are not committed.
+    (without a password or a token), or else as it was given. The commit is null where the template
+    is no git repository of its own, or has changes that are not committed.
     """
     location = str(answers.get("_template", ""))
     if "_repo_dir" not in answers:  # cruft, which has a clone of its own
@@ -142,7 +150,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     """Return what git wrote, None if it failed or is not installed."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, encoding="utf-8"
+            ["git", "-C", str(folder), *arguments],
+            env={name: value for name, value in os.environ.items() if name not in OF_A_REPOSITORY},
+            capture_output=True,
+            encoding="utf-8",
         )
     except FileNotFoundError:
         return None
@@ -150,7 +161,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _without_password(location: str) -> str:
-    return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", location)
+    """Return a location without the password in it; one of HTTP also without the user."""
+    # A slash in a password is wrong, and what follows the colon is no port.
+    user = r"[^/?#]*@|[^/?#@:\[]*:(?!\d*([/?#]|$)).*@"
+    kept = re.sub(rf"(?i)(?<=\bhttp://)({user})|(?<=\bhttps://)({user})", "", location, count=1)
+    return re.sub(r"(?<=://)[^/@]*:[^/]*@", "", kept, count=1)
 
 
 def mistakes(answers: Mapping[str, object]) -> list[str]:

@@ -19,6 +19,12 @@ PACKAGES = (
     "schema_registry",
 )
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
+# A hook or an alias of git sets them, for a repository other than that of the service.
+OF_A_REPOSITORY = {
+    *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_DIR", "GIT_GRAFT_FILE"),
+    *("GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_NAMESPACE", "GIT_OBJECT_DIRECTORY"),
+    *("GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_WORK_TREE"),
+}
 
 
 def remove(path: Path) -> None:
@@ -42,12 +48,16 @@ def remove_requirement(name: str) -> None:
         raise SystemExit(f"{MANIFEST} names the requirement {name}, and none of that name is there")
 
 
-def git(*arguments: str) -> str:
-    """Run git, and return what it wrote; raise `CalledProcessError` if it fails."""
+def git(*arguments: str, given: str = "") -> str:
+    """Run git with `given` as its input, and return its output.
+
+    Raises `CalledProcessError` if it fails.
+    """
+    around = {name: value for name, value in os.environ.items() if name not in OF_A_REPOSITORY}
     return subprocess.run(
         ["git", *arguments],
-        env={**os.environ, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
+        env={**around, "LC_ALL": "C"},
+        input=given,
         capture_output=True,
         check=True,
         encoding="utf-8",
@@ -82,8 +92,12 @@ def make_repository() -> str:
     try:
         git("init", "--quiet")
         git("symbolic-ref", "HEAD", "refs/heads/template")
-        git("add", ".")
-        git(*plain, *identity, "commit", "--quiet", "--message", f"Template {version}")
+        # Whatever the user ignores in every repository: only the .gitignore of the service counts.
+        files = git("ls-files", "--others", "--exclude-per-directory=.gitignore", "-z")
+        git("update-index", "--add", "-z", "--stdin", given=files)
+        mark = f"Template-Tree: {git('write-tree').strip()}"  # `dev/update.py` knows a bake by it
+        message = ("--message", f"Template {version}", "--message", mark)
+        git(*plain, *identity, "commit", "--quiet", *message)
         git(*plain, "checkout", "--quiet", "-b", "main")
     except subprocess.CalledProcessError as error:
         shutil.rmtree(".git", ignore_errors=True)

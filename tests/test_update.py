@@ -1,8 +1,10 @@
 """`make update`: another version of the template, merged into a service that its owner edited."""
 
+import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -125,6 +127,14 @@ def owned(project: BakedProject) -> BakedProject:
     return project
 
 
+def without_unmarked(project: BakedProject) -> BakedProject:
+    """Delete the branch of a service that was baked when commits of bakes had no mark."""
+    has_branch = "template" in project.run("git", "branch").split()
+    if has_branch and "Template-Tree: " not in project.run("git", "log", "--format=%B", "template"):
+        project.run("git", "branch", "--quiet", "-D", "template")
+    return project
+
+
 def conflicts(project: BakedProject) -> set[str]:
     """Return the files with conflicts."""
     return set(project.run("git", "diff", "--name-only", "--diff-filter=U").split())
@@ -214,17 +224,21 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 @pytest.mark.slow
 def test_a_bake_ends_with_a_first_commit_on_the_branches_template_and_main(
-    history: History, output: Path
+    history: History, output: Path, tmp_path: Path
 ) -> None:
-    signing = {
-        "GIT_CONFIG_COUNT": "2",
+    (tmp_path / "ignored").write_text("docs/\n*.md\n", "utf-8")
+    of_user = {
+        "GIT_CONFIG_COUNT": "3",
         "GIT_CONFIG_KEY_0": "commit.gpgSign",
         "GIT_CONFIG_VALUE_0": "true",
         "GIT_CONFIG_KEY_1": "gpg.program",
         "GIT_CONFIG_VALUE_1": "false",
+        "GIT_CONFIG_KEY_2": "core.excludesFile",
+        "GIT_CONFIG_VALUE_2": str(tmp_path / "ignored"),
     }
+    of_hook = {"GIT_DIR": str(tmp_path / "other.git"), "GIT_INDEX_FILE": "other", "GIT_PREFIX": "/"}
 
-    done = history.template.cookiecutter(output, "--no-input", **signing)
+    done = history.template.cookiecutter(output, "--no-input", **of_user, **of_hook)
 
     project = BakedProject(output / "parcel-tracker", DEFAULTS)
     assert done.stdout.endswith(
@@ -237,6 +251,8 @@ def test_a_bake_ends_with_a_first_commit_on_the_branches_template_and_main(
     ]
     (first,) = project.run("git", "rev-list", "main").split()
     assert project.run("git", "rev-parse", "template").strip() == first
+    tree, message = project.run("git", "log", "-1", "--format=%T %B").split(" ", 1)
+    assert message.strip().endswith(f"\n\nTemplate-Tree: {tree}")
     assert project.run("git", "status", "--porcelain") == ""
     assert set(project.run("git", "ls-files").splitlines()) == set(project.files())
     record = json.loads(project.read(".cookiecutter.json"))
@@ -273,12 +289,16 @@ def test_a_bake_goes_without_a_repository_where_git_is_missing_or_fails(
 ) -> None:
     missing = template.cookiecutter(output / "1", "--no-input", PATH=str(tmp_path))
     failing = template.cookiecutter(
-        output / "2", "--no-input", GIT_OBJECT_DIRECTORY="/dev/null/objects"
+        output / "2",
+        "--no-input",
+        GIT_CONFIG_COUNT="1",
+        GIT_CONFIG_KEY_0="user.useConfigOnly",
+        GIT_CONFIG_VALUE_0="perhaps",
     )
 
     assert (missing.returncode, failing.returncode) == (0, 0)
     assert "git is not installed, so it has no repository" in missing.stdout
-    assert re.search(r"It has no repository: .*/dev/null/objects", failing.stdout)
+    assert re.search(r"It has no repository: .*perhaps", failing.stdout)
     for done, folder in ((missing, "1"), (failing, "2")):
         assert done.stdout.endswith("\nNext: cd parcel-tracker && make run\n")
         assert not (output / folder / "parcel-tracker" / ".git").exists()
@@ -323,16 +343,25 @@ def test_the_location_is_the_url_that_was_cloned_and_a_changed_template_has_no_c
     assert (second["template"], second["commit"]) == (str(path), None)
 
 
-def test_a_password_in_the_location_is_not_recorded() -> None:
+def test_a_password_in_the_location_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(UPDATE.parent))
+    updater = runpy.run_path(str(UPDATE))
     for given, kept in (
         ("https://ada:secret@example.org/t.git", "https://example.org/t.git"),
         ("https://:secret@example.org/t.git", "https://example.org/t.git"),
+        ("https://token@example.org/t.git", "https://example.org/t.git"),
+        ("git+HTTPS://ada:s@cret@example.org/t.git", "git+HTTPS://example.org/t.git"),
+        ("http://ada:se/cret@example.org/t.git", "http://example.org/t.git"),
+        ("https://example.org:8443/t@1/t.git", "https://example.org:8443/t@1/t.git"),
+        ("https://[::1]:8443/t@1/t.git", "https://[::1]:8443/t@1/t.git"),
+        ("ssh://git:s@cret@example.org/t.git", "ssh://example.org/t.git"),
         ("ssh://git@example.org/t.git", "ssh://git@example.org/t.git"),
         ("git@example.org:ada/t.git", "git@example.org:ada/t.git"),
         ("gh:ada/t", "gh:ada/t"),
     ):
         found = local_extensions.source({"_template": given, "_commit": "1234"})
         assert found == {"template": kept, "commit": "1234"}
+        assert updater["without_password"](given) == kept
 
 
 @pytest.mark.full
@@ -588,6 +617,245 @@ def test_what_keeps_an_update_from_beginning_is_said_and_nothing_is_changed(
     assert (outcome.code, "git repository first" in outcome.said) == (1, True)
 
 
+@dataclass(frozen=True)
+class Small:
+    """A service of a template of few files, with the versions v0.1.0 to v0.3.0, at v0.1.0."""
+
+    template: Path
+    path: Path
+
+    def update(self, *arguments: str, **environment: str) -> Outcome:
+        """Run `update.py` on it."""
+        return update(self.path, *arguments, **environment)
+
+    def git(self, *arguments: str) -> str:
+        """Run git in its folder."""
+        return git(self.path, *arguments).strip()
+
+    def state(self) -> tuple[str, ...]:
+        """Return what an update that is refused must not change."""
+        refs = self.git("for-each-ref"), self.git("rev-parse", "HEAD")
+        return (*refs, self.git("status", "--porcelain", "--ignored"))
+
+    def refusal(self, *arguments: str, **environment: str) -> str:
+        """Return what a refused update says, and check that nothing was changed."""
+        before = self.state()
+        outcome = self.update(*arguments, **environment)
+        assert outcome.code == 1, outcome.said
+        assert self.state() == before
+        return outcome.said
+
+    def read(self, name: str) -> str:
+        """Return the text of one of its files."""
+        return (self.path / name).read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def small_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A template whose versions have a file more each, a line more in notes.txt, and an engine."""
+    path = tmp_path_factory.mktemp("small") / "template"
+    raw = path / "{{cookiecutter.name}}"
+    raw.mkdir(parents=True)
+    git(path.parent, "init", "--quiet", "--initial-branch=main", str(path))
+    (raw / ".gitignore").write_text("build/\nmade.txt\n", "utf-8")
+    (raw / "docs").mkdir()
+    (raw / "src/pipeline").mkdir(parents=True)
+    for number in (1, 2, 3):
+        version = f"0.{number}.0"
+        (path / "cookiecutter.json").write_text(
+            json.dumps({"name": "small", "_template_version": version}), "utf-8"
+        )
+        record = {"template_version": version, "cookiecutter": {"name": "{{cookiecutter.name}}"}}
+        (raw / ".cookiecutter.json").write_text(json.dumps(record), "utf-8")
+        with (raw / "notes.txt").open("a", encoding="utf-8") as notes:
+            notes.write(f"As of {version}\n")
+        (raw / "docs" / f"of_{number}.txt").write_text(f"{version}\n", "utf-8")
+        (raw / "src/pipeline/engine.py").write_text(f"# {version}\n", "utf-8")
+        checksum = hashlib.sha256(f"# {version}\n".encode()).hexdigest()
+        (raw / ".engine.sha256").write_text(f"{checksum}  src/pipeline/engine.py\n", "utf-8")
+        commit(path, version)
+        git(path, "tag", f"v{version}")
+    return path
+
+
+@pytest.fixture
+def small(small_template: Path, tmp_path: Path) -> Small:
+    """A service whose branch `template` is made by an update to the version that it has."""
+    return owned_small(small_template, tmp_path / "small")
+
+
+def owned_small(template: Path, path: Path) -> Small:
+    """Write the files of v0.1.0, and update to it, as cookiecutter would take longer."""
+    path.mkdir(parents=True)
+    inside = "{{cookiecutter.name}}"
+    files = git(template, "ls-tree", "-r", "-z", "--name-only", f"v0.1.0:{inside}").split("\0")
+    for name in filter(None, files):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(git(template, "show", f"v0.1.0:{inside}/{name}"), "utf-8")
+    record = {
+        "template": str(template),
+        "commit": git(template, "rev-parse", "v0.1.0").strip(),
+        "template_version": "0.1.0",
+        "cookiecutter": {"name": "small"},
+    }
+    (path / ".cookiecutter.json").write_text(json.dumps(record, indent=4) + "\n", "utf-8")
+    if "true" not in run(path, "git", "rev-parse", "--is-inside-work-tree").said:
+        git(path, "init", "--quiet", "--initial-branch=main")
+    for name, value in ADA.items():
+        git(path, "config", name, value)
+    commit(path, "Ada's")
+    return Small(template, path)
+
+
+@pytest.mark.slow
+def test_an_update_that_was_reverted_is_merged_again_as_a_whole(small: Small) -> None:
+    assert small.update("--to=v0.2.0").code == 0
+    small.git("revert", "--no-edit", "-m", "1", "HEAD")
+    assert not (small.path / "docs/of_2.txt").exists()
+
+    outcome = small.update("--to=v0.3.0")
+
+    assert outcome.code == 0, outcome.said
+    assert small.read("notes.txt") == "As of 0.1.0\nAs of 0.2.0\nAs of 0.3.0\n"
+    assert small.read("docs/of_2.txt") == "0.2.0\n"
+    assert json.loads(small.read(".cookiecutter.json"))["template_version"] == "0.3.0"
+    assert small.git("status", "--porcelain") == ""
+    assert "Nothing to merge" in small.update("--to=v0.3.0").said
+
+
+@pytest.mark.slow
+def test_a_commit_on_the_branch_that_is_no_bake_is_refused(small: Small) -> None:
+    assert small.update("--to=v0.2.0").code == 0
+    bake = small.git("rev-parse", "template")
+    (small.path / "mine.txt").write_text("Ada's\n", "utf-8")
+    commit(small.path, "Mine")
+    small.git("checkout", "--quiet", "template")
+    small.git("merge", "--quiet", "main")
+    small.git("checkout", "--quiet", "main")
+
+    said = small.refusal("--to=v0.3.0")
+
+    way = f"git branch --force template {bake[:10]}"
+    assert f"`{way}`" in said
+    small.git(*way.split()[1:])
+    assert small.update("--to=v0.3.0").code == 0
+    assert small.read("mine.txt") == "Ada's\n"
+
+
+@pytest.mark.slow
+def test_what_the_owner_ignores_elsewhere_is_of_the_bake(small: Small) -> None:
+    (small.path / ".git/info/exclude").write_text("docs/\n", "utf-8")
+
+    outcome = small.update("--to=v0.2.0")
+
+    assert outcome.code == 0, outcome.said
+    assert small.git("ls-files", "docs").split() == ["docs/of_1.txt", "docs/of_2.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["docs/of_2.txt", "docs/of_3.txt/more", "untracked"])
+def test_a_file_that_is_not_in_git_is_not_overwritten(small: Small, name: str) -> None:
+    if name == "untracked":
+        name = "docs/of_2.txt"
+    else:
+        (small.path / ".git/info/exclude").write_text("docs/of_2.txt\ndocs/of_3.txt\n", "utf-8")
+    (small.path / name).parent.mkdir(exist_ok=True)
+    (small.path / name).write_text("Ada's\n", "utf-8")
+
+    said = small.refusal("--to=v0.3.0")
+
+    assert "files that are not in git" in said
+    assert name.removesuffix("/more") in said
+    assert small.read(name) == "Ada's\n"
+
+
+@pytest.mark.slow
+def test_a_hidden_file_beside_an_unedited_engine_is_kept(small: Small) -> None:
+    (small.path / "src/pipeline/.notes").write_text("Ada's\n", "utf-8")
+    commit(small.path, "Notes")
+
+    outcome = small.update("--to=v0.2.0")
+
+    assert outcome.code == 0, outcome.said
+    assert small.read("src/pipeline/.notes") == "Ada's\n"
+    assert small.read("src/pipeline/engine.py") == "# 0.2.0\n"
+    assert small.git("status", "--porcelain") == ""
+
+
+@pytest.mark.slow
+def test_a_merge_that_git_refuses_leaves_no_commit_behind(small: Small) -> None:
+    small.git("config", "merge.verifySignatures", "true")
+
+    assert "Nothing was merged" in small.refusal("--to=v0.2.0")
+
+
+@pytest.mark.slow
+def test_the_variables_of_another_repository_are_not_used(small: Small, tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet", "--initial-branch=other", "other")
+    other = tmp_path / "other"
+    commit(other, "Other")
+    before = git(other, "for-each-ref")
+    index = {"GIT_DIR": str(other / ".git"), "GIT_WORK_TREE": str(other)}
+
+    outcome = small.update("--to=v0.2.0", **index, GIT_INDEX_FILE="none", GIT_PREFIX="docs/")
+
+    assert outcome.code == 0, outcome.said
+    assert small.read("docs/of_2.txt") == "0.2.0\n"
+    assert git(other, "for-each-ref") == before
+
+
+@pytest.mark.slow
+def test_a_password_in_the_location_that_is_given_is_neither_recorded_nor_printed(
+    small: Small,
+) -> None:
+    rewritten = {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{small.template}.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://ada:secret@example.org/t",
+    }
+    location = "--template=https://ada:secret@example.org/t"
+
+    assert "secret" not in small.refusal(location, "--to=v7", **rewritten)
+    outcome = small.update(location, "--to=v0.2.0", **rewritten)
+
+    assert outcome.code == 0, outcome.said
+    assert json.loads(small.read(".cookiecutter.json"))["template"] == "https://example.org/t"
+    assert "secret" not in outcome.said + small.git("log", "--all", "--patch")
+
+
+@pytest.mark.slow
+def test_an_operation_that_is_not_finished_is_refused(small: Small, tmp_path: Path) -> None:
+    for name, line in (("side", "Side"), ("main", "Main")):
+        small.git("checkout", "--quiet", "-B", name, "main")
+        if name == "main":
+            small.git("reset", "--quiet", "--hard", "side~1")
+        (small.path / "notes.txt").write_text(f"{line}\n", "utf-8")
+        commit(small.path, line)
+
+    for begin, end, said in (
+        (("cherry-pick", "side"), ("cherry-pick", "--abort"), "a cherry-pick is not finished"),
+        (("rebase", "side"), ("rebase", "--abort"), "a rebase is not finished"),
+        (("bisect", "start"), ("bisect", "reset"), "a bisection is not finished"),
+        (("checkout", "--quiet", "--detach"), ("checkout", "--quiet", "main"), "HEAD is detached"),
+    ):
+        run(small.path, "git", *begin)
+        if "cherry-pick" in begin or "rebase" in begin:
+            small.git("checkout", "--quiet", "HEAD", "--", ".")  # a clean tree, and yet unfinished
+        assert said in small.refusal("--to=v0.2.0")
+        small.git(*end)
+    assert small.update("--to=v0.2.0").code in (0, 1)
+
+
+@pytest.mark.slow
+def test_a_folder_that_makes_no_name_of_a_branch_is_refused(
+    small_template: Path, tmp_path: Path
+) -> None:
+    git(tmp_path, "init", "--quiet", "--initial-branch=main")
+    spaced = owned_small(small_template, tmp_path / "my apps" / "small")
+
+    assert "rename the folder" in spaced.refusal("--to=v0.2.0")
+
+
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> History:
     """The history of this repository, with the working tree as its newest commit."""
@@ -630,7 +898,7 @@ def test_a_service_of_an_old_commit_or_release_is_updated(
     start = (f"--skip={version}", "HEAD") if version.isdigit() else (version,)
     old = git(ROOT, "rev-list", "--max-count=1", *start).strip()
     fresh = grown.bake(output / "fresh", grown.new)
-    project = owned(grown.bake(output, old))
+    project = without_unmarked(owned(grown.bake(output, old)))
 
     location = f"--template={grown.template.path}"
     outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
@@ -645,8 +913,7 @@ def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
     grown: History, output: Path
 ) -> None:
     old = git(ROOT, "rev-list", f"--skip={AGES[0]}", "--max-count=1", "HEAD").strip()
-    project = grown.bake(output, old)
-    owned(project)
+    project = without_unmarked(owned(grown.bake(output, old)))
     edit(project.path / "src/pipeline/settings.py", (r"\Z", "# Ada's.\n"))
     commit(project.path, "The engine")
 

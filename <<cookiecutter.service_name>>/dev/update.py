@@ -27,6 +27,26 @@ from engine import CHECKSUMS, differences
 RECORD = ".cookiecutter.json"
 QUESTIONS = "cookiecutter.json"
 CHANGELOG = "CHANGELOG.md"
+MARK = "Template-Tree"
+"""The trailer of a bake's commit: its tree. A commit with another tree is no bake."""
+
+UNFINISHED = {
+    "MERGE_HEAD": "merge",
+    "rebase-merge": "rebase",
+    "rebase-apply": "rebase or `git am`",
+    "CHERRY_PICK_HEAD": "cherry-pick",
+    "REVERT_HEAD": "revert",
+    "sequencer": "cherry-pick or revert",
+    "BISECT_LOG": "bisection",
+}
+"""What git keeps in its folder during an operation."""
+
+OF_A_REPOSITORY = {
+    *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_DIR", "GIT_GRAFT_FILE"),
+    *("GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_NAMESPACE", "GIT_OBJECT_DIRECTORY"),
+    *("GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_WORK_TREE"),
+}
+"""Variables that a hook or an alias of git sets, and that name a repository other than this."""
 
 
 class Refused(Exception):
@@ -37,13 +57,18 @@ class GitFailed(Refused):
     """Git ended with an error; the message is git's."""
 
 
-def git(*arguments: str | Path, cwd: Path, **environment: str) -> str:
-    """Run git and return what it wrote; raise `GitFailed` if it fails."""
+def surroundings() -> dict[str, str]:
+    """Return the environment without what names another repository."""
+    return {name: value for name, value in os.environ.items() if name not in OF_A_REPOSITORY}
+
+
+def git(*arguments: str | Path, cwd: Path, given: str = "", **environment: str) -> str:
+    """Run git with `given` as its input, and return its output; raise `GitFailed` if it fails."""
     done = subprocess.run(
         ["git", *arguments],
         cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
+        env={**surroundings(), **environment},
+        input=given,
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -60,6 +85,14 @@ def succeeds(*arguments: str, cwd: Path) -> bool:
     except GitFailed:
         return False
     return True
+
+
+def without_password(location: str) -> str:
+    """Return a location without the password in it; one of HTTP also without the user."""
+    # A slash in a password is wrong, and what follows the colon is no port.
+    user = r"[^/?#]*@|[^/?#@:\[]*:(?!\d*([/?#]|$)).*@"
+    kept = re.sub(rf"(?i)(?<=\bhttp://)({user})|(?<=\bhttps://)({user})", "", location, count=1)
+    return re.sub(r"(?<=://)[^/@]*:[^/]*@", "", kept, count=1)
 
 
 @dataclass(frozen=True)
@@ -86,13 +119,26 @@ class Service:
             raise Refused(f"{RECORD} is not committed: commit the service first")
         if not succeeds("var", "GIT_COMMITTER_IDENT", cwd=root):
             raise Refused("git has no identity for a commit: set user.name and user.email")
-        is_merging = succeeds("rev-parse", "--quiet", "--verify", "MERGE_HEAD", cwd=root)
-        if is_merging or git("status", "--porcelain", "--untracked-files=no", cwd=root):
-            raise Refused("there are changes that are not committed: commit or stash them first")
         service = cls(root, prefix, json.loads((root / RECORD).read_text("utf-8")))
-        if git("rev-parse", "--abbrev-ref", "HEAD", cwd=root) == service.branch:
-            raise Refused(f"check out your own branch: {service.branch} has only bakes")
+        service.check_state()
         return service
+
+    def check_state(self) -> None:
+        """Raise `Refused` if something is unfinished, or HEAD is not on a branch of the owner."""
+        for name, what in UNFINISHED.items():
+            if (self.root / self.git("rev-parse", "--git-path", name)).exists():
+                raise Refused(f"a {what} is not finished: finish it first, or abort it")
+        if self.git("status", "--porcelain", "--untracked-files=no"):
+            raise Refused("there are changes that are not committed: commit or stash them first")
+        if not succeeds("check-ref-format", f"refs/heads/{self.branch}", cwd=self.root):
+            raise Refused(
+                f"the branch of bakes is named after the folder, and git accepts no branch"
+                f" {self.branch!r}: rename the folder"
+            )
+        if not succeeds("symbolic-ref", "--quiet", "HEAD", cwd=self.root):
+            raise Refused("HEAD is detached: check out the branch that the update is for")
+        if self.git("symbolic-ref", "HEAD") == f"refs/heads/{self.branch}":
+            raise Refused(f"check out your own branch: {self.branch} has only bakes")
 
     @property
     def branch(self) -> str:
@@ -113,26 +159,70 @@ class Service:
     def bakes(self) -> tuple[str | None, str | None]:
         """Return the branch's newest commit, and that of the bake that HEAD came from.
 
-        The branch of a remote counts, too, for a clone that has no other.
+        The branch of a remote counts, too, for a clone that has no other. Where an update was
+        reverted, the bake that HEAD came from follows once more, behind the newest.
         """
         patterns = (f"refs/heads/{self.branch}", f"refs/remotes/*/{self.branch}")
         tips = self.git("for-each-ref", "--format=%(objectname)", *patterns).split()
         for tip in tips:
-            if self.blob(tip) is None:
-                raise Refused(
-                    f"the branch {self.branch} has no {RECORD}, so it is not that of the template:"
-                    " rename it"
-                )
+            self.check_bakes(tip)
             for commit in self.git("rev-list", tip).split():
                 if self.blob(commit) == self.blob("HEAD"):
-                    return tip, commit
+                    return self.again(tip, commit)
         return (tips[0] if tips else None), None
 
+    def check_bakes(self, tip: str) -> None:
+        """Raise `Refused` if there is a commit on the branch that is no bake."""
+        bakes: list[str] = []
+        others: list[str] = []
+        for entry in self.git("rev-list", "--format=%T %P%n%B%x1e", tip).split("\x1e"):
+            name, trees, *message = entry.strip().splitlines()
+            tree, *parents = trees.split()
+            is_bake = f"{MARK}: {tree}" in message and len(parents) < 2
+            (bakes if is_bake else others).append(name.split()[1][:10])
+        if not bakes:
+            raise Refused(
+                f"the branch {self.branch} is not that of the template, as it has no bake:"
+                " rename it"
+            )
+        if others:
+            raise Refused(
+                f"the branch {self.branch} must have bakes only, and {others[0]} is none:"
+                f" `git branch --force {self.branch} {bakes[0]}` returns to the newest bake"
+            )
+
+    def again(self, tip: str, bake: str) -> tuple[str, str]:
+        """Return the branch's newest commit and the base, where HEAD has come from a bake.
+
+        If a newer bake was merged and the merge was reverted, git takes the newer one for the base,
+        and its changes for merged. So the older bake is committed again, as the newest.
+        """
+        if succeeds("merge-base", tip, "HEAD", cwd=self.root):
+            merged = self.git("merge-base", tip, "HEAD")
+            if merged != bake and succeeds(
+                "merge-base", "--is-ancestor", bake, merged, cwd=self.root
+            ):
+                title = self.git("show", "--no-patch", "--no-show-signature", "--format=%s", bake)
+                again = self.commit_tree(self.git("rev-parse", f"{bake}^{{tree}}"), tip, title)
+                return again, again
+        return tip, bake
+
+    def commit_tree(self, tree: str, parent: str | None, message: str) -> str:
+        """Commit the tree of a bake behind `parent`, marked as a bake."""
+        parents = ("-p", parent) if parent else ()
+        mark = f"{MARK}: {tree}"
+        return self.git("commit-tree", tree, *parents, "-m", message, "-m", mark)
+
     def commit(self, bake: Path, parent: str | None, message: str) -> str:
-        """Commit a bake behind `parent`, without a trace in index and working tree."""
+        """Commit a bake behind `parent`, without a trace in index and working tree.
+
+        Only the template's own `.gitignore` leaves out files, not what the owner ignores elsewhere.
+        """
         index = {"GIT_INDEX_FILE": f"{bake}.index"}
         place = (f"--git-dir={self.git('rev-parse', '--absolute-git-dir')}", f"--work-tree={bake}")
-        git(*place, "add", "--all", ".", cwd=bake, **index)
+        own = ("ls-files", "--others", "--exclude-per-directory=.gitignore", "-z")
+        files = git(*place, *own, cwd=bake, **index)
+        git(*place, "update-index", "--add", "-z", "--stdin", cwd=bake, given=files, **index)
         tree = self.git("write-tree", **index)
         if self.prefix:
             index = {"GIT_INDEX_FILE": f"{bake}.prefixed"}
@@ -140,8 +230,7 @@ class Service:
             tree = self.git("write-tree", **index)
         if parent and tree == self.git("rev-parse", f"{parent}^{{tree}}"):
             return parent
-        parents = ("-p", parent) if parent else ()
-        return self.git("commit-tree", tree, *parents, "-m", message)
+        return self.commit_tree(tree, parent, message)
 
     def link(self, base: str, name: str) -> None:
         """Make a bake an ancestor of HEAD, whose files stay as they are."""
@@ -150,12 +239,40 @@ class Service:
         linked = self.git("commit-tree", "HEAD^{tree}", *parents, "-m", message)
         self.git("update-ref", "-m", message, "HEAD", linked)
 
+    def check_untracked(self, base: str, bake: str) -> None:
+        """Raise `Refused` if a merge would write over files that are not in git.
+
+        Git merges over files that are ignored.
+        """
+        tracked = [Path(name) for name in self.git("ls-files", "-z").split("\0")]
+        in_git = {*tracked, *(folder for path in tracked for folder in path.parents)}
+        written = ("--no-renames", "--name-only", "--diff-filter=d", "--relative", "-z")
+        found: set[Path] = set()
+        for name in filter(None, self.git("diff", *written, base, bake).split("\0")):
+            path = Path(name)
+            found.update(folder for folder in path.parents if self.is_file(folder))
+            if os.path.lexists(self.root / path):
+                found.add(path)
+        found -= in_git
+        if found:
+            names = ", ".join(sorted(path.as_posix() for path in found))
+            raise Refused(
+                f"files that are not in git are where the template has files: {names}: commit, move"
+                " or delete them first"
+            )
+
+    def is_file(self, path: Path) -> bool:
+        """Return whether something other than a folder is there."""
+        whole = self.root / path
+        return os.path.lexists(whole) and (whole.is_symlink() or not whole.is_dir())
+
 
 @dataclass(frozen=True)
 class Template:
     """A clone of the template's repository, in a temporary folder."""
 
     location: str
+    """Where it came from, without a password."""
     folder: Path
 
     @classmethod
@@ -164,11 +281,12 @@ class Template:
         try:
             git("clone", "--quiet", "--no-checkout", "--", location, folder / "clone", cwd=folder)
         except GitFailed as error:
+            failure = str(error).replace(location, without_password(location))
             raise Refused(
-                f"{error}\nSo the template can't be cloned; TEMPLATE=<its URL or path> names"
+                f"{failure}\nSo the template can't be cloned; TEMPLATE=<its URL or path> names"
                 " another location"
             ) from None
-        return cls(location, folder)
+        return cls(without_password(location), folder)
 
     def git(self, *arguments: str) -> str:
         """Run git in the clone."""
@@ -209,7 +327,7 @@ class Template:
         questions = json.loads((self.folder / "clone" / QUESTIONS).read_text("utf-8"))
         given = [f"{name}={answer}" for name, answer in answers.items() if name in questions]
         # Bytecode is found by the time of a file, and a checkout may follow within its second.
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**surroundings(), "PYTHONDONTWRITEBYTECODE": "1"}
         environment.pop("PYTHONPATH", None)
         done = subprocess.run(
             [
@@ -268,10 +386,17 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     (baked / RECORD).write_text(json.dumps(record, indent=4, ensure_ascii=False) + "\n", "utf-8")
     title = " ".join([f"Template {template.name(new)}", *options.answers])
     merged = service.commit(baked, tip, title)
+    service.check_untracked(base, merged)
+    head = service.git("rev-parse", "HEAD")
     if not succeeds("merge-base", "--is-ancestor", base, "HEAD", cwd=service.root):
         service.link(base, template.name(old) if old else "an unknown version")
+    try:
+        is_begun = begin(service, merged, f"Merge: {title}")
+    except Refused:
+        service.git("update-ref", "-m", "The update was refused", "HEAD", head)
+        raise
     service.git("update-ref", f"refs/heads/{service.branch}", merged)
-    conflicts = merge(service, merged, f"Merge: {title}")
+    conflicts = finish(service, f"Merge: {title}") if is_begun else []
     _report_answers(record["cookiecutter"], chosen)
     _report_changes(template, old, new)
     changed = service.git("diff", "--name-only", "--relative", base, merged).splitlines()
@@ -317,8 +442,11 @@ def _chosen(
     return answers
 
 
-def merge(service: Service, bake: str, message: str) -> list[str]:
-    """Merge a bake into HEAD, and return the files with conflicts; without any, it is committed."""
+def begin(service: Service, bake: str, message: str) -> bool:
+    """Merge a bake into index and working tree; return whether there was anything to merge.
+
+    Raises `Refused` if git did not begin.
+    """
     is_unedited = (service.root / CHECKSUMS).exists() and not differences(service.root)
     try:
         service.git("merge", "--no-ff", "--no-commit", "-m", message, bake)
@@ -330,9 +458,14 @@ def merge(service: Service, bake: str, message: str) -> list[str]:
         if failure:
             raise Refused(f"{failure}\nNothing was merged")
         print("Nothing to merge: the service has all of it.")
-        return []
+        return False
     if is_unedited:
         take_engine(service, bake)
+    return True
+
+
+def finish(service: Service, message: str) -> list[str]:
+    """Commit the merge; return the files with conflicts instead, if there are any."""
     unmerged = service.git("diff", "--name-only", "--relative", "--diff-filter=U").splitlines()
     if unmerged:
         return unmerged
@@ -352,7 +485,8 @@ def take_engine(service: Service, bake: str) -> None:
     folders = sorted(set(paths))
     if succeeds("diff", "--quiet", "--cached", bake, "--", *folders, cwd=service.root):
         return
-    service.git("rm", "-r", "-f", "--quiet", "--ignore-unmatch", "--", *folders)
+    kept = [f":(exclude,glob){folder}/**/.*" for folder in folders]  # not in the checksums
+    service.git("rm", "-r", "-f", "--quiet", "--ignore-unmatch", "--", *folders, *kept)
     new = sorted(set(re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", after)))
     service.git("checkout", "--quiet", bake, "--", *new, CHECKSUMS)
 

@@ -178,9 +178,18 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
             raise FileNotFoundError(
                 f"no {revisions.ALEMBIC} here: run this in the service's folder"
             )
-        with naming_servers(settings):
-            command.upgrade(Config(revisions.ALEMBIC), "heads")
-    run_to_end(_make_ahead(Invocation(service, settings, as_json)))
+    invocation = Invocation(service, settings, as_json)
+    run_to_end(_compare_columns(invocation))
+    with in_a_sentence(), naming_servers(settings):
+        command.upgrade(Config(revisions.ALEMBIC), "heads")
+    run_to_end(_make_ahead(invocation))
+
+
+async def _compare_columns(invocation: Invocation) -> None:
+    migrations = revisions.load_migrations()
+    async with invocation.connected() as connection:
+        if migrations and (wrong := await revisions.wrong_columns(connection, migrations)):
+            raise revisions.WrongColumns(wrong)
 
 
 async def _make_ahead(invocation: Invocation) -> None:

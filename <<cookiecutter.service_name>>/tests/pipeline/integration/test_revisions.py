@@ -170,6 +170,20 @@ async def test_a_process_names_a_column_that_its_schema_lacks(
     assert "Traceback" not in process.output
 
 
+async def test_a_migration_is_not_applied_where_a_column_is_missing(
+    start: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    add(folder, *SERVICE[0])
+    await db.execute(OTHER["dropped"])
+    before = await db.fetch("SELECT version_num FROM alembic_version ORDER BY 1")
+
+    process = await start("migrate", cwd=folder)
+
+    assert await process.ended() == 1, process.output
+    assert "column pipeline.outbox.dataref is missing" in process.output
+    assert await db.fetch("SELECT version_num FROM alembic_version ORDER BY 1") == before
+
+
 async def test_a_command_that_meets_a_missing_column_names_it_and_the_doctor(
     start: Start, folder: Path, db: asyncpg.Connection
 ) -> None:
