@@ -32,7 +32,7 @@ REASONS: Mapping[str, str] = {
     "not CloudEvents": "declare the topic's codec by handlers.topic(…, codec=…), then redrive",
     "missing identity": "name the topic's events by something that all have, then redrive",
     "missing type": "let the topic's codec find the type in all its records, then redrive",
-    "unknown schema": "register what the error names, then redrive, or discard it if that is invalid",
+    "unknown schema": "register what the error names, then redrive; discard an invalid one",
     "unknown type": "deploy a handler, or leave demands_types=True out, then redrive",
     # Messages that a handler was not given.
     "invalid payload": "make the event's model take it, then redrive; or discard it",
