@@ -9,8 +9,9 @@ from typing import Any
 
 from operate.errors import Refused
 
-from .compare import Finding, compare
+from .compare import compare
 from .export import UPCAST
+from .findings import Finding
 
 
 class Mode(StrEnum):
