@@ -17,7 +17,7 @@ from pipeline.handlers.registry import Handler
 
 from .examples import example_of
 from .export import published, taken, written
-from .schemas import KEYS, LIMITS, Mode, schema_of
+from .schemas import ALIASES, KEYS, LIMITS, PATHS, Mode, schema_of
 
 _TEXT = {"type": "string"}
 _TRACE = {"traceparent": _TEXT, "tracestate": _TEXT, "baggage": _TEXT}
@@ -285,7 +285,8 @@ def _as_draft_7(node: Any, names: Mapping[str, str]) -> Any:
         return [_as_draft_7(one, names) for one in node]
     if not isinstance(node, dict):
         return node
-    made = {name: one for name, one in node.items() if name not in (KEYS, LIMITS)}
+    own = (ALIASES, KEYS, LIMITS, PATHS)
+    made = {name: one for name, one in node.items() if name not in own}
     if isinstance(tag := made.get("discriminator"), dict):
         made["discriminator"] = tag["propertyName"]
     if "prefixItems" in made:

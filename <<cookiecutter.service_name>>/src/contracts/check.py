@@ -1,7 +1,9 @@
 """Compatibility of two exports: which events would be refused, by which side."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,8 +11,9 @@ from typing import Any
 
 from operate.errors import Refused
 
-from .compare import Finding, compare
+from .compare import compare
 from .export import UPCAST
+from .findings import Finding
 
 
 class Mode(StrEnum):
@@ -58,6 +61,10 @@ _REFUSALS = {
     ("published", Mode.BACKWARD): (
         "a consumer that has been updated refuses events {what}, as were published before"
     ),
+    ("calls", Mode.BACKWARD): "the service refuses stored calls {what}",
+    ("calls", Mode.FORWARD): (
+        "an instance of the service that has not been updated refuses calls {what}"
+    ),
     ("published", Mode.FORWARD): "a consumer that has not been updated refuses events {what}",
 }
 _LACKED = "events that were published before lack `{path}`, which is now required"
@@ -66,16 +73,25 @@ _LACKED = "events that were published before lack `{path}`, which is now require
 def read(paths: Sequence[Path], mode: Mode) -> list[tuple[Path, Mapping[str, Any]]]:
     """Return the exports to compare with; of a folder, those of its `*.json` files by their names.
 
-    Raises `Refused` for a file that is no export.
+    Numbers in names are ordered by their value. Raises `Refused` for a file that is no export; in a
+    folder it is skipped.
     """
-    files = [
-        file
-        for path in paths
-        for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])
-    ]
-    if not files:
-        raise Refused(f"there is no *.json in {', '.join(map(str, paths))}")
-    return [(file, _read(file)) for file in (files if mode.is_transitive else files[-1:])]
+    found = []
+    for path in paths:
+        if not path.is_dir():
+            found.append((path, _read(path)))
+            continue
+        for file in sorted(path.glob("*.json"), key=_order):
+            with suppress(Refused):
+                found.append((file, _read(file)))
+    if not found:
+        raise Refused(f"there is no *.json with an export in {', '.join(map(str, paths))}")
+    return found if mode.is_transitive else found[-1:]
+
+
+def _order(file: Path) -> list[tuple[int, str]]:
+    parts = re.split(r"([0-9]+)", file.name)
+    return [(int(one), "") if place % 2 else (0, one) for place, one in enumerate(parts)]
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -93,14 +109,19 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iterator[Verdict]:
     """Yield what would be refused, and what cannot be decided, between two exports."""
-    for side in ("taken", "published"):
+    codecs = new.get("codecs", {})
+    for topic, codec in sorted(old.get("codecs", {}).items()):
+        if codecs.get(topic, codec) != codec:
+            text = f"the codec is {codecs[topic]}, and was {codec}: use another topic"
+            yield Verdict(topic, "all types", True, text)
+    for side in ("taken", "published", "calls"):
         before = {
             (topic, type): schemas
-            for topic, types in old[side].items()
+            for topic, types in old.get(side, {}).items()
             for type, schemas in types.items()
         }
         for (topic, type), schemas in sorted(before.items()):
-            now = new[side].get(topic, {}).get(type)
+            now = new.get(side, {}).get(topic, {}).get(type)
             for direction in mode.directions:
                 for is_break, text in _changes(side, direction, schemas, now):
                     yield Verdict(topic, type, is_break, text)
@@ -112,6 +133,8 @@ def _changes(
     if new is None:
         if (side, direction) == ("taken", Mode.BACKWARD):
             yield True, "the service no longer takes events of this type from this topic"
+        elif (side, direction) == ("calls", Mode.BACKWARD):
+            yield True, "no handler takes stored calls of this type"
         elif (side, direction) == ("published", Mode.FORWARD):
             yield True, "the service no longer publishes events of this type to this topic"
         return
@@ -121,7 +144,8 @@ def _changes(
         return
     writer, reader = (old, new) if direction is Mode.BACKWARD else (new, old)
     written = writer.get("serialization") or writer["validation"]
-    for one in compare(written, reader.get("validation") or reader["serialization"]):
+    read = reader.get("validation") or reader["serialization"]
+    for one in compare(written, read, is_open=side == "taken"):
         yield one.kind != "undecided", _sentence(side, direction, one)
 
 

@@ -4,15 +4,14 @@ It knows the subset of JSON Schema that Pydantic generates. The rest, and what w
 is reported as undecided. Without any finding the reader accepts every payload of the writer.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from decimal import Decimal
-from math import ceil, floor
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
-from .schemas import KEYS, LIMITS
+from .findings import Finding
+from .scalars import CONVERTED, NAMES, is_lax, listed, numbers, sizes, strings, text, type_of
+from .schemas import ALIASES, KEYS, LIMITS, PATHS
 
 Node = Mapping[str, Any] | bool
 
@@ -26,68 +25,28 @@ _KNOWN = {
     *("minItems", "minLength", "minimum", "multipleOf", "oneOf", "pattern"),
     *("prefixItems", "properties", "required", "type", "uniqueItems", KEYS, LIMITS),
 }
-_NOT_ENFORCED = {"password"}
-_DISTINCT = {
-    "date",
-    "date-time",
-    "decimal",
-    "duration",
-    "email",
-    "ipv4",
-    "ipv6",
-    "time",
-    "uri",
-    "uuid",
-}
-"""Formats of which no text has two, as far as producers write them."""
-_NAMES = {
-    "array": "a list",
-    "boolean": "a boolean",
-    "integer": "an integer",
-    "null": "null",
-    "number": "a number",
-    "object": "an object",
-    "string": "a string",
-}
 
 
-class Finding(NamedTuple):
-    """Payloads of the writer that the reader refuses, or that may be refused."""
-
-    kind: Literal["lacks", "has", "type", "value", "undecided"]
-    path: str
-    """Names of members, with `[]` for the items of a list; empty for the payload itself."""
-    detail: str = ""
-
-    @property
-    def what(self) -> str:
-        """The part of a sentence that describes the payloads, or what cannot be decided."""
-        name = f"`{self.path}`" if self.path else "payload"
-        match self.kind:
-            case "lacks":
-                return f"without {name}"
-            case "has":
-                return f"with {name}"
-            case "undecided":
-                return f"{name} ({self.detail})"
-            case _:
-                return f"whose {name} is {self.detail}"
-
-
-def compare(writer: Mapping[str, Any], reader: Mapping[str, Any]) -> list[Finding]:
+def compare(
+    writer: Mapping[str, Any], reader: Mapping[str, Any], *, is_open: bool = False
+) -> list[Finding]:
     """Return the payloads of the writer's schema that the reader's may refuse.
 
     Members that the writer's schema does not name are not written, unless it says so by
-    `additionalProperties`.
+    `additionalProperties`. With `is_open`, a schema that ignores other members is that of a reader,
+    whose producers may send them: a reader that forbids them refuses these.
     """
-    found = _Comparison(writer, reader).nodes(writer, reader, "")
+    found = _Comparison(writer, reader, is_open=is_open).nodes(writer, reader, "")
     return list(dict.fromkeys(found))
 
 
 class _Comparison:
-    def __init__(self, writer: Mapping[str, Any], reader: Mapping[str, Any]) -> None:
+    def __init__(
+        self, writer: Mapping[str, Any], reader: Mapping[str, Any], *, is_open: bool
+    ) -> None:
         self._writer = writer
         self._reader = reader
+        self._is_open = is_open
         self._under_way: set[tuple[int, int]] = set()
         """Pairs of nodes that are compared: inside of a recursive schema they are taken for
         compatible, which every finite payload justifies."""
@@ -161,7 +120,8 @@ class _Comparison:
         if not all(results):
             return
         near = [one for one in results if one[0][:2] != ("type", path)]
-        if tag := reader.get("discriminator", {}).get("propertyName"):
+        near = [one for one in near if not one[0].detail.endswith(CONVERTED)] or near[:1]
+        if tag := self._tag(reader, alternatives):
             name = f"{path}.{tag}" if path else tag
             is_other = [any(one.path == name for one in each) for each in near]
             if near and all(is_other):
@@ -175,6 +135,20 @@ class _Comparison:
         else:
             yield Finding("undecided", path, "none of several alternatives accepts all of it")
 
+    def _tag(self, reader: Mapping[str, Any], alternatives: Sequence[Node]) -> str | None:
+        """Return the discriminator, else a member that has a constant in all of the objects."""
+        if "discriminator" in reader:
+            name: str | None = reader["discriminator"].get("propertyName")
+            return name
+        tags = []
+        for one in alternatives:
+            node = target_of(self._reader, one) if isinstance(one, dict) and "$ref" in one else one
+            if not isinstance(node, bool) and node.get("type") == "object":
+                read = node.get("properties", {})
+                tags.append([name for name in read if "const" in read[name]])
+        shared = [name for name in tags[0] if all(name in each for each in tags)] if tags else []
+        return shared[0] if shared and len(tags) > 1 else None
+
     def _typed(
         self, writer: Mapping[str, Any], reader: Mapping[str, Any], path: str
     ) -> Iterator[Finding]:
@@ -187,15 +161,18 @@ class _Comparison:
             return
         if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
             is_fraction = kind == "number" and "integer" in kinds
-            detail = "a number with a fraction" if is_fraction else _NAMES[kind]
-            yield Finding("type", path, detail)
+            detail = "a number with a fraction" if is_fraction else NAMES[kind]
+            if is_lax(writer, kinds, reader.get("format")):
+                yield Finding("undecided", path, f"{detail} {CONVERTED}")
+            else:
+                yield Finding("type", path, detail)
         elif "enum" in reader or "const" in reader:
             known = reader["enum"] if "enum" in reader else [reader["const"]]
-            yield Finding("value", path, f"{_NAMES[kind]} other than {_listed(known)}")
+            yield Finding("value", path, f"{NAMES[kind]} other than {listed(known)}")
         elif kind in ("integer", "number"):
-            yield from _numbers(writer, reader, path, is_integer=kind == "integer")
+            yield from numbers(writer, reader, path, is_integer=kind == "integer")
         elif kind == "string":
-            yield from _strings(writer, reader, path)
+            yield from strings(writer, reader, path)
         elif kind == "array":
             yield from self._arrays(writer, reader, path)
         elif kind == "object":
@@ -204,7 +181,7 @@ class _Comparison:
     def _arrays(
         self, writer: Mapping[str, Any], reader: Mapping[str, Any], path: str
     ) -> Iterator[Finding]:
-        yield from _sizes(writer, reader, path, "Items", "items")
+        yield from sizes(writer, reader, path, "Items", "items")
         first, second = writer.get("prefixItems", ()), reader.get("prefixItems", ())
         most = writer.get("maxItems")
         length = max(len(first), len(second))
@@ -222,16 +199,28 @@ class _Comparison:
         written, read = writer.get("properties", {}), reader.get("properties", {})
         others = writer.get("additionalProperties", not written and "properties" not in writer)
         other_read = reader.get("additionalProperties", True)
-        always = writer.get("required", ())
-        for name in sorted({*written, *read, *reader.get("required", ())}):
+        always = [_names(writer, name) for name in writer.get("required", ())]
+        needed, nested = reader.get("required", ()), reader.get(PATHS, {})
+        written = {one: written[name] for name in written for one in _names(writer, name)}
+        read = {one: read[name] for name in read for one in _names(reader, name)}
+        rest = f"{path}.*" if path else "*"
+        for name in sorted({*written, *read, *needed}):
             inner = f"{path}.{name}" if path else name
-            one = written.get(name, others)
-            if name in reader.get("required", ()) and name not in always:
+            if name in nested:
+                if nested != writer.get(PATHS):
+                    yield Finding("undecided", inner, f"also read from {nested[name]}")
+            elif name in needed and not any(each <= _names(reader, name) for each in always):
                 yield Finding("lacks", inner)
-            if one is not False:
-                yield from self.nodes(one, read.get(name, other_read), inner)
+            if name in written:
+                yield from self.nodes(written[name], read.get(name, other_read), inner)
+            elif others not in (True, {}):
+                yield from self.nodes(others, read.get(name, other_read), inner)
+            elif name in read and self.nodes(others, read[name], inner):
+                yield Finding("undecided", inner, "which may have any type, as a further member")
         if others is not False:
-            yield from self.nodes(others, other_read, f"{path}.*" if path else "*")
+            yield from self.nodes(others, other_read, rest)
+        elif self._is_open and "additionalProperties" not in writer and other_read is False:
+            yield Finding("has", rest)
         if KEYS in reader and written:
             yield Finding("undecided", path, "names of members")
         elif KEYS in reader:
@@ -251,18 +240,21 @@ class _Comparison:
             results = [[*self._value(value, one, path)] for one in alternatives]
             if all(results):
                 yield min(results, key=lambda one: one[0].kind != "undecided")[0]
-        kind, kinds = _type_of(value), reader.get("type", [])
+        kind, kinds = type_of(value), reader.get("type", [])
         kinds = [kinds] if isinstance(kinds, str) else kinds
         known = reader["enum"] if "enum" in reader else [reader.get("const", value)]
         if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
-            yield Finding("type", path, _listed([value]))
-        elif not any(_type_of(one) == kind and one == value for one in known):
-            yield Finding("value", path, _listed([value]))
+            is_converted = is_lax({"type": kind}, kinds, reader.get("format"))
+            detail = f"{listed([value])} {CONVERTED}" if is_converted else listed([value])
+            yield Finding("undecided" if is_converted else "type", path, detail)
+        elif not any(type_of(one) == kind and one == value for one in known):
+            yield Finding("value", path, listed([value]))
         elif kind in ("integer", "number"):
-            itself = {"minimum": value, "maximum": value, "multipleOf": value}
-            yield from _numbers(itself, reader, path, is_integer=kind == "integer")
+            places = {"decimalPlaces": max(0, -int(Decimal(str(value)).as_tuple().exponent))}
+            itself = {"minimum": value, "maximum": value, "multipleOf": value, LIMITS: places}
+            yield from numbers(itself, reader, path, is_integer=kind == "integer")
         elif kind == "string":
-            yield from _text(value, reader, path)
+            yield from text(value, reader, path)
         elif kind in ("array", "object"):
             yield Finding("undecided", path, "a constant list or object")
         yield from _undecided({}, reader, path)
@@ -277,6 +269,11 @@ def target_of(root: Mapping[str, Any], node: Mapping[str, Any]) -> Node:
     return result
 
 
+def _names(node: Mapping[str, Any], name: str) -> set[str]:
+    """Return the names that a member may have."""
+    return {name, *node.get(ALIASES, {}).get(name, ())}
+
+
 def _values(node: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return the values of a schema that has few."""
     if "const" in node:
@@ -286,19 +283,6 @@ def _values(node: Mapping[str, Any]) -> Sequence[Any] | None:
         return values
     few: dict[str, list[Any]] = {"null": [None], "boolean": [False, True]}
     return few.get(node.get("type", ""))
-
-
-def _type_of(value: object) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return "null" if value is None else names.get(type(value), "object")
-
-
-def _listed(values: Sequence[object]) -> str:
-    texts = {True: "true", False: "false", None: "null"}
-    return ", ".join(
-        texts[one] if one is None or isinstance(one, bool) else repr(one).replace("'", '"')
-        for one in values
-    )
 
 
 def _undecided(
@@ -312,97 +296,3 @@ def _undecided(
         value = reader[name]
         if value != writer.get(name, False) or "$ref" in str(value):
             yield Finding("undecided", path, name)
-
-
-def _lower(
-    node: Mapping[str, Any], *, is_integer: bool, sign: int = 1
-) -> tuple[Decimal, bool] | None:
-    """Return the lowest number and whether it is excluded; for sign=-1 the highest, negated."""
-    names = ("minimum", "exclusiveMinimum") if sign > 0 else ("maximum", "exclusiveMaximum")
-    found = [
-        (sign * Decimal(str(node[name])), is_excluded)
-        for name, is_excluded in zip(names, (False, True), strict=True)
-        if node.get(name) is not None
-    ]
-    if not found:
-        return None
-    limit, is_excluded = max(found)
-    if is_integer:
-        return Decimal(floor(limit) + 1 if is_excluded else ceil(limit)), False
-    return limit, is_excluded
-
-
-def _numbers(
-    writer: Mapping[str, Any], reader: Mapping[str, Any], path: str, *, is_integer: bool
-) -> Iterator[Finding]:
-    for sign, less, beyond in ((1, "less", "less than"), (-1, "more", "more than")):
-        limit = _lower(reader, is_integer=False, sign=sign)
-        lowest = _lower(writer, is_integer=is_integer, sign=sign)
-        if limit is not None and (lowest is None or lowest < limit):
-            number = sign * limit[0]
-            yield Finding(
-                "value", path, f"{number} or {less}" if limit[1] else f"{beyond} {number}"
-            )
-    step = reader.get("multipleOf")
-    if step is not None and not (is_integer and step == 1):
-        unit = writer.get("multipleOf")
-        if unit is None or Decimal(str(unit)) % Decimal(str(step)):
-            yield Finding("value", path, f"no multiple of {step}")
-    yield from _limits(writer, reader, path)
-
-
-def _limits(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Compare what JSON Schema has no keywords for."""
-    given, wanted = writer.get(LIMITS, {}), reader.get(LIMITS, {})
-    digits = {name for name in wanted if wanted[name] != given.get(name)}
-    if reader.get("format") == "decimal" and writer.get("format") == "decimal":
-        digits &= {"maxDigits", "decimalPlaces"}
-        bare = {name: given[name] for name in given}
-        limits = {name: wanted[name] for name in wanted if not name.endswith(("Digits", "Places"))}
-        yield from _numbers(bare, limits, path, is_integer=False)
-    if digits:
-        yield Finding("undecided", path, ", ".join(sorted(digits)))
-
-
-def _strings(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    pattern, format = reader.get("pattern"), reader.get("format")
-    is_plain = not {"pattern", "format"} & writer.keys()
-    found = [*_sizes(writer, reader, path, "Length", "characters")]
-    yield from found if is_plain else (Finding("undecided", path, "length") for _ in found)
-    if pattern not in (None, writer.get("pattern")):
-        yield Finding(*_unlike(path, f"a text that does not match {pattern}", is_sure=is_plain))
-    if format not in (None, writer.get("format"), *_NOT_ENFORCED):
-        is_sure = format in _DISTINCT and (is_plain or writer.get("format") in _DISTINCT)
-        kind = f"of the format {writer['format']}" if "format" in writer else "any text"
-        yield Finding(*_unlike(path, f"{kind} instead of {format}", is_sure=is_sure))
-    yield from _limits(writer, reader, path)
-
-
-def _unlike(
-    path: str, detail: str, *, is_sure: bool
-) -> tuple[Literal["value", "undecided"], str, str]:
-    return "value" if is_sure else "undecided", path, detail
-
-
-def _text(value: str, reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Return the findings of one text."""
-    size = {"minLength": len(value), "maxLength": len(value)}
-    if [*_sizes(size, reader, path, "Length", "characters")]:
-        yield Finding("value", path, _listed([value]))
-    is_match = None
-    with suppress(re.error):
-        is_match = re.search(reader.get("pattern", ""), value) is not None
-    if is_match is False:
-        yield Finding("value", path, _listed([value]))
-    if is_match is None or reader.get("format") not in (None, *_NOT_ENFORCED):
-        yield Finding("undecided", path, f"{_listed([value])} as {reader.get('format', 'pattern')}")
-
-
-def _sizes(
-    writer: Mapping[str, Any], reader: Mapping[str, Any], path: str, of: str, unit: str
-) -> Iterator[Finding]:
-    least, most = reader.get(f"min{of}", 0), reader.get(f"max{of}")
-    if writer.get(f"min{of}", 0) < least:
-        yield Finding("value", path, f"of less than {least} {unit}")
-    if most is not None and (writer.get(f"max{of}") is None or writer[f"max{of}"] > most):
-        yield Finding("value", path, f"of more than {most} {unit}")

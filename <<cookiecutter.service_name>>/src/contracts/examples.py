@@ -1,6 +1,7 @@
 """Examples of payloads, made from their schemas."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from pipeline.events.event import Event, reader
@@ -30,8 +31,8 @@ def example_of(event: type[Event], schema: Mapping[str, Any]) -> Any | None:
 
     Returns None if the model does not accept it.
     """
-    made = _example(schema, schema, 0)
     try:
+        made = _example(schema, schema, 0)
         reader(event)(written(made).encode())
     except Exception:  # a validator of the model may raise anything
         return None
@@ -51,6 +52,8 @@ def _example(root: Mapping[str, Any], node: Node, depth: int) -> Any:
         return _example(root, target_of(root, node), depth)
     if union := node.get("anyOf") or node.get("oneOf") or node.get("allOf"):
         chosen = [one for one in union if one != {"type": "null"}]
+        if depth > 1 and "allOf" not in node:
+            chosen.sort(key=lambda one: _height(root, one, frozenset()))
         return None if depth > _DEEPEST and chosen != union else _example(root, chosen[0], depth)
     match node.get("type"):
         case "object":
@@ -69,6 +72,22 @@ def _example(root: Mapping[str, Any], node: Node, depth: int) -> Any:
             return None
         case _:
             return _text(node)
+
+
+def _height(root: Mapping[str, Any], node: Node, seen: frozenset[str]) -> float:
+    """Return the levels that a schema needs at least; infinite if it needs itself."""
+    if isinstance(node, bool):
+        return 0
+    if "$ref" in node:
+        name = node["$ref"]
+        return inf if name in seen else _height(root, target_of(root, node), seen | {name})
+    if union := node.get("anyOf") or node.get("oneOf"):
+        return min(_height(root, one, seen) for one in union)
+    properties = node.get("properties", {})
+    parts = [properties[name] for name in node.get("required", ()) if name in properties]
+    parts += node.get("prefixItems", ())
+    parts += [node.get("items", True)] if node.get("minItems") else []
+    return 1 + max((_height(root, one, seen) for one in parts), default=0)
 
 
 def _object(root: Mapping[str, Any], node: Mapping[str, Any], depth: int) -> dict[str, Any]:

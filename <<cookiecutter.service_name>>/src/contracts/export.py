@@ -42,15 +42,22 @@ def exported(service: Service) -> dict[str, Any]:
     types: dict[str, dict[str, dict[str, Any]]] = {}
     for topic, by_type in taken(service).items():
         types[topic] = {}
-        for type, handlers in by_type.items():
+        for name, handlers in by_type.items():
             event = handlers[0].event
-            types[topic][type] = {"validation": schema_of(event, "validation")}
-            types[topic] |= {old: {UPCAST: type} for old in event.event_upcasters}
+            types[topic][name] = {"validation": schema_of(event, "validation")}
+            types[topic] |= {old: {UPCAST: name} for old in event.event_upcasters}
+    topics = types.keys() | published(service).keys()
+    calls = {
+        name: _both(event) if name == event.event_type else {UPCAST: event.event_type}
+        for name, event in service.handlers.call_types.items()
+    }
     return {
         "service": service.name,
+        "codecs": {one: type(service.handlers.codec(one)).__name__ for one in topics},
+        "calls": {CALLS: calls} if calls else {},
         "taken": types,
         "published": {
-            topic: {type: _both(event) for type, event in by_type.items()}
+            topic: {name: _both(event) for name, event in by_type.items()}
             for topic, by_type in published(service).items()
         },
     }

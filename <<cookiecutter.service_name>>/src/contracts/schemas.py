@@ -1,5 +1,7 @@
 """The JSON Schema of an event, with what Pydantic's own leaves out."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic.errors import PydanticUserError
@@ -16,6 +18,10 @@ KEYS = "x-keys"
 """Schema of the keys of an object, where they are not any text."""
 LIMITS = "x-limits"
 """Limits that JSON Schema has no keyword for."""
+ALIASES = "x-aliases"
+"""Of an object: other names of members, by the name among its properties."""
+PATHS = "x-paths"
+"""Of an object: members that are read from inside of others, with their paths."""
 
 _DIGITS = {"max_digits": "maxDigits", "decimal_places": "decimalPlaces"}
 _LIMITS_OF_DECIMALS = {
@@ -26,23 +32,92 @@ _LIMITS_OF_DECIMALS = {
     "lt": "exclusiveMaximum",
     "multiple_of": "multipleOf",
 }
+_Field = core_schema.ModelField | core_schema.DataclassField | core_schema.TypedDictField
 _LIMITS_OF_TIMES = ("ge", "gt", "le", "lt", "now_op", "tz_constraint")
 
 
 class _Generator(GenerateJsonSchema):
-    """Generates JSON Schema that also shows the limits of decimals, times and keys."""
+    """Generates JSON Schema that also shows limits and aliases, as each model has them."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+    _takes_names: Any = False
 
     def field_is_required(
         self,
-        field: core_schema.ModelField | core_schema.DataclassField | core_schema.TypedDictField,
+        field: _Field,
         total: bool,
     ) -> bool:
         """Return whether the field is always there: of what is written, also one with a default."""
         if self.mode == "serialization" and field["type"] != "typed-dict-field":
             return field.get("serialization_exclude_if") is None
         return super().field_is_required(field, total)
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
+        """Return a schema with aliases if the model itself is configured to use them."""
+        config = schema["cls"].model_config
+        with self._aliases_of(config):
+            return super().model_schema(schema)
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
+        """Return a schema with aliases if the dataclass itself is configured to use them."""
+        config = getattr(schema["cls"], "__pydantic_config__", {})
+        with self._aliases_of(config):
+            return super().dataclass_schema(schema)
+
+    @contextmanager
+    def _aliases_of(self, config: Any) -> Iterator[None]:
+        before = self.by_alias, self._takes_names
+        if self.mode == "validation":
+            self.by_alias = config.get("validate_by_alias") is not False
+        else:
+            self.by_alias = config.get("serialize_by_alias") is True
+        self._takes_names = any(map(config.get, ("validate_by_name", "populate_by_name")))
+        try:
+            yield
+        finally:
+            self.by_alias, self._takes_names = before
+
+    def model_fields_schema(self, schema: core_schema.ModelFieldsSchema) -> Schema:
+        """Return a schema with all names by which members are read."""
+        return super().model_fields_schema(schema) | self._names(schema["fields"].items())
+
+    def dataclass_args_schema(self, schema: core_schema.DataclassArgsSchema) -> Schema:
+        """Return a schema with all names by which members are read."""
+        fields = [(one["name"], one) for one in schema["fields"]]
+        return super().dataclass_args_schema(schema) | self._names(fields)
+
+    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> Schema:
+        """Return a schema with all names by which members are read."""
+        return super().typed_dict_schema(schema) | self._names(schema["fields"].items())
+
+    def _names(self, fields: Iterable[tuple[str, _Field]]) -> Schema:
+        aliases: dict[str, list[str]] = {}
+        paths: dict[str, str] = {}
+        for name, field in fields if self.mode == "validation" and self.by_alias else ():
+            given: Any = field.get("validation_alias", name)
+            given = [given] if isinstance(given, str) else given
+            choices = given if isinstance(given[0], list) else [given]
+            known = [one[0] for one in choices if len(one) == 1]
+            shown = known[0] if known else name
+            others = known[1:] + [name] * (self._takes_names and name not in known)
+            if others and others != [shown]:
+                aliases[shown] = others
+            nested = [".".join(map(str, one)) for one in choices if len(one) > 1]
+            if nested:
+                paths[shown] = ", ".join(nested)
+        return {key: found for key, found in ((ALIASES, aliases), (PATHS, paths)) if found}
+
+    def bytes_schema(self, schema: core_schema.BytesSchema) -> Schema:
+        """Return a schema whose format is that of the text in JSON."""
+        config = self._config
+        encoding = config.val_json_bytes if self.mode == "validation" else config.ser_json_bytes
+        formats = {"base64": "base64url", "hex": "hex"}
+        return super().bytes_schema(schema) | {"format": formats.get(encoding, "binary")}
+
+    def url_schema(self, schema: core_schema.UrlSchema) -> Schema:
+        """Return a schema with the schemes that are allowed."""
+        schemes = " ".join(sorted(schema.get("allowed_schemes") or ()))
+        return super().url_schema(schema) | ({LIMITS: {"schemes": schemes}} if schemes else {})
 
     def decimal_schema(self, schema: core_schema.DecimalSchema) -> Schema:
         """Return a schema whose strings have the format `decimal`."""
@@ -97,9 +172,8 @@ def schema_of(event: type[Event], mode: Mode) -> Schema:
     """
     if event is Tombstone:
         return {"title": "Tombstone", "type": "null"}
-    by_alias = mode == "validation" or event.model_config.get("serialize_by_alias") is True
     try:
-        return event.model_json_schema(by_alias, schema_generator=_Generator, mode=mode)
+        return event.model_json_schema(schema_generator=_Generator, mode=mode)
     except PydanticUserError as error:
         raise Refused(
             f"{event.__name__} has no JSON Schema ({error.message}): give the type of the field"

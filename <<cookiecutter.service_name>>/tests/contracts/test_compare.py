@@ -13,17 +13,24 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import (
+    AliasChoices,
+    AliasPath,
+    AnyUrl,
     AwareDatetime,
     BaseModel,
     ConfigDict,
     Field,
+    FtpUrl,
+    HttpUrl,
     SecretStr,
     ValidationError,
+    WithJsonSchema,
     create_model,
 )
 from pydantic import StringConstraints as Text
 
-from contracts.compare import Finding, compare
+from contracts.compare import compare
+from contracts.findings import Finding
 from contracts.schemas import schema_of
 from pipeline import Event
 
@@ -45,6 +52,14 @@ class Voucher(BaseModel):
     """A third."""
 
     kind: Literal["voucher"]
+
+
+class LaterCard(BaseModel):
+    """The first way, with a member more."""
+
+    kind: Literal["card"]
+    number: str
+    country: str
 
 
 class Tree(BaseModel):
@@ -83,6 +98,13 @@ class Opened(Event, type="opened"):
 
 class Ordinary(Event, type="ordinary"):
     """Ignores other members."""
+
+
+Hex = Annotated[bytes, WithJsonSchema({"type": "string", "format": "hex"})]
+
+
+def digits(most: int | None = None, places: int | None = None) -> Any:
+    return Annotated[Decimal, Field(max_digits=most, decimal_places=places)]
 
 
 def model(base: type[Event] = Ordinary, **fields: Any) -> type[Event]:
@@ -145,6 +167,14 @@ WIDER: list[tuple[Any, Any]] = [
     (Annotated[Decimal, Ge(1)], Annotated[Decimal, Ge(0)]),
     (dict[int, int], dict[str, int]),
     (AwareDatetime, datetime),
+    (digits(8, 2), digits(10, 2)),
+    (digits(8, 2), digits(None, 3)),
+    (digits(8, 2), digits(8)),
+    (Annotated[int, Ge(0), Lt(1000)], digits(5, 2)),
+    (Literal[100], digits(3)),
+    (float, Decimal),
+    (HttpUrl, AnyUrl),
+    (Card | Cash, Card | Cash | Voucher),
 ]
 
 
@@ -170,7 +200,18 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (str, Annotated[str, MinLen(3)], "whose `a` is of less than 3 characters"),
     (str, Annotated[str, Text(pattern="^x")], "whose `a` is a text that does not match ^x"),
     (str, Decimal, "whose `a` is any text instead of decimal"),
-    (date, datetime, "whose `a` is of the format date instead of date-time"),
+    (datetime, date, "whose `a` is of the format date-time instead of date"),
+    (digits(10, 2), digits(8, 2), "whose `a` is of more than 6 digits before the point"),
+    (Decimal, digits(None, 2), "whose `a` is of more than 2 decimal places"),
+    (Decimal, digits(3), "whose `a` is of more than 3 digits"),
+    (digits(8, 3), digits(9, 2), "whose `a` is of more than 2 decimal places"),
+    (int, digits(4, 2), "whose `a` is of more than 2 digits before the point"),
+    (Literal[1000], digits(3), "whose `a` is of more than 3 digits"),
+    (bytes, Hex, "whose `a` is of the format binary instead of hex"),
+    (HttpUrl, FtpUrl, "whose `a` is a URL with the scheme http, https"),
+    (AnyUrl, HttpUrl, "whose `a` is a URL with the scheme other"),
+    (Card | Cash, LaterCard | Cash, "without `a.country`"),
+    (Card | Voucher, Card | Cash, 'whose `a.kind` is "voucher"'),
     (list[int], Annotated[list[int], MinLen(1)], "whose `a` is of less than 1 items"),
     (list[int | None], list[int], "whose `a[]` is null"),
     (tuple[int, str], tuple[int, int], "whose `a[1]` is a string"),
@@ -194,7 +235,10 @@ UNDECIDED: list[tuple[Any, Any]] = [
     (Annotated[str, Text(pattern="^ab")], Annotated[str, Text(pattern="^a")]),
     (list[int], set[int]),
     (datetime, AwareDatetime),
-    (Decimal, Annotated[Decimal, Field(max_digits=3)]),
+    (date, datetime),
+    (Decimal, float),
+    (bool, int),
+    (int, datetime),
     (int, Annotated[int, Ge(1)] | Annotated[int, Le(0)]),
     (Tree, dict[Annotated[str, Text(pattern="^a")], Any]),
     (int, Annotated[int, Field(json_schema_extra={"not": {"const": 1}})]),
@@ -217,6 +261,93 @@ def test_members_that_are_required_forbidden_or_have_a_default() -> None:
     assert found(small, closed) == []
     opened = model(Opened, a=int)
     assert found(opened, closed) == [Finding("has", "*")]
+
+
+def test_a_reader_that_forbids_members_refuses_those_that_producers_may_send() -> None:
+    ignoring, closed = model(a=int), model(Closed, a=int)
+    schemas = [schema_of(one, "validation") for one in (ignoring, closed)]
+    (finding,) = compare(*schemas, is_open=True)
+    assert finding == Finding("has", "*")
+    assert finding.what == "with members that its schema does not name"
+    assert compare(schemas[1], schemas[1], is_open=True) == []
+    assert compare(schemas[0], schemas[0], is_open=True) == []
+    larger = schema_of(model(a=int, b=(str, "")), "validation")
+    assert compare(schemas[0], larger, is_open=True) == []
+    nested = [schema_of(model(a=one), "validation") for one in (ignoring, closed)]
+    (finding,) = compare(*nested, is_open=True)
+    assert finding.what == "with members of `a` that its schema does not name"
+
+
+def test_a_further_member_that_becomes_a_field_is_undecided() -> None:
+    before, after = model(Opened, a=int), model(Opened, a=int, b=(int, 1))
+    assert [(one.kind, one.path) for one in found(before, after)] == [("undecided", "b")]
+    assert found(before, model(Opened, a=int, b=(Any, 1))) == []
+
+
+def named(event: type[Event], **names: object) -> str:
+    """Return what is written of an event, which its class must read again."""
+    text = event.model_validate(names).model_dump_json()
+    event.model_validate_json(text)
+    return text
+
+
+def test_each_model_decides_whether_its_aliases_are_written() -> None:
+    class Aliased(BaseModel):
+        model_config = ConfigDict(serialize_by_alias=True)
+
+        a: int = Field(alias="A")
+
+    class Named(BaseModel):
+        model_config = ConfigDict(validate_by_name=True)
+
+        a: int = Field(alias="A")
+
+    class ByAlias(Event, type="by-alias"):
+        model_config = ConfigDict(serialize_by_alias=True)
+
+        one: Named = Field(alias="One")
+
+    outer = model(one=Aliased)
+    assert named(outer, one={"A": 1}) == '{"one":{"A":1}}'
+    assert found(outer, outer) == []
+    assert named(ByAlias, One={"A": 1}) == '{"One":{"a":1}}'
+    assert found(ByAlias, ByAlias) == []
+
+
+def test_a_member_is_read_by_each_of_its_aliases() -> None:
+    def aliased(*names: str | AliasPath) -> Any:
+        return int, Field(validation_alias=AliasChoices(*names))
+
+    old, renamed = model(old=int), model(new=aliased("new", "old"))
+    assert found(old, renamed) == []
+    assert found(model(old=str), renamed) == [Finding("type", "old", "a string")]
+    assert found(model(older=int), renamed) == [Finding("lacks", "new")]
+    schemas = [schema_of(one, "validation") for one in (renamed, model(new=int))]
+    assert compare(*schemas) == [Finding("lacks", "new")]
+    assert compare(*reversed(schemas)) == []
+    closed = model(Closed, new=aliased("new", "old"))
+    assert found(old, closed) == []
+    nested = model(new=aliased(AliasPath("old", "x")))
+    assert [(one.kind, one.path) for one in found(old, nested)] == [("undecided", "new")]
+
+    class Both(Event, type="both"):
+        model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+
+        a: int = Field(alias="A")
+
+    assert found(model(a=int), Both) == []
+    assert found(model(A=int), Both) == []
+
+
+def test_the_encoding_of_bytes_is_in_the_schema() -> None:
+    events = []
+    for kind in ("utf8", "base64", "hex"):
+        config = dict.fromkeys(("ser_json_bytes", "val_json_bytes"), kind)
+        base: Any = type(Event)("Base", (Event,), {"model_config": config}, type=kind)
+        events.append(model(base, a=bytes))
+    for writer in events:
+        for reader in events:
+            assert (found(writer, reader) == []) is (writer is reader)
 
 
 def scalars() -> st.SearchStrategy[Any]:

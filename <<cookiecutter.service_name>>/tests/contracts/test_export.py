@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from contracts import asyncapi, export
 from contracts.commands import group
+from contracts.examples import example_of
+from contracts.schemas import schema_of
 from pipeline import Event, Handlers, Plain, Policy, Position, Service, Tombstone, Transaction
 from pipeline.events.event import reader
 
@@ -345,6 +347,67 @@ def test_what_cannot_be_decided_is_a_warning(service: Service, old: Callable[...
     code, out, err = run(service, "check", old(before), "--mode", "BACKWARD")
     assert (code, out) == (0, "")
     assert "orders, ordered.v1: cannot be decided: an upcaster converts the events" in err
+
+
+def test_members_that_are_newly_forbidden_are_a_break(
+    service: Service, old: Callable[..., Path]
+) -> None:
+    closed = to(False, *ORDERED, "additionalProperties")
+    code, out, _ = run(service, "check", old(closed), "--mode", "FORWARD")
+    assert code == 1
+    assert "refuses events with members that its schema does not name" in out
+
+
+def test_another_codec_is_a_break(service: Service, old: Callable[..., Path]) -> None:
+    code, out, _ = run(service, "check", old(to("Confluent", "codecs", "lines")))
+    assert code == 1
+    assert "lines, all types: the codec is Plain, and was Confluent" in out
+
+
+def test_stored_calls_are_compared(service: Service, old: Callable[..., Path]) -> None:
+    service.handlers.effect(Paid, name="pay")(note_call)
+    paid = "calls", "(calls)", "paid/v1"
+    assert run(service, "check", old(), "--mode", "FULL")[0] == 0
+    fewer = old(without(*paid, "serialization", "required", "order"))
+    code, out, _ = run(service, "check", fewer, "--mode", "BACKWARD")
+    assert code == 1
+    assert "(calls), paid/v1: the service refuses stored calls without `order`" in out
+    gone = old(to({"validation": {}}, *paid[:2], "gone"))
+    assert "no handler takes stored calls of this type" in run(service, "check", gone)[1]
+
+
+class Literal_(BaseModel):
+    """Ends an expression."""
+
+    value: int
+
+
+class Sum(BaseModel):
+    """Has two further expressions."""
+
+    left: "Sum | Literal_"
+    right: "Sum | Literal_"
+
+
+def test_a_recursive_union_has_a_finite_example() -> None:
+    class Calculated(Event, type="calculated"):
+        """Has an expression."""
+
+        sum: Sum
+
+    made = example_of(Calculated, schema_of(Calculated, "validation"))
+    assert made is not None
+    Calculated.model_validate(made)
+
+
+def test_a_folder_has_exports_in_natural_order(
+    service: Service, old: Callable[..., Path], tmp_path: Path
+) -> None:
+    old(CHANGES[0][1], "v9.json")
+    old(name="v10.json")
+    (tmp_path / "w.json").write_text("{}", "utf-8")
+    assert run(service, "check", tmp_path, "--mode", "FORWARD")[0] == 0
+    assert run(service, "check", tmp_path, "--mode", "FORWARD_TRANSITIVE")[0] == 1
 
 
 def test_the_transitive_kinds_compare_with_all_exports(

@@ -165,8 +165,9 @@ def _validated(
             return Tombstone(key=key), None
         data = message.data
         if message.type in model.event_upcasters:
-            metrics.upcasts.add(1, {metrics.TYPE: message.type})
             data = upcasted(model, message.type, data)
+            if data is not message.data:
+                metrics.upcasts.add(1, {metrics.TYPE: message.type})
         return reader(model)(data), None
     except BaseException as error:  # a model's own validator may raise anything, sys.exit() too
         return None, error

@@ -77,7 +77,7 @@ class Event(BaseModel):
         if type:
             check_name(f"the type of {cls.__name__}", type)
             cls.event_type = type
-            cls.event_upcasters = {}
+        cls.event_upcasters = {} if type else dict(cls.event_upcasters)
         if topic is not None:
             check_topic(topic)
             cls.event_topic = topic
@@ -106,7 +106,8 @@ class Event(BaseModel):
             known = cls.event_upcasters
             if old in (cls.event_type, *known) or to not in (None, *known):
                 raise TypeError(f"{cls.__name__} takes {old!r} already, or not yet {to!r}")
-            if not isinstance(known, dict) or iscoroutinefunction(function):
+            made = [one for one in cls.__subclasses__() if one.event_type == cls.event_type]
+            if made or not isinstance(known, dict) or iscoroutinefunction(function):
                 raise TypeError(f"write `def`, and the upcasters of {cls.__name__} before handlers")
             known[old] = (function, *known.get(to or "", ()))
             return function
@@ -173,16 +174,26 @@ def reader(event: type[Event]) -> Callable[[bytes], Any]:
 def upcasted(event: type[Event], old: str, data: bytes) -> bytes:
     """Return JSON of an older type as that of the event; numbers keep all of their digits."""
     try:
-        value = json.loads(data, parse_float=Decimal, parse_int=_integer, parse_constant=Decimal)
+        value = json.loads(data, parse_float=Decimal, parse_constant=Decimal)
     except ValueError:
         return data  # rejected by its reader, with Pydantic's description of the error
-    for function in event.event_upcasters[old] if isinstance(value, dict) else ():
+    if not isinstance(value, dict):
+        return data
+    for function in event.event_upcasters[old]:
         value = function(value)
-    return orjson.dumps(value, default=lambda number: orjson.Fragment(str(Decimal(number))))
+        if not isinstance(value, dict):
+            raise TypeError(f"the upcaster of {old!r} returned {type(value)}: return the data")
+    return orjson.dumps(_writable(value), default=lambda one: orjson.Fragment(str(Decimal(one))))
 
 
-def _integer(text: str) -> int | Decimal:
-    return int(text) if len(text) < 19 else Decimal(text)  # orjson writes 64 bits
+def _writable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _writable(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(one) for one in value]
+    return (
+        Decimal(value) if type(value) is int and value.bit_length() > 63 else value
+    )  # as orjson has 64
 
 
 class _Number(float):

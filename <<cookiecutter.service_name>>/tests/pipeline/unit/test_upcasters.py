@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 
@@ -17,6 +17,7 @@ from pipeline.observe import metrics
 from pipeline.testing.records import KafkaRecord, record
 
 Data = dict[str, Any]
+T = TypeVar("T")
 
 
 class Weighed(Event, type="weighed.v3"):
@@ -122,6 +123,49 @@ def test_an_integer_is_an_int_and_a_fraction_a_decimal() -> None:
     assert written == b'{"a":1,"b":2.50,"c":[1E+400,NaN],"d":null}'
 
 
+def test_a_large_integer_is_an_int_and_keeps_its_digits() -> None:
+    class Timed(Event, type="timed.v2"):
+        """Has integers of any size."""
+
+    kinds: list[type] = []
+
+    @Timed.upcast("timed.v1")
+    def _(data: Data) -> Data:
+        kinds.extend(map(type, data["a"]))
+        return data
+
+    text = b'{"a":[1764124800000000000,-9223372036854775809,123456789012345678901234567890]}'
+    assert upcasted(Timed, "timed.v1", text) == text
+    assert kinds == [int, int, int]
+
+
+def test_an_upcaster_without_return_is_described() -> None:
+    class Forgetful(Event, type="forgetful.v2"):
+        """Its upcaster returns nothing."""
+
+    Forgetful.upcast("forgetful.v1")(lambda data: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(
+        TypeError, match=r"the upcaster of 'forgetful.v1' returned <class 'NoneType'>: "
+    ):
+        upcasted(Forgetful, "forgetful.v1", b"{}")
+
+
+def test_a_parametrized_class_has_upcasters_of_its_own() -> None:
+    class Generic_(Event, Generic[T], type="generic.v2"):
+        """Has a parameter."""
+
+        one: T
+
+    Generic_.upcast("generic.v1")(dict)
+    number, text = Generic_[int], Generic_[str]
+    number.upcast("generic.v0")(dict)
+    assert {*number.event_upcasters} == {"generic.v0", "generic.v1"}
+    assert {*text.event_upcasters} == {*Generic_.event_upcasters} == {"generic.v1"}
+    taking(number)
+    with pytest.raises(TypeError, match="the upcasters of Generic_ before handlers"):
+        Generic_.upcast("generic.v-1")(dict)
+
+
 def test_the_error_of_an_upcaster_is_that_of_its_message() -> None:
     item = read("weighed.v0", {"parcel": "p"})
     assert item.event is None
@@ -223,4 +267,6 @@ def test_conversions_are_counted_by_their_older_type(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metrics, "upcasts", Counter())
     read("weighed.v2", {"parcel": "p", "grams": 1})
     read("weighed.v3", {"parcel": "p", "grams": 1, "place": "x"})
+    read("weighed.v2", b"[]")
+    read("weighed.v2", b"{")
     assert Counter.added == [(1, {"cloudevents.event_type": "weighed.v2"})]
