@@ -191,9 +191,7 @@ def _writable(value: Any) -> Any:
         return {name: _writable(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_writable(one) for one in value]
-    return (
-        Decimal(value) if type(value) is int and value.bit_length() > 63 else value
-    )  # as orjson has 64
+    return Decimal(value) if type(value) is int and value.bit_length() > 63 else value
 
 
 class _Number(float):

@@ -144,9 +144,7 @@ def test_an_upcaster_without_return_is_described() -> None:
         """Its upcaster returns nothing."""
 
     Forgetful.upcast("forgetful.v1")(lambda data: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(
-        TypeError, match=r"the upcaster of 'forgetful.v1' returned <class 'NoneType'>: "
-    ):
+    with pytest.raises(TypeError, match=r"returned <class 'NoneType'>: return the data"):
         upcasted(Forgetful, "forgetful.v1", b"{}")
 
 
