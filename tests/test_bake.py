@@ -570,6 +570,8 @@ def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) 
     migrating, sending = re.findall(r"```sh\n(.*?)```", steps, re.DOTALL)
 
     set_up.run("make", "format", "check")
+    assert "`make schema`" in steps
+    set_up.run("make", "schema")
     migrated = bash(set_up, migrating)
     assert migrated.returncode == 0, migrated.stdout
     tested = bash(set_up, f"{ENVIRONMENT}; .venv/bin/python -m pytest {test}")

@@ -342,9 +342,12 @@ def test_a_member_is_read_by_each_of_its_aliases() -> None:
 def test_the_encoding_of_bytes_is_in_the_schema() -> None:
     events = []
     for kind in ("utf8", "base64", "hex"):
-        config = dict.fromkeys(("ser_json_bytes", "val_json_bytes"), kind)
-        base: Any = type(Event)("Base", (Event,), {"model_config": config}, type=kind)
-        events.append(model(base, a=bytes))
+        config: Any = dict.fromkeys(("ser_json_bytes", "val_json_bytes"), kind)
+
+        class Base(Event, type=kind):
+            model_config = config
+
+        events.append(model(Base, a=bytes))
     for writer in events:
         for reader in events:
             assert (found(writer, reader) == []) is (writer is reader)
