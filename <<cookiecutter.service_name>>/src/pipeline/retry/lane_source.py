@@ -140,8 +140,8 @@ WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at
       FROM (SELECT order_key, due_at FROM pipeline.backlog
              WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
-               AND COALESCE(received_at <= $5 OR received_at > statement_timestamp(), true)
-               AND topic <> ALL ($6)
+               AND COALESCE((received_at <= $5 OR received_at > statement_timestamp())
+                            AND topic <> ALL ($6), true)
              ORDER BY due_at LIMIT $3) AS first
      GROUP BY order_key
 )

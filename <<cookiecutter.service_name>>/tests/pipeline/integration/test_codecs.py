@@ -203,8 +203,8 @@ async def test_what_can_be_done_without_a_codec_is_done_until_it_can_write(
 
     await written(2).send(producer, bank.balances)
     codec.is_ready = True
-    for _ in range(2):
-        await Deposit(1).send(producer, bank.deposits)
+    for amount in (1, 3):
+        await Deposit(amount).send(producer, bank.deposits)
     async with running(bank.service, Part.CONSUME) as health:
         await eventually(position_reaches(db, bank.balances, 1))
         await eventually(lambda: len(bank.calls) > 2)
