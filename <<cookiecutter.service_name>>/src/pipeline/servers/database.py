@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import asyncpg
@@ -139,7 +139,7 @@ def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
 @asynccontextmanager
 async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connection]:
     """Yield a connection of asyncpg on which each statement is a transaction of its own."""
-    async with engine.connect() as transactional:
+    async with aclosing(await _connect(engine)) as transactional:
         connection = await transactional.execution_options(isolation_level="AUTOCOMMIT")
         try:
             yield await driver_of(connection)
@@ -147,6 +147,18 @@ async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connectio
             # A statement may be under way: the connection must not be used again.
             await connection.invalidate()
             raise
+
+
+async def _connect(engine: AsyncEngine) -> AsyncConnection:
+    try:
+        return await engine.connect()
+    except Exception as error:
+        # While it connects for the first time, SQLAlchemy raises other errors in place of a
+        # cancellation. A loop that outlives errors would never end then.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError from error
+        raise
 
 
 async def driver_of(connection: AsyncConnection) -> asyncpg.Connection:

@@ -6,10 +6,12 @@ from typing import Any
 
 import asyncpg
 import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline import EventBatch, Handlers, Policy, Reject, Retry, Transaction
 from pipeline.errors import is_infrastructure
-from pipeline.servers.database import driver_of
+from pipeline.servers.database import autocommitting, create_engine, driver_of
+from pipeline.settings import Settings
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -141,3 +143,23 @@ async def test_only_a_lost_connection_is_an_outage_of_what_asyncpg_says_of_its_u
     await note(sleeping)
     await note(one.execute("SELECT"))
     assert [*found.values()] == [False, False, False, False, True, True], found
+
+
+async def test_a_cancellation_while_an_engine_connects_for_the_first_time_stays_one(
+    settings: Callable[..., Settings],
+) -> None:
+    ended: list[BaseException | None] = []
+    for moment in range(120):
+        engine = create_engine(settings(), name="cancelled")
+
+        async def look(engine: AsyncEngine = engine) -> None:
+            async with autocommitting(engine) as driver:
+                await driver.fetchval("SELECT 1")
+
+        task = asyncio.create_task(look())
+        await asyncio.sleep(moment / 10_000)
+        task.cancel()
+        ended += await asyncio.gather(task, return_exceptions=True)
+        await engine.dispose()
+    assert {type(one) for one in ended} <= {asyncio.CancelledError, type(None)}
+    assert any(ended)
