@@ -205,9 +205,12 @@ class Handlers:
                 type: tuple(replace(one, topic=name) for one in handlers)
                 for type, handlers in types.items()
             }
-        renamed.codecs = {names[topic]: codec for topic, codec in self.codecs.items()}
-        renamed.demanding = {names[topic] for topic in self.demanding}
-        renamed._declared = {names[topic] for topic in self._declared}
+        for topic in self._declared:
+            renamed.topic(
+                names[topic],
+                codec=self.codecs.get(topic),
+                demands_types=topic in self.demanding,
+            )
         return renamed
 
     def with_functions(

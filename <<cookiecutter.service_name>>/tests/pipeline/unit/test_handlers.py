@@ -173,6 +173,7 @@ def test_topics_are_renamed_with_all_that_is_said_of_them_and_never_become_one()
 
     assert renamed.topics == {"bookings-7", "seats-7"}
     assert renamed.demanding == {"seats-7"}
+    assert renamed.codecs.keys() == renamed.closed.keys(), "a codec that is never opened"
     assert handlers.topics == {"bookings", "seats"}
     with pytest.raises(ValueError, match="two topics would have the same name"):
         handlers.with_topics(lambda topic: "one")
