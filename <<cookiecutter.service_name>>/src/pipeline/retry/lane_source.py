@@ -185,9 +185,12 @@ async def take(
 async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Record]) -> LaneSource:
     """Decode rows. Keys wait if what a codec needs for their topic can't be fetched now: the topic
     is then one of the lane's unavailable ones.
+
+    Raises `StoreUnavailable` if no other rows are left.
     """
     records = [stored_record(row, stored_for=row["stored_for"]) for row in rows]
-    lane.unavailable.update(await prepare(handlers, records))
+    unavailable = await prepare(handlers, records)
+    lane.unavailable.update(unavailable)
     keys: list[bytes] = []
     items: list[Item] = []
     new: list[Item] = []
@@ -201,7 +204,7 @@ async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Recor
         key = row["order_key"]
         if not keys or keys[-1] != key:
             keys.append(key)
-        if row["must_wait"] or record.topic in lane.unavailable:
+        if row["must_wait"] or record.topic in unavailable:
             waiting.add(key)
         if key in waiting:
             continue
@@ -215,6 +218,9 @@ async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Recor
         else:
             new += found
             redecoded[found[-1].key] = row["key"]
+    if not (new or items or unhandleable):
+        for error in unavailable.values():
+            raise error
     # No handler is called for new messages, so the others follow in a transaction of their own.
     return LaneSource(lane, new or items, keys, unhandleable, redecoded)
 

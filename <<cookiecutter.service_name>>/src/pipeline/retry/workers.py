@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from time import monotonic
@@ -185,8 +185,7 @@ class BacklogWorkers:
             await self._handle(source)
 
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> LaneSource:
-        """Read due rows of the lane, and fetch the data of those before the first row that may kill
-        the process. Raises `StoreUnavailable`."""
+        """Read due rows, and the data of those before a deadly one. Raises `StoreUnavailable`."""
         consumers = self.consumers
         rows = await self._query(
             "reading the backlog",
@@ -194,24 +193,21 @@ class BacklogWorkers:
         )
         for error in lane.unavailable.values() if not rows else ():
             raise error
-        known, undo = len(lane.unavailable), None
         deadly = [n for n, row in enumerate(rows) if is_deadly(lane, self._handlers, row)]
         if deadly:  # it is decoded alone, after those before it
             rows = rows[: deadly[0] or 1]
+        attempt: AbstractAsyncContextManager[None] = nullcontext()
         if deadly and not deadly[0]:
-            source, undo = undecoded(lane, self._handlers, rows[0])
-            if source.unhandleable[0].decision.is_dead:
-                return source
-            await self._apply(self._consume, source)
+            failed, undo = undecoded(lane, self._handlers, rows[0])
+            if failed.unhandleable[0].decision.is_dead:
+                return failed
+            attempt = self._attempt(self._consume, failed, undo)
         try:
-            source = await self._in_time(read_rows(lane, self._handlers, rows))
-        except (StoreUnavailable, asyncio.CancelledError) as error:
-            if undo and (self._stopping.is_set() or isinstance(error, StoreUnavailable)):
-                await self._apply(self._consume, undo)
-            raise
-        if len(lane.unavailable) > known and not (source.items or source.unhandleable):
-            if undo:
-                await self._apply(self._consume, undo)
+            async with attempt:
+                source = await self._in_time(read_rows(lane, self._handlers, rows))
+        except StoreUnavailable as error:
+            if error not in lane.unavailable.values():
+                raise
             return await self._take(lane, limit, before=before)  # rows of other topics
         if source.redecoded:
             return source
@@ -220,6 +216,27 @@ class BacklogWorkers:
         if len(items) == harmless:
             items = [*items, *source.items[harmless:]]
         return replace(source, items=items)
+
+    @asynccontextmanager
+    async def _attempt(
+        self, consume: ConsumeTransactions, failed: LaneSource, undo: LaneSource
+    ) -> AsyncIterator[None]:
+        """Store an attempt as failed while the block makes it, in case that kills the process.
+
+        `undo` is stored if the attempt can't be made now, or the worker is stopped.
+        """
+        await self._apply(consume, failed)
+        try:
+            yield
+        except (BreakerOpen, StoreUnavailable):
+            await self._apply(consume, undo)
+            raise
+        except asyncio.CancelledError:
+            if self._stopping.is_set():
+                with suppress(Exception):  # a clean end does not count as a failed attempt
+                    async with asyncio.timeout(_UNDO_ATTEMPT_SECONDS):
+                        await self._apply(consume, undo)
+            raise
 
     async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
         """Return items with the data that they refer to. Raises `StoreUnavailable`."""
@@ -262,27 +279,15 @@ class BacklogWorkers:
         (item,) = source.items
         if item.is_suspect:
             log.warning("%s is tried alone: %s", item.name, item.last_error)
-        async with self._consume.alone() as consume:
-            # Stored before the attempt: it counts as failed unless this process completes it.
-            decision = pessimistic(item)
-            undo = replace(source, assumed={item.key: unchanged(item)})
-            await self._apply(consume, replace(source, assumed={item.key: decision}))
+        decision = pessimistic(item)
+        failed = replace(source, assumed={item.key: decision})
+        undo = replace(source, assumed={item.key: unchanged(item)})
+        async with self._consume.alone() as consume, self._attempt(consume, failed, undo):
             if decision.is_dead:
                 return
-            try:
-                # Not before: fetching or validating its data may be what kills the process.
-                found = await self._fetched([item], validates=False)
-                await self._apply(consume, replace(source, items=[*map(validated, found)]))
-            except (BreakerOpen, StoreUnavailable):
-                await self._apply(consume, undo)
-                raise
-            except asyncio.CancelledError:
-                if not self._stopping.is_set():
-                    raise
-                with suppress(Exception):  # a clean end does not count as a failed attempt
-                    async with asyncio.timeout(_UNDO_ATTEMPT_SECONDS):
-                        await self._apply(consume, undo)
-                raise
+            # Not before: fetching or validating its data may be what kills the process.
+            found = await self._fetched([item], validates=False)
+            await self._apply(consume, replace(source, items=[*map(validated, found)]))
 
     def _is_risky(self, lane: Lane, item: Item) -> bool:
         return item.is_suspect or (lane.starts > 1 and item.row is not None)
