@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from alembic import command
 from alembic.config import Config
+from alembic.script import ScriptDirectory
 
 from pipeline.relay import scheduled
 from pipeline.retention.maintenance import make_ahead
@@ -178,23 +179,23 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
             raise FileNotFoundError(
                 f"no {revisions.ALEMBIC} here: run this in the service's folder"
             )
+        migrations = revisions.load_migrations()
     invocation = Invocation(service, settings, as_json)
-    run_to_end(_compare_columns(invocation))
+    run_to_end(_compare_columns(invocation, migrations))
     with in_a_sentence(), naming_servers(settings):
         command.upgrade(Config(revisions.ALEMBIC), "heads")
-    run_to_end(_make_ahead(invocation))
+    run_to_end(_make_ahead(invocation, migrations))
 
 
-async def _compare_columns(invocation: Invocation) -> None:
-    migrations = revisions.load_migrations()
+async def _compare_columns(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
     async with invocation.connected() as connection:
         if migrations and (wrong := await revisions.wrong_columns(connection, migrations)):
             raise revisions.WrongColumns(wrong)
 
 
-async def _make_ahead(invocation: Invocation) -> None:
+async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
     async with invocation.connected() as connection:
-        await revisions.check(connection, revisions.load_migrations())
+        await revisions.check(connection, migrations)
         await make_ahead(connection, invocation.settings)
         if invocation.as_json:
             print_json({"revisions": await revisions.applied_revisions(connection)})

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from confluent_kafka.schema_registry import Schema
 from confluent_kafka.schema_registry.serde import SchemaId
 
+from pipeline.apply.item import StoredRecord
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.events.cloudevents import decode, refers
 from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
@@ -45,18 +46,6 @@ class Strategy(Enum):
             Strategy.RECORD: name,
             Strategy.TOPIC_RECORD: f"{topic}-{name}",
         }[self]
-
-
-class _Decoded(NamedTuple):
-    """A record whose value is JSON."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[str, bytes | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +232,7 @@ class Confluent(Codec):
                 " the producer send it again",
             ) from None
         headers = [each for each in record.headers if each[0].lower() not in _REPLACED]
-        decoded = _Decoded(
+        decoded = StoredRecord(
             record.topic,
             record.partition,
             record.offset,
@@ -251,6 +240,7 @@ class Confluent(Codec):
             record.key,
             data,
             [*headers, ("content-type", b"application/json")],
+            stored_for=0.0,
         )
         if written is data:
             return self._named(decoded, name, hash)

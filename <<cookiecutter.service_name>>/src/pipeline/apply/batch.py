@@ -74,12 +74,12 @@ async def read(
     *,
     validates: bool = True,
 ) -> Batch:
-    """Decode and validate records; each becomes items, or is skipped or undecoded.
+    """Decode and validate records of one topic; each becomes items, or is skipped or undecoded.
 
     Raises `StoreUnavailable` if what their codec needs can't be fetched now.
     """
-    for unavailable in (await prepare(handlers, records)).values():
-        raise unavailable
+    if records:
+        await handlers.codec(records[0].topic).prepare(records)
     items: list[Item] = []
     skipped: list[int] = []
     undecoded: list[Undecoded] = []
