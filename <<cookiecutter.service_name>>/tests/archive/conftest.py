@@ -23,7 +23,7 @@ from . import app
 from tests.pipeline.integration.conftest import Command, commands  # noqa: F401 (fixtures)
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import publish_all
-from tests.servers.programs import require_what_it_needs
+from tests.servers.programs import running
 
 DAY = date(2020, 1, 1)
 OLD = f"outbox_p{DAY:%Y%m%d}"
@@ -40,13 +40,8 @@ def s3proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Proxy]:
     """Run an S3-compatible server."""
     directory = StateDirectory(tmp_path_factory.mktemp("s3proxy"))
     server = S3Proxy(directory, "s3proxy", Record())
-    require_what_it_needs(server)
-    try:
-        server.start()
-        server.wait_until_serving()
+    with running(server):
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

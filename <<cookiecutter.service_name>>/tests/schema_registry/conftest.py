@@ -9,20 +9,15 @@ from servers.apicurio import Apicurio
 from servers.state import Record, StateDirectory
 
 from .proxy import Proxy
-from tests.servers.programs import require_what_it_needs
+from tests.servers.programs import running
 
 
 @pytest.fixture(scope="module")
 def apicurio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apicurio]:
     """Run a registry."""
     server = Apicurio(StateDirectory(tmp_path_factory.mktemp("registry")), "apicurio", Record())
-    require_what_it_needs(server)
-    try:
-        server.start()
-        server.wait_until_serving()
+    with running(server):
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

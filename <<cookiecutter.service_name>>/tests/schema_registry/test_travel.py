@@ -147,6 +147,7 @@ async def test_a_registry_that_is_stopped_and_started_again_costs_no_attempt(
 ) -> None:
     newer = record("shop.Paid", *FIELDS, {"name": "by", "type": "string", "default": "cash"})
     monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_URL", apicurio.url)
+    await asyncio.to_thread(_start_again, apicurio)  # its ids are those of an empty registry
     with SchemaRegistryClient({"url": apicurio.url}) as client:
         shop.register(client, newer)
         old_id = client.get_latest_version(f"{shop.payments}-value").schema_id
@@ -177,6 +178,12 @@ async def test_a_registry_that_is_stopped_and_started_again_costs_no_attempt(
         await eventually(lambda: health.is_ready)
     assert [one.order_id for one in shop.seen] == ["1", "2", "3", "4"]
     assert await parked(db) == []
+
+
+def _start_again(apicurio: Apicurio) -> None:
+    apicurio.stop()
+    apicurio.start()
+    apicurio.wait_until_serving()
 
 
 def _register_again(shop: Shop, apicurio: Apicurio, newer: Schema, id: int | None) -> None:

@@ -1,13 +1,17 @@
 """Programs that some tests need, and that a machine may lack: `dev/programs.py` lists them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import programs
 import pytest
 from servers.console import StackError
 from servers.process import LocalServer
+
+S = TypeVar("S", bound=LocalServer)
 
 
 def program(name: str) -> Path:
@@ -22,6 +26,18 @@ def require_what_it_needs(server: LocalServer) -> None:
         server.check_requirements()
     except StackError as error:
         lacking(str(error))
+
+
+@contextmanager
+def running(server: S) -> Iterator[S]:
+    """Start a server and stop it at the end; the test ends as in `program` if it lacks one."""
+    require_what_it_needs(server)
+    try:
+        server.start()
+        server.wait_until_serving()
+        yield server
+    finally:
+        server.stop()
 
 
 def lacking(what: str) -> NoReturn:

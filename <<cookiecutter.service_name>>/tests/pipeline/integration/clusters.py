@@ -15,7 +15,7 @@ from servers.postgres import Postgres, installation
 from servers.state import StateDirectory
 from sqlalchemy import make_url
 
-from tests.servers.programs import require_what_it_needs
+from tests.servers.programs import running
 
 
 class Cluster(Postgres):
@@ -124,13 +124,10 @@ def private_broker(first: Kafka | None = None) -> Iterator[Kafka]:
         kafka = kind(directory, "kafka", directory.state.kafka)
         if first and isinstance(kafka, SecondBroker):
             kafka.controller = f"{LOOPBACK}:{first.record.ports[1]}"
-        require_what_it_needs(kafka)
         try:
-            kafka.start()
-            kafka.wait_until_serving()
-            yield kafka
+            with running(kafka):
+                yield kafka
         finally:
-            kafka.stop()
             kafka.remove()
 
 
@@ -159,13 +156,10 @@ def _started(
         cluster = Cluster(directory, "postgres", directory.state.postgres)
         cluster.origin, cluster.copy_options = origin, copy_options
         cluster.options = options
-        require_what_it_needs(cluster)
         try:
-            cluster.start()
-            cluster.wait_until_serving()
-            yield cluster
+            with running(cluster):
+                yield cluster
         finally:
-            cluster.stop()
             cluster.remove()
 
 

@@ -11,7 +11,7 @@ from servers.postgres import Postgres
 from servers.state import StateDirectory
 
 from .certificates import Authority, Certificate
-from tests.servers.programs import program, require_what_it_needs
+from tests.servers.programs import program, running
 
 _WHO_IS_LET_IN = f"""
 hostssl all service {LOOPBACK}/32 scram-sha-256
@@ -66,11 +66,8 @@ def guarding(own: Certificate, trusted: Authority) -> Iterator[GuardedPostgres]:
         directory = StateDirectory(Path(folder))
         server = GuardedPostgres(directory, "postgres", directory.state.postgres)
         server.own, server.trusted = own, trusted
-        require_what_it_needs(server)
         try:
-            server.start()
-            server.wait_until_serving()
-            yield server
+            with running(server):
+                yield server
         finally:
-            server.stop()
             server.remove()
