@@ -643,6 +643,8 @@ ELSEWHERE = {
     "dev/send.py lockers": "there, too",
     "PIPELINE_KAFKA_SECURITY_PROTOCOL=": "settings, which tests/pipeline/integration has",
     "PIPELINE_DATABASE_TLS=": "likewise",
+    "make update": "wants a clean tree and a template; tests/test_update.py has it",
+    "dev/update.py": "likewise",
     "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
     "kubectl": "wants a cluster; tests/test_deploy.py has the manifests and what their jobs say,"
     " and tests/test_guides.py what is done in a pod",

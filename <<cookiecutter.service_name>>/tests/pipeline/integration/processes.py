@@ -45,7 +45,11 @@ async def forwarding(port: int, to: str) -> AsyncIterator[None]:
             writer.close()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(to_port))
+        try:
+            there, back = await asyncio.open_connection(host, int(to_port))
+        except OSError:
+            writer.close()
+            return
         await asyncio.gather(pipe(reader, back), pipe(there, writer))
 
     server = await asyncio.start_server(accept, "127.0.0.1", port)

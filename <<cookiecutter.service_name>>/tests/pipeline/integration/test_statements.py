@@ -54,8 +54,8 @@ async def test_each_statement_of_a_batch_is_told_of_once(
     """SQLAlchemy's and asyncpg's own, many at once and COPY."""
     _, desk = ledger
     await desk.apply(*deposits(0))
-    await asyncio.sleep(0)  # asyncpg tells in the loop's next round
     position = await desk.position()
+    await asyncio.sleep(0)  # asyncpg reports in the loop's next round
     before = counted()
     await desk.apply(*deposits(20), start=position)
     await asyncio.sleep(0)
