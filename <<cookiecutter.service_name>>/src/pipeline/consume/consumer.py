@@ -17,6 +17,7 @@ from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
+from .gathering import Gatherer
 from .reader import Reader
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._topics = consume.handlers.topics
         self._settings = consume.settings
         self._health = health
+        self._gatherer = Gatherer(consume)
         self._readers: dict[TopicPartition, Reader] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
@@ -122,7 +124,9 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         if self._stopping.is_set():
             return
         for partition in sorted(assigned):
-            self._readers[partition] = Reader(self._client, partition, self._consume, self._health)
+            self._readers[partition] = Reader(
+                self._client, partition, self._consume, self._gatherer, self._health
+            )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
         self._health.ready("consumer")

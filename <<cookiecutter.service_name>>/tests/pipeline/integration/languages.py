@@ -57,7 +57,7 @@ _STATEMENTS: Mapping[object, str] = {
     positions._START_AT: "reader: store the start",
     positions._COUNT_START: "reader: count the start",
     positions._FORGIVE_START: "reader: forgive the start",
-    positions._MOVE_POSITION: "consume: move the position",
+    positions._MOVE_POSITIONS: "consume: move the position",
     positions._COUNT_DUPLICATES: "consume: count duplicates",
     inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
     inbox._MARK: "consume: mark",
