@@ -115,6 +115,22 @@ async def test_a_handler_that_hangs_holds_up_no_other_partition(
     assert await stored(db) == dict.fromkeys(range(6), 1)
 
 
+async def test_a_slow_server_is_neither_an_outage_nor_a_fault_of_what_is_applied_together(
+    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+) -> None:
+    _, desk, apply = bank
+    async with asyncio.timeout(PATIENCE), db.transaction():
+        await db.execute("LOCK TABLE account IN ACCESS EXCLUSIVE MODE")
+        unknown = [replace(one, type="unknown") for one in deposits(3)[1:]]
+        tasks = [asyncio.create_task(apply(one)) for one in (deposits(1)[0], *unknown)]
+        await asyncio.wait(tasks[1:])
+        assert not tasks[0].done()
+        await db.execute("SELECT")
+    await asyncio.gather(*tasks)
+    assert await stored(db) == dict.fromkeys(range(3), 1)
+    assert not await desk.park()
+
+
 async def test_an_open_breaker_holds_up_no_partition_of_another_consumer(
     bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
 ) -> None:
