@@ -46,7 +46,7 @@ async def ordinary(bench: Bench) -> None:
 
 
 def _name(who: Contestant, rate: int, partitions: int) -> str:
-    return f"{who.name}, {rate:,}/s on {partitions}"
+    return f"{who.name} at {rate}/s on {partitions}"
 
 
 async def _measured(bench: Bench, who: Contestant, rate: int, partitions: int) -> Values:

@@ -179,7 +179,7 @@ async def move_positions(connection: asyncpg.Connection, moves: Sequence[Move]) 
     rows = (
         (*one.slot, one.fetched_from, one.next_offset, *(one.anchor or _NO_ANCHOR)) for one in moves
     )
-    [group, *_], *columns = zip(*rows, strict=True)
+    [group, *_], *columns = map(list, zip(*rows, strict=True))
     *generations, number = await connection.fetchrow(_MOVE_POSITIONS, group, *columns)
     if number < len(moves):
         places = (
@@ -193,7 +193,7 @@ async def count_duplicates(
     connection: asyncpg.Connection, group: str, numbers: Mapping[tuple[str, int], int]
 ) -> None:
     """Add to the counts of duplicates, by topic and partition; only reports read them."""
-    topics, partitions = zip(*numbers, strict=True)
+    topics, partitions = map(list, zip(*numbers, strict=True))
     await connection.execute(_COUNT_DUPLICATES, group, topics, partitions, [*numbers.values()])
 
 

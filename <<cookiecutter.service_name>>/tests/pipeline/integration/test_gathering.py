@@ -111,7 +111,7 @@ async def test_a_handler_that_hangs_holds_up_no_other_partition(
         await asyncio.gather(*map(apply, others))
         assert not hanging.done()
         await hanging
-    assert await desk.park() == {("deposit", 0): "takes too long"}
+    assert await desk.park() == {("deposit", 0): "failed"}
     assert await stored(db) == dict.fromkeys(range(6), 1)
 
 
