@@ -10,6 +10,7 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
 from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.errors import describe_error
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
@@ -54,6 +55,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
         self._has_joined = False
+        self._rejection = ""
+        """Why the group's coordinator has rejected this member."""
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -129,6 +132,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
+        self._rejection = ""
         self._health.ready("consumer")
 
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
@@ -173,7 +177,14 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
     def _check_brokers(self) -> None:
         """Report whether the brokers answer: while no records come, no error would show it."""
         patience = _METADATA_SECONDS + _SLACK_SECONDS if self._has_joined else math.inf
-        if problem := self._client.problem(self._readers, patience):
+        if rejection := self._client.rejection():
+            self._rejection = (
+                f"the group {self._consume.group!r} does not accept this member, which tries again:"
+                f" {describe_error(rejection)}"
+            )
+        elif self._readers:
+            self._rejection = ""
+        if problem := self._rejection or self._client.problem(self._readers, patience):
             self._health.not_ready("consumer", f"{self._settings.kafka}: {problem}")
         elif self._has_joined:
             self._health.ready("consumer")
