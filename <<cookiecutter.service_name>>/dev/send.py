@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument(
         "--watch", action="append", default=[], metavar="TOPIC", help="print what comes there"
     )
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # DATA may stand behind options
     if (given.data is None) == (given.file is None):
         parser.error("give either TYPE and DATA of an event, or --file")
     asyncio.run(send(given, bootstrap_servers()))
