@@ -206,6 +206,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         names |= {"archive", "claims"}
     if answers["outside_calls"] == "yes":
         names |= {"outside"}
+    if answers["personal_data"] == "yes":
+        names |= {"personal-data"}
     if answers["schema_registry"] == "yes":
         names |= {"schema-registry"}
     if answers["operations_page"] == "yes":

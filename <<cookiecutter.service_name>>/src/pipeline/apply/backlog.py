@@ -27,6 +27,7 @@ from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import LANES
 
 from .batch import items_of
+from .encryption import Encryption, encrypted
 from .item import (
     IdentityMismatch,
     Item,
@@ -173,7 +174,10 @@ def has_calls(lane: int) -> bool:
 
 
 async def add_calls(
-    connection: asyncpg.Connection, handlers: Handlers, calls: Sequence[StagedEvent]
+    connection: asyncpg.Connection,
+    handlers: Handlers,
+    calls: Sequence[StagedEvent],
+    encryption: Encryption | None,
 ) -> None:
     """Store a row for each handler of each call, as if the event were a record of a topic.
 
@@ -192,7 +196,7 @@ async def add_calls(
         assert not isinstance(found, Undecoded)  # the engine has written it
         rows += [Row(one.key, one.consumer, record, DEFERRED, one) for one in found]
     if rows:
-        await add(connection, rows)
+        await add(connection, await encrypted(connection, rows, encryption))
 
 
 def row_of(item: Item, decision: Decision) -> Row:

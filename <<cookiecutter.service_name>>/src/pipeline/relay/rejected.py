@@ -38,7 +38,11 @@ RejectionReason = Literal[
     "topic not writable",
     "too large",
     "not valid",
+    "subject forgotten",
 ]
+
+
+FORGOTTEN: RejectionReason = "subject forgotten"
 
 
 class Rejection(NamedTuple):
