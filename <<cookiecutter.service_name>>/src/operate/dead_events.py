@@ -7,7 +7,7 @@ from typing import Self
 
 import asyncpg
 
-from pipeline.relay.rejected import FORGOTTEN
+from pipeline.handlers.policy import FORGOTTEN
 from pipeline.service import Service
 from pipeline.settings import Settings
 

@@ -166,7 +166,7 @@ class PersonalData(Encryption):
         self, connection: asyncpg.Connection, plans: Sequence[Plan | None]
     ) -> Mapping[str, DataKey]:
         subjects = {subject for plan in plans if plan for subject in plan.subjects}
-        return await self.keys.of_subjects(connection, subjects)
+        return await self.keys.of_subjects(connection, subjects) if subjects else {}
 
     async def _plan_of_event(self, event: StagedEvent, outbox: Outbox) -> Plan | None:
         shape = self._shapes.get(event.type)

@@ -125,8 +125,6 @@ class DataKeys:
         self, connection: asyncpg.Connection, subjects: Collection[str]
     ) -> Mapping[str, DataKey]:
         """Return a key for each subject, in a transaction; those without one get one."""
-        if not subjects:
-            return {}
         rows: list[Any] = await connection.fetch(_OF_SUBJECTS, list(subjects))
         lacking = sorted({*subjects}.difference(row["subject"] for row in rows))
         new = await asyncio.gather(*map(self._new, lacking))

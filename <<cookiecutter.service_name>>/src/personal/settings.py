@@ -22,15 +22,13 @@ class PersonalSettings(BaseSettings):
     )
 
     keys: SecretStr | None = None
-    """Master keys, each 32 random bytes in Base64 (`openssl rand -base64 32`), with commas between
-    them: the first encrypts the subjects' keys, all decrypt them. Needed unless `PersonalData` is
-    given `MasterKeys`. Without them nothing personal can be read: keep them in two places, and none
-    in backups of the database."""
+    """Master keys, 32 random bytes in Base64 each (`openssl rand -base64 32`), with commas between
+    them. The first encrypts the subjects' keys, all decrypt them. Needed unless `PersonalData` is
+    given `MasterKeys`."""
     cache: Count = 10_000
-    """Decrypted keys of subjects that a process keeps in memory."""
+    """Decrypted keys that a process keeps in memory."""
     cache_age: Seconds = 60.0
-    """How long. Longer than that nothing in a process can decrypt data of a forgotten subject; the
-    engine does not from the moment of forgetting on, as it reads in the table which keys exist."""
+    """For how long it keeps them. A deleted key is not used any more, even while it is kept."""
 
     @field_validator("keys")
     @classmethod

@@ -3,15 +3,17 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 from uuid import UUID
 
 import pytest
-from hypothesis import given
+import settings_guide
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import AliasChoices, BaseModel, Field
 
-from personal import Personal
+from personal import Personal, PersonalSettings
 from personal.keys import Changed, DataKey
 from personal.marks import mistakes, shape_of
 from personal.spans import Unfit, spans
@@ -189,6 +191,7 @@ def _payloads(draw: st.DrawFn) -> str:
 
 
 @given(_payloads())
+@settings(deadline=None)
 def test_a_payload_comes_back_to_the_last_byte(text: str) -> None:
     keys = KEYS | {"driver:c": KEYS["c"]}
     found = spans(text, shape_of(Ordered))
@@ -211,6 +214,7 @@ def test_values_that_may_be_null_are_null_without_their_key() -> None:
 
 
 @given(st.binary())
+@settings(deadline=None)
 def test_bytes_that_are_encrypted_as_a_whole_need_all_keys(data: bytes) -> None:
     stored = Stored.parse(bytes(encrypt_whole(data, [KEYS["a"], KEYS["b"]])))
     assert stored is not None
@@ -219,6 +223,7 @@ def test_bytes_that_are_encrypted_as_a_whole_need_all_keys(data: bytes) -> None:
 
 
 @given(st.binary())
+@settings(deadline=None)
 def test_bytes_of_others_are_no_stored_form(data: bytes) -> None:
     for one in (data, PREFIX + data):
         parsed = Stored.parse(one)
@@ -231,3 +236,8 @@ def test_a_changed_ciphertext_is_recognised() -> None:
     encrypted[-1] ^= 1
     with pytest.raises(Changed):
         key.decrypt(bytes(encrypted))
+
+
+def test_the_guide_has_the_settings() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "personal-data.md").read_text("utf-8")
+    assert settings_guide.table(PersonalSettings) in guide

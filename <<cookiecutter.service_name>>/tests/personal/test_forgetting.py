@@ -199,7 +199,8 @@ async def test_a_dead_letter_that_can_not_be_read_is_not_redriven_and_can_be_dis
 ) -> None:
     clinic, desk = await new_clinic()
     clinic.does = {1: rejects, 2: rejects}
-    await desk.apply(visit(1), visit(2, patient="p2"))
+    await desk.apply(visit(1))
+    await desk.apply(visit(2, patient="p2"))
     command = service(clinic)
     shown = json.loads((await command("dead", "list", "--json")).stdout.splitlines()[0])
     plain = await command("personal", "show", shown["id"])

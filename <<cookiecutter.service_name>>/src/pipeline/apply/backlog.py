@@ -27,7 +27,7 @@ from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import LANES
 
 from .batch import items_of
-from .encryption import Encryption, encrypted
+from .encryption import Encryption
 from .item import (
     IdentityMismatch,
     Item,
@@ -195,8 +195,10 @@ async def add_calls(
         found = items_of(handlers, record, validates=False)
         assert not isinstance(found, Undecoded)  # the engine has written it
         rows += [Row(one.key, one.consumer, record, DEFERRED, one) for one in found]
+    if rows and encryption:
+        rows = await encryption.encrypt(connection, rows)
     if rows:
-        await add(connection, await encrypted(connection, rows, encryption))
+        await add(connection, rows)
 
 
 def row_of(item: Item, decision: Decision) -> Row:

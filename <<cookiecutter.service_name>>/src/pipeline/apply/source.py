@@ -9,7 +9,6 @@ from pipeline.handlers.policy import Decision
 
 from .backlog import Row
 from .breaker import FailedMessage
-from .encryption import Encryption
 from .item import Item, Known
 from .outcome import BatchOutcome
 from .positions import Generations
@@ -49,12 +48,7 @@ class Source(Protocol):
         """Return the messages that are in the backlog, and the order keys that wait there."""
         ...
 
-    async def settle(
-        self,
-        connection: asyncpg.Connection,
-        outcome: BatchOutcome,
-        encryption: Encryption | None,
-    ) -> Sequence[Row]:
+    async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Store messages that are not applied in the backlog; returns the rows that are dead.
 
         Rows of messages that are applied are deleted.

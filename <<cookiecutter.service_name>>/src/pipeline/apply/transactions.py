@@ -220,7 +220,8 @@ class ConsumeTransactions:
         self, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision]
     ) -> BatchOutcome | Failure:
         """Execute all statements of the transaction except the commit."""
-        driver, outbox, outcome = attempt.driver, attempt.outbox, BatchOutcome()
+        driver, outbox = attempt.driver, attempt.outbox
+        outcome = BatchOutcome(encryption=self.encryption)
         # Time limits, and the lock that keeps generations from being closed: one statement.
         await limits.begin(attempt.connection, attempt.limits)
         # Moves the position, or holds the lane; raises if another process owns it.
@@ -242,7 +243,7 @@ class ConsumeTransactions:
             await inbox.unmark(driver, generations, list(not_applied))
         if self.encryption is not None:
             outcome.decided = self.encryption.redact(outcome.decided)
-        died = await source.settle(driver, outcome, self.encryption)
+        died = await source.settle(driver, outcome)
         if topic := self.settings.dead_letter_topic:
             outbox.add(backlog.dead_letter(row, topic) for row in died)
         # Calls and events are written after the aggregates are locked: so they have their order.

@@ -10,7 +10,6 @@ from pipeline.apply import backlog, positions
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.encryption import Encryption, encrypted
 from pipeline.apply.item import Item, Known, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, Slot
@@ -67,12 +66,7 @@ class PartitionSource:
         """Return which messages are in the backlog, and the order keys that wait there."""
         return await backlog.find(connection, items)
 
-    async def settle(
-        self,
-        connection: asyncpg.Connection,
-        outcome: BatchOutcome,
-        encryption: Encryption | None,
-    ) -> Sequence[Row]:
+    async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Write what is not applied to the backlog; returns the dead rows."""
         if outcome.duplicates:
             await positions.count_duplicates(connection, self.slot, len(outcome.duplicates))
@@ -83,7 +77,8 @@ class PartitionSource:
             *(backlog.mismatch_row(item, error) for item, error in outcome.mismatched),
             *undecoded,
         ]
-        rows = await encrypted(connection, rows, encryption)
+        if rows and outcome.encryption:
+            rows = await outcome.encryption.encrypt(connection, rows)
         if rows:
             await backlog.add(connection, rows)
         return [row for row in rows if row.decision.is_dead]

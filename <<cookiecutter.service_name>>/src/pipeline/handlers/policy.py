@@ -176,7 +176,7 @@ GAP = "sequence gap"
 UNKNOWN = "outcome unknown"
 """Reason of a call that may have taken place and must not be repeated."""
 FORGOTTEN = "subject forgotten"
-"""Reason of what can't be decrypted any more, see `apply/encryption.py`."""
+"""Reason of a message that can't be decrypted any more."""
 FOLLOWER = Decision("follows another")
 """Decision on a message of whose key an earlier one waits or has failed."""
 DEFERRED = Decision("deferred")

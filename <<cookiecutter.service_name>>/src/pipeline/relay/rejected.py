@@ -42,9 +42,6 @@ RejectionReason = Literal[
 ]
 
 
-FORGOTTEN: RejectionReason = "subject forgotten"
-
-
 class Rejection(NamedTuple):
     """Why Kafka does not accept an event."""
 

@@ -26,7 +26,7 @@ from pipeline.settings import Settings
 from .backpressure import RelayBackpressure
 from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
 from .publisher import NotSent, Publisher
-from .rejected import FORGOTTEN, Rejected, Rejection, Rejections
+from .rejected import Rejected, Rejection, Rejections
 from .scheduled import Scheduled
 from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
 
@@ -41,19 +41,11 @@ _EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
 class Relay:
     """One relay process. Any number of them share the shards; each shard has one owner."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        *,
-        name: str,
-        settings: Settings,
-        health: Health,
-        encryption: Encryption | None = None,
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, *, name: str, settings: Settings, health: Health):
         self._engine = engine
         self._settings = settings
         self._health = health
-        self._encryption = encryption
+        self.encryption: Encryption | None = None
         owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=owner)
         self._cursor = Cursor(settings, owner)
@@ -272,11 +264,11 @@ class Relay:
     ) -> Rejections:
         """Send without a time limit, extending the leases meanwhile; returns the rejections."""
         erased: Rejections = {}
-        if self._encryption is not None:
+        if self.encryption is not None:
             async with self._cursor.turn:
-                rows = await self._encryption.decrypt(driver, events, "payload")
+                rows = await self.encryption.decrypt(driver, events, "payload")
             gone = {row["id"]: row["erased"] for row in rows if row.get("erased")}
-            erased = {id: Rejection(FORGOTTEN, text) for id, text in gone.items()}
+            erased = {id: Rejection("subject forgotten", text) for id, text in gone.items()}
             events = [row for row in rows if row["id"] not in erased]
         if not events:
             return erased

@@ -11,7 +11,7 @@ from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import items_of, prepare, validated
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.encryption import Encryption, Erased, Rows, encrypted
+from pipeline.apply.encryption import Encryption, Rows
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations
@@ -91,12 +91,7 @@ class LaneSource:
         known, _ = await backlog.find(connection, new) if new else ({}, set())
         return known, set()
 
-    async def settle(
-        self,
-        connection: asyncpg.Connection,
-        outcome: BatchOutcome,
-        encryption: Encryption | None,
-    ) -> Sequence[Row]:
+    async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Delete the rows of applied messages, and update others; returns the dead rows."""
         superseded = (item for item, _ in outcome.superseded)
         done = (*outcome.applied, *outcome.duplicates, *superseded)
@@ -111,7 +106,8 @@ class LaneSource:
             ),
             *(backlog.mismatch_row(item, error) for item, error in outcome.mismatched),
         ]
-        changed = await encrypted(connection, changed, encryption)
+        if outcome.encryption:
+            changed = await outcome.encryption.encrypt(connection, changed)
         if new := [row for row in changed if row.is_new]:
             await backlog.add(connection, new)
         redecoded = {row for item in self.items if (row := self.redecoded.get(item.key))}
@@ -244,7 +240,7 @@ def _read(
     """
     consumer = row["consumer"]
     if erased := row.get("erased"):
-        return Row(row["key"], consumer, record, dead(Policy(), FORGOTTEN, Erased(erased)))
+        return Row(row["key"], consumer, record, dead(Policy(), FORGOTTEN, LookupError(erased)))
     hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
     found = items_of(handlers, record, validates=False, hash=hash)
     if isinstance(found, Undecoded):
