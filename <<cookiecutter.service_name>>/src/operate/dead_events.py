@@ -23,7 +23,7 @@ REASONS: Mapping[str, str] = {
     "topic not writable": "discard it: it is one of the brokers' own topics",
     "too large": "raise the topic's max.message.bytes above its size, then redrive; or discard it",
     "not valid": "see what the topic demands (a compacted one: a key), then redrive; or discard it",
-    FORGOTTEN: "discard it: it has personal data that nothing can decrypt any more",
+    "subject forgotten": "discard it: it has personal data that nothing can decrypt any more",
     "follows another": "nothing: it goes after those that wait for its topic",
     "redriven": "nothing: it is tried again as soon as a relay sees it",
 }

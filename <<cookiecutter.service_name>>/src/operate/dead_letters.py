@@ -52,7 +52,7 @@ REASONS: Mapping[str, str] = {
     " to go on without",
     "outcome unknown": "find out at the service outside whether it took place; if not, redrive it;"
     " if so, discard it",
-    FORGOTTEN: "discard it: it has personal data that nothing can decrypt any more",
+    "subject forgotten": "discard it: it has personal data that nothing can decrypt any more",
     "rejected": "its handler has rejected it: mend the data or the handler, then redrive;"
     " or discard it",
     # What waits.
