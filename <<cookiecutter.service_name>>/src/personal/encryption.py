@@ -36,8 +36,10 @@ _FORGOTTEN = (
     "the key of its personal data is deleted, because its subject was forgotten (`service personal"
     " forgotten`): discard it"
 )
-_SHORTEST = 2
-"""Characters of the shortest value that is removed from texts."""
+_SHORTEST, _LONGEST = 2, 4_000
+"""Characters of values that are removed from texts; a stored error has no more."""
+_MOST = 1_000
+"""Values of a message that are removed from texts, the longest first."""
 
 shape_of_model = cache(shape_of)
 
@@ -234,6 +236,7 @@ def _redacted(item: Item, decision: Decision) -> Decision:
         return decision
     shape = shape_of_model(item.handler.event)
     values = sorted(_texts(item, shape), key=len, reverse=True) if shape.is_personal else []
+    values = values[:_MOST]
     if not values:
         return decision
     pattern = re.compile("|".join(rf"(?<!\w){re.escape(one)}(?!\w)" for one in values))
@@ -261,7 +264,7 @@ def _texts(item: Item, shape: Shape) -> set[str]:
         elif isinstance(one, str | int | float) and not isinstance(one, bool):
             text = str(one)
             found |= {text, repr(text)[1:-1], json.dumps(text)[1:-1]}
-    return {one for one in found if len(one) >= _SHORTEST}
+    return {one for one in found if _SHORTEST <= len(one) <= _LONGEST}
 
 
 def personal_types() -> list[type[Event]]:

@@ -13,9 +13,12 @@ from pydantic import GetJsonSchemaHandler
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from pipeline.errors import UNSTORABLE
 from pipeline.events.event import Event
 
 _MARK = "x-personal"
+_LONGEST = 500
+"""Characters of a subject, which is in an index."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ class Personal:
         return {**handler(schema), "writeOnly": True, _MARK: mark}
 
     def name(self, value: object) -> str | None:
-        """Return the subject with this id; None if the value is no id."""
+        """Return the subject with this id; None if the value is no id that can be stored."""
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             return None
-        return f"{self.kind}:{value}" if self.kind else str(value)
+        text = f"{self.kind}:{value}" if self.kind else str(value)
+        return None if len(text) > _LONGEST or UNSTORABLE.search(text) else text
 
 
 @dataclass(eq=False)

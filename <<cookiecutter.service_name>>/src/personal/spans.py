@@ -60,13 +60,13 @@ class _Finder:
     ) -> None:
         """Search a value, which begins at `start`; `around` are the objects that it is in."""
         faces = [face for shape in shapes for face in shape.faces]
-        if isinstance(value, list):
-            items = [face.items for face in faces if face.items]
+        items = [face.items for face in faces if face.items]
+        objects = [face for face in faces if face.members is not None]
+        others = [face.others for face in faces if face.others]
+        if isinstance(value, list) and items:
             for begin, end, part in _elements(self._text, start):
                 self._take(begin, end, part, items, around)
-        elif isinstance(value, dict):
-            objects = [face for face in faces if face.members is not None]
-            others = [face.others for face in faces if face.others]
+        elif isinstance(value, dict) and (objects or others):
             for name, begin, end, one in _members(self._text, start):
                 known = [part for face in objects if (part := (face.members or {}).get(name))]
                 if objects and not known and not others:

@@ -103,6 +103,8 @@ def test_members_that_the_model_does_not_declare_are_personal() -> None:
     [
         *("", "{", "null", "7", "[]", '{"eMail": "a"}', '{"customer": null, "eMail": "a"}'),
         *('{"customer": 1.5, "eMail": "a"}', '{"customer": "", "eMail": "a"}', "[" * 100_000),
+        *('{"customer": "\\u0000", "eMail": "a"}', '{"customer": "\\ud800", "eMail": "a"}'),
+        *(f'{{"customer": "{"c" * 501}", "eMail": "a"}}', '{"customer": ["c"], "eMail": "a"}'),
         *('{"customer": "c", "eMail": "a"} x', '{"customer": true, "eMail": "a"}'),
     ],
 )
