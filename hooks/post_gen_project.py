@@ -15,8 +15,8 @@ MANIFEST = Path(".features.json")
 RECORD = Path(".cookiecutter.json")
 CHECKSUMS = Path(".engine.sha256")
 PACKAGES = (
-    *("archive", "claims", "contracts", "effects", "object_store", "operate", "page", "pipeline"),
-    "schema_registry",
+    *("archive", "claims", "contracts", "effects", "object_store", "operate", "page", "personal"),
+    *("pipeline", "schema_registry"),
 )
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
 # A hook or an alias of git sets them, for a repository other than that of the service.
@@ -114,7 +114,15 @@ unwanted = sorted(
         for each in names
     }
 )
-required = [each.removeprefix("requirements: ") for each in unwanted if ": " in each]
+# A distribution stays while one of the features that need it is chosen.
+needed = {
+    each
+    for feature, names in json.loads(MANIFEST.read_text("utf-8")).items()
+    if ANSWERS[feature] == "yes"
+    for each in names
+}
+removable = [each for each in unwanted if ": " in each and each not in needed]
+required = [each.removeprefix("requirements: ") for each in removable]
 paths = [Path(each) for each in unwanted if ": " not in each]
 for path in paths:
     if not path.exists():

@@ -25,6 +25,7 @@ DEFAULTS = {
     "outside_calls": "yes",
     "object_store": "yes",
     "schema_registry": "no",
+    "personal_data": "no",
     "operations_page": "yes",
     "engine_tests": "no",
 }

@@ -170,7 +170,7 @@ def test_no_test_of_a_service_imports_the_engines(default_project: BakedProject)
         if name.endswith(".py"):
             imports = (
                 r"^(from|import) tests\."
-                r"(pipeline|archive|claims|contracts|effects|page|schema_registry)\b"
+                r"(pipeline|archive|claims|contracts|effects|page|personal|schema_registry)\b"
             )
             assert not re.search(imports, text.decode(), re.MULTILINE), name
 

@@ -21,6 +21,7 @@ OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
 TIME = (RAW / "docs" / "time.md").read_text("utf-8")
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 CODECS = (RAW / "docs" / "codecs.md").read_text("utf-8")
+PERSONAL = (RAW / "docs" / "personal-data.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 TEMPLATES = (ROOT / "README.md").read_text("utf-8")
 FAILING = (
@@ -103,8 +104,8 @@ def fields(module: str, name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "guide",
-    [HANDLING, TIME, OUTSIDE, BEFORE + CODECS, BEFORE + TEMPLATES + FAILING],
-    ids=["handling-errors", "time", "outside", "codecs", "read-mes"],
+    [HANDLING, TIME, OUTSIDE, PERSONAL, BEFORE + CODECS, BEFORE + TEMPLATES + FAILING],
+    ids=["handling-errors", "time", "outside", "personal-data", "codecs", "read-mes"],
 )
 @pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["runs", "types"])
 def test_the_examples_for_authors_of_handlers_work(
@@ -206,6 +207,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         names |= {"archive", "claims"}
     if answers["outside_calls"] == "yes":
         names |= {"outside"}
+    if answers["personal_data"] == "yes":
+        names |= {"personal-data"}
     if answers["schema_registry"] == "yes":
         names |= {"schema-registry"}
     if answers["operations_page"] == "yes":
@@ -423,7 +426,7 @@ def commands(page: str) -> set[str]:
 def test_every_command_that_a_page_shows_exists_with_its_options(
     template: Template, output: Path
 ) -> None:
-    project = template.bake(output, schema_registry="yes")
+    project = template.bake(output, schema_registry="yes", personal_data="yes")
     shown = set().union(*(commands(page.read_text("utf-8")) for page in PAGES))
     made_up = ["dead list --reasons failed", "dead walk"]
 

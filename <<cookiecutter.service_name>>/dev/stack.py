@@ -47,9 +47,13 @@ from servers.sources import (
 )
 from servers.state import StateDirectory
 
+SOURCE = Path(__file__).resolve().parents[1] / "src"
 PORTS = {"PIPELINE_HEALTH_PORT": 8080}
-if (Path(__file__).resolve().parents[1] / "src" / "page").exists():
+if (SOURCE / "page").exists():
     PORTS |= {"PIPELINE_PAGE_PORT": 8081}
+KEYS = {}
+if (SOURCE / "personal").exists():  # 32 bytes that are no secret
+    KEYS = {"PIPELINE_PERSONAL_KEYS": "ZGV2ZWxvcG1lbnQga2V5LCB3aGljaCBpcyBwdWJsaWM="}
 
 
 def bring_up(directory: StateDirectory, *, keep: bool, postgres_alone: bool) -> Servers:
@@ -148,6 +152,9 @@ def command_env(directory: StateDirectory) -> int:
     for name, default in PORTS.items():
         if not os.environ.get(name):
             print(f"export {name}={port_for_service(default, directory.path)}")
+    for name, key in KEYS.items():
+        if not os.environ.get(name):
+            print(f"export {name}={key}")
     return 0
 
 

@@ -93,6 +93,18 @@ GRANT SELECT,
               traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
    ON pipeline.outbox TO :"relay";
 
+-- Keys of personal data, where the service encrypts it: who stores a payload may make a key for its
+-- subject, who reads one finds the key, and the operator forgets subjects.
+
+SELECT to_regclass('pipeline.personal_key') IS NOT NULL AS has_keys \gset
+\if :has_keys
+    GRANT SELECT, INSERT, DELETE ON pipeline.personal_key TO :"service";
+    GRANT INSERT ON pipeline.personal_forgotten TO :"service";
+    GRANT SELECT ON pipeline.personal_key TO :"relay";
+    GRANT UPDATE (wrapped), DELETE ON pipeline.personal_key TO :"operator";
+    GRANT INSERT, UPDATE (keys) ON pipeline.personal_forgotten TO :"operator";
+\endif
+
 -- operator: reads the engine's tables, also partitions made later, and decides on dead letters.
 
 GRANT SELECT ON ALL TABLES IN SCHEMA pipeline TO :"operator";

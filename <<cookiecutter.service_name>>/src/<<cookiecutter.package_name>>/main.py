@@ -14,6 +14,10 @@ from operate.commands import command_line
 # <% if cookiecutter.operations_page == "yes" %>
 from page.commands import group as page_commands
 # <% endif %>
+# <% if cookiecutter.personal_data == "yes" %>
+from personal import PersonalData, PersonalSettings
+from personal.commands import group as personal_commands
+# <% endif %>
 from pipeline import Service
 # <% if cookiecutter.schema_registry == "yes" %>
 from schema_registry import RegistrySettings
@@ -28,6 +32,9 @@ NAME = "<<cookiecutter.service_name>>"
 # <% if cookiecutter.object_store == "yes" %>
 archive = Archive(NAME)
 # <% endif %>
+# <% if cookiecutter.personal_data == "yes" %>
+personal = PersonalData()
+# <% endif %>
 service = Service(
     NAME,
     handlers=handlers,
@@ -40,8 +47,12 @@ service = Service(
     # <% if cookiecutter.outside_calls == "yes" %>
     workers=[EffectWorkers],
     # <% endif %>
+    # <% if cookiecutter.personal_data == "yes" %>
+    encryption=personal,
+    # <% endif %>
     # <% set packages = (cookiecutter.object_store, cookiecutter.outside_calls) %>
-    # <% if "yes" in packages or cookiecutter.schema_registry == "yes" %>
+    # <% set more = (cookiecutter.personal_data, cookiecutter.schema_registry) %>
+    # <% if "yes" in packages + more %>
     settings=[
         # <% if cookiecutter.object_store == "yes" %>
         ArchiveSettings,
@@ -49,6 +60,9 @@ service = Service(
         # <% endif %>
         # <% if cookiecutter.outside_calls == "yes" %>
         EffectSettings,
+        # <% endif %>
+        # <% if cookiecutter.personal_data == "yes" %>
+        PersonalSettings,
         # <% endif %>
         # <% if cookiecutter.schema_registry == "yes" %>
         RegistrySettings,
@@ -64,6 +78,9 @@ main = command_line(
     # <% endif %>
     # <% if cookiecutter.operations_page == "yes" %>
     page=page_commands(service),
+    # <% endif %>
+    # <% if cookiecutter.personal_data == "yes" %>
+    personal=personal_commands(personal),
     # <% endif %>
     # <% if cookiecutter.schema_registry == "yes" %>
     registry=registry_commands(service),

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import asyncpg
 import typer
 
+from pipeline.handlers.policy import FORGOTTEN
+
 from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
@@ -262,6 +264,8 @@ def _without_excluded(groups: Sequence[Entry], selection: Selection) -> list[Ent
         consumer, reason = one["consumer"], one["reason"]
         if selection.consumers is not None and consumer not in selection.consumers:
             why = f"this service has no consumer {consumer!r}: they would wait for ever"
+        elif reason == FORGOTTEN:
+            why = "nothing can decrypt them any more: discard them"
         elif reason in (selection.except_reasons or ()):
             why = f"it is not known whether they were applied: see --reason {reason!r}"
         else:

@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 import asyncpg
 
+from pipeline.handlers.policy import FORGOTTEN
 from pipeline.service import Service
 from pipeline.settings import Settings
 
-from .dead import Outcome, Rows, Store
+from .dead import Outcome, Rows, Selection, Store
 from .errors import Refused
 
 REASONS: Mapping[str, str] = {
@@ -21,6 +23,7 @@ REASONS: Mapping[str, str] = {
     "topic not writable": "discard it: it is one of the brokers' own topics",
     "too large": "raise the topic's max.message.bytes above its size, then redrive; or discard it",
     "not valid": "see what the topic demands (a compacted one: a key), then redrive; or discard it",
+    "subject forgotten": "discard it: it has personal data that nothing can decrypt any more",
     "follows another": "nothing: it goes after those that wait for its topic",
     "redriven": "nothing: it is tried again as soon as a relay sees it",
 }
@@ -85,6 +88,10 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
             if not (re.fullmatch("[0-9]{1,19}", id) and int(id) <= _LARGEST_ID):
                 raise Refused(f"{id[:40]!r} is not the number of an event in the outbox")
         return [int(id) for id in ids]
+
+    def redrivable(self, selection: Selection) -> Selection:
+        """Return the selection without what can't be decrypted any more."""
+        return replace(selection, except_reasons=[FORGOTTEN])
 
     async def _lock(self, number: int) -> None:
         await self.connection.execute(_HOLD_SHARD, number)

@@ -9,9 +9,10 @@ import asyncpg
 
 from pipeline.apply.backlog import mismatch_key
 from pipeline.apply.batch import items_of, prepare
+from pipeline.apply.encryption import Encryption
 from pipeline.apply.item import Item, Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
-from pipeline.handlers.policy import UNKNOWN, ProcessDied
+from pipeline.handlers.policy import FORGOTTEN, UNKNOWN, ProcessDied
 from pipeline.handlers.registry import Handlers
 from pipeline.retry import lane_source, lanes
 from pipeline.service import Service
@@ -51,6 +52,7 @@ REASONS: Mapping[str, str] = {
     " to go on without",
     "outcome unknown": "find out at the service outside whether it took place; if not, redrive it;"
     " if so, discard it",
+    "subject forgotten": "discard it: it has personal data that nothing can decrypt any more",
     "rejected": "its handler has rejected it: mend the data or the handler, then redrive;"
     " or discard it",
     # What waits.
@@ -115,14 +117,23 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
     order = 'order_key, sequence, partition, "offset"'
     chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
 
-    def __init__(self, connection: asyncpg.Connection, handlers: Handlers, patience: float) -> None:
+    def __init__(
+        self,
+        connection: asyncpg.Connection,
+        handlers: Handlers,
+        patience: float,
+        encryption: Encryption | None = None,
+    ) -> None:
         super().__init__(connection, patience)
         self._handlers = handlers
+        self._encryption = encryption
 
     @classmethod
     def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
         """Return the store of a service."""
-        return cls(connection, service.handlers, patience=settings.backlog_lease)
+        return cls(
+            connection, service.handlers, settings.backlog_lease, encryption=service.encryption
+        )
 
     async def keys_of(self, ids: Sequence[str]) -> list[bytes]:
         """Return the keys that begin with these hex digits. Raises `Refused`."""
@@ -143,12 +154,13 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
 
         The first are messages of consumers that the service does not have. What is too old, and a
         call that may have taken place, is redriven only if it is named by its id or that reason.
+        What can't be decrypted any more never is.
         """
         known = ["", *self._handlers.consumers]
         chosen = [one for one in known if selection.consumers is None or one in selection.consumers]
         named = (TOO_OLD, UNKNOWN) if selection.keys is not None else selection.reasons or ()
         excluded = [reason for reason in (TOO_OLD, UNKNOWN) if reason not in named]
-        return replace(selection, consumers=chosen, except_reasons=excluded)
+        return replace(selection, consumers=chosen, except_reasons=[*excluded, FORGOTTEN])
 
     def _read(self, row: asyncpg.Record) -> Entry:
         entry = super()._read(row)
@@ -182,6 +194,8 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
             return Redriven([key], [marker_key(row["consumer"], row["source"], row["id"])], place)
         # A record that no handler has seen becomes a message to each of its handlers.
         stored = await self.connection.fetchrow(_ROW, key)
+        if self._encryption is not None:
+            (stored,) = await self._encryption.decrypt(self.connection, [stored], "value")
         record = lane_source.stored_record(stored, stored_for=0.0)
         # Without them its markers are not known, and it counts as waiting or gone.
         items: Sequence[Item] = ()

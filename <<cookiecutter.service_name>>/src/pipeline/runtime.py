@@ -128,6 +128,7 @@ async def serve(
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
         relay = Relay(engine, name=service.name, settings=settings, health=health)
+        relay.encryption = service.encryption
         filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
         consuming = _consuming(service, settings, engine, health, relay, filters, claims)
         # In this order they stop: the relay publishes what the others have committed last.
@@ -183,6 +184,7 @@ def _consuming(
         handlers=service.handlers,
         signals=signals,
         claims=claims,
+        encryption=service.encryption,
     )
     signals.lanes = BacklogWorkers(consume, health)
     kinds = service.workers if service.handlers.callers else ()

@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
 
 from pipeline.apply.claim_check import ClaimCheck
+from pipeline.apply.encryption import Encryption
 from pipeline.apply.writer import Writer
 from pipeline.errors import StoreUnavailable, summarize_error
 from pipeline.events.event import Unpublishable, declared_events, is_final
@@ -46,6 +47,8 @@ class Service:
     claims: Callable[[str, Settings], ClaimCheck | None] | None = None
     """Opens the claim check of the service of this name; None if the settings name no object store.
     Raises `Misconfigured`."""
+    encryption: Encryption | None = None
+    """Encrypts payloads in tables; None: they are stored as they are."""
     workers: Sequence[type[BacklogWorkers]] = ()
     """Those of optional packages, for handlers that work outside of a transaction."""
     settings: Sequence[type[BaseSettings]] = ()
@@ -58,9 +61,9 @@ class Service:
             raise Misconfigured("\n".join(wrong))
 
     def _contradictions(self, settings: Settings) -> Iterator[str]:
-        if self.archive is not None:
+        for check in (one.check for one in (self.archive, self.encryption) if one is not None):
             try:
-                self.archive.check()
+                check()
             except Misconfigured as error:
                 yield str(error)
         if self.claims is not None:
@@ -130,6 +133,7 @@ class Service:
                 max_event_bytes=settings.max_event_bytes,
                 handlers=self.handlers,
                 claims=self.claims and self.claims(self.name, settings),
+                encryption=self.encryption,
             )
             async with in_background(opening(self.open_codecs)):
                 yield writer

@@ -11,6 +11,14 @@ from <<cookiecutter.package_name>>.main import service
 def harness_service() -> Service:
     """Return the service whose handlers are tested."""
     return service
+# <% if cookiecutter.personal_data == "yes" %>
+
+
+@pytest.fixture(autouse=True)
+def master_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a master key of the tests' own."""
+    monkeypatch.setenv("PIPELINE_PERSONAL_KEYS", "dGhpcyBtYXN0ZXIga2V5IGlzIGZvciB0ZXN0cyBvbmw=")
+# <% endif %>
 # <% if cookiecutter.worked_example == "yes" and cookiecutter.outside_calls == "yes" %>
 
 

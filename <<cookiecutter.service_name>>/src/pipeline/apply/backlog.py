@@ -27,6 +27,7 @@ from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import LANES
 
 from .batch import items_of
+from .encryption import Encryption
 from .item import (
     IdentityMismatch,
     Item,
@@ -173,7 +174,10 @@ def has_calls(lane: int) -> bool:
 
 
 async def add_calls(
-    connection: asyncpg.Connection, handlers: Handlers, calls: Sequence[StagedEvent]
+    connection: asyncpg.Connection,
+    handlers: Handlers,
+    calls: Sequence[StagedEvent],
+    encryption: Encryption | None,
 ) -> None:
     """Store a row for each handler of each call, as if the event were a record of a topic.
 
@@ -191,6 +195,8 @@ async def add_calls(
         found = items_of(handlers, record, validates=False)
         assert not isinstance(found, Undecoded)  # the engine has written it
         rows += [Row(one.key, one.consumer, record, DEFERRED, one) for one in found]
+    if rows and encryption:
+        rows = await encryption.encrypt(connection, rows)
     if rows:
         await add(connection, rows)
 

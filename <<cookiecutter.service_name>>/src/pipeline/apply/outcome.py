@@ -11,6 +11,7 @@ from pipeline.observe import metrics, traces
 from pipeline.observe.logs import LONGEST_KEY
 
 from .backlog import Row, mismatch_key
+from .encryption import Encryption
 from .item import IdentityMismatch, Item
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ class BatchOutcome:
     """Events that were written to the outbox."""
     has_calls: bool = False
     """Whether calls were written to the backlog."""
+
+    encryption: Encryption | None = None
+    """How what is not applied is stored."""
 
     def report(self, group: str) -> None:
         """Count and log the outcome, after the commit."""

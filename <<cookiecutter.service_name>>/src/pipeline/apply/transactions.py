@@ -31,6 +31,7 @@ from .attempt import Attempt, Memory
 from .breaker import Breaker, BreakerOpen
 from .calls import call_handlers
 from .claim_check import ClaimCheck
+from .encryption import Encryption
 from .filters import Filters
 from .guilt import CulpritUnknown, FailedCalls, Failure, MessagesFailed, NeedsOwnSession
 from .inbox import look_up, to_handle, too_old
@@ -76,6 +77,7 @@ class ConsumeTransactions:
         handlers: Handlers,
         signals: Signals,
         claims: ClaimCheck | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
         """`source` is that of published events; `claims` stores payloads too large for a record."""
         self.engine = engine
@@ -87,6 +89,7 @@ class ConsumeTransactions:
         self.handlers = handlers
         self.signals = signals
         self.claims = claims
+        self.encryption = encryption
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
         self._own = {handler.consumer for handler in handlers if handler.takes_batches}
@@ -217,7 +220,8 @@ class ConsumeTransactions:
         self, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision]
     ) -> BatchOutcome | Failure:
         """Execute all statements of the transaction except the commit."""
-        driver, outbox, outcome = attempt.driver, attempt.outbox, BatchOutcome()
+        driver, outbox = attempt.driver, attempt.outbox
+        outcome = BatchOutcome(encryption=self.encryption)
         # Time limits, and the lock that keeps generations from being closed: one statement.
         await limits.begin(attempt.connection, attempt.limits)
         # Moves the position, or holds the lane; raises if another process owns it.
@@ -237,13 +241,17 @@ class ConsumeTransactions:
             await inbox.keep_results(driver, generations, outcome.returned)
         if not_applied := found.in_backlog | {item.key for item, _ in outcome.decided}:
             await inbox.unmark(driver, generations, list(not_applied))
+        if self.encryption is not None:
+            outcome.decided = self.encryption.redact(outcome.decided)
         died = await source.settle(driver, outcome)
         if topic := self.settings.dead_letter_topic:
             outbox.add(backlog.dead_letter(row, topic) for row in died)
         # Calls and events are written after the aggregates are locked: so they have their order.
-        await backlog.add_calls(driver, self.handlers, outbox.calls)
+        await backlog.add_calls(driver, self.handlers, outbox.calls, self.encryption)
         if self.claims is not None:
             await self.claims.store(driver, outbox, attempt.reserve)
+        if self.encryption is not None:
+            await self.encryption.encrypt_events(driver, outbox)
         if not await outbox.write(driver) and outcome.applied and not outcome.returned:
             # If a handler has suppressed the error of a statement, COMMIT would report success and
             # change nothing. This statement fails.

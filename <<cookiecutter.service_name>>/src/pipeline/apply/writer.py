@@ -34,6 +34,7 @@ from pipeline.servers.guard import Guard, InContext
 
 from . import backlog
 from .claim_check import ClaimCheck
+from .encryption import Encryption
 
 T = TypeVar("T")
 
@@ -124,6 +125,7 @@ class Writer:
         attempts: int = 5,
         handlers: Handlers | None = None,
         claims: ClaimCheck | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
         """See `Service.writer`, which makes one. `source` is the events' own; `handlers`
         has the effects for `call`; `claims` stores payloads too large for a record."""
@@ -133,6 +135,7 @@ class Writer:
         self._attempts = attempts
         self._handlers = handlers or Handlers()
         self._claims = claims
+        self._encryption = encryption
 
     async def write(self, work: Callable[[Writing], Awaitable[T]]) -> T:
         """Do the work in a transaction; repeat it, in a new session, after a conflict.
@@ -182,9 +185,11 @@ class Writer:
                             writing.end()
                     # Rows are locked now, so that their events have the order of their versions.
                     outbox.replace({one.event_id: writing.placed(one) for one in outbox.events})
-                    await backlog.add_calls(driver, self._handlers, outbox.calls)
+                    await backlog.add_calls(driver, self._handlers, outbox.calls, self._encryption)
                     if self._claims is not None:
                         await self._claims.store(driver, outbox)
+                    if self._encryption is not None:
+                        await self._encryption.encrypt_events(driver, outbox)
                     await outbox.write(driver)
             except Exception:
                 await clean(connection, driver)

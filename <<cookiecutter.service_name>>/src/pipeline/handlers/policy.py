@@ -175,6 +175,8 @@ GAP = "sequence gap"
 """Reason of a message that came before its predecessors in the sequence of its subject."""
 UNKNOWN = "outcome unknown"
 """Reason of a call that may have taken place and must not be repeated."""
+FORGOTTEN = "subject forgotten"
+"""Reason of a message that can't be decrypted any more."""
 FOLLOWER = Decision("follows another")
 """Decision on a message of whose key an earlier one waits or has failed."""
 DEFERRED = Decision("deferred")

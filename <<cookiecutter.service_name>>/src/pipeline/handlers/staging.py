@@ -143,7 +143,7 @@ class Outbox:
         self._source = source
         self.max_event_bytes = max_event_bytes
         self._call_types = call_types
-        self._codecs = codecs
+        self.codecs = codecs
         self._closed = {**closed}
         self._sent_size = sent_size or (lambda event, allowed: event.size)
         self._staged: list[StagedEvent] = []
@@ -250,7 +250,7 @@ class Outbox:
             *injected[1],
         )
         is_stored = topic is not CALLS
-        if topic in self._codecs:
+        if topic in self.codecs:
             if topic in self._closed:
                 return row  # `write` raises an error
             row = self._encoded(row)
@@ -267,13 +267,13 @@ class Outbox:
 
     def _encoded(self, row: StagedEvent) -> StagedEvent:
         """Return the row as the codec of its topic writes it. Raises `Unpublishable`."""
-        payload, content_type, headers = self._codecs[row.topic].encode(row)
+        payload, content_type, headers = self.codecs[row.topic].encode(row)
         written = None if headers is None else headers_as_json(headers)
         return row._replace(payload=payload, content_type=content_type, headers=written)
 
     def has_cloudevents(self, event: StagedEvent) -> bool:
         """Whether it is sent as a CloudEvent, whose data may be stored: no dead letter."""
-        codec = self._codecs.get(event.topic, CLOUD_EVENTS)
+        codec = self.codecs.get(event.topic, CLOUD_EVENTS)
         return event.headers is None and isinstance(codec, CloudEvents)
 
     def holds(self, id: str) -> bool:

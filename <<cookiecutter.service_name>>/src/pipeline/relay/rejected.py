@@ -38,6 +38,7 @@ RejectionReason = Literal[
     "topic not writable",
     "too large",
     "not valid",
+    "subject forgotten",
 ]
 
 

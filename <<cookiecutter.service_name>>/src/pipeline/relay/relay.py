@@ -13,6 +13,7 @@ import asyncpg
 from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pipeline.apply.encryption import Encryption
 from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
@@ -25,7 +26,7 @@ from pipeline.settings import Settings
 from .backpressure import RelayBackpressure
 from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
 from .publisher import NotSent, Publisher
-from .rejected import Rejected, Rejections
+from .rejected import Rejected, Rejection, Rejections
 from .scheduled import Scheduled
 from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
 
@@ -44,6 +45,7 @@ class Relay:
         self._engine = engine
         self._settings = settings
         self._health = health
+        self.encryption: Encryption | None = None
         owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=owner)
         self._cursor = Cursor(settings, owner)
@@ -261,8 +263,15 @@ class Relay:
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
     ) -> Rejections:
         """Send without a time limit, extending the leases meanwhile; returns the rejections."""
+        erased: Rejections = {}
+        if self.encryption is not None:
+            async with self._cursor.turn:
+                rows = await self.encryption.decrypt(driver, events, "payload")
+            gone = {row["id"]: row["erased"] for row in rows if row.get("erased")}
+            erased = {id: Rejection("subject forgotten", text) for id, text in gone.items()}
+            events = [row for row in rows if row["id"] not in erased]
         if not events:
-            return {}
+            return erased
         cursor, begun = self._cursor, monotonic()
         # Reading the page, or moving scheduled events, may have taken most of the lease.
         await cursor.extend_in_time(driver)
@@ -277,4 +286,4 @@ class Relay:
                     )
             rejections = sending.result()
         cursor.published += len(events) - len(rejections)
-        return rejections
+        return {**rejections, **erased}

@@ -11,6 +11,7 @@ from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import items_of, prepare, validated
 from pipeline.apply.breaker import FailedMessage
+from pipeline.apply.encryption import Encryption, Rows
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations
@@ -19,6 +20,7 @@ from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import (
     DEFERRED,
     DIED,
+    FORGOTTEN,
     GAP,
     SHORTEST,
     UNDECIDED,
@@ -109,6 +111,8 @@ class LaneSource:
             ),
             *(backlog.mismatch_row(item, error) for item, error in outcome.mismatched),
         ]
+        if outcome.encryption:
+            changed = await outcome.encryption.encrypt(connection, changed)
         if new := [row for row in changed if row.is_new]:
             await backlog.add(connection, new)
         redecoded = {row for item in self.items if (row := self.redecoded.get(item.key))}
@@ -175,16 +179,17 @@ async def take(
     limit: int,
     *,
     before: datetime | None = None,
-) -> Sequence[asyncpg.Record]:
+    encryption: Encryption | None = None,
+) -> Rows:
     """Return due rows: of the keys that are due longest, which share the `limit` of rows.
 
     With `before`, only keys with a due row that may have been stored by then. Rows of the lane's
     unavailable topics are left out.
     """
-    rows: Sequence[asyncpg.Record] = await connection.fetch(
+    rows: Rows = await connection.fetch(
         _TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before, [*lane.unavailable]
     )
-    return rows
+    return await encryption.decrypt(connection, rows, "value") if encryption else rows
 
 
 async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Record]) -> LaneSource:
@@ -239,6 +244,8 @@ def _read(
     the message.
     """
     consumer = row["consumer"]
+    if erased := row.get("erased"):
+        return Row(row["key"], consumer, record, dead(Policy(), FORGOTTEN, LookupError(erased)))
     hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
     found = items_of(handlers, record, validates=False, hash=hash)
     if isinstance(found, Undecoded):

@@ -186,10 +186,12 @@ class BacklogWorkers:
 
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> LaneSource:
         """Read due rows, and the data of those before a deadly one. Raises `StoreUnavailable`."""
-        consumers = self.consumers
+        consumers, encryption = self.consumers, self._consume.encryption
         rows = await self._query(
             "reading the backlog",
-            lambda driver: take(driver, lane, consumers, limit, before=before),
+            lambda driver: take(
+                driver, lane, consumers, limit, before=before, encryption=encryption
+            ),
         )
         for error in lane.unavailable.values() if not rows else ():
             raise error

@@ -209,7 +209,7 @@ class Harness:
 
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the oldest first."""
-        return await self._query(stored.dead_letters)
+        return await self._query(stored.dead_letters, self.service.encryption)
 
     async def redrive(self, *letters: DeadLetter) -> Outcome:
         """Try dead letters again, all of them by default. Calls then wait for `run_calls`.
@@ -319,7 +319,8 @@ class Harness:
         with observing(self.service, self._settings) as observed:
             await self._survive(work)
         service = self.service
-        found = await self._query(stored.since, before, service.handlers, service.package)
+        source = service.handlers, service.package, service.encryption
+        found = await self._query(stored.since, before, *source)
         return outcome_of(
             self._did.outcomes, **found._asdict(), skipped=self._did.skipped, observed=observed
         )

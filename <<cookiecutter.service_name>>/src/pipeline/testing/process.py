@@ -107,6 +107,7 @@ class Process:
             handlers=handlers,
             signals=Signals(),
             claims=claims,
+            encryption=service.encryption,
         )
         self._consume.step = step
         self._backlog = BacklogWorkers(self._consume, self._health)

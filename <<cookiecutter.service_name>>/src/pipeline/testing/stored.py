@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import asyncpg
 
+from pipeline.apply.encryption import Encryption, Rows
 from pipeline.apply.item import StoredRecord
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.event import Event, declared_events, reader
@@ -120,9 +121,18 @@ async def mark(driver: asyncpg.Connection) -> Mark:
 
 
 async def since(
-    driver: asyncpg.Connection, mark: Mark, handlers: Handlers, package: str | None
+    driver: asyncpg.Connection,
+    mark: Mark,
+    handlers: Handlers,
+    package: str | None,
+    encryption: Encryption | None = None,
 ) -> Stored:
     """Return what was stored since the mark. Classes of the `package` are preferred to others."""
+
+    async def fetch(column: str, *query: object) -> Rows:
+        rows: Rows = await driver.fetch(*query)
+        return await encryption.decrypt(driver, rows, column) if encryption else rows
+
     records = [
         Published(
             await _event(row, handlers, package),
@@ -130,7 +140,7 @@ async def since(
             None if row["key"] is None else row["key"].decode(),
             row["sequence"],
         )
-        for row in await driver.fetch(_PUBLISHED, mark.outbox)
+        for row in await fetch("payload", _PUBLISHED, mark.outbox)
     ]
     scheduled = [
         Scheduled(
@@ -139,11 +149,11 @@ async def since(
             round(row["after"].total_seconds(), 3),
             row["due_at"],
         )
-        for row in await driver.fetch(_SCHEDULED, mark.at)
+        for row in await fetch("payload", _SCHEDULED, mark.at)
     ]
     calls = [
         reader(handlers.call_types[row["type"]])(row["value"])
-        for row in await driver.fetch(_CALLS, CALLS, mark.calls)
+        for row in await fetch("value", _CALLS, CALLS, mark.calls)
     ]
     return Stored(records, calls, scheduled)
 
@@ -207,9 +217,14 @@ async def consumers_of_due_calls(driver: asyncpg.Connection) -> list[str]:
     return [row["consumer"] for row in await driver.fetch(_DUE_CALLS, _FIRST_OF_CALLS)]
 
 
-async def dead_letters(driver: asyncpg.Connection) -> list[DeadLetter]:
+async def dead_letters(
+    driver: asyncpg.Connection, encryption: Encryption | None = None
+) -> list[DeadLetter]:
     """Return what is dead and not discarded, the oldest first."""
-    return [DeadLetter(**row) for row in await driver.fetch(_DEAD)]
+    rows: Rows = await driver.fetch(_DEAD)
+    if encryption is not None:
+        rows = await encryption.decrypt(driver, rows, "value")
+    return [DeadLetter(*(row[name] for name in DeadLetter._fields)) for row in rows]
 
 
 async def redrive(driver: asyncpg.Connection, letters: Iterable[DeadLetter]) -> None:

@@ -24,6 +24,7 @@ GIVEN = {
 }
 PASSED_ON = {
     "DIED",
+    "FORGOTTEN",
     "GAP",
     "UNKNOWN",
     "error.reason",
@@ -58,6 +59,7 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                     given |= set(reasons(node.args[place]))
             elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
                 "DIED",
+                "FORGOTTEN",
                 "GAP",
                 "PARKED",
                 "REDRIVEN",

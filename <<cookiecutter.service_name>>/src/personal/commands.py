@@ -1,0 +1,171 @@
+"""The commands `service personal …`."""
+
+import getpass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from operate.dead_events import DeadEvents
+from operate.dead_letters import DeadLetters
+from operate.errors import Refused
+from operate.output import format_time, print_json, print_table
+from operate.terminal import Invocation, operation
+from pipeline import Service
+from pipeline.errors import StoreUnavailable
+from pipeline.service import Misconfigured
+
+from .encryption import PersonalData, personal_types
+from .erasing import Forgotten, forget_now, forgotten
+
+_VALUES = {
+    DeadLetters: ("backlog", "key", "value"),
+    DeadEvents: ("outbox_rejected", "id", "payload"),
+}
+
+
+def group(personal: PersonalData) -> typer.Typer:
+    """Return the commands for a service."""
+    app = typer.Typer(help="Personal data, encrypted by a key per subject.", no_args_is_help=True)
+
+    @operation(app, example="service personal forget 17 --yes")
+    async def forget(
+        invocation: Invocation,
+        subject: Annotated[str, typer.Argument(help="id as in events; with a kind: driver:17")],
+        by: Annotated[str | None, typer.Option(help="name to keep", show_default="you")] = None,
+        wait: Annotated[
+            float, typer.Option(min=0, help="seconds to wait for running transactions")
+        ] = 60.0,
+        yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False,
+    ) -> None:
+        """Delete the key of a subject. It can't be undone; the output names what is not erased."""
+        if not subject.strip():
+            raise Refused("the subject is empty: name the id that its events have")
+        if not yes:
+            invocation.confirm(f"Make everything stored of {subject!r} unreadable, for ever?")
+        async with invocation.connected() as connection:
+            done = await forget_now(connection, subject, by=by or _user(), wait=wait)
+        left = list(_not_erased(invocation.service, done))
+        if invocation.as_json:
+            print_json({"subject": subject} | asdict(done) | {"not_erased": left})
+            return
+        typer.echo(f"{done.keys} keys of {subject!r} are deleted.")
+        for line in (*_found(done), "", "Not erased by this:", *(f"  - {one}" for one in left)):
+            typer.echo(line)
+
+    @operation(app, "forgotten", example="service personal forgotten --limit 10")
+    async def list_forgotten(
+        invocation: Invocation,
+        limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
+    ) -> None:
+        """List the subjects that were forgotten, the latest first."""
+        async with invocation.connected() as connection:
+            found = await forgotten(connection, limit)
+        if invocation.as_json:
+            print_json(*map(dict, found))
+            return
+        rows = (
+            [
+                format_time(row["forgotten_at"]),
+                row["subject"],
+                str(row["keys"]),
+                row["forgotten_by"],
+            ]
+            for row in found
+        )
+        print_table(("forgotten", "subject", "keys", "by"), rows, right=("keys",))
+
+    @operation(app, example="service personal rewrap")
+    async def rewrap(invocation: Invocation) -> None:
+        """Encrypt all keys by the first master key, so that the others can be taken out."""
+        async with invocation.connected() as connection:
+            with _in_words():
+                count = await personal.keys.rewrap(connection)
+        if invocation.as_json:
+            print_json({"rewrapped": count})
+        else:
+            typer.echo(f"{count:,} keys were encrypted anew; all are by the first master key now.")
+
+    @operation(app, example="service personal show 7d0f2c5e")
+    async def show(
+        invocation: Invocation,
+        id: Annotated[str, typer.Argument(help="of a dead letter")],
+        event: Annotated[bool, typer.Option("--event", help="of a dead event")] = False,
+    ) -> None:
+        """Write the plain payload of a dead letter or dead event to the output."""
+        kind: type[DeadLetters | DeadEvents] = DeadEvents if event else DeadLetters
+        table, key, column = _VALUES[kind]
+        async with invocation.connected() as connection:
+            store = kind.of(connection, invocation.service, invocation.settings)
+            (number,) = await store.keys_of([id])
+            statement = f"SELECT {column} FROM pipeline.{table} WHERE {key} = $1"
+            rows: Sequence[object] = await connection.fetch(statement, number)
+            if not rows:
+                raise Refused(f"there is no {kind.name} {id}: see `service {kind.command} list`")
+            with _in_words():
+                (row,) = await personal.decrypt(connection, rows, column)  # type: ignore[arg-type]
+        if erased := row.get("erased"):
+            raise Refused(f"{id} can't be read: {erased}")
+        typer.echo(row[column] or b"")
+
+    return app
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    try:
+        yield
+    except (Misconfigured, StoreUnavailable) as error:
+        raise Refused(str(error)) from None
+
+
+def _found(done: Forgotten) -> Iterator[str]:
+    for number, what in (
+        (done.dead_letters, "dead letters can't be read any more: discard them, by `service dead"),
+        (
+            done.dead_events,
+            "dead events can't be read any more: discard them, by `service dead events",
+        ),
+    ):
+        if number:
+            yield f"{number:,} {what} discard --reason 'subject forgotten' --because …`"
+    if done.waiting:
+        yield (
+            f"{done.waiting:,} messages wait in the backlog: they are handled with null in place of"
+            " what is forgotten, or become dead letters"
+        )
+    if done.scheduled:
+        yield (
+            f"{done.scheduled:,} events are scheduled: they are published with null in the place of"
+            " what is forgotten, or become dead events"
+        )
+    if not done.are_all_done:
+        yield "Transactions that ran before are still running: run this again when they have ended."
+
+
+def _not_erased(service: Service, done: Forgotten) -> Iterator[str]:
+    """Yield what forgetting a subject leaves where it is."""
+    topics = {one.event_topic for one in personal_types() if one.event_topic}
+    topics |= {one.topic for one in service.handlers if one.event in personal_types()}
+    named = ", ".join(sorted(topics & service.topics)) or "none is declared"
+    yield f"records in Kafka, which are plain until the topic's retention ends: {named}"
+    yield "the service's own tables, which its handlers write"
+    yield "backups from before this, which have the key: they need the master key to be read"
+    yield "what other services have consumed, and logs and traces of handlers that name values"
+    yield "hashes of payloads in the inbox, until its generations are dropped"
+    if service.claims is not None:
+        yield "large payloads in the object store, until PIPELINE_CLAIM_AGE is over"
+    if done.of_the_service:
+        yield (
+            f"{done.of_the_service:,} rows of the backlog whose subject is not known, encrypted by"
+            " the service's key: look at them by `service personal show`, and discard them"
+        )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # as in a container whose user has no name
+        return "unknown"

@@ -1,0 +1,59 @@
+"""Settings of personal data: `PIPELINE_PERSONAL_<FIELD>`, read when the service starts."""
+
+import base64
+import binascii
+from collections.abc import Sequence
+
+from pydantic import SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pipeline.settings import Count, Seconds
+
+
+class PersonalSettings(BaseSettings):
+    """The master keys, and how long keys stay in memory."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PIPELINE_PERSONAL_",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+        env_ignore_empty=True,
+    )
+
+    keys: SecretStr | None = None
+    """Master keys, 32 random bytes in Base64 each (`openssl rand -base64 32`), with commas between
+    them. The first encrypts the subjects' keys, all decrypt them. Needed unless `PersonalData` is
+    given `MasterKeys`."""
+    cache: Count = 10_000
+    """Decrypted keys that a process keeps in memory."""
+    cache_age: Seconds = 60.0
+    """For how long it keeps them. A deleted key is not used any more, even while it is kept."""
+
+    @field_validator("keys")
+    @classmethod
+    def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            _decoded(value)
+        return value
+
+    @property
+    def master_keys(self) -> Sequence[bytes]:
+        """The keys, each of 32 bytes."""
+        return [] if self.keys is None else _decoded(self.keys)
+
+
+def _decoded(value: SecretStr) -> list[bytes]:
+    keys = []
+    for text in value.get_secret_value().split(","):
+        try:
+            key = base64.b64decode(text.strip(), validate=True)
+        except binascii.Error:
+            key = b""
+        if len(key) != 32:
+            raise ValueError(
+                "write keys of 32 bytes in Base64, as `openssl rand -base64 32` prints them,"
+                " with commas between them"
+            )
+        keys.append(key)
+    return keys
