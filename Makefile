@@ -9,7 +9,7 @@ STACK = $(BIN)/python '$(RAW)/dev/stack.py'
 
 # Tests mostly wait, so more of them run at once than there are processors.
 WORKERS ?= 6
-ENGINE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw'
+ENGINE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-raw' --ignore='tests/<<cookiecutter.package_name>>'
 TEMPLATE = $(BIN)/python -m pytest -o cache_dir='$(CURDIR)/build/pytest-template'
 SIDE_BY_SIDE = --no-print-directory --keep-going --jobs=2 $(if $(CI),--output-sync)
 
@@ -112,20 +112,21 @@ test-template-full: $(INSTALLED)
 check: $(INSTALLED) check-raw ## lint, formatting, types, direction of imports: raw tree and template
 	@$(BIN)/mypy
 
-# Ruff takes for every file the configuration that lies nearest. Mypy and import-linter cannot take
-# a package whose name is a question: they see it as `unbaked`.
+# Folders named after questions need care: ruff gets the template's configuration, not the one that lies
+# nearest; mypy and import-linter see the package as `unbaked`, and pytest and mypy leave its tests out.
+RUFF = $(BIN)/ruff --config pyproject.toml
 check-raw: $(INSTALLED)
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(RUFF) check .
+	@$(RUFF) format --check .
 	@rm -rf build/raw && mkdir -p build/raw
 	@ln -s '$(CURDIR)/$(RAW)/src/<<cookiecutter.package_name>>' build/raw/unbaked
 	@sed 's/<<cookiecutter.package_name>>/unbaked/g' '$(RAW)/pyproject.toml' > build/raw/pyproject.toml
-	@cd '$(RAW)' && $(BIN)/mypy && MYPYPATH='$(CURDIR)/build/raw' $(BIN)/mypy -p unbaked
+	@cd '$(RAW)' && $(BIN)/mypy --exclude '(src|tests)/[<]' && MYPYPATH='$(CURDIR)/build/raw' $(BIN)/mypy -p unbaked
 	@cd build/raw && PYTHONPATH='.:$(CURDIR)/$(RAW)/src' $(BIN)/lint-imports --cache-dir ../import-linter
 
 format: $(INSTALLED) ## format the code and mend what the linter can
-	@$(BIN)/ruff check --fix .
-	@$(BIN)/ruff format .
+	@$(RUFF) check --fix .
+	@$(RUFF) format .
 
 requirements: $(INSTALLED) ## pin again what the .in files ask for (UPGRADE=--upgrade: the newest)
 	@cd '$(RAW)' && $(PIN) requirements/base.in --output-file requirements/base.txt

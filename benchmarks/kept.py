@@ -97,7 +97,7 @@ def told(page: str, report: Report) -> str:
     page = _with_table(page, "| mark ", _marks(report))
     page = _with_table(page, "| commit ", _sources(report))
     page = _with_table(page, "| what ", _results(book))
-    page = _with_table(page, "| who ", _cores(book))
+    page = _with_table(page, "| contestant, keys ", _cores(book))
     head, *rows = _layers(book)
     return _with_table(page, "| layer ", rows, head)
 

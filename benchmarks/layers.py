@@ -20,7 +20,7 @@ from pipeline.apply.filters import Filters
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
-from pipeline.consume.partition_source import PartitionSource
+from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.events import cloudevents, codec
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
@@ -87,7 +87,7 @@ async def layers() -> dict[str, float]:
                 start = records[0].offset
                 await positions.start_at(driver, slot, start)
                 read = await batch.read(handlers, start, records)
-                work = PartitionSource(slot, read)
+                work = PartitionSource([PartitionBatch(slot, read)])
                 await consume.apply(work, attempts)
                 page = await window.fresh(
                     driver, progress, list(range(SHARDS)), settings.relay_page
@@ -109,7 +109,7 @@ def watch(clock: Clock) -> None:
     clock.note(batch, "_validated", "validate")
     clock.note(batch, "read", "match with handlers")
     clock.note(limits, "begin", "begin, position")
-    clock.note(positions, "move_position", "begin, position")
+    clock.note(positions, "move_positions", "begin, position")
     clock.note(inbox, "mark", "markers")
     clock.note(PartitionSource, "find", "backlog")
     clock.note(Rows, "lock", "load")

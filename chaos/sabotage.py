@@ -246,7 +246,7 @@ NO_IDEMPOTENCE = (
 
 SABOTAGES: Sequence[Sabotage] = (
     Sabotage(
-        "the position moves before the transaction",
+        "position moves before the transaction",
         "lost connections",
         [
             Edit(
@@ -263,7 +263,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "markers commit by themselves",
+        "markers commit separately",
         "lost connections",
         [
             Edit(
@@ -278,7 +278,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "outbox rows commit by themselves",
+        "outbox rows commit separately",
         "lost connections",
         [
             Edit(
@@ -294,12 +294,12 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "closed generations are not looked up",
+        "no look-up in closed generations",
         "the same events again",
         [Edit("apply/inbox.py", "if generations.oldest < generations.current:", "if False:")],
     ),
     Sabotage(
-        "a generation is closed without the lock",
+        "generation closed without the lock",
         "the same events in two partitions",
         [
             Edit(
@@ -310,7 +310,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "the position is not compared, and markers are not looked at",
+        "position not compared, markers ignored",
         "a consumer that does not know it was replaced",
         [
             Edit(
@@ -322,7 +322,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "the relay's cursor is an id",
+        "relay's cursor is an id",
         "slow transactions",
         [
             Edit(
@@ -341,12 +341,12 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "the snapshot's running transactions are forgotten",
+        "snapshot without running transactions",
         "slow transactions",
         [Edit("relay/window.py", "AND xid = ANY (ARRAY(", "AND false AND xid = ANY (ARRAY(")],
     ),
     Sabotage(
-        "the cursor moves before Kafka has acknowledged",
+        "cursor moves before the acknowledgement",
         "killed relays",
         [
             Edit(
@@ -362,7 +362,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "the relay goes on past a failed send",
+        "relay passes a failed send",
         "a broker that is away",
         [
             *NO_IDEMPOTENCE,
@@ -379,7 +379,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "a failed batch is sent again behind later ones",
+        "failed batch sent again behind later ones",
         "a broker that is away",
         [
             *NO_IDEMPOTENCE,
@@ -404,7 +404,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "the lease has no token and no deadline",
+        "lease without token and deadline",
         "relays that wake up late",
         [
             Edit("relay/cursor.py", " AND cursor.token = mine.token", ""),
@@ -412,7 +412,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "a retry does not park its followers",
+        "a retry does not park followers",
         "busy parcels that fail",
         [
             Edit(
@@ -423,7 +423,7 @@ SABOTAGES: Sequence[Sabotage] = (
         ],
     ),
     Sabotage(
-        "a follower is parked without being due",
+        "parked follower not due",
         "busy parcels that fail",
         [
             Edit(
@@ -437,7 +437,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "what was applied from the backlog leaves no marker",
+        "no marker after the backlog",
         "busy parcels that fail",
         [
             Edit(
@@ -452,7 +452,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "an attempt is counted in an outage",
+        "an outage spends an attempt",
         "connections lost under handlers",
         [
             Edit(
@@ -465,7 +465,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "a lane's worker does not check the token, nor markers",
+        "lane's worker checks neither token nor markers",
         "workers that wake up late",
         [
             Edit(
@@ -481,12 +481,12 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "younger generations are forgotten with an old one",
+        "younger generations forgotten with an old one",
         "generations that are forgotten",
         [Edit("retention/generations.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
-        "a generation is dropped before it is forgotten",
+        "generation dropped before it is forgotten",
         "generations that are forgotten",
         [
             Edit(
@@ -497,7 +497,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "a filter knows no message",
+        "filters contain no message",
         "generations that are forgotten",
         [
             Edit(
@@ -508,12 +508,12 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "a day is dropped whatever was published",
+        "day dropped although unpublished",
         "days that end",
         [Edit("retention/days.py", "    if not unfinished:\n", "    if True:\n")],
     ),
     Sabotage(
-        "a relay looks at no day that is over",
+        "relay ignores past days",
         "days that end",
         [
             Edit(
@@ -528,7 +528,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "what is in the backlog is not known when it comes again",
+        "repeated messages not looked up in the backlog",
         "a topic that is read again",
         [
             Edit(
@@ -542,7 +542,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "only the youngest closed generation is looked up",
+        "only the youngest closed generation looked up",
         "a topic that is read again",
         [
             Edit(
@@ -553,7 +553,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "an effect is settled before its call",
+        "effect settled before its call",
         "an outside that fails",
         [
             Edit(
@@ -566,7 +566,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "a call is repeated and nobody was asked",
+        "call repeated without a query",
         "an outside that fails",
         [
             Edit(
@@ -577,7 +577,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "a call does not wait for the one before it",
+        "call does not wait for its predecessor",
         "an outside that fails",
         [
             Edit(
@@ -588,7 +588,7 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "scheduled events are deleted before they are moved",
+        "scheduled events deleted before their move",
         "moves that are ended",
         [
             Edit(
@@ -616,7 +616,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         ],
     ),
     Sabotage(
-        "a scheduled event is moved before it is due",
+        "scheduled event moved early",
         "moves that are ended",
         [
             Edit(

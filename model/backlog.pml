@@ -1,38 +1,38 @@
 /*
- * The backlog: how the consume transaction parks, the lanes that work it off, and a person's
- * decisions.
+ * The backlog: parking in the consume transaction, the workers of lanes, and operators' commands on
+ * dead letters.
  *
- * Two processes consume two partitions, each of them whichever it likes, as in consume.pml. Two
- * workers compete for the lane that all keys belong to. Everybody may rest between any two steps
- * for as long as he likes, past his lease as well. A record may be undecodable, a handler may fail
- * whenever it is called, and a person redrives and discards dead letters.
+ * Two processes consume two partitions, as in consume.pml. Two workers compete for the lane that
+ * all keys belong to. Each process may pause for any time between two steps, also beyond its lease.
+ * A record may be undecodable, a handler may fail at every call, and commands redrive and discard
+ * dead letters.
  *
  * The rows of the backlog are sets of records. A statement reads what is committed at its start;
- * what a transaction writes is added when it commits. The time of a row that has one comes when it
- * likes; a row that has none must get one from somebody.
+ * a transaction's writes become visible at its commit. The due time of a row may come at any
+ * moment; a row without a due time needs one from another transaction.
  *
- * -D<fault> builds a mistake in; check.py has the list.
+ * -D<fault> builds in a fault; check.py lists them.
  */
 
 #include "common.pml"
 
 #ifndef FAILURES
-#define FAILURES   1  /* records that can't be decoded, handlers that fail for good */
+#define FAILURES   1  /* undecodable records, handlers that fail permanently */
 #endif
 #ifndef MISHAPS
-#define MISHAPS    1  /* connections that are cut, processes that die, leases that end */
+#define MISHAPS    1  /* broken connections, dead processes, expired leases */
 #endif
 #ifndef DECISIONS
-#define DECISIONS  1  /* of a person on dead letters */
+#define DECISIONS  1  /* commands on dead letters */
 #endif
 #ifndef SEEKS
-#define SEEKS      0  /* how often a person sends a partition back to its start */
+#define SEEKS      0  /* times a command moves a partition to its start */
 #endif
 #ifndef BATCH
-#define BATCH      2  /* records, at most */
+#define BATCH      2  /* most records */
 #endif
 #ifndef RUN
-#define RUN        2  /* rows that a lane works off at once, at most */
+#define RUN        2  /* most rows of a lane in one transaction */
 #endif
 #ifndef ASIDE
 #define ASIDE      0  /* the set of the first partition's records that have another key */
@@ -54,21 +54,21 @@
 #define key_of(record)       ((record) == LENGTH -> only(LENGTH) : \
                               (has(ASIDE, record) -> ASIDE : below(LENGTH) & ~ASIDE))
 
-/* ---- What PostgreSQL holds ---- */
+/* ---- The state of PostgreSQL ---- */
 
 #define NOBODY    255
 #define ABSENT    254
-#define COMMITTED 253  /* for everybody to see; any other value is who has inserted it */
+#define COMMITTED 253  /* visible to all; other values: the process that has inserted it */
 
-byte position[PARTITIONS];                    /* pipeline.position: the record that is next */
+byte position[PARTITIONS];                    /* pipeline.position: the next record */
 byte position_locked_by[PARTITIONS] = NOBODY;
 byte markers[EVENTS] = ABSENT;                /* pipeline.inbox */
 
-byte waiting, dead, holding;                  /* pipeline.backlog; a holding row is dead as well, */
-byte due, come;                               /* and its key waits. Rows that have a due time, and
-                                                 those whose time has come */
+byte waiting, dead, holding;                  /* pipeline.backlog; a holding row is dead, and its
+                                                 key waits */
+byte due, come;                               /* rows with a due time; rows whose time has come */
 
-byte lane_token = NOBODY;                     /* pipeline.lane: who has raised it last */
+byte lane_token = NOBODY;                     /* pipeline.lane: the worker that raised it last */
 byte lane_locked_by = NOBODY;
 bool is_lease_over;
 
@@ -80,10 +80,10 @@ bool is_lease_over;
 #define may_run(record)   (first(blocking & key_of(record)) & waiting)
 #define is_worked_off     (!may_run(0) && !may_run(1) && !may_run(2) && !may_run(3))
 
-/* ---- What only the promises look at ---- */
+/* ---- State that only the promises read ---- */
 
 byte handled;                                 /* records whose handlers had an effect */
-byte released;                                /* records that have been dead, and held nobody */
+byte released;                                /* records that were dead without holding their key */
 byte applied, discarded;                      /* events */
 
 byte failures = FAILURES, mishaps = MISHAPS, decisions = DECISIONS, seeks = SEEKS;
@@ -92,7 +92,7 @@ byte ended;
 
 byte i, j, places;                            /* scratch, within one step */
 
-/* ---- Faults, and what holds without them ---- */
+/* ---- Faults, and the definitions without them ---- */
 
 #ifdef LOOK_UP_BEFORE_MARKERS
 #define looked_up_waiting waiting_then
@@ -144,7 +144,7 @@ byte i, j, places;                            /* scratch, within one step */
 #define marker_of_known ABSENT
 #endif
 
-/* What is parked in one transaction is seen together: only the first of each key must be due. */
+/* Rows parked in one transaction become visible together: only the first of a key must be due. */
 #ifdef FOLLOWER_BORN_NOT_DUE
 #define born_due 0
 #else
@@ -201,10 +201,10 @@ byte i, j, places;                            /* scratch, within one step */
 #define persons_lock me
 #endif
 
-/* ---- Both sides ---- */
+/* ---- Consumers and workers ---- */
 
-/* An event is in one place, and once one of its records is passed over it is somewhere; the first
-   row of a key will be taken up some day, or is for a person to decide on. */
+/* An event is in at most one place, and in one once one of its records is passed; the first row of
+   a key is due, or is dead and holds the key. */
 inline check()
 {
     for (i : 0 .. RECORDS - 1) {
@@ -222,8 +222,8 @@ inline check()
     i = 0; j = 0; places = 0
 }
 
-/* What the handlers did becomes true: in the order of the key, a dead letter excepted that nobody
-   waited for. */
+/* The handlers' changes become visible, in the order of the key, except for a dead letter that
+   does not hold it. */
 inline take_effect(record)
 {
     promise(NO_DOUBLE, !has(applied, event_of(record)));
@@ -233,8 +233,8 @@ inline take_effect(record)
     handled = with(handled, record)
 }
 
-/* _MARK, one of its rows: sorted by key, ON CONFLICT DO NOTHING RETURNING. It waits for an insert
-   of the same key that is not decided yet. */
+/* _MARK, one of its rows: sorted by key, ON CONFLICT DO NOTHING RETURNING. It waits for an
+   uncommitted insert of the same key. */
 #define next_event (has(to_mark, 0) -> 0 : (has(to_mark, 1) -> 1 : 2))
 
 inline mark()
@@ -283,7 +283,7 @@ inline fetch()
     at = FETCHED
 }
 
-/* The first record of the batch is at fault: from now on it is a batch of its own, to be parked. */
+/* The first record of the batch has failed: it becomes a batch of its own, to be parked. */
 inline give_up()
 {
     failures--;
@@ -297,7 +297,7 @@ inline give_up()
 
 inline forget_batch() { from = 0; end = 0; birth = FOLLOWER; at = LOST }
 
-/* _MOVE_POSITION: waits for the row, then compares and sets. */
+/* _MOVE_POSITIONS: waits for the row, then compares and sets. */
 inline move_position()
 {
     position_locked_by[partition_of(from)] = me;
@@ -313,7 +313,7 @@ inline move_position()
     at = MARKING
 }
 
-/* Identities and order keys, in a statement after the one that has waited for the markers. */
+/* Identities and order keys, in a statement after the one that waited for the markers. */
 inline look_up()
 {
     for (i : from .. end - 1) {
@@ -337,7 +337,7 @@ inline look_up()
     at = READY
 }
 
-/* What was parked, or found in the backlog, has no marker after all. */
+/* The markers of messages that are parked, or found in the backlog, are deleted. */
 inline commit_batch()
 {
     for (i : from .. end - 1) {
@@ -388,8 +388,8 @@ inline end_of_batch()
 proctype Consumer(byte me)
 {
     mtype at = LOST;
-    byte from, end;           /* the batch, */
-    mtype birth = FOLLOWER;   /* and what its one record is going to be if it is at fault */
+    byte from, end;           /* the batch */
+    mtype birth = FOLLOWER;   /* the state of its record if that has failed */
     byte to_mark, new;        /* events */
     byte taken, park;           /* records */
 #ifdef LOOK_UP_BEFORE_MARKERS
@@ -421,7 +421,7 @@ proctype Consumer(byte me)
            printf("consumer %d is cut off\n", me);
            end_of_batch();
            if
-           :: at = FETCHED    /* the same again */
+           :: at = FETCHED    /* repeat the batch */
            :: forget_batch()  /* a new process */
            fi
        }
@@ -429,7 +429,7 @@ proctype Consumer(byte me)
     ended++
 }
 
-/* ---- Working off ---- */
+/* ---- Workers of lanes ---- */
 
 /* Lock the lane and read a due row's key: the rows from its first one on, up to one that holds. */
 inline take_up()
@@ -447,7 +447,7 @@ inline take_up()
     if
     :: head & waiting & due -> taken = head
     :: RUN == 2 && (head & waiting & due) && (the_second & waiting) -> taken = head | the_second
-    :: !(head & come)  /* it is dead and holds, or its time has not come */
+    :: !(head & come)  /* the head holds, or its time has not come */
     fi;
     come = come | taken;
     printf("worker %d takes up %d of key %d\n", me, taken, key);
@@ -455,7 +455,7 @@ inline take_up()
     at = READ
 }
 
-/* Rows of the key that are due and can't be run yet wait for the one before them. */
+/* Due rows of the key that cannot run yet wait for the row before them. */
 inline demote()
 {
     demoted = waiting & come & key & ~taken & ~head;
@@ -476,7 +476,7 @@ inline promote()
     at = DONE
 }
 
-/* The row that has failed is due later, or dead. If its key goes on, the next one is due. */
+/* The failed row is due later, or dead. If its key is released, the next row is due. */
 inline bury()
 {
     lane_locked_by = lane_lock;
@@ -530,11 +530,11 @@ inline forget_failure() { failed = 0; key = 0; death = WAITING }
 proctype Worker(byte me)
 {
     mtype at = IDLE;
-    byte found, key, head, read;  /* rows: a due one, its key, the first of it, all that it has */
-    byte taken, demoted, promoted;  /* to be settled; to have no due time, or one */
+    byte found, key, head, read;  /* rows: a due one, its key, its first row, all its rows */
+    byte taken, demoted, promoted;  /* to settle; to lose, or to get, a due time */
     byte to_mark, new;            /* events */
-    byte failed;                  /* a row, */
-    mtype death = WAITING;        /* and what is to become of it */
+    byte failed;                  /* a row */
+    mtype death = WAITING;        /* and its next state */
 
     do
     :: d_step {
@@ -597,7 +597,7 @@ proctype Worker(byte me)
     ended++
 }
 
-/* ---- A person ---- */
+/* ---- Operators' commands ---- */
 
 inline decide(record)
 {
@@ -624,7 +624,7 @@ proctype Person(byte me)
     :: atomic { at == IDLE && decisions > 0 && may_decide && has(dead | holding, 3) -> decide(3) }
     :: d_step {
            at == MARKING && is_decided(event_of(which)) ->
-           /* The next row of a key that was held is due. */
+           /* The next row of a held key becomes due. */
            promoted = (has(holding, which)
                        -> first(blocking & key_of(which) & ~only(which)) & waiting : 0);
            markers[event_of(which)] = (markers[event_of(which)] == ABSENT -> me : COMMITTED);
@@ -666,7 +666,7 @@ proctype Person(byte me)
     ended++
 }
 
-/* Consumers are alike, and so are workers: let the first be the one that begins first. */
+/* Consumers are symmetric, and so are workers: the first is the one that begins first. */
 init
 {
     atomic {

@@ -119,46 +119,92 @@ FULL = (
     Run("backlog", "MISHAPS=0 SEEKS=1"),
     Run("backlog", "MISHAPS=0", is_for_cycles=True),
 )
+# The comments: what the counter-example shows, and the trap of tests/pipeline/TRAPS.md.
 FAULTS = (
+    # The position moves in its own transaction; the next record commits before this one takes
+    # effect. Trap 13.
     Run("consume", "", "POSITION_FIRST", "NO_LOSS"),
+    # As above, and then this record takes effect. Trap 13.
     Run("consume", "", "POSITION_FIRST", "IN_ORDER"),
+    # An event and its duplicate in the other partition are both passed without an effect.
     Run("consume", "", "MARKER_IN_ITS_OWN_TRANSACTION", "NO_LOSS"),
+    # A zombie commits a batch behind the position. Trap 12.
     Run("consume", "", "NO_COMPARE_AND_SET", "FENCED"),
+    # As above, after the generation of its markers was forgotten. Traps 10 and 12.
     Run("consume", "", "NO_COMPARE_AND_SET", "NO_DOUBLE"),
+    # COMMIT's answer is lost; the position is not read again, and the batch repeats forever.
+    # Trap 19.
     Run("consume", "", "NO_SECOND_LOOK", "LIVELOCK", is_for_cycles=True),
+    # The snapshot is older than the lock: the marker goes into a closed generation.
     Run("consume", "", "LOCK_AND_READ_IN_ONE", "NO_DOUBLE"),
+    # A generation is closed while a transaction inserts a marker.
     Run("consume", "", "ROTATION_WITHOUT_LOCK", "NO_DOUBLE"),
+    # The same event before and after a rotation. Trap 9.
     Run("consume", "", "NO_LOOK_UP", "NO_DOUBLE"),
+    # Two partitions look up one event simultaneously. Trap 31.
     Run("consume", "", "MARKERS_WITHOUT_UNIQUE_KEY", "NO_DOUBLE"),
+    # Two batches wait for each other's markers. Trap 11.
     Run("consume", "MISHAPS=0", "MARKERS_UNSORTED", "DEADLOCK"),
+    # Row 2 is published, then row 1 commits. Trap 1.
     Run("relay", "PAGE=3 MISHAPS=0", "CURSOR_ON_ID", "NO_LOSS"),
+    # The key's second transaction has the lower xid, and a running one lies between. Trap 2.
     Run("relay", "PAGE=3 MISHAPS=0", "CURSOR_ON_OLDEST_RUNNING", "IN_ORDER"),
+    # The lower xid got the lock second. Trap 3.
     Run("relay", "PAGE=3 MISHAPS=0", "ORDER_BY_XID", "IN_ORDER"),
+    # A transaction above xmax had inserted its row; the next window begins after that id.
+    # Trap 27.
     Run("relay", "PAGE=3 MISHAPS=0", "BOUNDED_BY_ID", "NO_LOSS"),
+    # `seen` is only an xmax, as on a standby: running transactions count as published. Trap 30.
     Run("relay", "MISHAPS=0", "NO_RUNNING_LIST", "NO_LOSS"),
+    # A transaction reads the window, then inserts: its snapshot does not list itself.
+    # Trap 30.
     Run("relay", "MISHAPS=0", "SNAPSHOT_OF_A_WRITER", "NO_LOSS"),
+    # PAGE reads what is visible now; rows that appeared behind `last_id` count as published.
     Run("relay", "MISHAPS=0 ROWS=4 PAGE=1", "PAGE_PAST_ITS_TARGET", "NO_LOSS"),
+    # Ids are assigned before the aggregate's lock. Traps 3 and 28.
     Run("relay", "MISHAPS=0", "LOCK_AFTER_INSERT", "IN_ORDER"),
+    # The cursor passes an event that never landed. Trap 6.
     Run("relay", "MISHAPS=1", "PAST_A_FAILED_SEND", "NO_LOSS"),
+    # The key's next event lands first. Trap 6.
     Run("relay", "MISHAPS=1", "PAST_A_FAILED_SEND", "IN_ORDER"),
+    # A paused relay overwrites its successor's progress. Trap 5.
     Run("relay", "MISHAPS=2", "NO_TOKEN", "FENCED"),
+    # A paused relay sends its whole page beside its successor.
     Run("relay", "MISHAPS=1", "NO_LOCAL_DEADLINE", "FENCED"),
+    # An event is parked in the other partition between look-up and marker. Trap 31.
     Run("backlog", "MISHAPS=0", "LOOK_UP_BEFORE_MARKERS", "NO_DOUBLE"),
+    # A waiting event arrives again and is applied.
     Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_EVENTS", "NO_DOUBLE"),
+    # The same with a dead letter.
     Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_DEAD_EVENTS", "NO_DOUBLE"),
+    # A record runs while an earlier one of its key waits. Trap 7.
     Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_KEYS", "IN_ORDER"),
+    # A record runs while its key is held.
     Run("backlog", "MISHAPS=0", "NO_LOOK_UP_OF_HOLDING_KEYS", "IN_ORDER"),
+    # An applied event is parked.
     Run("backlog", "MISHAPS=0", "PARKED_WITHOUT_MARKER", "NO_DOUBLE"),
+    # The lane treats the row as a duplicate and deletes it.
     Run("backlog", "MISHAPS=0", "PARKED_KEEPS_ITS_MARKER", "NO_LOSS"),
+    # The same, by the marker of a duplicate whose original waits.
     Run("backlog", "MISHAPS=0", "DUPLICATE_KEEPS_ITS_MARKER", "NO_LOSS"),
+    # A follower is parked behind a row that is gone at its commit.
     Run("backlog", "MISHAPS=0", "FOLLOWER_BORN_NOT_DUE", "NO_ORPHAN"),
+    # A new follower is due and overtakes the row that waits for its retry. Trap 7.
     Run("backlog", "MISHAPS=0", "RUN_FROM_THE_DUE_ROW", "IN_ORDER"),
+    # Row 1 holds; a run takes rows 0 and 2.
     Run("backlog", "FAILURES=2 MISHAPS=0 BATCH=1", "RUN_PAST_A_HOLDING_ROW", "IN_ORDER"),
+    # The next row is chosen without a follower committed since, which was demoted.
     Run("backlog", "MISHAPS=0", "NEXT_ROW_AS_READ", "NO_ORPHAN"),
+    # An applied row is deleted without a marker.
     Run("backlog", "MISHAPS=0", "SETTLED_WITHOUT_MARKER", "NO_DOUBLE"),
+    # A paused worker continues beside its successor. Trap 5.
     Run("backlog", "BATCH=1 RUN=1 DECISIONS=0", "NO_LANE_TOKEN", "FENCED"),
+    # The token is read, not locked: a zombie's demotion commits after its successor's run.
+    # Trap 4.
     Run("backlog", "BATCH=1 RUN=1 DECISIONS=0", "NO_LANE_LOCK", "NO_ORPHAN"),
+    # A holding row is discarded; a worker with an older snapshot demotes the next one.
     Run("backlog", "MISHAPS=0", "DECISION_WITHOUT_LANE_LOCK", "NO_ORPHAN"),
+    # A discarded event arrives again and is applied.
     Run("backlog", "MISHAPS=0", "DISCARDED_WITHOUT_MARKER", "NO_DOUBLE"),
 )
 

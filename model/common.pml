@@ -1,13 +1,13 @@
 /*
- * What the models share. A run with -DBREAKS=<promise> watches that promise alone; other runs
- * watch all of them.
+ * Definitions that the models share. A run with -DBREAKS=<promise> checks that promise alone; other
+ * runs check all of them.
  */
 
-#define NO_LOSS   1  /* what was passed over has taken effect, what was committed is in Kafka */
+#define NO_LOSS   1  /* passed records have taken effect, committed events are in Kafka */
 #define NO_DOUBLE 2  /* an event takes effect once */
 #define IN_ORDER  3  /* per key, and first occurrences only */
-#define FENCED    4  /* who has lost his partition, shard or lane changes nothing any more */
-#define NO_ORPHAN 5  /* the first row of a key is due some day, or waits for a person */
+#define FENCED    4  /* a process without its partition, shard or lane changes nothing */
+#define NO_ORPHAN 5  /* the first row of a key is due, or is dead and holds the key */
 
 #ifndef BREAKS
 #define promise(which, is_kept) assert(is_kept)
@@ -15,7 +15,7 @@
 #define promise(which, is_kept) assert(which != BREAKS || (is_kept))
 #endif
 
-/* A byte as a set of small numbers. */
+/* A byte represents a set of small numbers. */
 #define only(member)         (1 << (member))
 #define below(member)        (only(member) - 1)
 #define has(set, member)     (((set) >> (member)) & 1)

@@ -1,16 +1,16 @@
 /*
- * The consume transaction as a model: the engine's rooms consume/ and apply/.
+ * The consume transaction: a model of the engine's rooms consume/ and apply/.
  *
- * Two processes consume two partitions. Nobody assigns partitions here: each process may take up
- * either partition at any time, and may rest between any two steps for as long as it likes. So each
- * is now the owner and now a zombie, and nothing relies on what a coordinator would prevent.
+ * Two processes consume two partitions. Partitions are not assigned: each process may read either
+ * partition at any time, and may pause for any time between two steps. So a process may be the
+ * owner or a zombie, and no promise depends on a group coordinator.
  *
- * Each option of Consumer's loop is what PostgreSQL does in one moment: grant a lock, take a
- * snapshot, write rows, commit. The connection may be cut before any of them. The server then rolls
- * back, and the process tries the same batch again, or it is dead and a new one knows nothing. The
- * answer to COMMIT is a step of its own, so that it can be lost too.
+ * Each option of Consumer's loop is one atomic action of PostgreSQL: grant a lock, take a snapshot,
+ * write rows, commit. The connection may break before any of them. The server then rolls back, and
+ * the process repeats the batch, or it is dead and a new process reads the position. The answer to
+ * COMMIT is a separate step, so that it may be lost.
  *
- * -D<fault> builds a mistake in; check.py has the list.
+ * -D<fault> builds in a fault; check.py lists them.
  */
 
 #include "common.pml"
@@ -22,10 +22,10 @@
 #define BATCH       2  /* records, at most */
 #endif
 #ifndef GENERATIONS
-#define GENERATIONS 2  /* of the inbox: it is rotated once less */
+#define GENERATIONS 2  /* of the inbox; it is rotated GENERATIONS - 1 times */
 #endif
 #ifndef MISHAPS
-#define MISHAPS     1  /* how often a connection is cut or a process dies */
+#define MISHAPS     1  /* broken connections and dead processes */
 #endif
 #define CONSUMERS   2
 #define PARTITIONS  2
@@ -34,11 +34,11 @@
 /* One partition holds the events 0 1 0, the other 1 0 1: each is sent three times. */
 #define event_at(partition, offset) ((partition + offset) % EVENTS)
 
-/* ---- What PostgreSQL holds ---- */
+/* ---- The state of PostgreSQL ---- */
 
 #define NOBODY    255
 #define ABSENT    254
-#define COMMITTED 253  /* for everybody to see; any other value is who has inserted it */
+#define COMMITTED 253  /* visible to all; other values: the process that has inserted it */
 
 byte position[PARTITIONS];                    /* pipeline.position, next_offset */
 byte position_locked_by[PARTITIONS] = NOBODY;
@@ -49,7 +49,7 @@ byte sharing;                                 /* transactions with GENERATION_LO
 #define marker(generation, event) markers[(generation) * EVENTS + (event)]
 #define is_all_read               (position[0] == LENGTH && position[1] == LENGTH)
 
-/* ---- What only the promises look at ---- */
+/* ---- State that only the promises read ---- */
 
 #define NEVER 255
 
@@ -59,7 +59,7 @@ byte handled[PARTITIONS];                     /* the offsets whose handlers had 
 byte mishaps = MISHAPS;
 byte ended;
 
-/* ---- Faults, and what holds without them ---- */
+/* ---- Faults, and the definitions without them ---- */
 
 #if defined(POSITION_FIRST) || defined(NO_COMPARE_AND_SET)
 #define is_where_we_think true
@@ -93,8 +93,8 @@ byte ended;
 
 /*
  * generations.close_generation: _LOCK_GENERATION, _CLOSE_GENERATION and COMMIT. They are one step,
- * as every transaction that could notice waits for the lock meanwhile. `oldest` is raised in the
- * same way, before a generation is dropped.
+ * because every transaction that reads the row waits for the lock. `oldest` is raised in the same
+ * way, before a generation is dropped.
  */
 active proctype Retention()
 {
@@ -117,7 +117,7 @@ active proctype Retention()
     od
 }
 
-/* PartitionPosition.locate: read the position of some partition. */
+/* PartitionPosition.locate: read the position of a partition. */
 inline locate()
 {
     if
@@ -129,7 +129,7 @@ inline locate()
     printf("consumer %d reads that partition %d goes on at %d\n", me, partition, from)
 }
 
-/* Reader._fetch: the broker returns the records from there on, at each request. */
+/* Reader._fetch: the broker returns the records from that position on. */
 inline fetch()
 {
     if
@@ -148,7 +148,7 @@ inline fetch()
 
 inline forget_batch() { from = 0; end = 0; partition = 0; at = LOST }
 
-/* The shared lock, alone in its statement: waits while the generations are moved. */
+/* The shared lock, alone in its statement: waits during a rotation. */
 inline begin() { sharing++; is_open = true; at = BEGUN; printf("consumer %d begins\n", me) }
 
 inline read_generations() { generation = current; remembered = oldest }
@@ -167,8 +167,8 @@ inline look_up()
 #endif
 }
 
-/* _MARK, one of its rows: sorted by key, ON CONFLICT DO NOTHING RETURNING. It waits for an insert
-   of the same key that is not decided yet. */
+/* _MARK, one of its rows: sorted by key, ON CONFLICT DO NOTHING RETURNING. It waits for an
+   uncommitted insert of the same key. */
 #define next_key (has(to_mark, first_key) -> first_key : 1 - first_key)
 
 inline mark()
@@ -184,7 +184,7 @@ inline mark()
     fi
 }
 
-/* What the handlers did becomes true, in the order of the partition. */
+/* The handlers' changes become visible, in the order of the partition. */
 inline take_effect()
 {
     for (i : from .. end - 1) {
@@ -220,7 +220,7 @@ inline commit()
     printf("consumer %d commits, partition %d goes on at %d\n", me, partition, position[partition])
 }
 
-/* What the transaction has written and not committed is gone, and all its locks. */
+/* Discard uncommitted writes and release the locks. */
 inline end_transaction()
 {
     for (i : 0 .. GENERATIONS * EVENTS - 1) {
@@ -246,7 +246,7 @@ proctype Consumer(byte me)
 {
     mtype at = LOST;
     byte partition, from, end;    /* the batch */
-    byte generation, remembered;  /* current and oldest, as the transaction has read them */
+    byte generation, remembered;  /* current and oldest, as read by the transaction */
     byte to_mark, new;            /* events to insert a marker for; events to apply */
     bool is_open;
     byte i;
@@ -295,7 +295,7 @@ proctype Consumer(byte me)
            printf("consumer %d is cut off\n", me);
            end_transaction();
            if
-           :: end > from -> at = FETCHED  /* the same batch again */
+           :: end > from -> at = FETCHED  /* repeat the batch */
            :: forget_batch()              /* a new process */
            fi
        }

@@ -1,39 +1,39 @@
 /*
- * The outbox and its relay as a model: relay/window.py, cursor.py, relay.py and publisher.py.
+ * The outbox and its relay: a model of relay/window.py, cursor.py, relay.py and publisher.py.
  *
- * Writers insert rows and commit or roll back in any order; those of one key lock its aggregate
- * first. Two relays compete for one shard, whose events go to one partition of Kafka. Either of
- * them may rest between any two steps, past its lease as well.
+ * Writers insert rows and commit or roll back in any order; writers of one key lock its aggregate
+ * first. Two relays compete for one shard, whose events go to one Kafka partition. Each relay may
+ * pause for any time between two steps, also beyond its lease.
  *
- * A snapshot is the set of the transactions that it shows as ended: those below its xmax that are
- * not in its running list. Rows are numbered by their id, transactions by their xid, from 1 on.
+ * A snapshot is the set of transactions that have ended: those below its xmax that are not in its
+ * running list. Rows are numbered by their id, transactions by their xid, from 1.
  *
- * -D<fault> builds a mistake in; check.py has the list.
+ * -D<fault> builds in a fault; check.py lists them.
  */
 
 #include "common.pml"
 
 #ifndef PAGE
-#define PAGE    2  /* events that are read at once, at most */
+#define PAGE    2  /* most events read at once */
 #endif
 #ifndef MISHAPS
-#define MISHAPS 2  /* relays that die, leases that end, sends that fail */
+#define MISHAPS 2  /* dead relays, expired leases, failed sends */
 #endif
 #ifndef SCAN
-#define SCAN    1  /* ids that one PAGE looks through */
+#define SCAN    1  /* ids that one PAGE scans */
 #endif
 #ifndef ROWS
-#define ROWS    3  /* one for each writer, and what is more for the last one */
+#define ROWS    3  /* one for each writer; the last one gets the rest */
 #endif
 #define WRITERS 3
 #define RELAYS  2
 #define KEYS    2
 
-/* ---- What PostgreSQL holds ---- */
+/* ---- The state of PostgreSQL ---- */
 
-byte last_xid, sequence;          /* handed out */
+byte last_xid, sequence;          /* last values assigned */
 byte running, committed;          /* transactions */
-byte xmax = 1;                    /* the latest transaction that has ended, and one more */
+byte xmax = 1;                    /* the latest ended transaction, plus one */
 byte xid_of[ROWS + 1];            /* pipeline.outbox */
 byte locked_by[KEYS];             /* the aggregate of a key: its transaction, or 0 */
 
@@ -41,22 +41,22 @@ byte locked_by[KEYS];             /* the aggregate of a key: its transaction, or
 
 byte cursor_owner = NOBODY;       /* pipeline.outbox_cursor */
 byte cursor_seen = 1, cursor_target, cursor_last_id, cursor_high_id;
-bool has_token[RELAYS];           /* whose token is the one in the row */
+bool has_token[RELAYS];           /* the relay's token equals the row's */
 
-bool is_in_time[RELAYS];          /* whose lease has not ended, by its own clock */
+bool is_in_time[RELAYS];          /* the lease has not ended by the relay's clock */
 
-/* ---- What Kafka holds ---- */
+/* ---- The state of Kafka ---- */
 
 #define NOTHING 0
 
-byte landed;                      /* events that are in the log */
-byte sent[RELAYS];                /* the event that is on its way, unacknowledged */
+byte landed;                      /* events in the log */
+byte sent[RELAYS];                /* the event in flight */
 bool is_acknowledged[RELAYS];
-byte late;                        /* events given up by their relay, that may land all the same */
+byte late;                        /* abandoned events that may still land */
 
-/* ---- What only the promises look at ---- */
+/* ---- State that only the promises read ---- */
 
-byte before[WRITERS + 2];         /* transactions of the same key that have committed before */
+byte before[WRITERS + 2];         /* earlier committed transactions of the key */
 byte committed_of[KEYS];
 
 byte mishaps = MISHAPS;
@@ -84,7 +84,7 @@ inline tidy_up() { i = 0; count = 0; last_taken = 0; scan_to = 0; next = 0 }
 #define noted below(xmax)
 
 #elif defined(SNAPSHOT_OF_A_WRITER)
-byte own_xid;  /* the relay reads in a transaction that inserts; it does not list itself */
+byte own_xid;  /* the relay reads in a transaction that inserts; its snapshot lacks it */
 bool has_begun;
 #define noted (snapshot | (below(xmax) & only(own_xid)))
 
@@ -101,18 +101,18 @@ bool has_begun;
 #define may_send true
 #endif
 
-/* ---- What holds without them ---- */
+/* ---- The definitions without faults ---- */
 
 #ifndef visible
-#define visible snapshot                  /* FRESH returns rows of these transactions, */
+#define visible snapshot                  /* transactions whose rows FRESH returns */
 #endif
 #ifndef noted
-#define noted snapshot                    /* and this beside them */
+#define noted snapshot                    /* the snapshot that FRESH returns */
 #endif
 #ifndef is_fresh
 #define is_fresh(id) is_row_of(id, visible & ~seen)
 #endif
-#ifndef is_passed                         /* the cursor says that it is published */
+#ifndef is_passed                         /* published according to the cursor */
 #define is_passed(id) (is_row_of(id, seen) || is_row_of(id, target) && id <= last_id)
 #endif
 #ifndef comes_before
@@ -153,7 +153,7 @@ inline commit(which, its_key)
     end_transaction(which, its_key)
 }
 
-/* One transaction. It has an xid, from what it wrote before, when it loads its aggregate. */
+/* One transaction. An earlier write has given it an xid before it loads its aggregate. */
 proctype Writer(byte key, rows; bool has_twin)
 {
     byte xid;
@@ -222,7 +222,7 @@ end:
 
 mtype = { IDLE, READY, SENDING, CHECKED, WAITING, FAILED }
 
-/* window.fresh: what has become visible since `seen`, and the progress once that is sent. */
+/* window.fresh: rows visible since `seen`, and the progress after they are sent. */
 inline fresh()
 {
     then_seen = noted; then_target = 0; then_last_id = 0; then_high_id = 0;
@@ -242,7 +242,7 @@ inline fresh()
 #endif
 }
 
-/* window.page: the next ids of a window that is larger than a page. */
+/* window.page: the next ids of a window larger than a page. */
 inline page()
 {
 #ifdef PAGE_PAST_ITS_TARGET
@@ -288,7 +288,7 @@ inline advance()
     at = READY
 }
 
-/* publisher._send_chain hands one batch to the socket; its next one waits for the answer. */
+/* publisher._send_chain writes one batch to the socket; the next one waits for the answer. */
 inline hand_over()
 {
     for (i : 1 .. ROWS) {
@@ -315,7 +315,7 @@ inline go_on()
     fi
 }
 
-/* What the socket has taken and Kafka has not may still land. */
+/* A batch that is in the socket and not yet in Kafka may still land. */
 inline abandon_send()
 {
     if
@@ -326,7 +326,7 @@ inline abandon_send()
     is_acknowledged[me] = false
 }
 
-/* _CLAIM: a shard that nobody has, or whose lease has ended, or that was ours all along. */
+/* _CLAIM: a shard without an owner, with an expired lease, or of this relay. */
 #define may_claim (cursor_owner == NOBODY || cursor_owner == me || !is_in_time[cursor_owner])
 
 inline claim()
@@ -340,7 +340,7 @@ inline claim()
     at = READY
 }
 
-/* _WRITE, if the token is still the same. */
+/* _WRITE, if the token is unchanged. */
 inline write()
 {
     printf("relay %d writes the cursor\n", me);
@@ -353,7 +353,7 @@ inline write()
     tidy_up()
 }
 
-/* Cursor.forget: go on with what the database says. */
+/* Cursor.forget: discard the progress in memory; the database's is read next. */
 inline forget()
 {
     abandon_send();
@@ -364,7 +364,7 @@ inline forget()
     at = IDLE
 }
 
-/* Progress is written behind; a lease is extended beside a send as well. */
+/* Progress is written later than it is made; a lease is also extended during a send. */
 #define must_write     (at == READY && is_dirty || at != IDLE && at != FAILED && !is_in_time[me])
 #define is_nothing_new (seen == noted && !target)
 
@@ -373,9 +373,9 @@ proctype Relay(byte me)
     mtype at = IDLE;
     byte seen, target, last_id, high_id;                      /* window.Progress */
     byte to_send;                                             /* window.Page */
-    byte then_seen, then_target, then_last_id, then_high_id;  /* its progress, once it is sent */
+    byte then_seen, then_target, then_last_id, then_high_id;  /* progress after it is sent */
     bool is_dirty;
-    byte strays;                                              /* sent without owning the shard */
+    byte strays;                                              /* batches sent without the shard */
 
     do
     :: d_step { at == IDLE && may_claim -> claim() }
@@ -441,7 +441,7 @@ proctype Relay(byte me)
     od
 }
 
-/* Writers of a key are alike, and so are relays: let the first be the one that begins first. */
+/* Writers of a key are symmetric, and so are relays: the first is the one that begins first. */
 init
 {
     atomic { run Writer(0, 1, true); run Relay(0) };

@@ -425,6 +425,7 @@ def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
     block = re.search(r"```sh\n(\.venv/bin/python dev/send\.py scans .*?)```", read_me, re.DOTALL)
     assert block is not None
     with running(set_up) as address:
+        begun = set_up.read("run.log")
         first, again, mistyped = (
             subprocess.run(
                 ["bash", "-c", command],
@@ -438,6 +439,7 @@ def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
         metrics = urlopen(f"{address}/metrics", timeout=5).read().decode()
         assert urlopen(f"{address}/health/ready", timeout=5).status == 200
 
+    assert not re.search(r"WARN|ERROR|Traceback", begun), begun
     assert re.search(r"published parcel\.moved\.v1 .*N14228", first.stdout), first.stderr
     assert re.search(r"published parcel\.delayed\.v1 .*N14228", first.stdout), first.stderr
     assert "nothing was published" in again.stdout, again.stderr

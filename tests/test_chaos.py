@@ -721,6 +721,17 @@ def test_every_sabotage_still_fits_the_engine(sabotage: Sabotage, tmp_path: Path
         assert text != (RAW / "src" / "pipeline" / edit.module).read_text()
 
 
+def test_the_page_lists_every_sabotage_and_every_kind_of_fault() -> None:
+    page = (RAW.parent / "docs" / "chaos.md").read_text("utf-8")
+
+    def rows(heading: str) -> list[str]:
+        chapter = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        return re.findall(r"^\| `?([^|`]+)`? \|", chapter, re.MULTILINE)
+
+    assert rows("The self-test")[1:] == ["---", *(one.name for one in SABOTAGES)]
+    assert rows("The faults")[1:] == ["---", *schedule.KINDS]
+
+
 def test_a_sabotage_whose_text_is_gone_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("one\n")
     with pytest.raises(Outdated, match="0 times"):
@@ -878,7 +889,7 @@ async def test_a_broker_that_names_its_address_names_the_proxy() -> None:
 def test_the_self_test_catches_a_sabotage_and_lets_the_honest_engine_pass(tmp_path: Path) -> None:
     said = subprocess.run(
         [
-            *(sys.executable, "-m", "chaos.selftest", "markers commit by themselves"),
+            *(sys.executable, "-m", "chaos.selftest", "markers commit separately"),
             *("--into", str(tmp_path)),
         ],
         cwd=RAW.parent,

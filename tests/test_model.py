@@ -32,7 +32,7 @@ def test_the_protocol_keeps_every_promise(run: Run, outcomes: dict[Run, Outcome]
 
 @pytest.mark.parametrize("run", FAULTS, ids=str)
 def test_a_fault_breaks_the_promise_that_it_should(run: Run, outcomes: dict[Run, Outcome]) -> None:
-    """Traps 1 to 7, 9 to 13, 19, 27, 28, 30 and 31: see the table of faults."""
+    """Traps 1 to 7, 9 to 13, 19, 27, 28, 30 and 31: see `FAULTS`."""
     assert outcomes[run].is_as_expected, outcomes[run].result
 
 

@@ -45,7 +45,7 @@ def test_the_tutorial_shows_what_the_test_below_follows() -> None:
 @pytest.mark.integration
 def test_the_tutorial_is_true_word_by_word(template: Template, tmp_path: Path) -> None:
     (_, _, generating), *blocks = BLOCKS
-    # The first line is in README.md, too, and tried by its test.
+    # Cookiecutter is here; tests/test_guides.py installs it.
     _, generate, enter, run = generating.splitlines()
     assert (enter, run) == ("cd parcel-tracker", "make run")
     generate = generate.replace("<this repository>", shlex.quote(str(template.path)))

@@ -14,7 +14,7 @@ from website import links, llms, sources
 from website.navigation import HOME, NAME, SECTIONS, Page, pages, title, unlisted
 from website.navigation import sources as files
 
-from tests.baked import RAW, ROOT, BakedProject
+from tests.baked import RAW, ROOT, BakedProject, features
 
 BUILD = [sys.executable, "-m", "website.build"]
 
@@ -36,15 +36,34 @@ def test_every_page_of_template_and_service_is_on_the_site() -> None:
     assert len(names) == len(set(names))
 
 
-def backticked(text: str) -> set[str]:
+def linkable(page: str) -> set[str]:
+    """Return the names of the pages to which a page can link: in every service that has it."""
+    everywhere = {Path(source).name for source in files()} - {"README.md", "decisions"}
+    if not page.startswith(f"{RAW.name}/"):
+        return everywhere
+    of_services = {path.name for path in RAW.glob("docs/*.md")}
+    if not page.startswith(f"{RAW.name}/docs/"):
+        return of_services  # under the conditions of templates
+    pages = (
+        {Path(path).name for path in paths if path.endswith(".md")} for paths in features().values()
+    )
+    return of_services - {name for group in pages if Path(page).name not in group for name in group}
+
+
+def backticked(text: str, names: set[str]) -> set[str]:
     """Return the pages that stand between backticks and lead nowhere."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     prose = re.sub(r"\[[^]]*\]\([^)]+\)", "", prose)
-    names = {Path(source).name for source in files()} - {"README.md", "decisions"}
-    return {
-        found
-        for found in re.findall(r"`([\w./<>-]+\.md)`", prose)
-        if Path(found).name in names or "docs/" in found
+    return {one for one in re.findall(r"`([\w./<>-]+\.md)`", prose) if Path(one).name in names}
+
+
+def test_a_path_that_is_no_link_is_found() -> None:
+    text = "See `time.md`, [`codecs.md`](codecs.md), `docs/time.md`, `src/README.md`, `outside.md`."
+    of_service = f"{RAW.name}/docs/"
+    assert backticked(text, linkable(f"{of_service}time.md")) == {"time.md", "docs/time.md"}
+    assert "outside.md" in backticked(text, linkable(f"{RAW.name}/README.md"))
+    assert linkable(f"{of_service}archive.md") - linkable(f"{of_service}time.md") == {
+        *("archive.md", "claims.md")
     }
 
 
@@ -53,11 +72,8 @@ def backticked(text: str) -> set[str]:
     [*files(), "AGENTS.md", f"{RAW.name}/README.md", f"{RAW.name}/AGENTS.md"],
 )
 def test_a_page_that_names_another_one_links_to_it(page: str) -> None:
-    assert backticked("See `time.md` and [`time.md`](time.md), `docs/x.md`, `src/README.md`.") == {
-        *("time.md", "docs/x.md")
-    }
     if (ROOT / page).is_file():
-        assert backticked((ROOT / page).read_text("utf-8")) == set()
+        assert backticked((ROOT / page).read_text("utf-8"), linkable(page)) == set()
 
 
 @pytest.mark.slow

@@ -83,6 +83,8 @@ SECTIONS: dict[str, list[Page]] = {
         _service("protocol", "the exact rules: locks, states, leases"),
     ],
     "Explanation": [
+        _template("promises", "each promise, and the tests that prove it"),
+        _template("limits", "what is not promised, and what was not tested"),
         _template("when-not", "cases in which something simpler is better"),
         _service("how-it-works", "the ideas, one message through the files, glossary"),
         _template("performance", "rates, latency, growth, and how they were measured"),

@@ -1,7 +1,9 @@
-"""Send one event by hand, and watch what the service publishes.
+"""Send one record to the development servers, and print what the service publishes.
 
-While `make run` runs:
+While `make run` runs, a CloudEvent:
 `.venv/bin/python dev/send.py TOPIC TYPE '{"json": "data"}' --key KEY --watch TOPIC`
+or any bytes, with no headers but those given:
+`.venv/bin/python dev/send.py TOPIC --file PATH --header NAME=VALUE`
 """
 
 import argparse
@@ -19,10 +21,10 @@ SECONDS = 3
 
 
 def bootstrap_servers() -> str:
-    """Ask the stack where Kafka is."""
+    """Return the address of the stack's Kafka."""
     stack = Path(__file__).with_name("stack.py")
-    asked = subprocess.run([sys.executable, stack, "env"], stdout=subprocess.PIPE, text=True)
-    for line in asked.stdout.splitlines():
+    done = subprocess.run([sys.executable, stack, "env"], stdout=subprocess.PIPE, text=True)
+    for line in done.stdout.splitlines():
         name, _, value = line.removeprefix("export ").partition("=")
         if name == "PIPELINE_KAFKA_BOOTSTRAP_SERVERS":
             return value.strip("'\"")
@@ -30,7 +32,7 @@ def bootstrap_servers() -> str:
 
 
 async def refuse_missing(topics: set[str], servers: str) -> None:
-    """End with a sentence if a topic isn't there: producers and consumers would wait for it."""
+    """Exit with a message if a topic is missing: producers and consumers would wait for it."""
     admin = AIOKafkaAdminClient(bootstrap_servers=servers)
     await admin.start()
     try:
@@ -41,47 +43,59 @@ async def refuse_missing(topics: set[str], servers: str) -> None:
         sys.exit(f"no such topic: {', '.join(missing)}; there are: {', '.join(sorted(found))}")
 
 
-async def send(told: argparse.Namespace, servers: str) -> None:
-    """Send the event, then print for some seconds what is published under its key."""
-    await refuse_missing({told.topic, *told.watch}, servers)
-    headers = {
+def cloud_event(given: argparse.Namespace) -> dict[str, str]:
+    """Return the headers of an event in CloudEvents' binary mode."""
+    return {
         "ce_specversion": "1.0",
-        "ce_id": told.id,
-        "ce_source": told.source,
-        "ce_type": told.type,
+        "ce_id": given.id,
+        "ce_source": given.source,
+        "ce_type": given.type,
         "content-type": "application/json",
     }
+
+
+async def send(given: argparse.Namespace, servers: str) -> None:
+    """Send the record, then print for some seconds what is published under its key."""
+    await refuse_missing({given.topic, *given.watch}, servers)
+    event = given.file is None
+    value = given.data.encode() if event else given.file
+    headers = (cloud_event(given) if event else {}) | dict(given.header)
+    key = None if given.key is None else given.key.encode()
     async with (
-        AIOKafkaConsumer(*told.watch, bootstrap_servers=servers) as consumer,
+        AIOKafkaConsumer(*given.watch, bootstrap_servers=servers) as consumer,
         AIOKafkaProducer(bootstrap_servers=servers) as producer,
     ):
-        if told.watch:
+        if given.watch:
             await consumer.seek_to_end()
-        await producer.send_and_wait(
-            told.topic,
-            told.data.encode(),
-            key=told.key.encode(),
+        sent = await producer.send_and_wait(
+            given.topic,
+            value,
+            key=key,
             headers=[(name, text.encode()) for name, text in headers.items()],
         )
-        print(f"sent {told.type} {told.id!r} of {told.source!r}")
-        if told.watch and not await _print_what_comes(consumer, told.key.encode()):
+        what = f"{given.type} {given.id!r} of {given.source!r}" if event else f"{len(value)} bytes"
+        print(f"sent {what} to {sent.topic}, partition {sent.partition}, offset {sent.offset}")
+        if given.watch and not await _print_what_comes(consumer, key):
+            handled = f" (`service inbox show {given.id}` shows whether it was handled)"
             print(
-                f"nothing was published in {SECONDS} s: its handler publishes nothing (`service"
-                f" inbox show {told.id}` tells whether it was handled), no handler takes"
-                f" {told.type}, it is a duplicate or a dead letter (`service dead list`), or it"
-                " waits; /health/ready tells whether the service is at work"
+                f"nothing was published in {SECONDS} s: its handler publishes nothing"
+                f"{handled if event else ''}, no handler takes its type, it is a duplicate or a"
+                " dead letter (`service dead list`), or it waits; /health/ready shows whether the"
+                " service is at work"
             )
 
 
-async def _print_what_comes(consumer: AIOKafkaConsumer, key: bytes) -> bool:
+async def _print_what_comes(consumer: AIOKafkaConsumer, key: bytes | None) -> bool:
+    """Print the records of this key, of any key if it is `None`; return whether there were any."""
     found = False
     deadline = asyncio.get_running_loop().time() + SECONDS
     while (left := deadline - asyncio.get_running_loop().time()) > 0:
         for records in (await consumer.getmany(timeout_ms=int(left * 1000))).values():
             for record in records:
-                if record.key == key:
-                    kind = dict(record.headers)["ce_type"].decode()
-                    print(f"published {kind} {(record.value or b'').decode()}")
+                if key in (None, record.key):
+                    kind = dict(record.headers).get("ce_type", b"a record").decode()
+                    value = (record.value or b"").decode(errors="backslashreplace")
+                    print(f"published {kind} {value}")
                     found = True
     return found
 
@@ -90,24 +104,54 @@ def _json(text: str) -> str:
     try:
         json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"no JSON: {error}; --file sends any bytes") from None
     return text
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, is_one, value = text.partition("=")
+    if not (name and is_one):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("topic", help="where to send it")
-    parser.add_argument("type", help="type of the event, as its class has it")
-    parser.add_argument("data", type=_json, help="its fields, as JSON")
-    parser.add_argument("--key", required=True, help="key of the record: what keeps its order")
-    parser.add_argument("--source", default="/by-hand", help="who sends it (/by-hand)")
+    parser.add_argument("type", nargs="?", help="type of the event, as its class has it")
+    parser.add_argument("data", nargs="?", type=_json, help="its fields, as JSON")
+    parser.add_argument(
+        "--file",
+        type=_bytes,
+        metavar="PATH",
+        help="send these bytes instead of an event; `-` reads standard input",
+    )
+    parser.add_argument("--key", help="key of the record, which keeps its order (none)")
+    parser.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        type=_header,
+        metavar="NAME=VALUE",
+        help="a header of the record; replaces that of the event, if it has one of this name",
+    )
+    parser.add_argument("--source", default="/by-hand", help="source of the event (/by-hand)")
     parser.add_argument("--id", default=str(uuid4()), help="its id at that source (a new one)")
     parser.add_argument(
         "--watch", action="append", default=[], metavar="TOPIC", help="print what comes there"
     )
-    told = parser.parse_args()
-    asyncio.run(send(told, bootstrap_servers()))
+    given = parser.parse_intermixed_args()  # DATA may stand behind options
+    if (given.data is None) == (given.file is None):
+        parser.error("give either TYPE and DATA of an event, or --file")
+    asyncio.run(send(given, bootstrap_servers()))
 
 
 if __name__ == "__main__":

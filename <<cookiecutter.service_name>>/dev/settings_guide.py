@@ -23,9 +23,9 @@ from pipeline.settings import SECONDS, Settings
 HEAD = """\
 # Settings
 
-Environment variables, read once, at the start. A wrong value is refused there, and so is a name
-with the prefix `PIPELINE_` that nothing reads; all mistakes are told at once, those of optional
-packages too, whose settings are in their guides. This page is made by `dev/settings_guide.py`.
+Settings are environment variables, which are read once, at the start. Wrong values, and unknown
+names with the prefix `PIPELINE_`, are rejected there, all in one message. The settings of optional
+packages are in their guides. `dev/settings_guide.py` writes this page.
 """
 _NAMES = {
     bool: "`true` or `false`",

@@ -122,4 +122,4 @@ class Kafka(LocalServer):
         return self.java_command("kafka.Kafka", str(self.home / "server.properties"))
 
     def answers(self) -> bool:
-        return kafka_answers(LOOPBACK, self.port, with_brokers=True)
+        return kafka_answers(LOOPBACK, self.port, with_groups=True)

@@ -97,18 +97,20 @@ def postgres_answers(host: str, port: int) -> bool:
     return kind == b"R" or (kind == b"E" and b"\0C57P" not in reply)
 
 
-def kafka_answers(host: str, port: int, *, with_brokers: bool) -> bool:
-    """Ask for the API versions or, `with_brokers`, for metadata that lists a broker.
+def kafka_answers(host: str, port: int, *, with_groups: bool) -> bool:
+    """Request the API versions or, `with_groups`, the coordinator of a group.
 
-    A broker answers before the controller has admitted it; until then no topic can be created.
+    A broker answers before the controller has admitted it, and no topic can be created until then.
+    It has no coordinators before its topic of offsets exists, which the first such request creates:
+    clients that come earlier log warnings.
     """
-    api, version, body = (3, 1, struct.pack(">i", 0)) if with_brokers else (18, 0, b"")
-    request = struct.pack(">hhih5s", api, version, 1, 5, b"stack") + body
+    api, body = (10, struct.pack(">h5s", 5, b"stack")) if with_groups else (18, b"")
+    request = struct.pack(">hhih5s", api, 0, 1, 5, b"stack") + body
     try:
         with socket.create_connection((host, port), timeout=2) as connection:
             connection.sendall(struct.pack(">i", len(request)) + request)
             (size,) = struct.unpack(">i", receive(connection, 4))
-            (brokers,) = struct.unpack_from(">i", receive(connection, size), 4)
+            (error,) = struct.unpack_from(">h", receive(connection, size), 4)
     except (OSError, struct.error):
         return False
-    return brokers > 0 or not with_brokers
+    return error == 0 or not with_groups

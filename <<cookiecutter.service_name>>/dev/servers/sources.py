@@ -91,7 +91,7 @@ class EnvironmentServers(Servers):
         address = f"{database[0]}:{database[1]}"
         found = [Status("PostgreSQL", self.mode, address, "-", database_serves, "-")]
         if bootstrap := os.environ.get(BOOTSTRAP_SERVERS):
-            kafka_serves = any(kafka_answers(*it, with_brokers=False) for it in self._bootstrap())
+            kafka_serves = any(kafka_answers(*it, with_groups=False) for it in self._bootstrap())
             found.append(Status("Kafka", self.mode, bootstrap, "-", kafka_serves, "-"))
         return found
 
@@ -205,7 +205,7 @@ class ComposeServers(OwnServers):
             serves = (
                 postgres_answers(LOOPBACK, port)
                 if service == "postgres"
-                else kafka_answers(LOOPBACK, port, with_brokers=True)
+                else kafka_answers(LOOPBACK, port, with_groups=True)
             )
             log = f"`{shlex.join([*self.command, 'logs', service])}`"
             address = f"{LOOPBACK}:{port}"

@@ -23,26 +23,23 @@ class ClaimSettings(BaseSettings):
 
     url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that
-    take each other's events; each keeps its own below its name. Unset: payloads travel with their
-    events, whatever their size."""
+    exchange events; each stores its own below its name. Unset: payloads stay in their events."""
     limit: Count = 500 * 1024
-    """A payload of more bytes is kept in the store; less than `PIPELINE_MAX_EVENT_BYTES`."""
+    """A larger payload, in bytes, is stored; less than `PIPELINE_MAX_EVENT_BYTES`."""
     memory: Count = 16 * 2**20
-    """Bytes of the largest payload that is kept or fetched, and of those of a batch together. A
+    """Most bytes of a payload that is stored or fetched, and of those of a batch together. A
     process holds two batches of each partition."""
     concurrency: Count = 8
     """Payloads that the process stores at once, and as many that it fetches."""
     timeout: Seconds = 3.0
-    """The store has this long for each payload that is fetched, and for all that a transaction
-    stores: its handlers have `PIPELINE_TRANSACTION_TIMEOUT` less this time. Half of that at
-    most."""
+    """Time for each payload that is fetched, and for all that a transaction stores: its handlers
+    have `PIPELINE_TRANSACTION_TIMEOUT` less this time. At most half of that."""
     grace: Annotated[Seconds, Field(ge=3_600)] = 2_592_000.0
-    """What is in the store for so long without an event that was committed is deleted: 30 days. It
-    costs only space, and after a restore or a failover events may have been sent that the database
-    does not know any more."""
+    """Objects without a committed event are deleted after this long: 30 days. After a restore or a
+    failover the database may lack events that were sent."""
     age: Seconds = 2_592_000.0
-    """Payloads are deleted this long after their events were published: 30 days. Longer than topics
-    keep their records, and than dead letters wait until they are redriven."""
+    """Payloads are deleted this long after their events were published: 30 days. It must exceed the
+    topics' retention, and the time that dead letters wait for a redrive."""
 
     @model_validator(mode="after")
     def _a_payload_fits(self) -> Self:

@@ -16,4 +16,4 @@ class EffectSettings(BaseSettings):
     )
 
     calls: Count = 40
-    """Calls to the outside that the process makes at once, each of another key."""
+    """Concurrent calls to other services, each of another key."""

@@ -1,6 +1,5 @@
 """The page: what answers at which address."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from pipeline import Service
+from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
 from .actions import Actions
@@ -83,12 +83,8 @@ class Page:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(self._watch.run())
-        try:
+        async with in_background(self._watch.run()):
             yield
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
 
     def stop(self) -> None:
         """Let streams end, for which a server that stops would wait."""

@@ -29,32 +29,32 @@ class PageSettings(BaseSettings):
     )
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Another address than loopback lets other machines in: put TLS before it."""
+    """Address to listen on. Other machines can reach an address other than loopback: put TLS before
+    it."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_081
     """0 picks a free port and logs it."""
     token: Annotated[SecretStr, AfterValidator(_hard_to_guess)] | None = None
-    """People log in by it, and by their name; at least 16 characters."""
+    """Shared token of all users, at least 16 characters."""
     proxy_header: (
         Annotated[str, written(r"[A-Za-z0-9-]+", "a header's name, of letters, digits and '-'")]
         | None
     ) = None
-    """A proxy that has logged people in says in this header who they are; instead of the token."""
+    """Header in which an authenticating proxy sends the user's name; instead of the token."""
     proxies: Annotated[frozenset[IPv4Address | IPv6Address], NoDecode] = frozenset()
-    """Addresses that this header is taken from, several separated by commas; from others it means
-    nothing."""
+    """Addresses of that proxy, separated by commas. From others the header is ignored."""
     origin: (
         Annotated[str, written(_ORIGIN, "https://host or https://host:port, and no path")] | None
     ) = None
-    """What browsers see, if a proxy stands before the page: `https://ops.example.org`. With https
-    cookies travel by that only."""
+    """The page's URL in the browser, if a proxy is before it: `https://ops.example.org`. With
+    https, cookies are sent only by https."""
     trace_url: (
         Annotated[str, written(r"https?://.*\{trace_id\}.*", "a URL with {trace_id} in it")] | None
     ) = None
-    """Where a trace is shown: `https://traces.example.org/trace/{trace_id}`."""
+    """URL of a trace: `https://traces.example.org/trace/{trace_id}`."""
     session: Seconds = 28_800.0
-    """After this long people log in again."""
+    """Users log in again after this long."""
     interval: Annotated[Seconds, Field(ge=0.1)] = 5.0
-    """Between two looks at PostgreSQL and Kafka, however many people watch."""
+    """Time between two queries of PostgreSQL and Kafka, for all users together."""
 
     @field_validator("proxies", mode="before")
     @classmethod

@@ -42,8 +42,8 @@ class ServerSettings(BaseSettings):
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""
     database_pooler: bool = False
-    """A pooler in transaction mode (PgBouncer) stands before the database. Set `jit = off` for the
-    role then: a session can't."""
+    """The database is behind a pooler in transaction mode (PgBouncer). Then set `jit = off` for the
+    role, because a session can't."""
     kafka_bootstrap_servers: Annotated[
         str,
         written(r"[^,\s]+:\d+(,[^,\s]+:\d+)*", "host:port, several separated by commas"),
@@ -51,12 +51,12 @@ class ServerSettings(BaseSettings):
     """`host:port`, several separated by commas"""
 
     database_tls: bool = False
-    """Connect by TLS only, and verify the server's certificate and name. Unset: by TLS where the
-    server offers it, and nothing is verified."""
+    """Connect by TLS only, and verify the server's certificate and name. Otherwise TLS is used if
+    the server offers it, without verification."""
     database_ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the system's."""
     database_certificate_file: Path | None = None
-    """Our certificate, in PEM, for a server that requests one."""
+    """The service's certificate, in PEM, if the server requests one."""
     database_key_file: Path | None = None
     """Its key, in PEM; it may be the same file."""
     database_key_password: SecretStr | None = None
@@ -65,7 +65,7 @@ class ServerSettings(BaseSettings):
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """As Kafka names them. SSL verifies the brokers' certificates and names; SASL sends a user."""
     kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
-    """How the password is proved; PLAIN only with SASL_SSL, as it sends it as it is."""
+    """PLAIN sends the password unencrypted, and is allowed only with SASL_SSL."""
     kafka_user: str | None = None
     """For SASL."""
     kafka_password: SecretStr | None = None
@@ -73,7 +73,7 @@ class ServerSettings(BaseSettings):
     kafka_ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the system's."""
     kafka_certificate_file: Path | None = None
-    """Our certificate, in PEM, for brokers that request one (mTLS)."""
+    """The service's certificate, in PEM, if brokers request one (mTLS)."""
     kafka_key_file: Path | None = None
     """Its key, in PEM; it may be the same file."""
     kafka_key_password: SecretStr | None = None

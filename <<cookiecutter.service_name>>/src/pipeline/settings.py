@@ -61,66 +61,66 @@ class Settings(ServerSettings):
     """What may differ between two deployments of the same service."""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
-    """Where a partition begins that this service has never read; also one that is added later,
-    so that `latest` misses what was written to it before it was noticed."""
+    """Start of a partition that this service has never read. A partition that is added later also
+    has it, so `latest` misses records from before it was noticed."""
     batch_size: Count = 3_000
-    """Records of one partition that share a transaction, at most."""
+    """Most records that share a transaction."""
     concurrency: Count = 4
-    """Consume transactions that run at once, each on a connection of its own."""
+    """Concurrent consume transactions, each on its own connection."""
     kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
-    """After this long without a heartbeat the group gives the partitions of a process to others."""
+    """After this long without a heartbeat the group reassigns a process' partitions."""
     transaction_timeout: Seconds = 8.0
-    """A consume transaction that lasts longer is ended by the server; below the session timeout."""
+    """The server ends a consume transaction after this long; below the session timeout."""
     lock_timeout: Seconds = 4.0
-    """A statement that waits longer for a lock is ended and tried again."""
+    """A statement that waits longer for a lock is ended and retried."""
     offset_commit_interval: Seconds = 5.0
-    """How often Kafka's committed offsets follow the positions; only lag tools read them."""
+    """Interval at which Kafka's committed offsets follow the positions, for lag tools."""
     retry_pause: Seconds = 5.0
-    """A partition that stands still, and an open breaker, are tried again after this long."""
+    """Pause between attempts of a blocked partition or an open breaker."""
     breaker_keys: Count = 20
-    """After so many keys in a row have failed alike at one consumer its breaker opens: its messages
-    are not parked any more, and wait."""
+    """After this many keys in a row have failed alike at a consumer, its breaker opens: its
+    messages wait instead of being parked."""
     unclean_starts: Count = 3
-    """After so many processes have died at one position the next parks the first records there, and
-    tries each of them alone."""
+    """After this many processes have died at one position, the next one parks the first records
+    there, and tries each of them alone."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
-    """What a compressed batch of a producer may unpack to, in MiB: 128 times what brokers take by
-    default. A larger one could take all memory: its partition stands still until a person decides.
-    To read one takes about twice its size."""
+    """Most MiB to which a producer's compressed batch may unpack: 128 times what brokers take by
+    default. A larger one blocks its partition until an operator decides, because it could use up
+    the memory. Reading one takes about twice its size."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
-    """A process whose event loop is blocked for this long ends, with its stack in the log; its
-    supervisor has to start another. From then on `/health/live` fails, too."""
+    """A process whose event loop is blocked for this long fails `/health/live` and ends, with its
+    stack in the log. Its supervisor must start another."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
-    """After so many more objects Python looks for cycles among the new ones: more than batches and
-    pages hold, which need no search. Lower it where handlers leave much memory in cycles, as ORM
-    objects that refer to each other do: at 40 objects and 50 kB a message this is 125 MB."""
+    """New objects after which Python's garbage collector searches for cycles. The default exceeds
+    the objects of batches and pages, which need no search. Lower it if handlers leave much memory
+    in cycles, such as ORM objects that refer to each other."""
 
     backlog_workers: Count = 2
-    """Lanes of the backlog that the process works at, at once."""
+    """Lanes of the backlog that the process handles concurrently."""
     backlog_lease: Annotated[Seconds, Field(ge=1)] = 10.0
-    """The lane of a worker that died is taken over after this long."""
+    """The lane of a dead worker is taken over after this long."""
     backlog_poll_min: Seconds = 0.02
-    """Pause after something was found in the backlog, or was stored by this process."""
+    """Pause after a poll found something in the backlog, or this process stored something."""
     backlog_poll_max: Seconds = 2.0
-    """Pause that idle polls of the backlog grow to."""
+    """Longest pause of idle polls of the backlog."""
 
     max_event_bytes: Count = 900_000
-    """A larger event is refused when it is staged; stay below the topics' `max.message.bytes`."""
+    """A larger event is rejected when it is staged; below the topics' `max.message.bytes`."""
     relay_page: Count = 5_000
-    """Events that the relay reads and sends at a time, at most. While about twice as many are not
-    sent, each transaction beside it waits for it, for a second at most."""
+    """Most events that the relay reads and sends at a time. While about twice as many are unsent,
+    transactions of the same process wait for it, up to a second each."""
     relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0
-    """The shards of a relay that died are taken over after this long."""
+    """The shards of a dead relay are taken over after this long."""
     relay_poll_min: Seconds = 0.01
-    """Pause after a poll that found something, or after this process staged something."""
+    """Pause after a poll found something, or this process staged something."""
     relay_poll_max: Seconds = 0.25
-    """Pause that idle polls grow to; only events that other processes stage wait for them."""
+    """Longest pause of idle polls. It delays only events that other processes stage."""
     relay_cursor_interval: Seconds = 0.25
-    """The cursor is written this often; a crash repeats at most what was sent in between."""
+    """Interval at which the cursor is written; a crash repeats at most what was sent in it."""
 
     relay_transactional: bool = False
-    """Publish in Kafka transactions, under a transactional id of each relay, which its successor
-    fences: a relay that was stopped cannot send late. For consumers that can't drop repeats by id;
+    """Publish in Kafka transactions, with a transactional id for each relay, which its successor
+    fences: a relay that was paused can't send late. For consumers that can't drop repeats by id;
     they must read committed. Repeats after a crash remain."""
 
     dead_letter_topic: (
@@ -133,39 +133,38 @@ class Settings(ServerSettings):
     """Dead letters are sent there too: records as they came, with the reason in more headers."""
 
     relay_topic_pause: Seconds = 5.0
-    """A topic that is missing, or that may not be written, is tried again after this long; its
-    events wait meanwhile, without a limit."""
+    """Pause between attempts to publish to a topic that is missing or may not be written. Its
+    events wait without a limit."""
 
     outbox_days_ahead: Count = 7
-    """Daily outbox partitions that are made ahead."""
+    """Daily outbox partitions that are created ahead."""
     inbox_generations_ahead: Count = 2
-    """Inbox generations that are made ahead."""
+    """Inbox generations that are created ahead."""
     inbox_generation_age: Seconds = 86_400.0
-    """A generation takes new markers for this long; then the next one does."""
+    """Time for which a generation takes new markers."""
     inbox_age: Annotated[Seconds, Field(ge=7_200)] = 691_200.0
-    """An event is remembered for at least this long after it took effect: 8 days. Longer than the
-    topics keep their records, or what is sent again may be too old to be told from a new one."""
+    """Shortest time for which an event is remembered: 8 days. It must exceed the topics' retention;
+    a message that is redelivered later may be a dead letter (`too old`)."""
     inbox_must_cover_topics: bool = False
-    """Refuse to start where a topic keeps its records for longer than events are remembered;
-    otherwise that is a warning. Brokers that don't answer are not waited for."""
+    """Refuse to start if a topic's retention exceeds the time for which events are remembered.
+    Otherwise that is a warning. Unavailable brokers are not waited for."""
     outbox_age: Annotated[Seconds, Field(ge=7_200)] = 172_800.0
-    """A day of the outbox is dropped this long after its end, when all of it is published."""
+    """A day of the outbox is dropped this long after its end, if all of it is published."""
     discarded_age: Seconds = 2_592_000.0
-    """Dead letters are deleted this long after a person has discarded them: 30 days."""
+    """Dead letters are deleted this long after they were discarded: 30 days."""
     inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
-    """Memory for filters of closed generations, by which new messages are known without a look-up,
-    in MiB: 28 for 16 generations of a million messages each, as much for the 16 before them, and
-    twice one's while it is loaded. A filter takes half of it at most. What does not fit is looked
-    up in the database: a generation of more than 290,000 messages for each MiB, and older ones."""
+    """Memory in MiB for filters of closed generations, which save look-ups: 28 for 16 generations
+    of a million messages each. A filter is built of at most half of it, or 290,000 messages for
+    each MiB. Other generations are looked up in the database."""
     housekeeping_interval: Seconds = 3_600.0
-    """How often those partitions and generations are dropped that are too old, by one process for
-    all. New ones are made ahead as often, and at least every minute."""
+    """Interval at which one process drops old partitions and generations. New ones are created as
+    often, and at least every minute."""
 
     shutdown_grace: Seconds = 20.0
-    """After SIGTERM the process has this long, for running batches, the relay, and telemetry. The
-    time after which its supervisor kills it (Kubernetes: 30 s) must be 10 s longer."""
+    """Time after SIGTERM for running batches, the relay and telemetry. The supervisor's time-out
+    must be 10 s longer (Kubernetes: 30 s by default)."""
     health_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address of the health server; `0.0.0.0` for all, where something else protects it."""
+    """Address of the health server; `0.0.0.0` for all, if access is restricted elsewhere."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
     otlp_endpoint: (
@@ -175,17 +174,17 @@ class Settings(ServerSettings):
     """Base URL of an OTLP/HTTP receiver; without it nothing is exported. Credentials belong into
     `OTEL_EXPORTER_OTLP_HEADERS`."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of the traces started here that are recorded; a caller's decision is followed."""
+    """Share of the traces started here that are recorded; a caller's decision is kept."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """What is less important is not written. There is no line for each message above DEBUG."""
+    """Lowest level that is logged. Above DEBUG there is no line for each message."""
     log_loggers: (
         Annotated[
             str, written(r"[^,\s]+(,[^,\s]+)*", "names of loggers, several separated by commas")
         ]
         | None
     ) = None
-    """Libraries that log from the same level on, such as `httpx,sqlalchemy.engine`; of others only
-    warnings and errors are logged. What they log may hold URLs and, at DEBUG, rows and payloads."""
+    """Libraries that log from the same level on, such as `httpx,sqlalchemy.engine`; others log
+    warnings and errors only. Their lines may contain URLs and, at DEBUG, rows and payloads."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""
 

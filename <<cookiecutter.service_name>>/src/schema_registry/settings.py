@@ -53,18 +53,17 @@ class RegistrySettings(BaseSettings):
     key_password: SecretStr | None = None
     """Password of the private key, if it has one."""
     timeout: Seconds = 3.0
-    """Each URL has this long for a request. After that the registry counts as unavailable."""
+    """Time for a request to each URL. After that the registry counts as unavailable."""
     concurrency: Count = 4
-    """Requests that the process makes at once for each codec."""
+    """Concurrent requests for each codec."""
     schemas: Count = 1_000
-    """Schemas that a codec keeps in memory. Those of records read in the last minute are kept in
-    any case."""
+    """Schemas that a codec keeps in memory, besides those of records read in the last minute."""
     unknown_age: Seconds = 30.0
     """A schema id that the registry does not know is not requested again for this long, except for
-    records of the backlog: after `service dead redrive` it is requested at once."""
+    records of the backlog, for instance after `service dead redrive`."""
     auto_register: bool = False
-    """Whether schemas that the code has for published events are registered when the service
-    starts. For development: elsewhere a pipeline that checks their compatibility registers them."""
+    """Register the code's schemas of published events when the service starts. For development;
+    elsewhere a pipeline that checks compatibility registers them."""
 
     @model_validator(mode="after")
     def _credentials_fit(self) -> Self:

@@ -3,7 +3,7 @@
 The statement that moves a position, or holds a lane, also reads the generations of the inbox.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple, Self
@@ -16,6 +16,7 @@ from pipeline.events.message import Message
 
 from .item import record_digest
 
+_NO_ANCHOR = (None, None, None)
 _LAST_MILLISECOND = 253_402_300_799_000
 """The end of the year 9999. Producers may send any number as a timestamp."""
 
@@ -83,6 +84,16 @@ def time_of(milliseconds: int) -> datetime:
     return datetime.fromtimestamp(min(max(0, milliseconds), _LAST_MILLISECOND) / 1e3, UTC)
 
 
+class Move(NamedTuple):
+    """A batch's change of the position of its partition."""
+
+    slot: Slot
+    fetched_from: int
+    next_offset: int
+    anchor: Anchor | None
+    """None over a gap in the offsets: the old anchor stays."""
+
+
 class StoredPosition(NamedTuple):
     """The position of a partition; without an anchor if no record was read from it yet."""
 
@@ -90,24 +101,36 @@ class StoredPosition(NamedTuple):
     anchor: Anchor | None
 
 
-_MOVE_POSITION = """
+_MOVE_POSITIONS = """
 WITH moved AS (
-    UPDATE pipeline.position
-       SET next_offset = $5,
-           anchor_offset = COALESCE($6, anchor_offset),
-           anchor_time = COALESCE($7, anchor_time),
-           anchor_hash = COALESCE($8, anchor_hash),
+    UPDATE pipeline.position AS position
+       SET next_offset = move.next_offset,
+           anchor_offset = COALESCE(move.anchor_offset, position.anchor_offset),
+           anchor_time = COALESCE(move.anchor_time, position.anchor_time),
+           anchor_hash = COALESCE(move.anchor_hash, position.anchor_hash),
            starts = 0,
            moved_at = clock_timestamp()
-     WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
+      FROM unnest($2::text[], $3::int[], $4::bigint[], $5::bigint[], $6::bigint[],
+                  $7::timestamptz[], $8::bytea[])
+           AS move (topic, partition, fetched_from, next_offset, anchor_offset, anchor_time,
+                    anchor_hash)
+     WHERE position.consumer_group = $1
+       AND position.topic = move.topic
+       AND position.partition = move.partition
+       AND position.next_offset = move.fetched_from
     RETURNING 1
 )
-SELECT current, oldest, since, opening FROM moved, pipeline.inbox_generation
+SELECT current, oldest, since, opening, moved.number
+  FROM (SELECT count(*) AS number FROM moved) AS moved, pipeline.inbox_generation
 """
 
 _COUNT_DUPLICATES = """
-UPDATE pipeline.position SET duplicates = duplicates + $4
- WHERE consumer_group = $1 AND topic = $2 AND partition = $3
+UPDATE pipeline.position AS position
+   SET duplicates = duplicates + found.number
+  FROM unnest($2::text[], $3::int[], $4::bigint[]) AS found (topic, partition, number)
+ WHERE position.consumer_group = $1
+   AND position.topic = found.topic
+   AND position.partition = found.partition
 """
 
 _COUNT_START = """
@@ -148,28 +171,30 @@ UPDATE pipeline.position
 """
 
 
-async def move_position(
-    connection: asyncpg.Connection,
-    slot: Slot,
-    *,
-    fetched_from: int,
-    next_offset: int,
-    anchor: Anchor | None,
-) -> Generations:
-    """Move the position over the batch. Raises `PositionMoved` if it is not `fetched_from`.
+async def move_positions(connection: asyncpg.Connection, moves: Sequence[Move]) -> Generations:
+    """Move the positions of different partitions of a group over their batches.
 
-    Without a new anchor, over a gap in the offsets, the old one stays.
+    Raises `PositionMoved` if one of them is not where its batch was fetched from.
     """
-    last = anchor or (None, None, None)
-    row = await connection.fetchrow(_MOVE_POSITION, *slot, fetched_from, next_offset, *last)
-    if row is None:
-        raise PositionMoved(f"{slot.topic}/{slot.partition} is not at {fetched_from}")
-    return Generations(*row)
+    rows = (
+        (*one.slot, one.fetched_from, one.next_offset, *(one.anchor or _NO_ANCHOR)) for one in moves
+    )
+    [group, *_], *columns = map(list, zip(*rows, strict=True))
+    *generations, number = await connection.fetchrow(_MOVE_POSITIONS, group, *columns)
+    if number < len(moves):
+        places = (
+            f"{one.slot.topic}/{one.slot.partition} is not at {one.fetched_from}" for one in moves
+        )
+        raise PositionMoved(", or ".join(places))
+    return Generations(*generations)
 
 
-async def count_duplicates(connection: asyncpg.Connection, slot: Slot, number: int) -> None:
-    """Add to the count of the partition's duplicates; only reports read it."""
-    await connection.execute(_COUNT_DUPLICATES, *slot, number)
+async def count_duplicates(
+    connection: asyncpg.Connection, group: str, numbers: Mapping[tuple[str, int], int]
+) -> None:
+    """Add to the counts of duplicates, by topic and partition; only reports read them."""
+    topics, partitions = map(list, zip(*numbers, strict=True))
+    await connection.execute(_COUNT_DUPLICATES, group, topics, partitions, [*numbers.values()])
 
 
 async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition | None:

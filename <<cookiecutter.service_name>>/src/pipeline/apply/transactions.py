@@ -183,7 +183,7 @@ class ConsumeTransactions:
                 ProcessSpans(self.group),
                 own,
                 limits.statement(connection, self.settings, handler=AT_WORK if own else ""),
-                self.settings.transaction_timeout,
+                self.settings.transaction_timeout * source.time_share,
                 memory,
             )
             try:

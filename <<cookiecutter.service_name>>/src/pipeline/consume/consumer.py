@@ -10,6 +10,7 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
 from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.errors import describe_error
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
@@ -17,6 +18,7 @@ from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
+from .gathering import Gatherer
 from .reader import Reader
 
 log = logging.getLogger(__name__)
@@ -48,10 +50,13 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._topics = consume.handlers.topics
         self._settings = consume.settings
         self._health = health
+        self._gatherer = Gatherer(consume)
         self._readers: dict[TopicPartition, Reader] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
         self._has_joined = False
+        self._rejection = ""
+        """Why the group's coordinator has rejected this member."""
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -122,9 +127,12 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         if self._stopping.is_set():
             return
         for partition in sorted(assigned):
-            self._readers[partition] = Reader(self._client, partition, self._consume, self._health)
+            self._readers[partition] = Reader(
+                self._client, partition, self._consume, self._gatherer, self._health
+            )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
+        self._rejection = ""
         self._health.ready("consumer")
 
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
@@ -169,7 +177,14 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
     def _check_brokers(self) -> None:
         """Report whether the brokers answer: while no records come, no error would show it."""
         patience = _METADATA_SECONDS + _SLACK_SECONDS if self._has_joined else math.inf
-        if problem := self._client.problem(self._readers, patience):
+        if rejection := self._client.rejection():
+            self._rejection = (
+                f"the group {self._consume.group!r} does not accept this member, which tries again:"
+                f" {describe_error(rejection)}"
+            )
+        elif self._readers:
+            self._rejection = ""
+        if problem := self._rejection or self._client.problem(self._readers, patience):
             self._health.not_ready("consumer", f"{self._settings.kafka}: {problem}")
         elif self._has_joined:
             self._health.ready("consumer")

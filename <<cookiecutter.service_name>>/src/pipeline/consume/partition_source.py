@@ -1,7 +1,9 @@
-"""A batch of a topic partition, as a source of the consume transaction."""
+"""Batches of topic partitions, as a source of the consume transaction."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import asyncpg
@@ -12,14 +14,22 @@ from pipeline.apply.batch import Batch
 from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.item import Item, Known, order_key
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.apply.positions import Generations, Slot
+from pipeline.apply.positions import Generations, Move, Slot
 from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
 from pipeline.observe import metrics
 
+_SHARED_LIMIT = 1 / 16
+"""Share of the time limit of a transaction that one with several partitions has: the records of one
+partition wait no longer for the handlers of another."""
+
+
+class NotShared(Exception):
+    """A transaction with several partitions has failed: each is to be applied by itself."""
+
 
 @dataclass(frozen=True)
-class PartitionSource:
-    """A batch of a topic partition; the partition's position moves with it."""
+class PartitionBatch:
+    """A batch of one topic partition."""
 
     slot: Slot
     batch: Batch
@@ -27,38 +37,60 @@ class PartitionSource:
     """Processes that have died over the batch. If any, its messages are parked as suspects."""
 
     @property
-    def items(self) -> Sequence[Item]:
-        """The messages, in order."""
-        return self.batch.items
+    def move(self) -> Move:
+        """The change of the partition's position."""
+        return Move(self.slot, self.batch.start, self.batch.end, self.batch.anchor)
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
         """Decisions to park messages without a call: of deferred handlers, or all suspects."""
         if self.deaths:
             error = ProcessDied(f"{self.deaths} processes have begun with its batch and died")
-            return {item.key: suspected(error) for item in self.items}
-        return {item.key: DEFERRED for item in self.items if item.handler.mode == "deferred"}
+            return {item.key: suspected(error) for item in self.batch.items}
+        return {item.key: DEFERRED for item in self.batch.items if item.handler.mode == "deferred"}
+
+
+@dataclass(frozen=True)
+class PartitionSource:
+    """Batches of one or more topic partitions; the partitions' positions move with them."""
+
+    parts: Sequence[PartitionBatch]
+
+    @cached_property
+    def items(self) -> Sequence[Item]:
+        """The messages, in the order of each partition."""
+        if len(self.parts) == 1:
+            return self.parts[0].batch.items
+        return [item for part in self.parts for item in part.batch.items]
+
+    @property
+    def time_share(self) -> float:
+        """Share of the time limit of a transaction that this one has."""
+        return 1.0 if len(self.parts) == 1 else _SHARED_LIMIT
+
+    @property
+    def decisions(self) -> dict[bytes, Decision]:
+        """Decisions to park messages without a call."""
+        return {key: one for part in self.parts for key, one in part.decisions.items()}
 
     @property
     def decoded(self) -> tuple[set[str], list[FailedMessage]]:
-        """What the decoder could read, and what not."""
-        decoder = f"the decoder of {self.slot.topic}"
-        readable = bool(self.batch.items or self.batch.skipped)
-        failed = [
-            FailedMessage(decoder, order_key("", one.record), one.error)
-            for one in self.batch.undecoded
-        ]
-        return ({decoder} if readable else set()), failed
+        """What the decoder of each topic could read, and what not."""
+        readable: set[str] = set()
+        failed: list[FailedMessage] = []
+        for part in self.parts:
+            decoder = f"the decoder of {part.slot.topic}"
+            if part.batch.items or part.batch.skipped:
+                readable.add(decoder)
+            failed += [
+                FailedMessage(decoder, order_key("", one.record), one.error)
+                for one in part.batch.undecoded
+            ]
+        return readable, failed
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
-        """Move the position. Raises `PositionMoved`."""
-        return await positions.move_position(
-            connection,
-            self.slot,
-            fetched_from=self.batch.start,
-            next_offset=self.batch.end,
-            anchor=self.batch.anchor,
-        )
+        """Move the positions. Raises `PositionMoved`."""
+        return await positions.move_positions(connection, [part.move for part in self.parts])
 
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
@@ -69,8 +101,12 @@ class PartitionSource:
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Write what is not applied to the backlog; returns the dead rows."""
         if outcome.duplicates:
-            await positions.count_duplicates(connection, self.slot, len(outcome.duplicates))
-        undecoded = [backlog.undecoded_row(one) for one in self.batch.undecoded]
+            places = ((one.record.topic, one.record.partition) for one in outcome.duplicates)
+            group = self.parts[0].slot.group
+            await positions.count_duplicates(connection, group, Counter(places))
+        undecoded = [
+            backlog.undecoded_row(one) for part in self.parts for one in part.batch.undecoded
+        ]
         outcome.undecoded += undecoded
         rows = [
             *(backlog.row_of(item, decision) for item, decision in outcome.decided),
@@ -82,16 +118,24 @@ class PartitionSource:
         return [row for row in rows if row.decision.is_dead]
 
     def halves(self) -> Sequence[Self]:
-        """Divide the batch in the middle of its records."""
-        offsets = self.batch.offsets
+        """Divide the batch of a partition in the middle of its records.
+
+        Raises `NotShared` if there are several partitions.
+        """
+        if len(self.parts) > 1:
+            raise NotShared
+        [part] = self.parts
+        offsets = part.batch.offsets
         if len(offsets) < 2:
             return [self]
-        start, middle, end = self.batch.start, offsets[len(offsets) // 2], self.batch.end
-        parts = (start, middle), (middle, end)
-        return [replace(self, batch=self.batch.between(*part)) for part in parts]
+        start, middle, end = part.batch.start, offsets[len(offsets) // 2], part.batch.end
+        batches = (part.batch.between(*ends) for ends in ((start, middle), (middle, end)))
+        return [replace(self, parts=[replace(part, batch=one)]) for one in batches]
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record the committed transaction."""
-        if skipped := len(self.batch.skipped):
-            metrics.processed(self.slot.topic, "", "skipped", skipped, group)
-        metrics.batch_applied(self.slot.topic, group, len(self.batch.items) + skipped, seconds)
+        for part in self.parts:
+            if skipped := len(part.batch.skipped):
+                metrics.processed(part.slot.topic, "", "skipped", skipped, group)
+            number = len(part.batch.items) + skipped
+            metrics.batch_applied(part.slot.topic, group, number, seconds)

@@ -24,7 +24,8 @@ from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
 
-from .partition_source import PartitionSource
+from .gathering import Gatherer
+from .partition_source import PartitionBatch
 from .position import PartitionPosition, Stuck
 
 log = logging.getLogger(__name__)
@@ -44,12 +45,14 @@ class Reader:
         client: KafkaConsumer,
         partition: TopicPartition,
         consume: ConsumeTransactions,
+        gatherer: Gatherer,
         health: Health,
     ) -> None:
         """Start the task that reads."""
         self._client = client
         self._partition = partition
         self._consume = consume
+        self._gatherer = gatherer
         self._settings = consume.settings
         self._health = health
         self._slot = Slot(consume.group, partition.topic, partition.partition)
@@ -117,31 +120,32 @@ class Reader:
         assert self.position is not None
         # Not yet as below: earlier processes may have died over the first records.
         while not self._has_begun and not self._stopping.is_set():
-            source = await self._fetch(self.position)
-            await self._apply(source)
-            self._deaths = source.deaths if self._left else 0
+            part = await self._fetch(self.position)
+            await self._apply(part)
+            self._deaths = part.deaths if self._left else 0
             # Without records there was only a gap in the offsets.
-            self._has_begun = bool(source.batch.records) and not self._deaths
+            self._has_begun = bool(part.batch.records) and not self._deaths
         following = asyncio.create_task(self._fetch(self.position))
         try:
             while not self._stopping.is_set():
-                source = await following
+                part = await following
                 # The next batch is fetched and decoded while this one is applied.
-                following = asyncio.create_task(self._fetch(source.batch.end))
-                await self._apply(source)
+                following = asyncio.create_task(self._fetch(part.batch.end))
+                await self._apply(part)
         finally:
             await end(following)
 
-    async def _apply(self, source: PartitionSource) -> None:
+    async def _apply(self, part: PartitionBatch) -> None:
+        attempts = self._attempts("the consume transaction")
         self._is_applying = True
         try:
-            results = await self._consume.apply(source, self._attempts("the consume transaction"))
+            results = await self._gatherer.apply(part, attempts, is_alone=not self._has_begun)
         finally:
             self._is_applying = False
         self._pace.learn(results)
-        self._move_to(source.batch.end)
+        self._move_to(part.batch.end)
 
-    async def _fetch(self, start: int) -> PartitionSource:
+    async def _fetch(self, start: int) -> PartitionBatch:
         """Wait for the records from `start` on, decode them and fetch the data they refer to.
 
         If processes have died over them the payloads are not validated and no data is fetched,
@@ -151,7 +155,7 @@ class Reader:
         records = await self._records(start)
         if not records:
             behind = await self._client.position(self._partition)
-            return PartitionSource(self._slot, Batch(start, behind, (), ()))
+            return PartitionBatch(self._slot, Batch(start, behind, (), ()))
         deaths, handlers = self._suspected_deaths, self._consume.handlers
         attempts = self._attempts("fetching schemas or data")
         if deaths and not self._deaths:
@@ -171,7 +175,7 @@ class Reader:
         if not deaths:
             batch = await attempts(resolve_batch, batch, self._consume.claims)
         self._left = [record for record in records if record.offset >= batch.end]
-        return PartitionSource(self._slot, batch, deaths)
+        return PartitionBatch(self._slot, batch, deaths)
 
     async def _read_alone(self, start: int, record: ConsumerRecord, deaths: int) -> Batch:
         if not self._stored_position.is_deadly:

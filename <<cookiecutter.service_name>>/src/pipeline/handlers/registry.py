@@ -62,11 +62,11 @@ class Handlers:
         topic: str,
         consumer: str,
         loads: Loads[Any] | None = None,
+        gaps: Gaps | None = None,
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
         timeout: float = 5.0,
         takes_old: bool = False,
-        gaps: Gaps | None = None,
     ) -> Callable[[Function[E]], Function[E]]:
         """Register the decorated coroutine function for the events of a topic.
 

@@ -12,7 +12,11 @@ Each item is what aiokafka does without its patch, with the issue upstream where
    attempt, so that nothing behind it is ever read. See `record_batches`.
 7. A consumer for which no records come polls the brokers as often as any other, and does not report
    that its fetching task has ended, or that no broker answers.
-8. The error INVALID_RECORD is unknown: a broker that returns it looks unavailable.
+8. The errors INVALID_RECORD and GROUP_MAX_SIZE_REACHED are unknown: a broker that returns the first
+   looks unavailable.
+9. A client whose brokers have all moved never uses the bootstrap addresses again.
+10. A consumer that may not join its group reports it to a call that waits for records, and waits
+   for such a call before it tries again. No assigned partition, no call. (`_push_error_to_user`)
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
@@ -47,6 +51,14 @@ rejections: ContextVar[dict[str, str]] = ContextVar("rejections")
 fetcher.MemoryRecords = FetchedBatches
 
 
+class GroupIsFullError(BrokerResponseError):  # type: ignore[misc]  # it has no types
+    """The broker's error GROUP_MAX_SIZE_REACHED."""
+
+    errno = 81
+    message = "GROUP_MAX_SIZE_REACHED"
+    description = "The group has as many members as the broker allows (group.max.size)."
+
+
 class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has no types
     """The broker's error INVALID_RECORD."""
 
@@ -55,7 +67,8 @@ class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has n
     description = "The broker does not take this record."
 
 
-kafka_errors.setdefault(InvalidRecordError.errno, InvalidRecordError)
+for _error in (GroupIsFullError, InvalidRecordError):
+    kafka_errors.setdefault(_error.errno, _error)
 
 
 class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no types
@@ -102,6 +115,19 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
                 connection.close()
             raise asyncio.CancelledError
         return connection
+
+    async def _metadata_update(self, *args: Any) -> bool:
+        is_known: bool = await super()._metadata_update(*args)
+        if not is_known and not self.is_closed:
+            try:
+                await self.bootstrap()
+                is_known = await super()._metadata_update(*args)
+            except KafkaError:
+                return False
+            except BaseException as error:
+                close_bootstrap_connection(error)
+                raise
+        return is_known
 
     def force_metadata_update(self) -> asyncio.Future[bool]:
         update: asyncio.Future[bool] = super().force_metadata_update()
@@ -192,6 +218,14 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         """Raise the error with which the task that fetches has ended, if it has."""
         if self._fetcher.error_future.done():
             self._fetcher.error_future.result()
+
+    def rejection(self) -> KafkaError | None:
+        """Return why the group has rejected this member since the last call; it tries again."""
+        try:
+            self._coordinator.check_errors()
+        except KafkaError as error:
+            return error
+        return None
 
     def problem(self, partitions: Iterable[TopicPartition], patience: float) -> str | None:
         """Return why the brokers can't be used, from the state of the client; None if they can.

@@ -16,6 +16,9 @@ handler whose answer has arrived meanwhile would exceed its time. Shorter slices
 the relay's pages of a few milliseconds come in between.
 """
 
+_CANCEL_AGAIN_SECONDS = 2.0
+"""Time that a cancelled task has to clean up."""
+
 
 class TimeSlice:
     """The time for which a task may hold the event loop."""
@@ -61,7 +64,13 @@ async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.T
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until they have ended; their errors are ignored."""
-    for task in tasks:
-        task.cancel()
+    """Cancel tasks until they have ended; their errors are ignored.
+
+    Libraries may replace a cancellation by an error of their own, as SQLAlchemy does while an
+    engine connects for the first time. A loop that continues after errors is cancelled again.
+    """
+    while running := {task for task in tasks if not task.done()}:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=_CANCEL_AGAIN_SECONDS)
     await asyncio.gather(*tasks, return_exceptions=True)

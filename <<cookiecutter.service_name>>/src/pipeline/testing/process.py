@@ -20,7 +20,7 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot, SourceLost
 from pipeline.apply.source import Source
 from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume.partition_source import PartitionSource
+from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.handlers.registry import Handlers
 from pipeline.observe.health import Health
 from pipeline.retry.workers import BacklogWorkers
@@ -129,7 +129,9 @@ class Process:
             batch = await read(self._consume.handlers, start, left)
             batch = await resolve_batch(batch, self._consume.claims)
             try:
-                await self._consume.apply(PartitionSource(slot, batch), self._attempts())
+                await self._consume.apply(
+                    PartitionSource([PartitionBatch(slot, batch)]), self._attempts()
+                )
             except SourceLost:  # it was committed, and the answer was lost
                 start = None
                 continue

@@ -18,7 +18,7 @@ from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.consume.partition_source import PartitionSource
+from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.observe.health import Health
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
@@ -82,7 +82,7 @@ class Desk:
             "the test", "PostgreSQL", unless=lambda: False, report=self.outages.append
         )
         results = await self.consume.apply(
-            PartitionSource(self.slot, batch, deaths=deaths), attempts
+            PartitionSource([PartitionBatch(self.slot, batch, deaths)]), attempts
         )
         return outcomes_of(batch.items, results)
 

@@ -20,6 +20,7 @@ class Api(IntEnum):
     FETCH = 1
     METADATA = 3
     FIND_COORDINATOR = 10
+    JOIN_GROUP = 11
     LEAVE_GROUP = 13
     API_VERSIONS = 18
     INIT_PRODUCER_ID = 22
@@ -43,6 +44,7 @@ class Wire:
         self._leaderless = False
         self._forbidden = ""
         self._closed = ""
+        self._refusal = 0
         self._open: set[asyncio.StreamWriter] = set()
         self._ignored: set[Api] = set()
         self.held = 0
@@ -97,6 +99,10 @@ class Wire:
         """Tell everybody that the topic's configuration is not for them."""
         self._closed = topic
 
+    def refuse_members(self, code: int) -> None:
+        """Answer those that want to join a group by this error of the broker."""
+        self._refusal = code
+
     def cut(self) -> None:
         """Cut all connections, and take new ones."""
         for writer in self._open:
@@ -108,6 +114,7 @@ class Wire:
         self._shut = self._leaderless = False
         self._ignored = set()
         self._forbidden = self._closed = ""
+        self._refusal = 0
         self._passes.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -150,6 +157,8 @@ class Wire:
                     self.waits.append(int.from_bytes(request[after_name : after_name + 4]))
                 elif api == Api.METADATA and version == 5:
                     asked[request[4:8]] = "metadata"
+                elif api == Api.JOIN_GROUP and version >= 2:
+                    asked[request[4:8]] = "join"
                 elif api == Api.DESCRIBE_CONFIGS and version == 2:
                     asked[request[4:8]] = "configs"
                 broker.write(len(request).to_bytes(4) + request)
@@ -182,6 +191,8 @@ class Wire:
                     answer = answer[:4] + _without_topic(answer[4:], self._forbidden)
                 elif what == "configs" and self._closed:
                     answer = answer[:4] + _without_configs(answer[4:], self._closed)
+                elif what == "join" and self._refusal:
+                    answer = answer[:8] + self._refusal.to_bytes(2) + answer[10:]
                 # Metadata names the broker: by a host and a port, which becomes ours.
                 here = self._host.encode() + self._port.to_bytes(4)
                 there = self._host.encode() + self._broker_port.to_bytes(4)

@@ -19,108 +19,106 @@ from . import bank
 from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
-    revisions._APPLIED: "schema: look at its revisions",
-    revisions._WRONG_COLUMNS: "schema: compare its columns",
+    revisions._APPLIED: "schema: read revisions",
+    revisions._WRONG_COLUMNS: "schema: compare columns",
     partitions._NAMED_LIKE: "retention: list partitions",
-    partitions._IS_OWNER: "retention: ask who owns the tables",
+    partitions._IS_OWNER: "retention: check ownership",
     partitions._BEGIN: "partition: lock",
-    partitions._AS_OWNER: "partition: become the owner",
-    partitions._WAIT_SHORTLY: "partition: limit the wait",
-    generations._GENERATION: "retention: read the generation",
-    maintenance._BEGIN_ROUND: "retention: begin the round",
-    archive._IS_ARCHIVED: "retention: ask whether a day is archived",
-    maintenance._FINISH_ROUND: "retention: finish the round",
+    partitions._AS_OWNER: "partition: set role",
+    partitions._WAIT_SHORTLY: "partition: set lock timeout",
+    generations._GENERATION: "retention: read generation",
+    maintenance._BEGIN_ROUND: "retention: begin round",
+    archive._IS_ARCHIVED: "retention: check archive",
+    maintenance._FINISH_ROUND: "retention: finish round",
     generations._CLOSED_GENERATIONS: "retention: list closed generations",
     days._CLOSE_DAYS: "retention: close days",
-    days._WAIT_SHORTLY: "published: limit the wait",
-    days._PUBLISHED: "published: note it",
+    days._WAIT_SHORTLY: "published: set lock timeout",
+    days._PUBLISHED: "published: mark day",
     days._CLOSED_DAYS: "retention: list closed days",
-    f"SELECT {cluster.IS_OURS}": "retention: ask whose the outbox is",
-    days._UNFINISHED: "retention: look for who needs a day",
-    days._OLDEST_WRITER: "retention: look for who holds back relays",
-    days._REOPEN_DAYS: "retention: forget days",
+    f"SELECT {cluster.IS_OURS}": "retention: compare cluster",
+    days._UNFINISHED: "retention: find shards behind",
+    days._OLDEST_WRITER: "retention: find oldest writer",
+    days._REOPEN_DAYS: "retention: reopen days",
     generations._LOCK_GENERATION: "rotation: lock",
-    generations._CLOSE_GENERATION: "rotation: close the generation",
+    generations._CLOSE_GENERATION: "rotation: close generation",
     generations._FORGET: "rotation: forget generations",
     filters._FORGET: "filters: forget",
     filters._LOCK: "filters: lock",
-    filters._NEXT_WITHOUT_FILTER: "filters: look for a generation without",
-    filters._COUNT: "filters: count the keys",
-    filters._WITH_ROOM: "filters: look for one with room",
+    filters._NEXT_WITHOUT_FILTER: "filters: find unfiltered generation",
+    filters._COUNT: "filters: count keys",
+    filters._WITH_ROOM: "filters: find filter with room",
     filters._FETCH: "filters: read keys",
     filters._STORE: "filters: store",
-    filters._GENERATIONS: "filters: read the generation",
+    filters._GENERATIONS: "filters: read generation",
     filters._STORED: "filters: list",
     filters._BITS: "filters: load",
     inbox._REGISTER: "consumers: register",
-    positions._POSITION: "reader: read the position",
-    positions._START_AT: "reader: store the start",
-    positions._COUNT_START: "reader: count the start",
-    positions._FORGIVE_START: "reader: forgive the start",
-    positions._MOVE_POSITION: "consume: move the position",
+    positions._POSITION: "reader: read position",
+    positions._START_AT: "reader: store start",
+    positions._COUNT_START: "reader: count start",
+    positions._FORGIVE_START: "reader: undo start count",
+    positions._MOVE_POSITIONS: "consume: move position",
     positions._COUNT_DUPLICATES: "consume: count duplicates",
-    inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look into closed generations",
-    inbox._MARK: "consume: mark",
-    inbox._FIND_IN_CURRENT_GENERATION: "consume: look into the current generation",
-    backlog._FIND: "consume: look into the backlog",
-    inbox._REMEMBERS_ALL: "consume: look for who has forgotten nothing",
-    inbox._KEEP_RESULTS: "consume: keep results",
-    inbox._UNMARK: "consume: unmark",
-    backlog._ADD: "consume: add to the backlog",
+    inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look up closed generations",
+    inbox._MARK: "consume: insert markers",
+    inbox._FIND_IN_CURRENT_GENERATION: "consume: read existing markers",
+    backlog._FIND: "consume: look up backlog",
+    inbox._REMEMBERS_ALL: "consume: check inbox coverage",
+    inbox._KEEP_RESULTS: "consume: store results",
+    inbox._UNMARK: "consume: delete markers",
+    backlog._ADD: "consume: add to backlog",
     staging._SCHEDULE: "consume: schedule",
-    bank.CLAIM: "consume: note what is kept elsewhere",
-    staging.CANCEL: "consume: cancel what is scheduled",
-    scheduled._IS_DUE: "scheduled: look whether any is due",
+    bank.CLAIM: "consume: insert claims",
+    staging.CANCEL: "consume: cancel scheduled",
+    scheduled._IS_DUE: "scheduled: poll",
     scheduled._LOCK: "scheduled: lock",
-    scheduled._MOVE: "scheduled: move into the outbox",
+    scheduled._MOVE: "scheduled: move to outbox",
     lanes._COUNT: "backlog: count",
-    lanes._CLAIM: "backlog: claim a lane",
-    lane_source._TAKE: "backlog: take what is due",
-    lanes._HOLD: "backlog: hold the lane",
-    lanes._DELETE: "backlog: delete what is done",
-    lanes._SET: "backlog: change what is not",
-    lanes._ONLY_HEADS_ARE_DUE: "backlog: let heads be due",
-    lanes._RELEASE: "backlog: give the lane back",
+    lanes._CLAIM: "backlog: claim lane",
+    lane_source._TAKE: "backlog: read due rows",
+    lanes._HOLD: "backlog: fence lane",
+    lanes._DELETE: "backlog: delete settled rows",
+    lanes._SET: "backlog: update failed rows",
+    lanes._ONLY_HEADS_ARE_DUE: "backlog: schedule heads",
+    lanes._RELEASE: "backlog: release lane",
     cursor._ANNOUNCE: "relay: announce",
-    cursor._COUNT_RELAYS: "relay: count the relays",
-    cursor._GONE: "relay: look for relays that are gone",
+    cursor._COUNT_RELAYS: "relay: count relays",
+    cursor._GONE: "relay: find expired relays",
     cursor._CLAIM: "relay: claim shards",
-    cursor._WRITE: "relay: write the cursor",
+    cursor._WRITE: "relay: write cursor",
     cursor._LEAVE: "relay: leave",
     rejected._COUNT: "rejected: count",
     rejected._ADD: "rejected: add",
-    rejected._DUE: "rejected: read what is due",
-    rejected._DELETE: "rejected: delete what is sent",
-    rejected._SET: "rejected: set the reason",
-    window._NOW: "relay: look whether anything is new",
-    window._FRESH: "relay: read a fresh window",
-    window._PAGE: "relay: read a page",
+    rejected._DUE: "rejected: read waiting events",
+    rejected._DELETE: "rejected: delete sent events",
+    rejected._SET: "rejected: set reason",
+    window._NOW: "relay: poll",
+    window._FRESH: "relay: read window",
+    window._PAGE: "relay: read page",
 }
 """The statements that the engine has written down."""
 
 _SHAPES = {
     r"CREATE TABLE IF NOT EXISTS pipeline\.(outbox_p|inbox_g)\d+ \(LIKE": "partition: create",
     r"ALTER TABLE pipeline\.(outbox|inbox) ATTACH PARTITION": "partition: attach",
-    r"LOCK TABLE pipeline\.outbox_cursor ": "published: hold the progress",
+    r"LOCK TABLE pipeline\.outbox_cursor ": "published: lock cursor",
     r"ALTER TABLE pipeline\.(outbox|inbox) DETACH PARTITION": "partition: detach",
-    r"LOCK TABLE pipeline\.(outbox_p|inbox_g)\d+ ": "partition: hold",
+    r"LOCK TABLE pipeline\.(outbox_p|inbox_g)\d+ ": "partition: lock table",
     r"DROP TABLE pipeline\.(outbox_p|inbox_g)\d+$": "partition: drop",
-    r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": (
-        "retention: look for the last event of a day"
-    ),
+    r"SELECT xid FROM pipeline\.(outbox_p\d+|{name}) ": ("retention: read last event of day"),
     r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_rejected|{table}) ": (
-        "retention: delete what is discarded"
+        "retention: delete discarded rows"
     ),
-    "DECLARE closed ": "filters: open a cursor",
+    "DECLARE closed ": "filters: open cursor",
     "SELECT set_config.*pg_advisory_xact_lock_shared": "consume: limit and lock",
     r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",
-    "SELECT$": "consume: ask for a swallowed error",
-    r'COPY "pipeline"\."outbox"': "consume: begin to copy the outbox",
+    "SELECT$": "consume: check for failed statement",
+    r'COPY "pipeline"\."outbox"': "consume: begin COPY",
     "BEGIN ISOLATION LEVEL READ COMMITTED$": "consume: begin",
-    "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin a snapshot",
-    "BEGIN ISOLATION LEVEL REPEATABLE READ$": "filters: begin a snapshot",
+    "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin snapshot",
+    "BEGIN ISOLATION LEVEL REPEATABLE READ$": "filters: begin snapshot",
     "BEGIN$": "retention: begin",
     # What SQLAlchemy and asyncpg ask a new connection.
     r"select pg_catalog\.version|select current_schema|show |SELECT current_setting\('jit'\)"
@@ -181,7 +179,7 @@ class Postgres:
             elif type == b"Q":
                 boundary = self._simple(boundary_of(body.rstrip(b"\0").decode()))
             elif type == b"c":
-                boundary = "consume: end the copy"
+                boundary = "consume: end COPY"
             if type in _GO:
                 yield self._request(sent, boundary, b"ZG")
                 sent, boundary = b"", None
@@ -196,14 +194,14 @@ class Postgres:
         """Name a statement that was prepared, by its text and by what is bound."""
         _, name, rest = body.split(b"\0", 2)
         boundary = boundary_of(self._prepared[name.decode()])
-        self._is_in_lane |= boundary == "backlog: hold the lane"
+        self._is_in_lane |= boundary == "backlog: fence lane"
         if boundary == "retention: list partitions" and self._last == "partition: lock":
-            return "partition: look again"
-        if boundary == "relay: write the cursor":
+            return "partition: list again"
+        if boundary == "relay: write cursor":
             if _bound_values(rest)[6] == b"\0":
-                return "relay: give shards back"
-            if self._last in ("relay: announce", "relay: extend the leases"):
-                return "relay: extend the leases"
+                return "relay: release shards"
+            if self._last in ("relay: announce", "relay: extend leases"):
+                return "relay: extend leases"
         return boundary
 
     def _simple(self, boundary: str) -> str:
@@ -258,14 +256,14 @@ _APIS = {
     _METADATA: "connect",
     8: "commit offsets",
     9: "read offsets",
-    _FIND_COORDINATOR: "find the coordinator",
-    11: "join the group",
+    _FIND_COORDINATOR: "find coordinator",
+    11: "join group",
     12: "heartbeat",
-    13: "leave the group",
-    14: "get an assignment",
+    13: "leave group",
+    14: "get assignment",
     18: "connect",
-    22: "get an id",
-    32: "ask for how long topics keep records",
+    22: "get id",
+    32: "read topic retention",
 }
 
 

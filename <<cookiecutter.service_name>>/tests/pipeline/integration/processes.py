@@ -1,12 +1,12 @@
 """Real processes of the bank, for the tests that start, stop and kill them."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from .bank import Bank
 from tests.servers import processes
 from tests.servers.processes import Start
+from tests.servers.proxy import proxy
 
 APP = f"{__package__}.app"
 
@@ -33,27 +33,5 @@ def starting(bank: Bank, **common: object) -> AbstractAsyncContextManager[Start]
 async def forwarding(port: int, to: str) -> AsyncIterator[None]:
     """Listen on a port and pass everything on to the address, as if the server had come up."""
     host, _, to_port = to.rpartition(":")
-
-    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(65_536):
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            pass
-        finally:
-            writer.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there, back = await asyncio.open_connection(host, int(to_port))
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(pipe(reader, back), pipe(there, writer))
-
-    server = await asyncio.start_server(accept, "127.0.0.1", port)
-    try:
+    async with proxy(host, int(to_port), listen=port):
         yield
-    finally:
-        server.close()

@@ -1,6 +1,7 @@
-"""What the relay does when a broker takes long, answers nothing or is away: nothing is skipped."""
+"""What happens when a broker takes long, answers nothing, is away or moves: nothing is skipped."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 
 import asyncpg
@@ -10,8 +11,12 @@ from aiokafka import AIOKafkaProducer
 from pipeline.relay import publisher
 from pipeline.settings import Settings
 
+from .bank import Bank
 from .kafka_wire import Wire
 from .outgoing import all_is_written, event, relaying, stage
+from tests.conftest import Running
+from tests.contract.bank import Deposit, histories
+from tests.servers.proxy import proxy
 from tests.servers.topics import Tail, following, id_of
 from tests.servers.waiting import eventually
 
@@ -154,3 +159,72 @@ async def test_no_transaction_is_open_while_the_broker_is_waited_for(
         wire.go_on()
         await tail.until_ids(range(10))
     assert states <= {"idle", "active"}
+
+
+async def test_brokers_that_come_back_at_other_addresses_are_found_by_the_bootstrap_address(
+    running: Running,
+    db: asyncpg.Connection,
+    kafka: str,
+    producer: AIOKafkaProducer,
+    new_topic: NewTopic,
+    unused_tcp_port: int,
+) -> None:
+    """As where a cluster is replaced behind one name; by the consumer and by the relay."""
+    bank = Bank(await new_topic(), await new_topic(), "bank")
+
+    async def is_applied_and_published(*amounts: int) -> bool:
+        published = sum(len(ids) for ids in tail.first_ids().values())
+        return await histories(db) == {"ada": [*amounts]} and published == len(amounts)
+
+    def bootstrap(wire: Wire) -> AbstractAsyncContextManager[int]:
+        host, _, port = wire.address.rpartition(":")
+        return proxy(host, int(port), listen=unused_tcp_port)
+
+    async with (
+        Wire(kafka).listening() as old,
+        Wire(kafka).listening() as new,
+        following(kafka, bank.balances) as tail,
+        AsyncExitStack() as first,
+    ):
+        await first.enter_async_context(bootstrap(old))
+        address = f"127.0.0.1:{unused_tcp_port}"
+        async with running(bank.service, kafka_bootstrap_servers=address):
+            await Deposit(1).send(producer, bank.deposits)
+            await eventually(lambda: is_applied_and_published(1))
+            old.shut()
+            await first.aclose()
+            async with bootstrap(new):
+                await Deposit(2).send(producer, bank.deposits)
+                await eventually(lambda: is_applied_and_published(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        (26, "InvalidSessionTimeoutError"),
+        (30, "GroupAuthorizationFailedError"),
+        (81, "GroupIsFullError"),
+    ],
+)
+async def test_a_member_that_its_group_rejects_says_why_and_joins_once_it_is_accepted(
+    running: Running,
+    db: asyncpg.Connection,
+    wire: Wire,
+    producer: AIOKafkaProducer,
+    new_topic: NewTopic,
+    code: int,
+    name: str,
+) -> None:
+    bank = Bank(await new_topic(), await new_topic(), "bank")
+    wire.refuse_members(code)
+    async with running(bank.service, kafka_bootstrap_servers=wire.address) as health:
+        await Deposit(1).send(producer, bank.deposits)
+        await eventually(lambda: name in health.reasons.get("consumer", ""))
+        wire.go_on()
+        await eventually(lambda: health.is_ready)
+        await eventually(lambda: applied(db))
+
+
+async def applied(db: asyncpg.Connection) -> bool:
+    """Whether the deposit is applied."""
+    return await histories(db) == {"ada": [1]}

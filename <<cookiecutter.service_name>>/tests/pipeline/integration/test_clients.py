@@ -11,6 +11,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from pipeline.servers import clients, patches
 
 from .kafka_wire import Api, Wire
+from tests.servers.proxy import proxy
 from tests.servers.waiting import PATIENCE, eventually
 
 NewTopic = Callable[..., Awaitable[str]]
@@ -221,3 +222,37 @@ async def test_a_consumer_for_which_nothing_comes_asks_as_often_without_the_patc
         assert not await one.getmany(timeout_ms=100)
     assert set(wire.waits) == {50}
     await clients.stop(one, seconds=5)
+
+
+async def test_a_consumer_that_its_group_rejects_does_not_try_again_without_the_patch(
+    wire: Wire, new_topic: NewTopic
+) -> None:
+    """A test that fails says that the patch can go."""
+    one = AIOKafkaConsumer(group_id="rejected", bootstrap_servers=wire.address)
+    await clients.start(one)
+    wire.refuse_members(30)
+    one.subscribe([await new_topic()])
+    await eventually(lambda: one._coordinator._pending_exception is not None)
+    wire.go_on()
+    await asyncio.sleep(1)
+    assert not one.assignment()
+    await clients.stop(one, seconds=5)
+
+
+async def test_a_client_whose_brokers_have_moved_does_not_find_them_without_the_patch(
+    wire: Wire, kafka: str, unused_tcp_port: int
+) -> None:
+    """A test that fails says that the patch can go."""
+    host, _, port = wire.address.rpartition(":")
+    async with proxy(host, int(port), listen=unused_tcp_port):
+        one = AIOKafkaProducer(bootstrap_servers=f"{host}:{unused_tcp_port}")
+        await one.start()
+    wire.shut()
+    async with (
+        Wire(kafka).listening() as new,
+        proxy(host, int(new.address.rpartition(":")[2]), listen=unused_tcp_port),
+    ):
+        assert not await one.client.force_metadata_update()
+        patches.Client.of(one)
+        assert await one.client.force_metadata_update()
+        await one.stop()

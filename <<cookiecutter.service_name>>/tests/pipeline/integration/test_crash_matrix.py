@@ -41,7 +41,7 @@ AT_ONCE = 8
 """Worlds at a time. Most of a world's time is spent waiting for the group to miss the dead one."""
 
 NAMES = {boundary.name for boundary in BOUNDARIES}
-IN_VAIN = [boundary for boundary in BOUNDARIES if boundary.name == "reader: forgive the start"]
+IN_VAIN = [boundary for boundary in BOUNDARIES if boundary.name == "reader: undo start count"]
 LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
 
 
@@ -143,7 +143,7 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
         return is_dead() or wire.seen[boundary] > 0
 
     await world.send_a_promise()
-    await eventually(partial(has_met, "retention: look for who holds back relays"), PATIENCE)
+    await eventually(partial(has_met, "retention: find oldest writer"), PATIENCE)
     await let_go()
     async with world.db.transaction():
         await world.db.execute("SELECT pg_advisory_xact_lock_shared($1)", GENERATION_LOCK)

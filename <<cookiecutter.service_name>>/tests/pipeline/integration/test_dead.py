@@ -20,7 +20,7 @@ from pipeline import CloudEvents, Codec, Handlers, Message, PayloadFields, Plain
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
-from pipeline.consume.partition_source import PartitionSource
+from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.errors import StoreUnavailable
 from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP
@@ -355,7 +355,7 @@ async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk
     start = await desk.position()
     batch = await desk.read(Deposit(1), start=start)
     attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
-    await desk.consume.apply(PartitionSource(desk.slot, batch, deaths=3), attempts)
+    await desk.consume.apply(PartitionSource([PartitionBatch(desk.slot, batch, 3)]), attempts)
     async with autocommitting(desk.engine) as driver:
         await driver.execute(
             "UPDATE pipeline.backlog SET reason = 'attempts used up', due_at = NULL,"

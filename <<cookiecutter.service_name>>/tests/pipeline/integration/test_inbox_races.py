@@ -108,7 +108,7 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "the engine":
         return [0, 1]
     found: ContextVar[Generations] = ContextVar("found")
-    move_position = positions.move_position
+    move_positions = positions.move_positions
 
     async def begin(connection: AsyncConnection, _: object) -> None:
         row = await connection.execute(
@@ -122,11 +122,11 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         found.set(Generations(*generations))
 
     async def move(*args: object, **kwargs: object) -> Generations:
-        await move_position(*args, **kwargs)  # type: ignore[arg-type]
+        await move_positions(*args, **kwargs)  # type: ignore[arg-type]
         return found.get()
 
     monkeypatch.setattr(limits, "begin", begin)
-    monkeypatch.setattr(positions, "move_position", move)
+    monkeypatch.setattr(positions, "move_positions", move)
     return [0, 1, 1]
 
 

@@ -22,6 +22,7 @@ from .desk import Desk, NewDesk
 from tests.conftest import Running
 from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.servers.pooler import POOLED
+from tests.servers.proxy import Pass, proxy
 from tests.servers.waiting import PATIENCE, eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -183,30 +184,28 @@ async def wire(
     unless it `delivers`, the message isn't either.
     """
     there = make_url(url)
+    host, server_port = str(there.host), int(there.port or 0)
 
-    async def forward(here: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        server, to_server = await asyncio.open_connection(there.host, there.port)
+    def ways() -> tuple[Pass, Pass]:
         lost = False
 
-        async def answers() -> None:
-            while data := await server.read(65_536):
+        async def to_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal lost
+            while data := await reader.read(65_536):
+                lost = lost or cut(data)
+                if lost and not delivers:
+                    break
+                writer.write(data)
+
+        async def back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(65_536):
                 if lost:
                     break
-                back.write(data)
-            back.close()
+                writer.write(data)
 
-        answering = asyncio.create_task(answers())
-        while data := await here.read(65_536):
-            lost = lost or cut(data)
-            if lost and not delivers:
-                break
-            to_server.write(data)
-        to_server.close()
-        await answering
+        return to_server, back
 
-    listener = await asyncio.start_server(forward, "127.0.0.1", 0)
-    port = listener.sockets[0].getsockname()[1]
-    async with listener:
+    async with proxy(host, server_port, ways=ways) as port:
         yield there.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
 
 

@@ -18,7 +18,7 @@ from operate.dead import Selection
 from pipeline.apply import filters, inbox, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.item import Item
-from pipeline.apply.positions import Anchor, Generations, Slot
+from pipeline.apply.positions import Anchor, Generations, Move, Slot
 from pipeline.events.codec import CloudEvents
 from pipeline.observe.health import Health
 from pipeline.relay import window
@@ -262,8 +262,9 @@ async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining)
     anchor = Anchor.of(Deposit(1).record("t", 1))
     assert await positions.count_start(asked, slot, 1) == 1
     await positions.forgive_start(asked, slot, 1)
-    await positions.move_position(asked, slot, fetched_from=1, next_offset=2, anchor=anchor)
-    assert len(asked.plans) == 4
+    await positions.move_positions(asked, [Move(slot, 1, 2, anchor)])
+    await positions.count_duplicates(asked, slot.group, {("t", 3): 1, ("t", 4): 1})
+    assert len(asked.plans) == 5
     for plan in asked.plans:
         assert (plan.indexes, plan.scanned) == ({"position_pkey"}, set())
         assert plan.blocks < 30

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +34,7 @@ from .outgoing import (
     stage,
     start_of,
 )
+from tests.servers.proxy import proxy
 from tests.servers.topics import Tail, following, ids_in
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -519,21 +520,14 @@ async def wire_that_dies_silently(url: str) -> AsyncIterator[tuple[str, Callable
         nonlocal epoch
         epoch += 1
 
-    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         born = epoch
-        with suppress(OSError):
-            while data := await reader.read(65_536):
-                if born == epoch:
-                    writer.write(data)
-        writer.close()
+        while data := await reader.read(65_536):
+            if born == epoch:
+                writer.write(data)
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        server, to_server = await asyncio.open_connection(there.host, there.port)
-        await asyncio.gather(pipe(reader, to_server), pipe(server, writer))
-
-    listener = await asyncio.start_server(accept, "127.0.0.1", 0)
-    async with listener:
-        port = listener.sockets[0].getsockname()[1]
+    host, server_port = str(there.host), int(there.port or 0)
+    async with proxy(host, server_port, ways=lambda: (pass_on, pass_on)) as port:
         here = there.set(host="127.0.0.1", port=port)
         yield here.render_as_string(hide_password=False), die
 

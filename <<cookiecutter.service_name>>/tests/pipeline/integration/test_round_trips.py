@@ -25,13 +25,13 @@ NEW = Counter(
     [
         "consume: begin",
         "consume: limit and lock",
-        "consume: move the position",
-        "consume: mark",
-        "consume: look into the backlog",
+        "consume: move position",
+        "consume: insert markers",
+        "consume: look up backlog",
         "consume: lock accounts",
         "consume: update accounts",
-        "consume: begin to copy the outbox",
-        "consume: end the copy",
+        "consume: begin COPY",
+        "consume: end COPY",
         "consume: commit",
     ]
 )
@@ -100,13 +100,13 @@ async def test_closed_generations_cost_a_batch_none_while_their_filters_are_load
     await close_generation(db, settings)
     await desk.apply(*deposits(500, 500))
     await close_generation(db, settings)
-    asked = Counter(["consume: look into closed generations"])
+    asked = Counter(["consume: look up closed generations"])
     assert await round_trips(wire, desk, deposits(1_000, 500)) == NEW + asked
     await desk.load_filters()
     assert await round_trips(wire, desk, deposits(1_500, 500)) == NEW
     # Old ones of two generations among new ones: in one statement.
     assert await round_trips(wire, desk, deposits(400, 2_000)) == NEW + asked + Counter(
-        ["consume: look into the current generation", "consume: count duplicates"]
+        ["consume: read existing markers", "consume: count duplicates"]
     )
 
 
@@ -118,9 +118,9 @@ async def test_a_batch_of_duplicates_takes_fewer(wired: tuple[Bank, Desk, Wire])
         [
             "consume: begin",
             "consume: limit and lock",
-            "consume: move the position",
-            "consume: mark",
-            "consume: look into the current generation",
+            "consume: move position",
+            "consume: insert markers",
+            "consume: read existing markers",
             "consume: count duplicates",
             "consume: commit",
         ]
@@ -161,31 +161,31 @@ async def test_a_page_of_the_relay_takes_one_statement_however_many_events_it_ha
         one.relay.wake(len(numbers))
         await tail.until_ids(numbers)
         # Behind the last page of a window it looks for what was committed meanwhile.
-        asked = Counter({"relay: read a fresh window": 2 if pages else 1})
-        asked += Counter({"relay: read a page": pages})
+        asked = Counter({"relay: read window": 2 if pages else 1})
+        asked += Counter({"relay: read page": pages})
         await eventually(lambda: of_relay(wire) - before >= asked)
         await one.stop()
     # To stop, it looks once more.
-    asked += Counter(["relay: read a fresh window", "relay: give shards back", "relay: leave"])
+    asked += Counter(["relay: read window", "relay: release shards", "relay: leave"])
     assert of_relay(wire) - before == asked
 
 
 PARKED = Counter(
     [
-        *["backlog: claim a lane", "backlog: take what is due"],
+        *["backlog: claim lane", "backlog: read due rows"],
         "consume: begin",
         "consume: limit and lock",
-        "backlog: hold the lane",
-        "consume: mark",
+        "backlog: fence lane",
+        "consume: insert markers",
         "consume: lock accounts",
         "consume: update accounts",
-        "consume: begin to copy the outbox",
-        "consume: end the copy",
-        "backlog: delete what is done",
-        "backlog: let heads be due",
+        "consume: begin COPY",
+        "consume: end COPY",
+        "backlog: delete settled rows",
+        "backlog: schedule heads",
         "backlog: commit",
         # Nothing more is due.
-        *["backlog: take what is due", "backlog: give the lane back", "backlog: claim a lane"],
+        *["backlog: read due rows", "backlog: release lane", "backlog: claim lane"],
     ]
 )
 """Of rows of one key that are due, and succeed."""

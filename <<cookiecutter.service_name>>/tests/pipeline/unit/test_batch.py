@@ -20,6 +20,8 @@ from pipeline.events.message import Message, Reason, Record, Undecodable
 from pipeline.servers import tasks
 from pipeline.servers.tasks import SLICE_SECONDS, in_background
 
+from tests.servers.waiting import PATIENCE
+
 TOPIC = "orders"
 
 
@@ -310,6 +312,25 @@ async def test_a_batch_that_takes_no_time_is_read_in_one_turn(
         await asyncio.sleep(0)
         await read(handlers, 0, [record(number) for number in range(10)])
     assert turns == 1
+
+
+async def test_work_that_survives_its_cancellation_is_cancelled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "_CANCEL_AGAIN_SECONDS", 0.01)
+    survived = 0
+
+    async def look() -> None:
+        nonlocal survived
+        while survived < 2:
+            try:
+                await asyncio.sleep(PATIENCE)
+            except asyncio.CancelledError:  # as a library that replaces it by its own error
+                survived += 1
+
+    async with asyncio.timeout(PATIENCE), in_background(look()):
+        await asyncio.sleep(0)
+    assert survived == 2
 
 
 async def test_a_codec_that_fails_in_an_unexpected_way_quarantines_the_record_alone(

