@@ -30,7 +30,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest bench model test-unit test test-full
+.PHONY: help setup up down demo chaos chaos-selftest bench model docs test-unit test test-full
 .PHONY: test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
 
@@ -73,6 +73,9 @@ bench: $(INSTALLED) ## measure the service beside what else one could have writt
 model: $(INSTALLED) ## search the protocol exhaustively, in small bounds, as it is and with faults
 	@$(BIN)/python -m tests.programs spin gcc
 	@$(BIN)/python -m model.check
+
+docs: $(INSTALLED) ## build the site of the documentation into build/site, and check its links
+	@$(BIN)/python -m website.build
 
 test-unit: $(INSTALLED) ## the tests that need no server
 	@cd '$(RAW)' && $(ENGINE) --numprocesses=2 -m 'not integration and not full'

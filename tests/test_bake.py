@@ -28,6 +28,8 @@ import pytest
 import yaml
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 
+from website.sources import links
+
 from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
 from tests.programs import require
 
@@ -227,6 +229,23 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
         ("operations_page", "service page"),
     ):
         assert bool(re.search(command, pages)) == (variant.answers[feature] == "yes")
+
+
+def test_every_link_of_a_variants_pages_leads_to_a_file_and_a_place(variant: BakedProject) -> None:
+    pages = {name: text.decode() for name, text in variant.files().items() if name.endswith(".md")}
+    places = {
+        name: {
+            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        }
+        for name, text in pages.items()
+    }
+    for name, text in pages.items():
+        for link in links(text):
+            path, _, place = link["target"].partition("#")
+            file = os.path.normpath(os.path.join(os.path.dirname(name), path))
+            assert (variant.path / file).exists(), f"{name}: {link['target']}"
+            assert not place or place in places[file], f"{name}: {link['target']}"
 
 
 def test_the_engine_is_copied_byte_for_byte(template: Template, output: Path) -> None:

@@ -407,7 +407,9 @@ def test_every_command_of_a_service_has_an_example_that_is_one(
     assert told(PARSE, examples, default_project) == ""
 
 
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
+PAGES += [ROOT / "AGENTS.md", RAW / "AGENTS.md"]
 
 
 def commands(page: str) -> set[str]:
@@ -458,7 +460,8 @@ def targets(page: str) -> set[str]:
 @pytest.mark.parametrize("owner", ["template", "service"])
 def test_what_a_page_has_made_can_be(owner: str, template: Template, output: Path) -> None:
     project = template.bake(output, engine_tests="yes")
-    pages = [page for page in PAGES if (RAW in page.parents) == (owner == "service")]
+    services = [page for page in PAGES if RAW in page.parents or page == TUTORIAL]
+    pages = [page for page in PAGES if (page in services) == (owner == "service")]
     named = set().union(*(targets(page.read_text("utf-8")) for page in pages))
     # Behind a `cd`, or said of a service: its own. In docs/how-it-works.md: the template's.
     named -= {"run", "update"} if owner == "template" else {"model"}
@@ -494,6 +497,7 @@ ELSEWHERE = {
     "python -m demo.traced": "tests/test_traced.py: all but where the picture is written to",
     "python -m benchmarks.capacity": "tests/test_capacity.py",
     ".venv/bin/python dev/stack.py run -- .venv/bin/python -m pytest": "below: which tests it runs",
+    "../.venv/bin/python dev/stack.py run": "what runs this, with one file",
     ".venv/bin/python '<<cookiecutter.service_name>>/dev/stack.py' run": "what runs this",
     "pip install 'cookiecutter>=2.6' && cookiecutter <this repository>": "below",
     "cd parcel-tracker && make run": "below, and tests/test_bake.py",
@@ -503,6 +507,7 @@ ELSEWHERE = {
 
 def test_what_the_pages_of_the_template_show_is_run_somewhere() -> None:
     pages = [page.read_text("utf-8") for page in PAGES if RAW not in page.parents]
+    pages.remove(TUTORIAL.read_text("utf-8"))  # tests/test_tutorial.py follows it
     lines = [line for page in pages for block in for_a_shell(page) for line in block.splitlines()]
     found = {line: next((one for one in ELSEWHERE if line.startswith(one)), None) for line in lines}
     assert [line for line, one in found.items() if one is None] == []

@@ -148,6 +148,7 @@ def test_every_test_that_a_page_names_exists() -> None:
     known = {file.stem for file in files}
     for file in files:
         known |= set(re.findall(r"def (test_\w+)\(", file.read_text("utf-8")))
+    known.add("test_issue_receipt")  # written by the reader of the tutorial
     for page in pages:
         named = re.findall(r"`(?:[\w/]+/)?(test_[\w*]+)(?:\.py)?`", page.read_text("utf-8"))
         for name in named:

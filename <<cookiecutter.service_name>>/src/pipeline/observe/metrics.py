@@ -48,7 +48,10 @@ _sent = metric_names.create_messaging_client_sent_messages(_meter)
 _consumed = metric_names.create_messaging_client_consumed_messages(_meter)
 
 _batch_size = _meter.create_histogram(
-    "pipeline.batch.size", "{message}", explicit_bucket_boundaries_advisory=_SIZES
+    "pipeline.batch.size",
+    "{message}",
+    "Messages of a batch that has committed.",
+    explicit_bucket_boundaries_advisory=_SIZES,
 )
 _handler_duration = _meter.create_histogram(
     "pipeline.handler.duration",
@@ -58,7 +61,10 @@ _handler_duration = _meter.create_histogram(
     explicit_bucket_boundaries_advisory=[0.0001, 0.0005, 0.001, *_SECONDS],
 )
 _process_duration = _meter.create_histogram(
-    metric_names.MESSAGING_PROCESS_DURATION, "s", explicit_bucket_boundaries_advisory=_SECONDS
+    metric_names.MESSAGING_PROCESS_DURATION,
+    "s",
+    "Duration of a batch that has committed.",
+    explicit_bucket_boundaries_advisory=_SECONDS,
 )
 _operation_duration = _meter.create_histogram(
     metric_names.MESSAGING_CLIENT_OPERATION_DURATION,

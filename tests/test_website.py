@@ -1,0 +1,265 @@
+"""The site of the documentation: what it is built from, that it is complete, and its links."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from website import links, llms, sources
+from website.navigation import HOME, NAME, SECTIONS, Page, pages, title, unlisted
+from website.navigation import sources as files
+
+from tests.baked import RAW, ROOT, BakedProject, features
+
+BUILD = [sys.executable, "-m", "website.build"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [*BUILD, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+def test_every_page_of_template_and_service_is_on_the_site() -> None:
+    assert unlisted() == []
+    names = [page.name for page in pages()]
+    assert len(names) == len(set(names))
+
+
+def linkable(page: str) -> set[str]:
+    """Return the names of the pages to which a page can link: in every service that has it."""
+    everywhere = {Path(source).name for source in files()} - {"README.md", "decisions"}
+    if not page.startswith(f"{RAW.name}/"):
+        return everywhere
+    of_services = {path.name for path in RAW.glob("docs/*.md")}
+    if not page.startswith(f"{RAW.name}/docs/"):
+        return of_services  # under the conditions of templates
+    pages = (
+        {Path(path).name for path in paths if path.endswith(".md")} for paths in features().values()
+    )
+    return of_services - {name for group in pages if Path(page).name not in group for name in group}
+
+
+def backticked(text: str, names: set[str]) -> set[str]:
+    """Return the pages that stand between backticks and lead nowhere."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\[[^]]*\]\([^)]+\)", "", prose)
+    return {one for one in re.findall(r"`([\w./<>-]+\.md)`", prose) if Path(one).name in names}
+
+
+def test_a_path_that_is_no_link_is_found() -> None:
+    text = "See `time.md`, [`codecs.md`](codecs.md), `docs/time.md`, `src/README.md`, `outside.md`."
+    of_service = f"{RAW.name}/docs/"
+    assert backticked(text, linkable(f"{of_service}time.md")) == {"time.md", "docs/time.md"}
+    assert "outside.md" in backticked(text, linkable(f"{RAW.name}/README.md"))
+    assert linkable(f"{of_service}archive.md") - linkable(f"{of_service}time.md") == {
+        *("archive.md", "claims.md")
+    }
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*files(), "AGENTS.md", f"{RAW.name}/README.md", f"{RAW.name}/AGENTS.md"],
+)
+def test_a_page_that_names_another_one_links_to_it(page: str) -> None:
+    if (ROOT / page).is_file():
+        assert backticked((ROOT / page).read_text("utf-8"), linkable(page)) == set()
+
+
+@pytest.mark.slow
+def test_every_page_is_in_the_navigation_with_its_title(site: Path) -> None:
+    home = (site / f"{HOME}.html").read_text("utf-8")
+    for section, listed in SECTIONS.items():
+        assert re.search(rf"<p class=\"caption\"[^>]*><span[^>]*>{section}</span>", home)
+        for page in listed:
+            assert (site / f"{page.name}.html").is_file()
+    assert f"<title>{NAME}</title>" in home
+
+
+@pytest.mark.slow
+def test_language_models_get_a_list_of_all_pages_and_their_markdown(site: Path) -> None:
+    text = (site / "llms.txt").read_text("utf-8")
+    assert text.startswith(f"# {NAME}\n\n> ")
+    listed = re.findall(r"^- \[(.+?)\]\((\S+)\)(?:: .+)?$", text, re.MULTILINE)
+    assert [name for _, name in listed] == [f"{page.name}.md" for page in pages()]
+    for heading, name in listed:
+        assert title((site / name).read_text("utf-8")) == heading
+
+
+def text_of(site: Path, name: str) -> str:
+    """Return the generated Markdown of a page."""
+    return (site / f"{name}.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_metric_that_alerts_dashboard_and_guide_name(site: Path) -> None:
+    page = text_of(site, "metrics")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+    known = {name for name, meaning in rows if meaning}
+    assert len(known) == len(rows)
+    alerts = yaml.safe_load((RAW / "deploy/prometheus/alerts.yaml").read_text("utf-8"))
+    used = json.dumps(alerts) + (RAW / "deploy/grafana/dashboard.json").read_text("utf-8")
+    used += (RAW / "docs/operating-errors.md").read_text("utf-8")
+    named = set(re.findall(r"\b(?:pipeline|messaging|db_client)_[a-z_]+[a-z]\b", used))
+    bases = {re.sub("_(bucket|sum|count)$", "", name) for name in named}
+    assert len(known) > 25
+    assert {base for base in bases if base not in known and re.match("pipeline_", base)} == set()
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_command_and_setting(site: Path) -> None:
+    headings = set(re.findall(r"^#+ `(service .+)`$", text_of(site, "commands"), re.MULTILINE))
+    assert {"service status", "service dead events redrive", "service registry check"} <= headings
+    settings = set(re.findall(r"^\| `(PIPELINE_\w+)` \|", text_of(site, "settings"), re.MULTILINE))
+    guides = "".join(page.read_text("utf-8") for page in RAW.glob("docs/*.md"))
+    assert set(re.findall(r"^\| `(PIPELINE_\w+)` \|", guides, re.MULTILINE)) <= settings
+
+
+@pytest.mark.slow
+def test_the_reference_describes_what_users_call(site: Path) -> None:
+    for page, place in (
+        ("service", "pipeline.Handlers.on"),
+        ("service", "pipeline.Transaction.publish"),
+        ("service", "pipeline.Service"),
+        ("rows", "pipeline.Aggregate.by"),
+        ("writer", "pipeline.Writer.write"),
+        ("errors", "pipeline.Conflict"),
+        ("errors", "pipeline.events.event.Unpublishable"),
+        ("testing", "pipeline.testing.Harness.handle"),
+        ("optional", "effects.Effects.on"),
+    ):
+        assert f'id="{place}"' in (site / "api" / f"{page}.html").read_text("utf-8"), place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "is_built"),
+    [
+        ("[x](other.md#a-place)", True),
+        ("[x](other.md#no-place)", False),
+        ("```{eval-rst}\n.. autoclass:: pathlib.NoPath\n```", False),
+    ],
+    ids=["right", "no place", "no class"],
+)
+def test_a_warning_of_sphinx_is_an_error(tmp_path: Path, text: str, is_built: bool) -> None:
+    source = tmp_path / "pages"
+    source.mkdir()
+    tree = "```{toctree}\nother\n```"
+    (source / "index.md").write_text(f"# Home\n\n{text}\n\n{tree}\n", "utf-8")
+    (source / "other.md").write_text("# Other\n\n## A place\n\nHere.\n", "utf-8")
+    rendering = (
+        "import sys; from pathlib import Path; from website.build import render;"
+        " sys.exit(not render(*map(Path, sys.argv[1:])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", rendering, source, tmp_path / "site", tmp_path / "doctrees"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode == 0) == is_built, done.stderr
+
+
+def test_a_link_that_leads_to_nothing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text(
+        "# A\n\n[b](b.md), [`x(1)`](nowhere.md#x), ![p](p.svg) `[c](c.md)` [d](<<e>>.md)\n", "utf-8"
+    )
+    (tmp_path / "docs" / "p.svg").write_text("<svg/>", "utf-8")
+    known = {"README.md": HOME, "docs/a.md": "deep/a", "docs/b.md": "b"}
+    (tmp_path / "README.md").write_text(
+        '# H\n\n[a](docs/a.md#x)\n<img src="docs/p.svg">\n', "utf-8"
+    )
+    (tmp_path / "docs" / "b.md").write_text("# B\n", "utf-8")
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "sources", lambda: known)
+
+    with pytest.raises(sources.Broken) as broken:
+        sources.write(tmp_path / "pages")
+
+    assert str(broken.value).splitlines() == [
+        "docs/a.md: <<e>>.md is no link in Markdown: write ./ before it",
+        "docs/a.md: nowhere.md#x is no page of the site, and no file",
+    ]
+    written = (tmp_path / "pages" / "deep" / "a.md").read_text("utf-8")
+    assert "[b](../b.md)" in written
+    assert "![p](../files/docs/p.svg) `[c](c.md)`" in written
+    home = (tmp_path / "pages" / f"{HOME}.md").read_text("utf-8")
+    assert "[a](deep/a.md#x)" in home
+    assert '<img src="files/docs/p.svg">' in home
+
+
+def test_links_of_the_finished_site_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#there"></a><a href="b.html#gone"></a><img src="none.png">'
+        '<a href="https://example.org/x"></a><a href="#here"></a><p id="here">',
+        "utf-8",
+    )
+    (tmp_path / "b.html").write_text('<p id="there">', "utf-8")
+
+    assert list(links.broken(tmp_path)) == [
+        "a.html: b.html#gone has no such place",
+        "a.html: none.png is no file",
+    ]
+
+
+def test_the_list_for_language_models_has_a_subject_for_each_page(tmp_path: Path) -> None:
+    assert all(page.subject for page in pages())
+    for name in (HOME, *(page.name for page in pages())):
+        (tmp_path / f"pages/{name}.md").parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"pages/{name}.md").write_text(f"# {name}!\n", "utf-8")
+        (tmp_path / f"site/{name}.md").parent.mkdir(parents=True, exist_ok=True)
+
+    llms.write(tmp_path / "pages", tmp_path / "site")
+
+    text = (tmp_path / "site" / "llms.txt").read_text("utf-8")
+    assert "- [tutorial!](tutorial.md): ten minutes" in text
+    assert isinstance(next(pages()), Page)
+
+
+AGENTS = re.compile(r"`([\w./{}<>-]+)`")
+
+
+def check_agents(text: str, folder: Path, make: set[str]) -> None:
+    """Check that the files and the targets of make that a text names are there."""
+    commands = set(re.findall(r"`make ([a-z -]+)`", text))
+    assert {name for command in commands for name in command.split()} <= make
+    files = [one for one in AGENTS.findall(text) if re.search(r"/|\.(py|json|md)$", one)]
+    assert len(files) > 5
+    for file in files:
+        assert list(folder.glob(f"**/{file.strip('/')}")) or (folder / file).exists(), file
+
+
+def targets(folder: Path) -> set[str]:
+    """Return the targets of a Makefile."""
+    return set(re.findall(r"^([a-z-]+):", (folder / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def test_what_agents_are_told_of_the_template_is_true() -> None:
+    text = (ROOT / "AGENTS.md").read_text("utf-8")
+    check_agents(text.replace("`requirements*.in`", ""), ROOT, targets(ROOT))
+    (test,) = re.findall(r"-m pytest (\S+)", text)
+    assert (RAW / test).is_file()
+
+
+def test_what_agents_are_told_of_a_service_is_true(default_project: BakedProject) -> None:
+    text = default_project.read("AGENTS.md")
+    check_agents(
+        text.replace("`tables.py`", ""), default_project.path, targets(default_project.path)
+    )
+    assert "make schema-check" in text
+    for name in ("advance",):
+        assert f"def {name}(" in default_project.read("src/pipeline/testing/harness.py")

@@ -1,0 +1,122 @@
+"""The pages of the site, in the four kinds of Diátaxis, and what each is about."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RAW = "<<cookiecutter.service_name>>"
+"""The folder of the service in the template."""
+NAME = "Onceward"
+SUMMARY = (
+    "A cookiecutter template for asyncio services that consume from Apache Kafka, change PostgreSQL"
+    " and publish to Kafka, with an inbox and an outbox in one transaction."
+)
+HOME = "index"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the site."""
+
+    name: str
+    """Its path on the site, without a suffix."""
+    subject: str
+    """What it is about, in a few words."""
+    source: str | None = None
+    """Its file in the repository, or the folder that it lists; None: it is generated."""
+
+
+def _template(name: str, subject: str) -> Page:
+    return Page(name, subject, f"docs/{name}.md")
+
+
+def _service(name: str, subject: str) -> Page:
+    return Page(name, subject, f"{RAW}/docs/{name}.md")
+
+
+def _decisions() -> Iterator[Page]:
+    for file in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        heading = title(file.read_text("utf-8"))
+        yield Page(f"decisions/{file.stem}", heading, f"docs/decisions/{file.name}")
+
+
+def title(text: str) -> str:
+    """Return the first heading of a page. Raises `ValueError` if it does not begin with one."""
+    mark, _, heading = text.partition("\n")[0].partition(" ")
+    if mark != "#":
+        raise ValueError(f"a page begins with its title, and not with {text[:40]!r}")
+    return heading
+
+
+SECTIONS: dict[str, list[Page]] = {
+    "Tutorial": [
+        _template("tutorial", "ten minutes: generate a service, send a message, add a handler"),
+    ],
+    "How-to guides": [
+        _service("handling-errors", "writing and testing handlers and writers"),
+        _service("codecs", "topics without CloudEvents, or with another form of them"),
+        _service("time", "retention, replay, scheduled events, sequences"),
+        _service("outside", "HTTP and other requests, after the commit"),
+        _service("claims", "payloads that are too large for Kafka"),
+        _service("archive", "days of the outbox in an object store"),
+        _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),
+        _service("contracts", "schemas, AsyncAPI, changing an event safely"),
+        _service("deploying", "image, Compose, Kubernetes, releases, connections"),
+        _service("security", "TLS, passwords, secrets, roles of the database"),
+        _service("operating-errors", "what to watch, and what to do about a failed message"),
+        _service("operations-page", "the state of the service and its dead letters in a browser"),
+        _service("runbook", "causes and remedies for each alert"),
+        _service("updating", "newer versions of the template, other answers"),
+    ],
+    "Reference": [
+        Page("commands", "every command of `service`, with its options"),
+        Page("settings", "every environment variable", f"{RAW}/docs/settings.md"),
+        Page("metrics", "every metric, with its name in Prometheus"),
+        Page("api/service", "what is declared, and what a handler gets"),
+        Page("api/rows", "bases and mixins of your tables"),
+        Page("api/events", "what is consumed and published, and its form in Kafka"),
+        Page("api/writer", "changes that no message causes"),
+        Page("api/errors", "exceptions that your code raises or catches"),
+        Page("api/testing", "the fixture `harness`, and what a test sees"),
+        Page("api/optional", "calls to the outside, schema registry, archive, large payloads"),
+        _service("protocol", "the exact rules: locks, states, leases"),
+    ],
+    "Explanation": [
+        _template("promises", "each promise, and the tests that prove it"),
+        _template("limits", "what is not promised, and what was not tested"),
+        _template("when-not", "cases in which something simpler is better"),
+        _service("how-it-works", "the ideas, one message through the files, glossary"),
+        _template("performance", "rates, latency, growth, and how they were measured"),
+        _template("capacity", "processes, partitions, connections, disk"),
+        _template("traces", "one message through two services, as a trace"),
+        _template("crash-matrix", "a process killed at every kind of request"),
+        _template("model", "every interleaving of the protocol, searched by a model checker"),
+        _template("chaos", "everything broken at once, and a ledger that is checked"),
+    ],
+    "Decisions": [
+        Page("decisions/index", "why it is as it is, with what was measured", "docs/decisions"),
+        *_decisions(),
+    ],
+    "Project": [
+        _template("contributing", "tests, releases, programs that are needed"),
+        Page("changes", "the changes of each version", "CHANGELOG.md"),
+    ],
+}
+
+
+def pages() -> Iterator[Page]:
+    """Yield all pages but the first, in their order."""
+    for section in SECTIONS.values():
+        yield from section
+
+
+def sources() -> dict[str, str]:
+    """Return the names of the pages by their files in the repository, the first page's too."""
+    return {"README.md": HOME} | {page.source: page.name for page in pages() if page.source}
+
+
+def unlisted() -> list[str]:
+    """Return the files that should be pages of the site, and are in no section."""
+    files = [*ROOT.glob("docs/**/*.md"), *(ROOT / RAW / "docs").rglob("*.md")]
+    return sorted({file.relative_to(ROOT).as_posix() for file in files} - set(sources()))

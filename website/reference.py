@@ -1,0 +1,188 @@
+"""The pages that are generated from the code of a service, which can be imported.
+
+It is one with every optional part, so that nothing is missing.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import typer
+from opentelemetry import metrics
+from pydantic_settings import BaseSettings
+from typer.cli import get_docs_for_click
+from typer.main import get_command
+
+from .instruments import Recorder, table
+from .navigation import RAW, ROOT
+
+MAIN = "parcel_tracker.main"
+EXCEPTIONS = {
+    "Exceptions that a handler raises": ("pipeline.Retry", "pipeline.Park", "pipeline.Reject"),
+    "Exceptions that your code meets": (
+        "pipeline.Conflict",
+        "pipeline.events.event.Unpublishable",
+        "pipeline.servers.guard.HandlerFault",
+        "pipeline.errors.StoreUnavailable",
+        "pipeline.service.Misconfigured",
+        "pipeline.testing.HarnessMisused",
+    ),
+}
+"""Described on a page of their own."""
+
+API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "service": (
+        "Service, handlers, transaction",
+        {"pipeline": ("Service", "Handlers", "Transaction", "EventBatch", "Policy")},
+    ),
+    "rows": (
+        "Rows",
+        {"pipeline": ("Aggregate", "Sequenced", "Gaps", "Timed", "Versioned")},
+    ),
+    "events": (
+        "Events, messages, codecs",
+        {
+            "pipeline": (
+                *("Event", "Tombstone", "Message", "Codec", "CloudEvents"),
+                *("Plain", "Header", "PayloadFields", "Position"),
+            )
+        },
+    ),
+    "writer": ("Writers", {"pipeline": ("Writer", "Writing")}),
+    "testing": ("The test kit", {"pipeline.testing": ()}),
+    "optional": (
+        "Optional packages",
+        {"effects": (), "schema_registry": (), "archive": (), "claims": ()},
+    ),
+}
+"""Title of each page and the names on it, by package; without names: all that it exports."""
+
+MEMBERS = {
+    "pipeline.Handlers": "on, on_batch, topic",
+    "pipeline.Service": "writer",
+    "effects.Effects": "on",
+}
+"""What users call, of classes that the engine calls as well; of others: all."""
+
+INTERNAL = "end, placed, model_config, model_post_init"
+FOREIGN = "ABC, BaseModel, BaseSettings, Protocol, tuple"
+"""Classes whose members are described elsewhere."""
+
+
+def write(folder: Path) -> None:
+    """Write the pages into a folder that has those with a file.
+
+    Raises `LookupError` for a name that the engine exports and no page describes.
+    """
+    recorder = Recorder()
+    metrics.set_meter_provider(recorder)  # before a module of the service gets it
+    import_module(MAIN)
+    import_module("pipeline.runtime")
+    (folder / "metrics.md").write_text(_metrics(recorder), "utf-8")
+    (folder / "commands.md").write_text(_commands(), "utf-8")
+    with (folder / "settings.md").open("a", encoding="utf-8") as page:
+        page.writelines(_optional_settings())
+    (folder / "api").mkdir(exist_ok=True)
+    for name, (title, packages) in API.items():
+        (folder / "api" / f"{name}.md").write_text(_objects(title, packages), "utf-8")
+    (folder / "api" / "errors.md").write_text(_errors(), "utf-8")
+    if missing := _unlisted():
+        raise LookupError(f"website/reference.py describes no {', '.join(missing)}")
+
+
+def _metrics(recorder: Recorder) -> str:
+    head = (
+        "# Metrics\n\nNames at `/metrics`, and those of OpenTelemetry, which are exported if"
+        " `PIPELINE_OTLP_ENDPOINT` is set. [Operating](operating-errors.md#metrics) says which to"
+        " watch and why.\n\n"
+    )
+    return head + table(recorder)
+
+
+def _commands() -> str:
+    """Return what Typer's own tool says of the commands, without what repeats."""
+    group = get_command(import_module(MAIN).main)
+    context = typer.Context(group, info_name="service")
+    text = get_docs_for_click(obj=group, ctx=context, name="service", title="Commands")
+    text = text.replace("&#x27;", "'").replace("&quot;", '"')
+    text = re.sub(r"\* `--help`: .*\n", "", text)
+    text = re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+\n", "", text)
+    text = re.sub(r"\*\*Options\*\*:\n\n(?!\*)", "", text)
+    text = re.sub(r"\*\*Usage\*\*:\n\n```console\n\$ (.*)\n```", r"```text\n\1\n```", text)
+    text = re.sub(r"^For example: (.*)$", r"```sh\n\1\n```", text, flags=re.MULTILINE)
+    return text.replace("The service parcel-tracker.", "Of a service with every optional part.")
+
+
+def _optional_settings() -> Iterator[str]:
+    """Yield the settings of each optional package, as `dev/settings_guide.py` prints them."""
+    guide = _guide()
+    found = {one.model_config.get("env_prefix", ""): one for one in _settings(BaseSettings)}
+    for prefix, one in sorted(found.items()):
+        if prefix.startswith("PIPELINE_") and prefix != "PIPELINE_":
+            package = one.__module__.partition(".")[0]
+            yield f"\n## Of the optional package `{package}`\n\n{guide.table(one)}"
+
+
+def _settings(base: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
+    for one in base.__subclasses__():
+        yield one
+        yield from _settings(one)
+
+
+def _guide() -> ModuleType:
+    sys.path.append(str(ROOT / RAW / "dev"))
+    return import_module("settings_guide")
+
+
+def _objects(title: str, packages: dict[str, tuple[str, ...]]) -> str:
+    elsewhere = {name for names in EXCEPTIONS.values() for name in names}
+    page = [f"# {title}\n"]
+    for package, names in packages.items():
+        if len(packages) > 1:
+            page.append(f"## `{package}`\n")
+        exported = import_module(package)
+        page += [
+            _object(package, name, getattr(exported, name))
+            for name in names or exported.__all__
+            if f"{package}.{name}" not in elsewhere
+        ]
+    return "\n".join(page)
+
+
+def _errors() -> str:
+    page = ["# Exceptions\n"]
+    for title, names in EXCEPTIONS.items():
+        page.append(f"## {title}\n")
+        for path in names:
+            package, _, name = path.rpartition(".")
+            page.append(_object(package, name, getattr(import_module(package), name)))
+    return "\n".join(page)
+
+
+def _object(package: str, name: str, what: object) -> str:
+    path = f"{package}.{name}"
+    lines = [f".. autofunction:: {path}"]
+    if isinstance(what, type) and issubclass(what, Exception):
+        lines = [f".. autoexception:: {path}"]
+    elif path in MEMBERS:
+        lines = [f".. autoclass:: {path}", f"   :members: {MEMBERS[path]}"]
+    elif isinstance(what, type):
+        lines = [
+            f".. autoclass:: {path}",
+            "   :members:",
+            f"   :inherited-members: {FOREIGN}",
+            f"   :exclude-members: {INTERNAL}",
+        ]
+    body = "\n".join(lines)
+    return f"```{{eval-rst}}\n{body}\n```\n"
+
+
+def _unlisted() -> list[str]:
+    """Return names that the engine exports and no page describes."""
+    package = import_module("pipeline")
+    listed = {name for _, packages in API.values() for name in packages.get("pipeline", ())}
+    listed |= {path.rpartition(".")[2] for names in EXCEPTIONS.values() for path in names}
+    return sorted(set(package.__all__) - listed)
