@@ -58,6 +58,8 @@ SECTIONS: dict[str, list[Page]] = {
         _service("codecs", "topics without CloudEvents, or with another form of them"),
         _service("time", "retention, replay, scheduled events, sequences"),
         _service("outside", "HTTP and other requests, after the commit"),
+        _service("sagas", "a process of several steps: order, stock, payment, compensation"),
+        _service("personal-data", "encrypting and erasing personal data"),
         _service("claims", "payloads that are too large for Kafka"),
         _service("archive", "days of the outbox in an object store"),
         _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),

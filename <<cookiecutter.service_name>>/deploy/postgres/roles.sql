@@ -110,7 +110,7 @@ SELECT to_regclass('pipeline.personal_key') IS NOT NULL AS has_keys \gset
 GRANT SELECT ON ALL TABLES IN SCHEMA pipeline TO :"operator";
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
 GRANT SELECT ON TABLES TO :"operator";
-GRANT UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why,
+GRANT INSERT, UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why,
               waited, due_at, holds) ON pipeline.backlog TO :"operator";
 GRANT UPDATE (reason, died_at, discarded_at, discarded_by, discarded_why,
               parked_at, error) ON pipeline.outbox_rejected TO :"operator";

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import asyncpg
 
+from pipeline.handlers.policy import FORGOTTEN
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -154,6 +155,18 @@ class Store(ABC):
         """Return the selection without entries that a redrive must not touch."""
         return selection
 
+    @staticmethod
+    def why_left_out(group: Entry, redrivable: Selection) -> str:
+        """Return why entries that are alike are not in this selection; empty if they are."""
+        consumer, reason = group["consumer"], group["reason"]
+        if redrivable.consumers is not None and consumer not in redrivable.consumers:
+            return f"this service has no consumer {consumer!r}: they would wait for ever"
+        if reason == FORGOTTEN:
+            return "nothing can decrypt them any more: discard them"
+        if reason in (redrivable.except_reasons or ()):
+            return "it is not known whether they were applied"
+        return ""
+
     async def count(self, state: State, selection: Selection) -> list[Entry]:
         """Count the entries that are alike, the most frequent first."""
         statement = self._statement(
@@ -232,13 +245,17 @@ class Store(ABC):
             is_done = False
             while not is_done:
                 async with connection.transaction():
-                    await connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
+                    await self.limit_waiting()
                     await self._lock(number)
                     arguments = *selection.arguments, number, CHUNK
                     rows = await connection.fetch(self.chunk_statement(state), *arguments)
                     changed = await change(rows)
                 yield changed
                 is_done = len(rows) < CHUNK
+
+    async def limit_waiting(self) -> None:
+        """Limit how long this transaction waits for locks, and holds them if the process stops."""
+        await self.connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
 
     async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:
         """Return what became of entries, when none waits any more or so many seconds are over."""

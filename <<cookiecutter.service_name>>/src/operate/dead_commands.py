@@ -261,17 +261,15 @@ def _without_excluded(groups: Sequence[Entry], selection: Selection) -> list[Ent
     """Return what is redriven, and report what is not, and why."""
     redriven = []
     for one in groups:
-        consumer, reason = one["consumer"], one["reason"]
-        if selection.consumers is not None and consumer not in selection.consumers:
-            why = f"this service has no consumer {consumer!r}: they would wait for ever"
-        elif reason == FORGOTTEN:
-            why = "nothing can decrypt them any more: discard them"
-        elif reason in (selection.except_reasons or ()):
-            why = f"it is not known whether they were applied: see --reason {reason!r}"
-        else:
+        why = Store.why_left_out(one, selection)
+        if not why:
             redriven.append(one)
             continue
-        named = "  ".join(map(format_value, (one["count"], reason, consumer, one["topic"])))
+        reason = one["reason"]
+        if reason != FORGOTTEN and reason in (selection.except_reasons or ()):
+            why += f": see --reason {reason!r}"
+        values = one["count"], reason, one["consumer"], one["topic"]
+        named = "  ".join(map(format_value, values))
         typer.echo(f"left out: {one_line(named)}; {why}", err=True)
     return redriven
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from operate.dead import Selection, Store
+from operate.dead_letters import DeadLetters
 from operate.errors import Refused
 from pipeline import Service
 from pipeline.errors import describe_error
@@ -18,6 +19,7 @@ from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
 from . import parameters
+from .copies import redrive_copy
 from .rendering import Templates
 from .sessions import Operator
 
@@ -56,6 +58,22 @@ class Actions:
         counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
         return self._templates.note(operator, f"{id} was redriven; by now {counts}.")
 
+    async def redrive_copy(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Redrive a copy of a dead letter with the payload of the form; the letter is discarded."""
+        why, id = parameters.why(form), request.path_params["id"]
+        value = parameters.payload(form)
+        async with autocommitting(self._engine) as connection:
+            store = DeadLetters.of(connection, self._service, self._settings)
+            with _recorded("redrive an edited copy", operator, id, why=why):
+                redriven = await redrive_copy(
+                    store, self._service, id, value, operator=operator.name, why=why
+                )
+            became = await store.follow([redriven], _REDRIVE_SECONDS)
+        counts = ", ".join(name for name, number in became.counts.items() if number)
+        return self._templates.note(operator, f"A copy of {id} was redriven; by now {counts}.")
+
     async def discard(
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
@@ -69,6 +87,36 @@ class Actions:
                 if not [one async for some in chunks for one in some]:
                     raise Refused(f"{id} has just left")
         return RedirectResponse(request.url.path.rpartition("/")[0], HTTPStatus.SEE_OTHER)
+
+    async def redrive_many(
+        self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Try all dead letters or events again that a preview has counted."""
+        selection, search = parameters.previewed(form)
+        async with autocommitting(self._engine) as connection:
+            store = kind.of(connection, self._service, self._settings)
+            with _recorded(f"redrive {store.name}s", operator, search[:1_000]):
+                chunks = store.redrive(store.redrivable(selection))
+                redriven = [one async for some in chunks for one in some]
+                if not redriven:
+                    raise Refused(f"no {store.name} was redriven: all have left meanwhile")
+            became = await store.follow(redriven, _REDRIVE_SECONDS)
+        counts = ", ".join(f"{name}: {one:,}" for name, one in became.counts.items() if one)
+        said = [f"Redriven: {len(redriven):,}. By now {counts}."]
+        said += [f"{one['id']} is dead again: {one['reason']}" for one in became.died[:5]]
+        return self._templates.note(operator, "\n".join(said))
+
+    async def discard_many(
+        self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Give all dead letters or events up that a preview has counted."""
+        (selection, search), why = parameters.previewed(form), parameters.why(form)
+        async with autocommitting(self._engine) as connection:
+            store = kind.of(connection, self._service, self._settings)
+            with _recorded(f"discard {store.name}s", operator, search[:1_000]):
+                chunks = store.discard(selection, operator=operator.name, why=why)
+                discarded = sum([len(some) async for some in chunks])
+        return self._templates.note(operator, f"Discarded: {discarded:,}.")
 
     async def cancel(
         self, request: Request, operator: Operator, form: Mapping[str, str]

@@ -12,6 +12,7 @@ from datetime import datetime
 from itertools import groupby
 
 from operate.output import Content, format_time
+from pipeline.redaction import HIDDEN
 
 LONGEST = 20_000
 """Characters of a payload that are shown; the rest is counted."""
@@ -44,6 +45,25 @@ def content(data: Content, limit: int = LONGEST) -> str:
             laid_out = _laid_out(data["text"])
             return plain(data if len(laid_out) > limit else {"text": laid_out}, limit)
     return plain(data, limit)
+
+
+def editable(data: Content) -> str | None:
+    """Return JSON to be changed in a form; None for what is no JSON, too long, or has secrets.
+
+    Secrets are left out here, so that the form would store it without them. What is invisible is
+    written as JSON's escapes, which mean the same.
+    """
+    if data is None or len(data.get("text", "")) > LONGEST or HIDDEN in data.get("text", ""):
+        return None
+    with contextlib.suppress(KeyError, ValueError, RecursionError):
+        laid_out = _laid_out(data["text"])
+        if len(laid_out) <= LONGEST:
+            return "".join(_escaped(letter) for letter in laid_out)
+    return None
+
+
+def _escaped(letter: str) -> str:
+    return letter if _seen(letter) == letter else json.dumps(letter)[1:-1]
 
 
 def plain(data: Content, limit: int = LONGEST) -> str:

@@ -1,17 +1,20 @@
 """What a request asks for, which may be anything."""
 
 import asyncio
+import json
 from collections.abc import Mapping
+from datetime import datetime
 from urllib.parse import parse_qs, urlencode
 
 from starlette.requests import ClientDisconnect, Request
 
-from operate.dead import STATES, State
+from operate.dead import STATES, Selection, State
 from operate.errors import Refused
 from operate.output import Content
+from pipeline.redaction import HIDDEN
 
 SEARCHED = ("reason", "consumer", "event", "type", "topic", "key")
-_LARGEST_FORM = 20_000
+_LARGEST_FORM = 200_000
 _FORM_SECONDS = 10.0
 _LONGEST_KEY = 1_000
 
@@ -43,18 +46,60 @@ def why(given: Mapping[str, str]) -> str:
     return text[:1_000]
 
 
+def payload(given: Mapping[str, str]) -> bytes:
+    """Return the payload of a form, which has to be JSON. Raises `Refused`."""
+    text = given.get("payload", "")
+    try:
+        json.loads(text, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the payload is not JSON: {error}") from error
+    if HIDDEN in text:
+        raise Refused("the page leaves secrets out of the payload: have the event sent again")
+    return text.encode()
+
+
 def state(request: Request) -> State:
     """Return which state is asked for: dead, unless it is one of the others."""
     given = request.query_params.get("state")
     return next((one for one in STATES if one == given), "dead")
 
 
-def search(request: Request) -> Mapping[str, str]:
+def search(given: Mapping[str, str]) -> Mapping[str, str]:
     """Return what is searched for, empty where all will do. Raises `Refused`."""
-    found = {name: request.query_params.get(name, "").strip() for name in SEARCHED}
+    found = {name: given.get(name, "").strip() for name in SEARCHED}
     if any("\0" in text for text in found.values()):
         raise Refused("no text that is kept holds a NUL character")
     return found
+
+
+def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selection:
+    """Return the entries that a search finds, of those in their state at a time."""
+    key = wanted["key"]
+    return Selection(
+        reasons=[wanted["reason"]] if wanted["reason"] else None,
+        consumers=[wanted["consumer"]] if wanted["consumer"] else None,
+        event_id=wanted["event"] or None,
+        type=wanted["type"] or None,
+        topic=wanted["topic"] or None,
+        record_key=key.encode() if key else None,
+        until=until,
+    )
+
+
+def previewed(form: Mapping[str, str]) -> tuple[Selection, str]:
+    """Return the entries that a preview has counted, and the search as text. Raises `Refused`.
+
+    The time of the preview is a part of its form: what has died since is not among them.
+    """
+    wanted = search(form)
+    try:
+        until = datetime.fromisoformat(form.get("until", ""))
+    except ValueError:
+        until = None
+    if until is None or until.tzinfo is None:
+        raise Refused("the form has no time of a preview: search again, and decide from there")
+    text = ", ".join(f"{name} {value!r}" for name, value in wanted.items() if value)
+    return selection(wanted, until), text or "everything"
 
 
 def link(state: State, key: Content, **more: str) -> str | None:

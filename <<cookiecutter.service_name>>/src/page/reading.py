@@ -1,10 +1,15 @@
 """What is shown: each page, as it is asked for."""
 
+import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
-from operate.dead import STATES, Selection, Store
+from operate import doctor
+from operate.dead import STATES, Store
+from operate.dead_events import DeadEvents
+from operate.dead_letters import DeadLetters
+from operate.health import Finding
 from operate.output import content_of
 from pipeline import Service
 from pipeline.relay import scheduled
@@ -12,7 +17,7 @@ from pipeline.retention import maintenance
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
-from . import overview, parameters
+from . import errors, overview, parameters
 from .rendering import Templates
 from .sessions import Operator
 from .settings import PageSettings
@@ -48,17 +53,9 @@ class Reading:
         self, kind: type[Store], template: str, request: Request, operator: Operator
     ) -> Response:
         """Show the newest dead letters or events, of those that are searched for."""
-        wanted = parameters.search(request)
+        wanted = parameters.search(request.query_params)
         state = parameters.state(request)
-        key = wanted["key"]
-        selection = Selection(
-            reasons=[wanted["reason"]] if wanted["reason"] else None,
-            consumers=[wanted["consumer"]] if wanted["consumer"] else None,
-            event_id=wanted["event"] or None,
-            type=wanted["type"] or None,
-            topic=wanted["topic"] or None,
-            record_key=key.encode() if key else None,
-        )
+        selection = parameters.selection(wanted)
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
             found = [one async for one in store.entries(state, selection, _LISTED + 1)]
@@ -71,6 +68,27 @@ class Reading:
             state=state,
             states=STATES,
             reasons=list(kind.reasons),
+        )
+
+    async def preview(self, kind: type[Store], request: Request, operator: Operator) -> Response:
+        """Count the dead letters or events of a search, before they are redriven or discarded."""
+        wanted = parameters.search(request.query_params)
+        async with autocommitting(self._engine) as connection:
+            until = await connection.fetchval("SELECT clock_timestamp()")
+            store = kind.of(connection, self._service, self._settings)
+            selection = parameters.selection(wanted, until)
+            groups = await store.count("dead", selection)
+        redrivable = store.redrivable(selection)
+        counted = [(one, store.why_left_out(one, redrivable)) for one in groups]
+        return self._templates.page(
+            "preview.html",
+            operator,
+            groups=counted,
+            total=sum(one["count"] for one in groups),
+            redriven=sum(one["count"] for one, why in counted if not why),
+            parameters=wanted,
+            until=until,
+            at=request.url.path.rpartition("/")[0],
         )
 
     async def entry(
@@ -118,3 +136,25 @@ class Reading:
         async with autocommitting(self._engine) as connection:
             found = [one async for one in maintenance.list_partitions(connection, self._settings)]
         return self._templates.page("retention.html", operator, standings=found)
+
+    async def doctor(self, request: Request, operator: Operator) -> Response:
+        """Make the checks of `service doctor`, and show what they find."""
+        try:
+            async with autocommitting(self._engine) as connection:
+                found = await self._examined(connection)
+        except Exception as error:
+            said = errors.describe(error, self._settings)
+            if said is None:
+                raise
+            found = [Finding("wrong", said, check="postgresql"), *await self._examined(None)]
+        found.sort(key=lambda one: ("wrong", "warning", "ok").index(one.level))
+        return self._templates.page("doctor.html", operator, findings=found)
+
+    async def _examined(self, connection: asyncpg.Connection | None) -> list[Finding]:
+        examined = doctor.examine(connection, self._service, self._settings)
+        return [one async for one in examined]
+
+    async def words(self, request: Request, operator: Operator) -> Response:
+        """Explain the words of the page, and every reason."""
+        reasons = (DeadLetters.reasons, DeadEvents.reasons)
+        return self._templates.page("words.html", operator, reasons=reasons)

@@ -8,6 +8,7 @@ from operate.output import format_span
 from . import formatting, overview
 from .sessions import Operator
 from .settings import PageSettings
+from .words import WORDS
 
 
 class Templates:
@@ -25,6 +26,7 @@ class Templates:
             visible=formatting.visible,
             content=formatting.content,
             plain=formatting.plain,
+            editable=formatting.editable,
             moment=formatting.moment,
             ago=format_span,
             ranges=formatting.ranges,
@@ -32,6 +34,7 @@ class Templates:
             number=overview.number,
             width=overview.WIDTH,
             height=overview.HEIGHT,
+            words=WORDS,
             service=service,
             has_login=settings.token is not None,
         )

@@ -22,7 +22,7 @@ from tests.pipeline.integration.test_dead import bury
 
 TOKEN = "a token of the tests"
 ORIGIN = "http://localhost:8081"
-PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention"]
+PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention", "/doctor", "/words"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,9 +28,9 @@ async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> A
 async def test_the_operators_role_is_enough(
     opened: Opened, granted: Roles, desk: Desk, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1), Deposit(2))
-    other = await db.fetchval(
-        "SELECT encode(key, 'hex') FROM pipeline.backlog ORDER BY \"offset\" DESC LIMIT 1"
+    id = await buried(desk, db, Deposit(1), Deposit(2), Deposit(3), Deposit(4, "bob"))
+    _, other, edited, _ = await db.fetchval(
+        "SELECT array_agg(encode(key, 'hex') ORDER BY \"offset\") FROM pipeline.backlog"
     )
     await db.execute(
         "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
@@ -44,12 +44,21 @@ async def test_the_operators_role_is_enough(
     )
     async with opened(url=granted.of("operator")) as client:
         await log_in(client)
-        for path in (*PAGES, f"/dead/{id}", "/events/1"):
+        for path in (*PAGES, "/dead/preview", f"/dead/{id}", "/events/1"):
             answer = await client.get(path)
             assert answer.status_code == 200, answer.text
             assert "Not known" not in answer.text
-        form = {"csrf": await csrf(client), "why": "no", "name": "n"}
+        form = {
+            "csrf": await csrf(client),
+            "why": "no",
+            "name": "n",
+            "payload": '{"account": "ada", "amount": 5}',
+            "until": "2100-01-01T00:00:00+00:00",
+            "key": "bob",
+        }
         for path, status in (
+            (f"/dead/{edited}/copy", 200),
+            ("/dead/discard", 200),
             (f"/dead/{id}/redrive", 200),
             (f"/dead/{other}/discard", 303),
             ("/events/1/redrive", 200),

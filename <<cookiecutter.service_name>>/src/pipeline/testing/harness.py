@@ -25,10 +25,10 @@ from .errors import HarnessMisused
 from .explore import Scenario, failing_once, keys_of, scenarios
 from .files import records_of
 from .observed import observing
-from .outcome import Outcome, outcome_of
+from .outcome import Outcome, Published, outcome_of
 from .process import Process, Step, open_claims
 from .records import Headers, KafkaRecord, Sent, check_topic, record
-from .stored import DeadLetter
+from .stored import DeadLetter, Mark, Stored
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +207,10 @@ class Harness:
             async with self._fresh(self.service.handlers, self._new_mortal(crash)):
                 yield text
 
+    async def records(self) -> list[Published]:
+        """Return the events in the outbox, of all steps, in their order."""
+        return (await self._stored(stored.BEGINNING)).records
+
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the oldest first."""
         return await self._query(stored.dead_letters, self.service.encryption)
@@ -314,21 +318,21 @@ class Harness:
 
     async def _step(self, work: Callable[[], Awaitable[None]]) -> Outcome:
         """Do the work, and return what has become of messages and what is stored since."""
-        self._did.begin()
-        before = await self._query(stored.mark)
+        did, before = self._did, await self._query(stored.mark)
+        did.begin()
         with observing(self.service, self._settings) as observed:
             await self._survive(work)
+        found = await self._stored(before)
+        return outcome_of(did.outcomes, **found._asdict(), skipped=did.skipped, observed=observed)
+
+    async def _stored(self, since: Mark) -> Stored:
         service = self.service
         source = service.handlers, service.package, service.encryption
-        found = await self._query(stored.since, before, *source)
-        return outcome_of(
-            self._did.outcomes, **found._asdict(), skipped=self._did.skipped, observed=observed
-        )
+        return await self._query(stored.since, since, *source)
 
     async def _survive(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work; if the process dies over it, another one does what is left."""
-        mortal = self._mortal
-        if mortal is None:
+        if (mortal := self._mortal) is None:
             await work()
             return
 

@@ -1,7 +1,7 @@
 """What the database holds after a transaction: published events, calls, dead letters, due times."""
 
 from collections.abc import Iterable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -87,6 +87,9 @@ class Mark(NamedTuple):
     outbox: int
     at: object
     calls: int
+
+
+BEGINNING = Mark(0, datetime.fromtimestamp(0, UTC), 0)
 
 
 class DeadLetter(NamedTuple):

@@ -159,6 +159,20 @@ async def test_an_equal_event_is_a_duplicate_unless_it_has_another_id(harness: H
     assert (await harness.handle(deposit(5), source="/elsewhere")).results == [15]
 
 
+async def test_the_records_of_all_steps_are_in_the_outbox(harness: Harness) -> None:
+    assert await harness.records() == []
+    first = await harness.handle(deposit(5))
+    await harness.handle(deposit(1_000, "bob"))
+    later = await harness.advance(hours=2)
+    records = await harness.records()
+    assert [(one.event, one.key, one.sequence) for one in records] == [
+        (Booked(account="ada", balance=5), "ada", 1),
+        (Booked(account="bob", balance=1_000), "bob", 1),
+        (Booked(account="bob", balance=1_000), None, None),
+    ]
+    assert (first.records, later.records) == (records[:1], records[2:])
+
+
 async def test_one_id_with_two_payloads_is_a_mismatch(harness: Harness) -> None:
     await harness.handle(deposit(5), id="1")
     outcome = await harness.handle(deposit(6), id="1")

@@ -72,7 +72,7 @@ BY_OTHERS = {
 
 BY_A_PERSON = (
     *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
-    *(staging.CANCEL, scheduled._LIST),
+    *(staging.CANCEL, scheduled._LIST, backlog._ADD),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
 
