@@ -26,6 +26,7 @@ DEFAULTS = {
     "object_store": "yes",
     "schema_registry": "no",
     "operations_page": "yes",
+    "http_api": "no",
     "engine_tests": "no",
 }
 """The answers of `--no-input`."""
