@@ -315,8 +315,8 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "apply/positions.py",
-                "AND next_offset = $4\n    RETURNING 1",
-                "AND $4::bigint IS NOT NULL\n    RETURNING 1",
+                "AND position.next_offset = move.fetched_from\n    RETURNING 1",
+                "AND move.fetched_from IS NOT NULL\n    RETURNING 1",
             ),
             Edit("apply/inbox.py", "if item.key not in known:", "if known is not None:"),
         ],
@@ -518,9 +518,9 @@ reason, attempts, waited,
         [
             Edit(
                 "relay/window.py",
-                "           AND shard = ANY ($2)\n        UNION ALL\n",
+                "         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)\n        UNION ALL\n",
                 """\
-           AND shard = ANY ($2)
+         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)
            AND created_at >= date_trunc('day', clock_timestamp(), 'UTC')
         UNION ALL
 """,
