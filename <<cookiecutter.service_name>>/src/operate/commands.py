@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 _NO_SCHEMA = "3F000"
 """PostgreSQL's error code where no schema of the search path exists."""
 
+_UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
+"""Raised for the update of a table whose rows a publication can't identify."""
+
 app = typer.Typer()
 relay_app = typer.Typer(invoke_without_command=True)
 scheduled_app = typer.Typer(help="Events that are to be published later.", no_args_is_help=True)
@@ -134,12 +137,11 @@ async def reset(
             invocation.confirm(question)
         try:
             renewed = await cluster.reset(connection, keep_progress=keep_progress)
-        except asyncpg.ObjectNotInPrerequisiteStateError as error:
+        except _UNPUBLISHABLE as error:
             raise Refused(
                 f"nothing was reset: {summarize_error(error)}. `service relay reset` updates every"
-                " event: execute ALTER TABLE pipeline.… REPLICA IDENTITY FULL for each partition of"
-                " pipeline.outbox, or take updates out of the publication (ALTER PUBLICATION … SET"
-                " (publish = 'insert')), and run it again"
+                " event, which a publication (CREATE PUBLICATION) prevents: take updates out of it"
+                " meanwhile, ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')"
             ) from None
     if invocation.as_json:
         print_json({"published_again": renewed})
