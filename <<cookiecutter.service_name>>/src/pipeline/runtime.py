@@ -129,7 +129,7 @@ async def serve(
         stopping=stopping,
     )
     try:
-        await retention.start(migrations)
+        await retention.start(service.name, migrations)
         if stopping.is_set():
             return
         if is_consuming and topics:

@@ -35,7 +35,8 @@ class Service:
     """A service: its name, its handlers and its tables.
 
     `name` is the consumer group, the `source` of the events published (as `/name`) and the name in
-    traces and logs. A new name is a new group, which starts from the beginning.
+    traces and logs. A new name is a new group, which starts from the beginning; its database is
+    refused until its schema has the new name.
     """
 
     name: str
