@@ -518,9 +518,9 @@ reason, attempts, waited,
         [
             Edit(
                 "relay/window.py",
-                "           AND shard = ANY ($2)\n        UNION ALL\n",
+                "         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)\n        UNION ALL\n",
                 """\
-           AND shard = ANY ($2)
+         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)
            AND created_at >= date_trunc('day', clock_timestamp(), 'UTC')
         UNION ALL
 """,

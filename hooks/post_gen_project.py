@@ -15,7 +15,17 @@ MANIFEST = Path(".features.json")
 RECORD = Path(".cookiecutter.json")
 CHECKSUMS = Path(".engine.sha256")
 PACKAGES = (
-    *("archive", "claims", "contracts", "effects", "object_store", "operate", "page", "personal"),
+    *(
+        "archive",
+        "claims",
+        "contracts",
+        "effects",
+        "http_api",
+        "object_store",
+        "operate",
+        "page",
+        "personal",
+    ),
     *("pipeline", "schema_registry"),
 )
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
@@ -105,24 +115,17 @@ def make_repository() -> str:
     return "Its first commit is on the branches main, which is yours, and template (`make update`)."
 
 
-# Two features may name the same: all is looked for before anything is removed.
-unwanted = sorted(
-    {
-        each
-        for feature, names in json.loads(MANIFEST.read_text("utf-8")).items()
-        if ANSWERS[feature] == "no"
-        for each in names
-    }
-)
-# A distribution stays while one of the features that need it is chosen.
-needed = {
-    each
-    for feature, names in json.loads(MANIFEST.read_text("utf-8")).items()
-    if ANSWERS[feature] == "yes"
-    for each in names
-}
-removable = [each for each in unwanted if ": " in each and each not in needed]
-required = [each.removeprefix("requirements: ") for each in removable]
+# Two features may name the same: all is looked for before anything is removed. A file is for those
+# who have both, a requirement for those who have one of them.
+named: dict[str, set[str]] = {"yes": set(), "no": set()}
+for feature, names in json.loads(MANIFEST.read_text("utf-8")).items():
+    named[ANSWERS[feature]].update(names)
+unwanted = sorted(named["no"])
+required = [
+    each.removeprefix("requirements: ")
+    for each in unwanted
+    if ": " in each and each not in named["yes"]
+]
 paths = [Path(each) for each in unwanted if ": " not in each]
 for path in paths:
     if not path.exists():

@@ -27,6 +27,7 @@ DEFAULTS = {
     "schema_registry": "no",
     "personal_data": "no",
     "operations_page": "yes",
+    "http_api": "no",
     "engine_tests": "no",
 }
 """The answers of `--no-input`."""

@@ -34,10 +34,10 @@ from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment
 from tests.programs import require
 
 COPIED = (
-    *("src/archive", "src/claims", "src/contracts", "src/effects", "src/object_store"),
-    *("src/operate", "src/page", "src/pipeline", "src/schema_registry"),
+    *("src/archive", "src/claims", "src/contracts", "src/effects", "src/http_api"),
+    *("src/object_store", "src/operate", "src/page", "src/pipeline", "src/schema_registry"),
     *("tests/archive", "tests/claims", "tests/contracts", "tests/effects"),
-    *("tests/page", "tests/pipeline", "tests/schema_registry"),
+    *("tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -138,8 +138,16 @@ def test_the_manifest_says_what_a_variant_goes_without(variant: BakedProject) ->
         for path in paths
         if variant.answers[feature] == "no"
     }
+    wanted = {
+        path
+        for feature, paths in features().items()
+        for path in paths
+        if variant.answers[feature] == "yes"
+    }
     for path in {path for paths in features().values() for path in paths}:
         is_wanted = path not in unwanted
+        if path.startswith("requirements: "):  # one feature that needs it is enough
+            is_wanted = path in wanted
         if name := path.partition("requirements: ")[2]:
             for file in ("base.in", "base.txt", "dev.in", "dev.txt"):
                 required = re.compile(rf"^{name}(?=[=>\n])", re.MULTILINE)
@@ -227,6 +235,7 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
     for feature, command in (
         ("object_store", "service (archive|claims)"),
         ("operations_page", "service page"),
+        ("http_api", "service api"),
     ):
         assert bool(re.search(command, pages)) == (variant.answers[feature] == "yes")
 

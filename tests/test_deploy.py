@@ -459,6 +459,46 @@ def test_every_pod_is_selected_by_its_own_workload_alone(
     }
 
 
+@pytest.fixture(scope="module")
+def with_api(template: Template, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The objects of the overlay of a service with an HTTP API, and its network policy."""
+    project = template.bake(tmp_path_factory.mktemp("with_api"), http_api="yes")
+    overlay = project.path / "deploy" / "kubernetes" / "production" / "kustomization.yaml"
+    with overlay.open("a", encoding="utf-8") as file:
+        file.write("components:\n  - ../components/network\n")
+    return built(project, "deploy/kubernetes/production")
+
+
+def test_a_service_with_an_http_api_deploys_it_beside_the_others(
+    with_api: list[dict[str, Any]], production: list[dict[str, Any]]
+) -> None:
+    for each in with_api:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    pods = workloads(with_api)
+    [container] = pods["api"]["spec"]["containers"]
+    [consumer] = workloads(production)["consumer"]["spec"]["containers"]
+    [service] = [e for e in with_api if (e["kind"], e["metadata"]["name"]) == ("Service", "api")]
+    [policy] = [each["spec"] for each in with_api if each["kind"] == "NetworkPolicy"]
+    [scaled] = [
+        each["spec"]["replicas"]
+        for each in with_api
+        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "api")
+    ]
+
+    assert scaled == 2
+    assert container["args"] == ["api"]
+    alike = ("livenessProbe", "readinessProbe", "securityContext", "volumeMounts")
+    assert {name: container[name] for name in alike} == {name: consumer[name] for name in alike}
+    assert {name: pod for name, pod in pods.items() if _matches(service, pod)}.keys() == {"api"}
+    [http] = [one for one in container["ports"] if one["name"] == "http"]
+    assert service["spec"]["ports"] == [{"name": "http", "port": 80, "targetPort": "http"}]
+    assert {"ports": [{"port": http["containerPort"]}]} in policy["ingress"]
+
+
+def _matches(service: dict[str, Any], pod: dict[str, Any]) -> bool:
+    return bool(_selector(service).items() <= pod["metadata"]["labels"].items())
+
+
 def _selector(each: dict[str, Any]) -> dict[str, str]:
     selector = each["spec"]["selector"]
     labels: dict[str, str] = selector.get("matchLabels", selector)
@@ -645,7 +685,7 @@ def test_the_release_that_the_page_describes_migrates_before_processes_change(
     assert later
     deployed = [e["metadata"]["name"] for e in with_components if e["kind"] == "Deployment"]
 
-    assert sorted(later[1].split(",")) == sorted(deployed)
+    assert sorted(later[1].split(",")) == sorted([*deployed, "api"]), "api: if the service has one"
     for each in with_components:
         label = each["metadata"].get("labels", {}).get("app.kubernetes.io/component")
         assert (label in deployed) == (each["kind"] == "Deployment")

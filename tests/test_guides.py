@@ -22,6 +22,7 @@ TIME = (RAW / "docs" / "time.md").read_text("utf-8")
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 CODECS = (RAW / "docs" / "codecs.md").read_text("utf-8")
 PERSONAL = (RAW / "docs" / "personal-data.md").read_text("utf-8")
+HTTP = (RAW / "docs" / "http.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 SAGAS = (RAW / "docs" / "sagas.md").read_text("utf-8")
 TEMPLATES = (ROOT / "README.md").read_text("utf-8")
@@ -105,8 +106,17 @@ def fields(module: str, name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "guide",
-    [HANDLING, TIME, OUTSIDE, PERSONAL, SAGAS, BEFORE + CODECS, BEFORE + TEMPLATES + FAILING],
-    ids=["handling-errors", "time", "outside", "personal-data", "sagas", "codecs", "read-mes"],
+    [HANDLING, TIME, OUTSIDE, HTTP, PERSONAL, SAGAS, BEFORE + CODECS, BEFORE + TEMPLATES + FAILING],
+    ids=[
+        "handling-errors",
+        "time",
+        "outside",
+        "http",
+        "personal-data",
+        "sagas",
+        "codecs",
+        "read-mes",
+    ],
 )
 @pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["runs", "types"])
 def test_the_examples_for_authors_of_handlers_work(
@@ -249,6 +259,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         names |= {"schema-registry"}
     if answers["operations_page"] == "yes":
         names |= {"operations-page"}
+    if answers["http_api"] == "yes":
+        names |= {"http"}
     assert guides == {f"docs/{name}.md" for name in names}
     named = re.compile(r"`(docs/[\w./-]+)`")
     assert set(named.findall(project.read("README.md"))) == guides

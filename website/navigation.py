@@ -58,6 +58,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("codecs", "topics without CloudEvents, or with another form of them"),
         _service("time", "retention, replay, scheduled events, sequences"),
         _service("outside", "HTTP and other requests, after the commit"),
+        _service("http", "requests with an idempotency key, in the same transactions"),
         _service("sagas", "a process of several steps: order, stock, payment, compensation"),
         _service("personal-data", "encrypting and erasing personal data"),
         _service("claims", "payloads that are too large for Kafka"),

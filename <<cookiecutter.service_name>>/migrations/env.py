@@ -5,4 +5,4 @@ from importlib import import_module
 from pipeline import migrations
 
 main = import_module("<<cookiecutter.package_name>>.main")
-migrations.run(main.service.metadata)
+migrations.run(main.service.metadata, main.service.name)

@@ -84,4 +84,14 @@ async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
         raise httpx.HTTPError(f"the webhook answered {answer.status_code}")
     return answer.status_code
 # <% endif %>
+# <% if cookiecutter.http_api == "yes" %>
+
+
+@handlers.on(ScanRecorded, topic=None, consumer="answer-scan", loads=Parcel.by("parcel_id"))
+async def answer_scan(scan: ScanRecorded, tx: Transaction) -> dict[str, object]:
+    """Record a scan that comes by HTTP, and answer where its parcel is now."""
+    await record_scan(scan, tx)
+    parcel = await tx.load_or_create(Parcel, scan.parcel_id)
+    return {"parcel_id": parcel.id, "place": parcel.place, "scans": parcel.scans}
+# <% endif %>
 # <% endif %>

@@ -10,6 +10,9 @@ from contracts.commands import group as schema_commands
 # <% if cookiecutter.outside_calls == "yes" %>
 from effects import EffectSettings, EffectWorkers
 # <% endif %>
+# <% if cookiecutter.http_api == "yes" %>
+from http_api.commands import group as api_commands
+# <% endif %>
 from operate.commands import command_line
 # <% if cookiecutter.operations_page == "yes" %>
 from page.commands import group as page_commands
@@ -72,6 +75,9 @@ service = Service(
 )
 main = command_line(
     service,
+    # <% if cookiecutter.http_api == "yes" %>
+    api=api_commands(service, f"{__package__}.api"),
+    # <% endif %>
     # <% if cookiecutter.object_store == "yes" %>
     archive=archive_commands(archive),
     claims=claims_commands(service),

@@ -17,8 +17,9 @@ UPCAST = "upcast"
 def taken(service: Service) -> dict[str, dict[str, list[Handler]]]:
     """Return the handlers by topic and type."""
     found: dict[str, dict[str, list[Handler]]] = {}
+    topics = service.handlers.topics
     for one in service.handlers:
-        if one.topic != CALLS:
+        if one.topic in topics:
             of_topic = found.setdefault(one.topic, {})
             of_topic.setdefault(one.event.event_type, []).append(one)
     return found

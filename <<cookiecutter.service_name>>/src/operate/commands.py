@@ -4,11 +4,14 @@ import logging
 from collections.abc import Callable
 from typing import Annotated
 
+import asyncpg
 import typer
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy.exc import DBAPIError
 
+from pipeline.errors import sqlstate_of, summarize_error
 from pipeline.relay import scheduled
 from pipeline.retention.maintenance import make_ahead
 from pipeline.runtime import Part, run
@@ -38,6 +41,12 @@ from .terminal import (
 )
 
 log = logging.getLogger(__name__)
+
+_NO_SCHEMA = "3F000"
+"""PostgreSQL's error code where no schema of the search path exists."""
+
+_UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
+"""Raised for the update of a table whose rows a publication can't identify."""
 
 app = typer.Typer()
 relay_app = typer.Typer(invoke_without_command=True)
@@ -126,7 +135,14 @@ async def reset(
                 why = "The outbox is this database cluster's already. " if is_ours else ""
                 question = f"{why}Publish {number:,} events again, with their ids?"
             invocation.confirm(question)
-        renewed = await cluster.reset(connection, keep_progress=keep_progress)
+        try:
+            renewed = await cluster.reset(connection, keep_progress=keep_progress)
+        except _UNPUBLISHABLE as error:
+            raise Refused(
+                f"nothing was reset: {summarize_error(error)}. `service relay reset` updates every"
+                " event, which a publication (CREATE PUBLICATION) prevents: take updates out of it"
+                " meanwhile, ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')"
+            ) from None
     if invocation.as_json:
         print_json({"published_again": renewed})
     else:
@@ -181,21 +197,30 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
             )
         migrations = revisions.load_migrations()
     invocation = Invocation(service, settings, as_json)
-    run_to_end(_compare_columns(invocation, migrations))
+    run_to_end(_check(invocation, migrations))
     with in_a_sentence(), naming_servers(settings):
-        command.upgrade(Config(revisions.ALEMBIC), "heads")
+        try:
+            command.upgrade(Config(revisions.ALEMBIC), "heads")
+        except DBAPIError as error:
+            if sqlstate_of(error) != _NO_SCHEMA:
+                raise
+            raise Refused(
+                "no schema of the role's search_path exists, so that tables can't be created:"
+                " create one, or ALTER ROLE … SET search_path = public"
+            ) from None
     run_to_end(_make_ahead(invocation, migrations))
 
 
-async def _compare_columns(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
+async def _check(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
     async with invocation.connected() as connection:
+        await revisions.check_database(connection, invocation.service.name)
         if migrations and (wrong := await revisions.wrong_columns(connection, migrations)):
             raise revisions.WrongColumns(wrong)
 
 
 async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
     async with invocation.connected() as connection:
-        await revisions.check(connection, migrations)
+        await revisions.check(connection, invocation.service.name, migrations)
         await make_ahead(connection, invocation.settings)
         if invocation.as_json:
             print_json({"revisions": await revisions.applied_revisions(connection)})

@@ -187,6 +187,7 @@ def _of_database(
     connection: asyncpg.Connection, service: Service, settings: Settings
 ) -> dict[str, Findings]:
     return {
+        "database": _database(connection, service),
         "schema": _schema(connection),
         "tables": _tables(connection, service),
         "pooler": _pooler(connection, settings),
@@ -213,6 +214,13 @@ def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
     except Misconfigured as error:
         advice = "change what it names, and start the service again"
         yield Finding("wrong", summarize_error(error), advice)
+
+
+async def _database(connection: asyncpg.Connection, service: Service) -> Findings:
+    try:
+        await revisions.check_database(connection, service.name)
+    except revisions.WrongDatabase as error:
+        yield Finding("wrong", error.found, error.advice)
 
 
 async def _schema(connection: asyncpg.Connection) -> Findings:

@@ -20,7 +20,8 @@ app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
 async def run(invocation: Invocation) -> None:
     """Do what a running service does every hour: make partitions, drop what is too old."""
     async with invocation.connected() as connection:
-        await revisions.check(connection, revisions.load_migrations())
+        name = invocation.service.name
+        await revisions.check(connection, name, revisions.load_migrations())
         await maintenance.begin_round(connection, 0)  # so that no service begins one meanwhile
         done = await maintenance.run_retention(
             connection,

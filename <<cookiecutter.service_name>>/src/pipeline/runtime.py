@@ -4,7 +4,8 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from enum import Flag, auto
 
 from alembic.script import ScriptDirectory
@@ -55,6 +56,20 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     """
     service.check(settings)
     migrations = revisions.load_migrations()
+    async with process(service, settings) as (health, stopping):
+        await serve(
+            service, settings, parts, health=health, stopping=stopping, migrations=migrations
+        )
+
+
+@asynccontextmanager
+async def process(
+    service: Service, settings: Settings
+) -> AsyncIterator[tuple[Health, asyncio.Event]]:
+    """Set up the log, health, telemetry and heartbeat of a process, for as long as it runs.
+
+    Yields its health, and the event that SIGTERM or SIGINT sets. Raises `CannotListen`.
+    """
     _collect_seldom(settings.gc_threshold)
     logs.configure(
         level=settings.log_level, json=settings.log_json, loggers=service.loggers(settings)
@@ -71,14 +86,7 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
         stopping = _stopping_on_signals()
         try:
             async with in_background(heartbeat(health)):
-                await serve(
-                    service,
-                    settings,
-                    parts,
-                    health=health,
-                    stopping=stopping,
-                    migrations=migrations,
-                )
+                yield health, stopping
         finally:
             seconds = _TELEMETRY_SHARE * settings.shutdown_grace
             await asyncio.to_thread(shut_exporters_down, seconds)
@@ -121,7 +129,7 @@ async def serve(
         stopping=stopping,
     )
     try:
-        await retention.start(migrations)
+        await retention.start(service.name, migrations)
         if stopping.is_set():
             return
         if is_consuming and topics:

@@ -14,6 +14,8 @@ from sqlalchemy.exc import ArgumentError
 _IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
 """Parameters of the URL by which other clients configure TLS."""
 _TLS_FIELDS = ("ca_file", "certificate_file", "key_file", "key_password")
+_HOST = re.compile(r"[\w.:-]*")
+"""A name or an address, as it is without the brackets around one of IPv6."""
 _NO_TLS = ("ssl", "disable")
 """The only one that is allowed: no attempt at TLS, which asyncpg otherwise makes first."""
 
@@ -46,7 +48,10 @@ class ServerSettings(BaseSettings):
     role, because a session can't."""
     kafka_bootstrap_servers: Annotated[
         str,
-        written(r"[^,\s]+:\d+(,[^,\s]+:\d+)*", "host:port, several separated by commas"),
+        written(
+            r"[^,\s/@]+:\d+(,[^,\s/@]+:\d+)*",
+            "host:port, several separated by commas, without a protocol",
+        ),
     ]
     """`host:port`, several separated by commas"""
 
@@ -83,7 +88,8 @@ class ServerSettings(BaseSettings):
     def postgresql(self) -> str:
         """Return the database's server for messages, without the user."""
         url = make_url(self.database_url.get_secret_value())
-        return f"PostgreSQL at {url.host or 'localhost'}:{url.port or 5432}"
+        hosts = url.normalized_query.get("host", [f"{url.host or 'localhost'}:{url.port or 5432}"])
+        return f"PostgreSQL at {', '.join(hosts)}"
 
     @property
     def kafka(self) -> str:
@@ -110,14 +116,14 @@ class ServerSettings(BaseSettings):
             url = make_url(value.get_secret_value())
             driver = url.drivername
             query = {name for name, how in url.query.items() if (name, how) != _NO_TLS}
-            # More than one means that the password goes on in what was taken for the host.
-            is_split = "@" in (url.host or "")
+            # Otherwise the password goes on in what was taken for the host or what follows it.
+            is_whole = value.get_secret_value().count("@") < 2 and _HOST.fullmatch(url.host or "")
         except (ArgumentError, ValueError):  # the latter quotes what was taken for the port
-            driver, query, is_split = None, set(), True
-        if driver != "postgresql+asyncpg" or is_split:
+            driver, query, is_whole = None, set(), None
+        if driver != "postgresql+asyncpg" or not is_whole:
             raise ValueError(
                 "write it as postgresql+asyncpg://user:password@host:port/database"
-                " (percent-encode special characters of the password)"
+                " (percent-encode special characters of user and password)"
             )
         if of_tls := sorted(query & _IN_THE_URL):
             raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.encryption import Encryption
@@ -34,7 +35,8 @@ class Service:
     """A service: its name, its handlers and its tables.
 
     `name` is the consumer group, the `source` of the events published (as `/name`) and the name in
-    traces and logs. A new name is a new group, which starts from the beginning.
+    traces and logs. A new name is a new group, which starts from the beginning; its database is
+    refused until its schema has the new name.
     """
 
     name: str
@@ -122,12 +124,8 @@ class Service:
         Create one for each process. Raises `Misconfigured` for events that can't be published.
         """
         settings = settings or WriterSettings()
-        with suppress(StoreUnavailable):
-            await self.open_codecs()
-        opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
-        engine = create_engine(settings, name=self.name)
-        try:
-            writer = Writer(
+        async with self.publishing(settings) as engine:
+            yield Writer(
                 engine,
                 source=self.source,
                 max_event_bytes=settings.max_event_bytes,
@@ -135,8 +133,17 @@ class Service:
                 claims=self.claims and self.claims(self.name, settings),
                 encryption=self.encryption,
             )
+
+    @asynccontextmanager
+    async def publishing(self, settings: Settings) -> AsyncIterator[AsyncEngine]:
+        """Yield a connection pool, while the codecs of topics are opened beside."""
+        with suppress(StoreUnavailable):
+            await self.open_codecs()
+        opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
+        engine = create_engine(settings, name=self.name)
+        try:
             async with in_background(opening(self.open_codecs)):
-                yield writer
+                yield engine
         finally:
             await engine.dispose()
 

@@ -63,6 +63,8 @@ class MessagesFailed:
 
     decisions: dict[bytes, Decision]
     """Decisions by marker key; none on a message that is tried once more."""
+    error: BaseException
+    """That of the first of them."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def judge(
             decisions[item.key] = _after_failure(item, error, "failed", trace)
         else:
             decisions[item.key] = replace(undecided(error), trace=trace)
-    return MessagesFailed(decisions)
+    return MessagesFailed(decisions, calls.failed[0].error)
 
 
 def blame(

@@ -1,4 +1,4 @@
-"""The interface of a partition and of a lane of the backlog to the consume transaction."""
+"""The interface to the consume transaction of what has messages: a partition, a lane, a request."""
 
 from collections.abc import Sequence
 from typing import Protocol, Self

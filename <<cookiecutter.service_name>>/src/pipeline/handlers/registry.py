@@ -14,7 +14,7 @@ from pipeline.events.event import Event, Tombstone, check_event, check_name, che
 from .aggregate import Loads
 from .ordering import Gaps, Sequenced
 from .policy import Policy
-from .staging import CALLS
+from .staging import CALLS, REQUESTS
 from .transaction import EventBatch, Transaction
 
 E = TypeVar("E", bound=Event)
@@ -59,7 +59,7 @@ class Handlers:
         self,
         event: type[E],
         *,
-        topic: str,
+        topic: str | None,
         consumer: str,
         loads: Loads[Any] | None = None,
         gaps: Gaps | None = None,
@@ -69,6 +69,9 @@ class Handlers:
         takes_old: bool = False,
     ) -> Callable[[Function[E]], Function[E]]:
         """Register the decorated coroutine function for the events of a topic.
+
+        With the topic None it is called for requests alone, see the optional package `http_api`;
+        handlers of a topic can be called for requests as well.
 
         `consumer` is part of the key of inbox markers: keep it when you rename the function.
         `loads` names the rows that the handler is going to change; they are fetched and locked for
@@ -87,19 +90,22 @@ class Handlers:
 
         The function's result is stored as JSON in the marker, and kept as long as that is. It costs
         one more statement in a transaction in which a function returns a result. `service inbox
-        show` prints it; a repeated event gets no answer.
+        show` prints it, and a repeated request is answered by it.
 
         Raises `TypeError` if the consumer already takes these events, or `loads` or the
         function does not fit, and `ValueError` for an invalid time-out or name.
         """
-        check_topic(topic)
+        if topic is not None:
+            check_topic(topic)
+        elif mode == "deferred" or gaps is not None:
+            raise TypeError("a request is answered at once: it takes no gaps= and no mode=")
         if gaps is not None and not (loads and issubclass(loads.entity, Sequenced)):
             raise TypeError("gaps= needs loads= of a class that has the mixin Sequenced")
         check_options(event, consumer=consumer, loads=loads, timeout=timeout)
 
         def register(function: Function[E]) -> Function[E]:
             check_function(function, event=event, tx=Transaction)
-            common = event, topic, consumer, loads, function, policy, mode, timeout
+            common = event, topic or REQUESTS, consumer, loads, function, policy, mode, timeout
             self.add(Handler(*common, takes_old=takes_old, gaps=gaps))
             return function
 
@@ -235,7 +241,7 @@ class Handlers:
     @property
     def topics(self) -> frozenset[str]:
         """Topics that have a handler."""
-        return frozenset(self._by_topic) - {CALLS}
+        return frozenset(self._by_topic) - {CALLS, REQUESTS}
 
     @property
     def call_types(self) -> Mapping[str, type[Event]]:

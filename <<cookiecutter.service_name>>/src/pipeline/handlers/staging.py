@@ -21,6 +21,8 @@ from pipeline.schema import SCHEMA
 
 CALLS = "(calls)"
 """Stands for the topic of events that are staged by `call`; no topic has such a name."""
+REQUESTS = "(requests)"
+"""Stands for the topic of events that come by requests."""
 
 _HEADERS_AT_MOST = 700
 """Upper limit, in bytes, of the names, separators and fixed values of the headers."""

@@ -13,23 +13,28 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from pipeline.schema import SCHEMA
+from pipeline.servers import revisions
 from pipeline.servers.database import connect_args
 from pipeline.settings import Settings, mistakes
 
 _LOCK = 0x1B0C4
 
 
-def run(metadata: MetaData) -> None:
-    """Run Alembic's command on the engine's tables and those of the service."""
+def run(metadata: MetaData, service: str | None = None) -> None:
+    """Run Alembic's command on the engine's tables and those of the service.
+
+    The schema of the engine is marked with the service's name; that of another service is refused
+    (None: neither). Raises `CommandError`.
+    """
     if context.is_offline_mode():
-        context.configure(dialect_name="postgresql", **options(metadata))
+        context.configure(dialect_name="postgresql", service=service, **options(metadata))
         with context.begin_transaction():
             context.run_migrations()
     else:
-        asyncio.run(_run_online(metadata))
+        asyncio.run(_run_online(metadata, service))
 
 
-async def _run_online(metadata: MetaData) -> None:
+async def _run_online(metadata: MetaData, service: str | None) -> None:
     try:
         settings = Settings()
     except ValidationError as error:
@@ -40,15 +45,20 @@ async def _run_online(metadata: MetaData) -> None:
         connect_args=connect_args(settings, name="migrations"),
     )
     async with engine.connect() as connection:
-        await connection.run_sync(_migrate, metadata)
+        await connection.run_sync(_migrate, metadata, service)
         await connection.commit()
     await engine.dispose()
 
 
-def _migrate(connection: Connection, metadata: MetaData) -> None:
+def _migrate(connection: Connection, metadata: MetaData, service: str | None) -> None:
     # Of two processes that migrate at once, the second waits and finds nothing to do.
     connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-    context.configure(connection=connection, **options(metadata))
+    if service:
+        try:
+            revisions.must_fit(service, *connection.execute(text(revisions.DATABASE)).one())
+        except revisions.WrongDatabase as error:
+            raise CommandError(str(error)) from None
+    context.configure(connection=connection, service=service, **options(metadata))
     with context.begin_transaction():
         context.run_migrations()
 

@@ -79,7 +79,8 @@ CREATE TABLE pipeline.inbox (
     result       json,  -- what the handler returned
     xid          xid8 NOT NULL DEFAULT pg_current_xact_id(),
     created_at   timestamptz NOT NULL DEFAULT now(),
-    CONSTRAINT inbox_pkey PRIMARY KEY (generation, key)
+    -- the key first: a search in several generations descends once for each key
+    CONSTRAINT inbox_pkey PRIMARY KEY (key, generation)
 ) PARTITION BY LIST (generation);
 COMMENT ON TABLE pipeline.inbox IS 'A marker for every event that took effect.';
 CREATE TYPE pipeline.new_marker AS (

@@ -101,7 +101,7 @@ SELECT shard, pg_current_snapshot() FROM generate_series(0, 63) AS shard;
 
 CREATE TABLE pipeline.outbox_cluster (
     singleton         boolean PRIMARY KEY CHECK (singleton),
-    system_identifier bigint,  -- null while the outbox is reset
+    system_identifier bigint NOT NULL,
     reset_xid         xid8  -- the transaction id that older rows of the outbox carry
 );
 COMMENT ON TABLE pipeline.outbox_cluster IS

@@ -32,6 +32,8 @@ from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
 
 log = logging.getLogger(__name__)
 
+_NARROW_SECONDS = 1.0
+"""So long after it has read a window the next one has few events, and is not measured before."""
 _SCHEDULED = "scheduled events"
 """The part of the health that reports whether scheduled events are moved."""
 _EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
@@ -54,6 +56,7 @@ class Relay:
         self.backpressure = RelayBackpressure(2 * settings.relay_page)
         self._ahead: tuple[Mapping[int, Progress], list[Page]] = {}, []
         """Pages that were read in advance, and the progress that they begin at."""
+        self._narrow_until = 0.0
         self._lags = True
         self._failures = 0
         self._staged = asyncio.Event()
@@ -103,6 +106,7 @@ class Relay:
         """Hold leases and publish on one connection until `stop`, or until something fails."""
         self._cursor.forget()
         self._ahead = {}, []
+        self._narrow_until = 0.0
         async with autocommitting(self._engine) as driver:
             if not self._cursor.holds_lease():
                 metrics.forget_outbox()
@@ -226,7 +230,10 @@ class Relay:
         snapshot = driver.transaction(isolation="repeatable_read", readonly=True)
         async with snapshot if len(unpaged) > 1 else nullcontext():
             for one, shards in unpaged:
-                pages.append(await fresh(driver, one, shards, limit, at_most))
+                wide = monotonic() > self._narrow_until
+                pages.append(await fresh(driver, one, shards, limit, at_most, may_be_wide=wide))
+        if unpaged:
+            self._narrow_until = monotonic() + _NARROW_SECONDS
         return pages
 
     async def _read_ahead(self, driver: asyncpg.Connection, then: Mapping[int, Progress]) -> None:

@@ -17,7 +17,7 @@ Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
 
 _SCAN_AT_MOST = 50_000
-"""Ids that one page scans: one late row in a wide window does not make it scan all of them."""
+"""Rows that one page scans: one late row in a wide window does not make it scan all of them."""
 
 PAGE_BYTES = 8 * 2**20
 """Memory for the events of one page, without its last one; two pages exist at once."""
@@ -60,13 +60,13 @@ SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
 # transaction + 1, so rows of running ones may lie above it: the window is not bounded by an id.
 # `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value prevents a
 # parallel plan, in which the head row might not come first.
+_BEGUN_SINCE = "xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())"
 _FRESH = _headed(
     f"""
 SELECT {COLUMNS}
   FROM (SELECT {COLUMNS}
           FROM pipeline.outbox
-         WHERE xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())
-           AND shard = ANY ($2)
+         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)
         UNION ALL
         SELECT {COLUMNS}
           FROM pipeline.outbox
@@ -79,6 +79,22 @@ SELECT {COLUMNS}
     place="id + 0",
     at_most="$4",
 )
+
+# FRESH reads a whole window to sort it. These open a wide one at an id that none in it is below.
+_MEASURE = f"""
+SELECT count(*) > $2 AS is_wide, pg_postmaster_start_time() AS server,
+       pg_current_snapshot() AS target, pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id
+  FROM ((SELECT xid FROM pipeline.outbox WHERE {_BEGUN_SINCE} ORDER BY xid LIMIT $2 + 1)
+        UNION ALL
+        (SELECT ended.xid FROM pg_snapshot_xip($1) AS running, LATERAL (
+                SELECT xid FROM pipeline.outbox WHERE xid BETWEEN running AND running
+                 ORDER BY xid LIMIT $2 + 1) AS ended)) AS unseen
+"""
+_LOWEST = """
+SELECT min(id) AS id, max(xid) AS xid, count(*) AS rows
+  FROM (SELECT id, xid FROM pipeline.outbox
+         WHERE xid >= $1 AND xid < $2 ORDER BY xid LIMIT $3) AS piece
+"""
 
 # Functions instead of comparisons of xid make the planner use the index on id.
 _PAGE = _headed(
@@ -137,11 +153,20 @@ async def fresh(
     shards: Sequence[int],
     limit: int,
     at_most: int = PAGE_BYTES,
+    *,
+    may_be_wide: bool = True,
 ) -> Page:
     """Read events that became visible since `seen`: `limit`, or `at_most` bytes and one event.
 
+    With `may_be_wide` none are read of more than one page scans: the window is opened for `page`.
     Raises `OtherCluster` if `seen` is a snapshot of another cluster.
     """
+    if may_be_wide:
+        wide = await connection.fetchrow(_MEASURE, progress.seen, _SCAN_AT_MOST)
+        if wide["is_wide"]:
+            lowest = await _lowest(connection, progress.seen, wide["target"])
+            then = Progress(progress.seen, wide["target"], lowest - 1, wide["high_id"])
+            return Page(shards, [], then, wide["server"])
     head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
     if head["target"][1] < progress.seen[1]:
         raise OtherCluster
@@ -151,6 +176,21 @@ async def fresh(
         events = events[:limit]
         then = Progress(progress.seen, head["target"], events[-1]["id"], head["high_id"])
     return Page(shards, events, then, head["server"])
+
+
+async def _lowest(connection: asyncpg.Connection, seen: Snapshot, target: Snapshot) -> int:
+    """Return the lowest id in a window with events, or a lower one; read piece by piece."""
+    ids = []
+    for first, end in [*((one, one + 1) for one in seen[2]), (seen[1], target[1])]:
+        xid, limit, is_last = first, _SCAN_AT_MOST, False
+        while not is_last:
+            piece = await connection.fetchrow(_LOWEST, xid, end, limit)
+            ids.append(piece["id"])
+            is_last = piece["rows"] < limit
+            # Rows of one transaction may fill a piece, which is read again, then as a larger one.
+            limit *= 2 if piece["xid"] == xid else 1
+            xid = piece["xid"]
+    return int(min(one for one in ids if one is not None))
 
 
 async def page(

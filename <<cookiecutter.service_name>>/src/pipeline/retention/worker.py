@@ -53,14 +53,14 @@ class RetentionWorker:
         self._health = health
         self._stopping = stopping
 
-    async def start(self, migrations: ScriptDirectory | None) -> None:
+    async def start(self, service: str, migrations: ScriptDirectory | None) -> None:
         """Return when the schema is checked and partitions are there, or when the process stops.
 
         No other part may begin before: columns or partitions may be missing. Raises `NotMigrated`.
         """
 
         async def begin(connection: asyncpg.Connection) -> None:
-            await revisions.check(connection, migrations)
+            await revisions.check(connection, service, migrations)
             await self._prepare(connection, warns=True)
 
         self._health.not_ready(_PART, "schema and partitions are not checked yet")

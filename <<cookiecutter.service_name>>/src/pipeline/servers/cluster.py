@@ -14,16 +14,20 @@ IS_OURS = """EXISTS (
 _SECONDS = 86_400.0
 """Time-out of a statement that reads or rewrites the whole outbox."""
 
+# A role or database may have limits that are meant for shorter work.
+_SET_NO_LIMITS = """
+SELECT set_config(name, '0', true) FROM pg_settings
+ WHERE name IN ('statement_timeout', 'lock_timeout', 'transaction_timeout')
+"""
+
 # The owners are kept: the relay that takes their shards has to know which one to fence.
 _TAKE_SHARDS = """
 UPDATE pipeline.outbox_cursor SET token = token + 1, lease_until = clock_timestamp()
 """
 
-_CLEAR_CLUSTER = "UPDATE pipeline.outbox_cluster SET system_identifier = NULL"
-
 _FORGET_PROGRESS = """
 UPDATE pipeline.outbox_cursor
-   SET seen = pg_current_snapshot(), target = NULL, last_id = 0, high_id = 0
+   SET seen = $1, target = NULL, last_id = 0, high_id = 0
 """
 
 _RENEW_EVENTS = "UPDATE pipeline.outbox SET xid = DEFAULT"
@@ -71,19 +75,18 @@ async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> int:
     """Make the outbox this cluster's; return how many events are published again, in order.
 
     With `keep_progress` relays go on where they were: for a cluster that has kept the ids. Running
-    relays lose their shards, and publish nothing until it has succeeded: if it fails, run it again.
+    relays wait, and lose their shards. If it fails, nothing has changed.
     """
     async with connection.transaction():
+        # Read before the transaction has an id, so that its own changes are not visible in it.
+        seen = await connection.fetchval("SELECT pg_current_snapshot()")
+        await connection.execute(_SET_NO_LIMITS)
         # No relay may claim a shard after it has checked the former cluster.
         await connection.execute("LOCK TABLE pipeline.outbox_cursor IN ACCESS EXCLUSIVE MODE")
         await connection.execute(_TAKE_SHARDS)
+        renewed = 0
         if not keep_progress:
-            await connection.execute(_CLEAR_CLUSTER)
-            await connection.execute(_FORGET_PROGRESS)
-    renewed = 0
-    # A transaction of its own, whose id comes after the snapshot.
-    async with connection.transaction():
-        if not keep_progress:
+            await connection.execute(_FORGET_PROGRESS, seen)
             done = await connection.execute(_RENEW_EVENTS, timeout=_SECONDS)
             renewed = int(done.split()[-1])
             await connection.execute(_CLOSE_DAYS_AGAIN)

@@ -14,18 +14,29 @@ from alembic.script import ScriptDirectory
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
 
+DATABASE = """
+SELECT obj_description(to_regnamespace('pipeline'), 'pg_namespace') AS owner,
+       current_setting('server_encoding') AS encoding
+"""
+"""The service that the engine's schema was created for is named by the schema's comment."""
+
 _APPLIED = "SELECT version_num FROM alembic_version"
 
 # The catalogue is read because it needs no privileges of the tables.
 _WRONG_COLUMNS = """
-SELECT format('column pipeline.%s.%s is %s', relation, name,
+SELECT format('%s has the default partition %s, beside which none can be attached or detached:'
+              ' detach it and insert its rows again', partrelid::regclass, partdefid::regclass)
+  FROM pg_partitioned_table JOIN pg_class ON pg_class.oid = partrelid
+ WHERE relnamespace = to_regnamespace('pipeline') AND partdefid <> 0
+ UNION ALL
+(SELECT format('column pipeline.%s.%s is %s', relation, name,
               COALESCE(format_type(atttypid, atttypmod) || ' and not ' || type, 'missing'))
   FROM (SELECT one.key AS relation, field.key AS name, field.value AS type
           FROM json_each($1::text::json) AS one, json_each_text(one.value) AS field) AS needed
   LEFT JOIN pg_attribute ON attname = name AND NOT attisdropped
    AND attrelid = to_regclass('pipeline.' || relation)
  WHERE format_type(atttypid, atttypmod) IS DISTINCT FROM type
- ORDER BY relation, name
+ ORDER BY relation, name)
 """
 
 
@@ -35,6 +46,14 @@ class NotMigrated(Exception):
     def __init__(self, missing: set[str] | None = None) -> None:
         lacks = f"lacks {', '.join(sorted(missing))}" if missing else "has no pipeline tables yet"
         super().__init__(f"the database {lacks}: run `service migrate` first")
+
+
+class WrongDatabase(NotMigrated):
+    """The database can't be used by this service, migrated or not."""
+
+    def __init__(self, found: str, advice: str) -> None:
+        Exception.__init__(self, f"{found}: {advice}")
+        self.found, self.advice = found, advice
 
 
 class WrongColumns(NotMigrated):
@@ -57,11 +76,15 @@ def load_migrations() -> ScriptDirectory | None:
     return ScriptDirectory.from_config(Config(ALEMBIC)) if ALEMBIC.exists() else None
 
 
-async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | None) -> None:
+async def check(
+    connection: asyncpg.Connection, service: str, migrations: ScriptDirectory | None
+) -> None:
     """Raise `NotMigrated` if the database is older than the migrations, if they are known.
 
-    Raises `WrongColumns` if the engine's migrations were applied and did not make its columns.
+    Raises `WrongDatabase` if it is not this service's, and `WrongColumns` if the engine's
+    migrations were applied and did not make its columns.
     """
+    await check_database(connection, service)
     if migrations is None:
         return
     if lacking := await missing(connection, migrations):
@@ -70,8 +93,29 @@ async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | No
         raise WrongColumns(wrong)
 
 
+async def check_database(connection: asyncpg.Connection, service: str) -> None:
+    """Raise `WrongDatabase` as `must_fit` does."""
+    must_fit(service, **await connection.fetchrow(DATABASE))
+
+
+def must_fit(service: str, owner: str | None, encoding: str) -> None:
+    """Raise `WrongDatabase` if the schema is another service's, or a character can't be stored."""
+    if encoding != "UTF8":
+        raise WrongDatabase(
+            f"the database's encoding is {encoding}, in which not every id and text can be stored",
+            "create one by CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0",
+        )
+    if owner not in (None, service):
+        raise WrongDatabase(
+            f"the schema pipeline of this database is that of service {owner}, and this is service"
+            f" {service}; both would lose messages",
+            "let PIPELINE_DATABASE_URL name a database of its own. If the service was renamed,"
+            f" execute COMMENT ON SCHEMA pipeline IS '{service}'",
+        )
+
+
 async def wrong_columns(connection: asyncpg.Connection, migrations: ScriptDirectory) -> list[str]:
-    """Return the engine's columns that are missing or have another type than in `columns.json`.
+    """Return default partitions, and columns that are missing or not as in `columns.json`.
 
     Nothing is compared if the newest revision of the engine is not known to be applied: a newer
     schema may have dropped what this code no longer uses.

@@ -12,7 +12,7 @@ from pipeline.events.event import Event, payload_of
 from pipeline.events.payload import payload_hash
 from pipeline.handlers.aggregate import record_key
 from pipeline.handlers.registry import Handler, Handlers
-from pipeline.handlers.staging import CALLS, StagedEvent
+from pipeline.handlers.staging import StagedEvent
 
 from .errors import HarnessMisused
 
@@ -111,8 +111,8 @@ def check_topic(handlers: Handlers, topic: str) -> None:
 
 def _takers(handlers: Handlers, event: Event, topic: str | None) -> list[Handler]:
     """Return the handlers that take the event, all from one topic."""
-    name = type(event).__name__
-    takers = [one for one in handlers if one.event is type(event) and one.topic != CALLS]
+    name, read = type(event).__name__, handlers.topics
+    takers = [one for one in handlers if one.event is type(event) and one.topic in read]
     topics = sorted({one.topic for one in takers})
     if topic is not None:
         check_topic(handlers, topic)

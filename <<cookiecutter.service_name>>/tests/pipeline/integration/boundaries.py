@@ -38,6 +38,7 @@ class Point(NamedTuple):
 BOUNDARIES = (
     Boundary("connection: open"),
     Boundary("connection: set up"),
+    Boundary("schema: read owner"),
     Boundary("schema: read revisions"),
     Boundary("schema: compare columns"),
     Boundary("retention: read generation"),
@@ -138,6 +139,7 @@ BOUNDARIES = (
     Boundary("relay: claim shards"),
     Boundary("relay: poll"),
     Boundary("relay: begin snapshot"),
+    Boundary("relay: measure window"),
     Boundary("relay: read window", 3),
     Boundary("relay: commit"),
     Boundary("relay: read page", 2),

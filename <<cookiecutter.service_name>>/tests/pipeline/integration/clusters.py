@@ -15,7 +15,7 @@ from servers.postgres import Postgres, installation
 from servers.state import StateDirectory
 from sqlalchemy import make_url
 
-from tests.servers.programs import running
+from tests.servers.programs import program, running
 
 
 class Cluster(Postgres):
@@ -86,6 +86,24 @@ def private(*options: str) -> Iterator[Cluster]:
         yield cluster
 
 
+class DebiansCluster(Cluster):
+    """A cluster of the version that Debian has, which is older than that of the wheel."""
+
+    locale = ("--locale=C",)
+
+    def check_requirements(self) -> None:
+        """Find its programs."""
+        super().check_requirements()
+        self.installation = program("postgres").resolve().parents[1]
+
+
+@contextmanager
+def private_of_debian() -> Iterator[str]:
+    """Start a new cluster of Debian's version, and remove it at the end; its URL."""
+    with _started(None, kind=DebiansCluster) as cluster:
+        yield cluster.url()
+
+
 class SecondBroker(Kafka):
     """Another broker of the cluster that a first one is the controller of."""
 
@@ -147,13 +165,16 @@ def standing_by(origin: Cluster) -> Iterator[Cluster]:
 
 @contextmanager
 def _started(
-    origin: Cluster | None, *copy_options: str, options: tuple[str, ...] = ()
+    origin: Cluster | None,
+    *copy_options: str,
+    options: tuple[str, ...] = (),
+    kind: type[Cluster] = Cluster,
 ) -> Iterator[Cluster]:
     with TemporaryDirectory() as folder:
         directory = StateDirectory(Path(folder))
         if origin is not None:
             directory.state.password = origin.directory.state.password
-        cluster = Cluster(directory, "postgres", directory.state.postgres)
+        cluster = kind(directory, "postgres", directory.state.postgres)
         cluster.origin, cluster.copy_options = origin, copy_options
         cluster.options = options
         try:

@@ -19,6 +19,7 @@ from . import bank
 from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
+    revisions.DATABASE: "schema: read owner",
     revisions._APPLIED: "schema: read revisions",
     revisions._WRONG_COLUMNS: "schema: compare columns",
     partitions._NAMED_LIKE: "retention: list partitions",
@@ -93,6 +94,7 @@ _STATEMENTS: Mapping[object, str] = {
     rejected._DELETE: "rejected: delete sent events",
     rejected._SET: "rejected: set reason",
     window._NOW: "relay: poll",
+    window._MEASURE: "relay: measure window",
     window._FRESH: "relay: read window",
     window._PAGE: "relay: read page",
 }

@@ -22,7 +22,7 @@ import pipeline
 from pipeline.apply import filters, positions
 from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.handlers import sessions
-from pipeline.relay import scheduled
+from pipeline.relay import scheduled, window
 from pipeline.retention import archive, partitions
 from pipeline.retry import lanes
 
@@ -76,8 +76,9 @@ UNMET = (
     archive._NOT_ARCHIVED,
     archive._ARCHIVES,
     archive._CONTINUE_ROUND,
+    window._LOWEST,
 )
-"""Statements that only damage, or somebody else, leads to, or a handler with a session."""
+"""Statements that only damage, a long outage or somebody else leads to, or a handler's session."""
 
 SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 

@@ -12,6 +12,7 @@ import pytest
 from opentelemetry.metrics import CallbackOptions
 from sqlalchemy import make_url
 
+from operate.commands import command_line
 from pipeline.observe import metrics
 from pipeline.relay import relay
 from pipeline.relay.cursor import Cursor
@@ -19,8 +20,11 @@ from pipeline.relay.publisher import Publisher
 from pipeline.relay.rejected import Rejections
 from pipeline.relay.window import Page, Progress
 from pipeline.servers import cluster, database
+from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
+from .bank import Bank
+from .conftest import Command, complaint
 from .doors import Door
 from .kafka_wire import Wire
 from .outgoing import (
@@ -614,17 +618,60 @@ async def test_a_cursor_ahead_of_its_own_cluster_is_refused_too(
         await eventually(lambda: "service relay reset" in one.reason)
 
 
-async def test_a_reset_that_was_cut_short_leaves_the_relay_refusing(
-    settings: Callable[..., Settings], db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+PUBLISHED = "CREATE PUBLICATION everything FOR ALL TABLES"
+ALTERED = "ALTER PUBLICATION everything SET (publish = 'insert, delete, truncate')"
+
+
+async def test_a_reset_that_fails_changes_nothing_and_says_what_to_alter(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+    bank: Bank,
+    commands: Callable[..., Command],
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(cluster, "_RENEW_EVENTS", "SELECT 1 / 0")
-        with pytest.raises(asyncpg.DivisionByZeroError):
-            await cluster.reset(db, keep_progress=False)
-    async with relaying(settings()) as one:
-        await eventually(lambda: "service relay reset" in one.reason)
-        await cluster.reset(db, keep_progress=False)
-        await eventually(lambda: one.reason == "")
+    reset = commands(command_line(bank.service), "relay", "reset")
+    topic = await new_topic()
+    await stage(db, numbered(topic, [1]))
+    await db.execute(PUBLISHED)
+    before = await db.fetch("SELECT * FROM pipeline.outbox_cursor ORDER BY shard")
+    refused = await reset("--yes")
+    assert refused.exit_code == 1
+    assert "nothing was reset: " in complaint(refused)
+    assert "ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')" in complaint(refused)
+    assert await db.fetch("SELECT * FROM pipeline.outbox_cursor ORDER BY shard") == before
+    async with following(kafka, topic) as tail, relaying(settings()):
+        await tail.until_ids([1])
+    await db.execute(ALTERED)
+    done = await reset("--yes")
+    assert done.exit_code == 0, done.output
+    async with following(kafka, topic) as tail, relaying(settings()):
+        await eventually(lambda: tail.ids == ["1", "1"])
+
+
+async def test_a_reset_takes_longer_than_statements_of_the_role_may(
+    db: asyncpg.Connection, connect: Callable[[], Awaitable[asyncpg.Connection]]
+) -> None:
+    await stage(db, numbered("topic", [1]))
+    holder, impatient, limit = await connect(), await connect(), 0.2
+    await impatient.execute(f"SET statement_timeout = '{limit}s'")
+    locked = holder.transaction()
+    await locked.start()
+    await holder.execute("SELECT FROM pipeline.outbox FOR UPDATE")
+    async with in_background(cluster.reset(impatient, keep_progress=False)) as resetting:
+
+        async def is_overdue() -> bool:
+            return resetting.done() or await db.fetchval(
+                "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = $1"
+                " AND wait_event_type = 'Lock'"
+                " AND clock_timestamp() > query_start + 2 * make_interval(secs => $2))",
+                impatient.get_server_pid(),
+                limit,
+            )
+
+        await eventually(is_overdue)
+        await locked.rollback()
+        assert await resetting == 1
 
 
 async def test_a_cluster_that_kept_its_transaction_ids_goes_on_where_it_was(

@@ -1,19 +1,25 @@
 """A process refuses a database that is older than its code, and takes one that is newer."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from uuid import uuid4
 
 import asyncpg
 import pytest
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy import make_url
 
 from pipeline.migrations import first_inbox, first_outbox
 from pipeline.servers import revisions
+from pipeline.testing.databases import with_alembic
 
 from .bank import Bank
 from .processes import starting
-from tests.servers.databases import HOME, empty_database
+from tests.servers.databases import HOME, administer, empty_database, url_of
 from tests.servers.processes import Start
 from tests.servers.waiting import eventually
 
@@ -240,6 +246,130 @@ async def test_a_database_of_an_older_first_revision_is_named_before_anything_is
         )
         assert ", ".join(lacking) in process.output
         assert "Traceback" not in process.output
+
+
+@pytest.fixture
+async def shared(
+    folder: Path, server_url: str, used_databases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Migrate a database for another service than the bank; its URL."""
+    (folder / "env.py").write_text(
+        "import os\n\nfrom sqlalchemy import MetaData\n\nfrom pipeline import migrations\n\n"
+        'migrations.run(MetaData(), os.environ["BANK_NAME"])\n',
+        "utf-8",
+    )
+    ini = folder / "alembic.ini"
+    ini.write_text(ini.read_text("utf-8").replace(f"{HOME}", f"{folder}"), "utf-8")
+    url = await empty_database(server_url, used_databases)
+    monkeypatch.setenv("BANK_NAME", "o'rders:x")
+    await asyncio.to_thread(with_alembic(Config(ini)), url)
+    return url
+
+
+@pytest.mark.parametrize("command", [*SERVING, ("migrate",)], ids=" ".join)
+async def test_the_database_of_another_service_is_refused_and_left_as_it_is(
+    start: Start, folder: Path, bank: Bank, shared: str, command: tuple[str, ...]
+) -> None:
+    add(folder, *SERVICE[0])
+    process = await start(*command, cwd=folder, database_url=shared)
+    assert await process.ended() == 1, process.output
+    (line,) = (one for one in process.output.splitlines() if "WrongDatabase" in one)
+    assert f"is that of service o'rders:x, and this is service {bank.name}" in line
+    assert "let PIPELINE_DATABASE_URL name a database of its own" in line
+    assert "Traceback" not in process.output
+    connection = await asyncpg.connect(shared.replace("+asyncpg", ""))
+    try:
+        assert [row[0] for row in await connection.fetch("SELECT * FROM alembic_version")] == [
+            "pipeline_0001"
+        ]
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("command", ["migrate", "run"])
+async def test_a_database_that_cannot_store_every_character_is_refused_and_told(
+    start: Start, folder: Path, server_url: str, used_databases: list[str], command: str
+) -> None:
+    name = f"latin_{uuid4().hex[:12]}"
+    await administer(
+        server_url, f"CREATE DATABASE {name} ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0"
+    )
+    used_databases.append(name)
+    url = url_of(server_url, name)
+    process = await start(command, cwd=folder, database_url=url)
+    assert await process.ended() == 1, process.output
+    assert "WrongDatabase: the database's encoding is LATIN1, in which" in process.output
+    assert "ENCODING 'UTF8'" in process.output
+    assert "Traceback" not in process.output
+    doctor = await start("doctor", "--json", cwd=folder, database_url=url)
+    assert await doctor.ended() == 1, doctor.output
+    found = [json.loads(line) for line in doctor.output.splitlines() if line.startswith("{")]
+    (encoding,) = (one["found"] for one in found if one["check"] == "database")
+    assert "encoding is LATIN1" in encoding
+
+
+async def test_the_doctor_says_that_the_database_is_another_services(
+    start: Start, folder: Path, shared: str
+) -> None:
+    doctor = await start("doctor", "--json", cwd=folder, database_url=shared)
+    assert await doctor.ended() == 1, doctor.output
+    found = [json.loads(line) for line in doctor.output.splitlines() if line.startswith("{")]
+    (wrong,) = (one for one in found if one["check"] == "database")
+    assert "is that of service o'rders:x, and this is" in wrong["found"]
+
+
+async def test_alembic_refuses_the_database_of_another_service_too(
+    folder: Path, bank: Bank, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BANK_NAME", bank.name)
+    config = Config(folder / "alembic.ini")
+    with pytest.raises(CommandError, match="is that of service o'rders:x, and this is"):
+        await asyncio.to_thread(with_alembic(config), shared)
+
+
+async def test_a_renamed_service_starts_after_the_statement_that_the_refusal_names(
+    start: Start, folder: Path, shared: str
+) -> None:
+    refused = await start("relay", cwd=folder, database_url=shared)
+    assert await refused.ended() == 1, refused.output
+    found = re.search(r"COMMENT ON SCHEMA pipeline IS '.+?'", refused.output)
+    assert found is not None, refused.output
+    connection = await asyncpg.connect(shared.replace("+asyncpg", ""))
+    try:
+        await connection.execute(found[0])
+    finally:
+        await connection.close()
+    migrate = await start("migrate", cwd=folder, database_url=shared)
+    assert await migrate.ended() == 0, migrate.output
+    await eventually((await start("relay", cwd=folder, database_url=shared)).is_ready)
+
+
+@pytest.mark.parametrize("command", [("run",), ("migrate",)], ids=" ".join)
+@pytest.mark.parametrize("table", ["inbox", "outbox"])
+async def test_a_default_partition_is_named_and_what_to_do(
+    start: Start, folder: Path, db: asyncpg.Connection, table: str, command: tuple[str, ...]
+) -> None:
+    await db.execute(f"CREATE TABLE pipeline.rest PARTITION OF pipeline.{table} DEFAULT")
+    process = await start(*command, cwd=folder)
+    assert await process.ended() == 1, process.output
+    assert f"pipeline.{table} has the default partition pipeline.rest" in process.output
+    assert "detach it and insert its rows again" in process.output
+    assert "Traceback" not in process.output
+    await db.execute(f"ALTER TABLE pipeline.{table} DETACH PARTITION pipeline.rest")
+    migrate = await start("migrate", cwd=folder)
+    assert await migrate.ended() == 0, migrate.output
+
+
+async def test_migrate_without_a_schema_in_the_search_path_says_so(
+    start: Start, folder: Path, server_url: str, used_databases: list[str]
+) -> None:
+    url = await empty_database(server_url, used_databases)
+    name = make_url(url).database
+    await administer(server_url, f"ALTER DATABASE {name} SET search_path = nowhere")
+    process = await start("migrate", cwd=folder, database_url=url)
+    assert await process.ended() == 1, process.output
+    assert "Refused: no schema of the role's search_path exists" in process.output
+    assert "Traceback" not in process.output
 
 
 async def test_a_newer_schema_may_lack_what_this_code_no_longer_needs(

@@ -238,6 +238,7 @@ def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_t
         "archive.days",
         "claims",
         "effects",
+        "http_api",
         "page.gate",
         "parcels.handlers",
     ]

@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def test_each_mistake_has_the_name_of_its_variable_and_says_what_to_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = {
-        "KAFKA_BOOTSTRAP_SERVERS": "write host:port, several separated by commas",
+        "KAFKA_BOOTSTRAP_SERVERS": "write host:port, several separated by commas, without",
         "DEAD_LETTER_TOPIC": "write a topic's name, of letters, digits, '.', '_', '-'",
         "OTLP_ENDPOINT": "write http://host:port or https://host:port",
         "BATCH_SIZE": "Input should be greater than or equal to 1",
@@ -111,6 +113,27 @@ def test_another_kind_of_database_url_is_refused_and_not_quoted(
     with pytest.raises(ValidationError, match=r"postgresql\+asyncpg://user:password@") as error:
         Settings()
     assert "hunter2" not in str(error.value)
+
+
+def test_no_part_of_a_password_is_taken_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: dict[str, str] = {}
+    for password in map("".join, product("s@:/?#[]%5= ", repeat=3)):
+        url = f"postgresql+asyncpg://service:{password}@db:5432/service"
+        monkeypatch.setenv("PIPELINE_DATABASE_URL", url)
+        with suppress(ValidationError):
+            named[password] = Settings().postgresql
+    assert len(named) > 1_000
+    assert {one: name for one, name in named.items() if name != "PostgreSQL at db:5432"} == {}
+
+
+@pytest.mark.parametrize("host", ["a b", "db,db2", "#", "%40db", 'd"b'])
+def test_what_cannot_be_a_host_is_refused_and_not_quoted(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("PIPELINE_DATABASE_URL", f"postgresql+asyncpg://me:x@{host}:5432/service")
+    with pytest.raises(ValidationError, match="percent-encode special characters") as error:
+        Settings()
+    assert host not in str(error.value)
 
 
 def test_the_password_is_never_printed() -> None:
@@ -179,6 +202,18 @@ def test_settings_do_not_change_once_they_are_read() -> None:
         Settings().batch_size = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    "servers", ["PLAINTEXT://kafka:9092", "kafka", "me:hunter2@kafka:9092", "kafka:9092,SSL://b:1"]
+)
+def test_a_broker_is_a_host_and_a_port(monkeypatch: pytest.MonkeyPatch, servers: str) -> None:
+    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", servers)
+    with pytest.raises(
+        ValidationError, match="write host:port, several separated by commas, without"
+    ) as error:
+        Settings()
+    assert "hunter2" not in str(error.value)
+
+
 def test_servers_are_named_without_the_user_and_the_password() -> None:
     settings = Settings()
     assert settings.postgresql == "PostgreSQL at db:5432"
@@ -191,6 +226,11 @@ def test_servers_are_named_without_the_user_and_the_password() -> None:
         ("postgresql+asyncpg://service:hunter2@db/service", "PostgreSQL at db:5432"),
         ("postgresql+asyncpg://service:hunter2@[::1]:6/service", "PostgreSQL at ::1:6"),
         ("postgresql+asyncpg:///service", "PostgreSQL at localhost:5432"),
+        (
+            "postgresql+asyncpg://me:hunter2@/service?host=db1:5432&host=db2:6432",
+            "PostgreSQL at db1:5432, db2:6432",
+        ),
+        ("postgresql+asyncpg://me@/service?host=/run/postgresql", "PostgreSQL at /run/postgresql"),
     ],
 )
 def test_a_database_url_may_leave_out_where(

@@ -17,6 +17,9 @@ depends_on = None
 def upgrade() -> None:
     """Create the schema `pipeline`."""
     op.execute("CREATE SCHEMA pipeline")
+    if service := op.get_context().opts["service"]:
+        quoted = service.replace("'", "''").replace(":", r"\:")
+        op.execute(f"COMMENT ON SCHEMA pipeline IS '{quoted}'")
     op.execute(first_inbox.REFUSE_COMMIT)
     for script in (first_inbox.TABLES, first_outbox.TABLES):
         for statement in script.removesuffix(";\n").split(";\n"):

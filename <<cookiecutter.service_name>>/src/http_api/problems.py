@@ -1,0 +1,95 @@
+"""Errors as problem details (RFC 9457), with the status codes of the header Idempotency-Key.
+
+Those are of the IETF's draft "The Idempotency-Key HTTP Header Field", 2.7: 400 for a missing key,
+422 for one with another body, 409 for one whose request is under way.
+"""
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from pipeline import Reject
+from pipeline.errors import StoreUnavailable, summarize_error
+
+from .receiver import Unavailable
+from .source import KeyReused, UnderWay
+
+DRAFT = "https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/"
+"""Type of the problems that the draft names."""
+MEDIA_TYPE = "application/problem+json"
+_SECONDS = 1
+"""Seconds after which to repeat a request whose key is in use."""
+
+
+class InvalidKey(Exception):
+    """The request's Idempotency-Key is missing or malformed."""
+
+
+def problem(
+    status: HTTPStatus,
+    detail: str,
+    *,
+    type: str = "about:blank",
+    title: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    **more: Any,
+) -> JSONResponse:
+    """Return a response with problem details; `more` are members of its own."""
+    content = {"type": type, "title": title or status.phrase, "status": status.value}
+    return JSONResponse(
+        {**content, "detail": detail, **more}, status, headers, media_type=MEDIA_TYPE
+    )
+
+
+def answer(error: Exception) -> JSONResponse:
+    """Return the response to a request that has failed."""
+    match error:
+        case InvalidKey():
+            title = "Idempotency-Key is missing or invalid"
+            return problem(HTTPStatus.BAD_REQUEST, str(error), type=DRAFT, title=title)
+        case KeyReused():
+            title = "Idempotency-Key is already used"
+            return problem(HTTPStatus.UNPROCESSABLE_ENTITY, str(error), type=DRAFT, title=title)
+        case UnderWay():
+            title = "A request with this Idempotency-Key is under way"
+            headers = {"Retry-After": f"{_SECONDS}"}
+            return problem(
+                HTTPStatus.CONFLICT, str(error), type=DRAFT, title=title, headers=headers
+            )
+        case Unavailable() | StoreUnavailable():
+            after = error.after if isinstance(error, Unavailable) else _SECONDS
+            headers = {"Retry-After": f"{math.ceil(after)}"}
+            detail = "the request was not applied now: repeat it, with the same Idempotency-Key"
+            return problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, headers=headers)
+        case Reject():
+            return problem(HTTPStatus.UNPROCESSABLE_ENTITY, summarize_error(error))
+        case RequestValidationError():
+            errors = [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]
+            detail = "the request is not as the API describes it"
+            return problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, errors=errors)
+        case HTTPException():
+            status = HTTPStatus(error.status_code)
+            return problem(status, str(error.detail), headers=error.headers)
+    return problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the request has failed; the log says why")
+
+
+_ANSWERED = (
+    *(InvalidKey, KeyReused, UnderWay, Unavailable, StoreUnavailable, Reject),
+    *(RequestValidationError, HTTPException, Exception),
+)
+
+
+def register(app: FastAPI) -> None:
+    """Answer errors of the routes of an app with problem details."""
+
+    async def handle(_: Request, error: Exception) -> JSONResponse:
+        return answer(error)
+
+    for kind in _ANSWERED:
+        app.add_exception_handler(kind, handle)

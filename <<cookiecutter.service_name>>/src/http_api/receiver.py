@@ -1,0 +1,215 @@
+"""The receiver: applies requests as messages are applied, and answers with the handler's result.
+
+Nothing here is HTTP: a server of another protocol, or a job, can use it as well.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from opentelemetry.context import get_current
+from pydantic_core import from_json
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline import Event, Handlers, Message, Park, Reject, Retry, Service
+from pipeline.apply.attempt import Memory
+from pipeline.apply.batch import validated
+from pipeline.apply.breaker import Breaker
+from pipeline.apply.filters import Filters
+from pipeline.apply.guilt import CulpritUnknown, MessagesFailed, NeedsOwnSession
+from pipeline.apply.item import Item, StoredRecord
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.transactions import ConsumeTransactions, Signals
+from pipeline.errors import UNSTORABLE, describe_error, is_infrastructure
+from pipeline.events.event import Unpublishable, payload_of
+from pipeline.events.message import marker_key
+from pipeline.events.payload import payload_hash
+from pipeline.handlers.registry import Handler
+from pipeline.handlers.staging import REQUESTS
+from pipeline.observe import metrics
+from pipeline.observe.health import Health
+from pipeline.observe.traces import creation_context
+from pipeline.servers.guard import HandlerFault
+from pipeline.servers.retrying import Attempts
+from pipeline.settings import Settings, WriterSettings
+
+from .source import KeyReused, RequestSource
+
+log = logging.getLogger(__name__)
+
+
+class Unavailable(Exception):
+    """The request could not be applied now: repeat it, with the same key.
+
+    It was not applied, unless only the result of its COMMIT was lost: a repeat then gets the stored
+    answer.
+    """
+
+    def __init__(self, reason: str, *, after: float | None = None) -> None:
+        super().__init__(f"the request could not be applied: {reason}; repeat it with its key")
+        self.after = 1.0 if after is None else after
+        """Seconds after which to repeat it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a handler for a request."""
+
+    answer: Any
+    """What the handler returned, as JSON has it."""
+    is_repeat: bool
+    """Whether it was stored before: by an earlier request with this key, or by an attempt at this
+    one whose COMMIT was not confirmed."""
+
+
+@asynccontextmanager
+async def open_receiver(
+    service: Service, settings: Settings | None = None
+) -> AsyncIterator["Receiver"]:
+    """Yield a receiver of requests for a service, with a connection pool of its own.
+
+    By default the settings are read from the environment. It needs the database, and no Kafka.
+    While the codec of a topic can't be opened, events for this topic raise `StoreUnavailable`.
+    Create one for each process. Raises `Misconfigured` for events that can't be published.
+    """
+    settings = settings or WriterSettings()
+    async with service.publishing(settings) as engine:
+        yield Receiver(service, engine, settings)
+
+
+class Receiver(ConsumeTransactions):
+    """Applies requests, each in its own transaction, `PIPELINE_CONCURRENCY` of them at once."""
+
+    def __init__(self, service: Service, engine: AsyncEngine, settings: Settings) -> None:
+        """See `open_receiver`, which makes one."""
+        super().__init__(
+            engine,
+            group=service.name,
+            source=service.source,
+            settings=settings,
+            # It never opens: all requests of a consumer have one order key.
+            breaker=Breaker(keys=2, pause=0, health=Health(stall_after=0)),
+            # One key is looked up at once in all generations.
+            filters=Filters(mebibytes=0),
+            handlers=service.handlers,
+            signals=Signals(),
+            claims=service.claims and service.claims(service.name, settings),
+        )
+        self._requests = f"{service.source}/requests"
+
+    async def receive(
+        self, event: Event, *, key: str, consumer: str, scope: str = "", seconds: float = 10.0
+    ) -> Answer:
+        """Apply an event by a consumer's handler, once for each key; return the handler's result.
+
+        The handler is that of the consumer for the event's class: it gets the event and a
+        `Transaction`, with all that belongs to it, and its result is stored with the key's marker.
+        A repeat with an equal event gets that result, for as long as the inbox remembers
+        (`PIPELINE_INBOX_AGE`); after that the same key is a new request. `scope` separates the keys
+        of different callers. Make the event of nothing but the request: a time or a number that is
+        new in each call would make it another event.
+
+        Raises `KeyReused` if the key has come with another event, `UnderWay` while another call
+        with it is applied, and `Unavailable` if servers fail, or the handler takes too long or
+        raises `Retry` or `Park`, and after `seconds` in any case. Other errors of the
+        handler, such as `Reject`, are raised as they are. None of these stores anything. Raises
+        `TypeError` if no handler of the consumer takes the event, `ValueError` for an invalid key
+        or scope, and `Reject` for an event that can't be written as JSON.
+        """
+        source = RequestSource(self._item(event, key, consumer, scope))
+        reasons = [f"it has taken longer than {seconds:g} s"]
+        retrying = Attempts(
+            "a request", self.settings.postgresql, unless=lambda: False, report=reasons.append
+        )
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                outcome = await self._receive(source, retrying)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise Unavailable(reasons[-1]) from error
+        except KeyReused as error:
+            metrics.processed(REQUESTS, consumer, "mismatch", 1, self.group)
+            log.warning("%s: %s", source.item.name, error)
+            raise
+        result = source.answer or outcome.returned.get(source.item.key)
+        return Answer(None if result is None else from_json(result), bool(outcome.duplicates))
+
+    async def _receive(self, source: RequestSource, retrying: Attempts) -> BatchOutcome:
+        """Apply the request. Raises what its handler has raised, or `Unavailable`."""
+        memory = Memory()
+        while True:
+            result = await self._retry(source, {}, retrying, memory)
+            match result:
+                case BatchOutcome():
+                    return result
+                case NeedsOwnSession():
+                    self._own.add(result.consumer)
+                case MessagesFailed() if not result.decisions:
+                    pass  # tried once more
+                case MessagesFailed() | CulpritUnknown():
+                    error = result.error
+                    if isinstance(error, Retry | Park):
+                        raise Unavailable(str(error), after=error.after) from error
+                    if is_infrastructure(error):
+                        raise Unavailable(describe_error(error)) from error
+                    if isinstance(error, Exception):
+                        raise error
+                    raise HandlerFault(describe_error(error)) from error  # of sys.exit()
+
+    def _item(self, event: Event, key: str, consumer: str, scope: str) -> Item:
+        handler = _handler(self.handlers, type(event), consumer)
+        if not key or UNSTORABLE.search(key + scope):
+            raise ValueError(f"the key of a request is text without NUL, not {key!r} of {scope!r}")
+        source = f"{self._requests}/{scope}" if scope else self._requests
+        try:
+            data = payload_of(event)
+        except Unpublishable as error:
+            raise Reject(str(error)) from error
+        now = datetime.now(UTC)
+        traceparent, tracestate, baggage = creation_context()
+        milliseconds = int(now.timestamp() * 1_000)
+        message = Message(
+            topic=REQUESTS,
+            partition=0,
+            offset=0,
+            timestamp=milliseconds,
+            key=None,
+            source=source,
+            id=key,
+            type=event.event_type,
+            time=now,
+            subject=None,
+            sequence=None,
+            dataschema=None,
+            content_type="application/json",
+            data=data,
+            traceparent=traceparent,
+            tracestate=tracestate,
+            baggage=baggage,
+            hash=payload_hash(event.event_type, "application/json", data),
+        )
+        record = StoredRecord(REQUESTS, 0, 0, milliseconds, None, data, (), 0.0)
+        made = validated(Item(handler, marker_key(consumer, source, key), message, record))
+        if made.fault is not None:
+            raise made.fault
+        # In the trace of the request, without a span of its own.
+        return made._replace(was_young=True, called=get_current())
+
+
+def _handler(handlers: Handlers, event: type[Event], consumer: str) -> Handler:
+    """Return a consumer's handler of an event: of several, the one that is for requests alone."""
+    found = [one for one in handlers if (one.event, one.consumer) == (event, consumer)]
+    found.sort(key=lambda one: one.topic != REQUESTS)
+    if not found or found[0].mode != "immediate" or found[0].gaps or found[0].takes_batches:
+        raise TypeError(
+            f"no handler of {consumer!r} answers requests with {event.__name__}: register one by"
+            f" @handlers.on({event.__name__}, topic=None, consumer={consumer!r}). Those with mode="
+            " or gaps=, and those of on_batch and of effects, answer none"
+        )
+    return found[0]

@@ -1,0 +1,113 @@
+"""The API's server: it listens, and ends by a signal as the service's other processes do."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from pipeline import Service
+from pipeline.observe.health import CannotListen, Health
+from pipeline.observe.watchdog import watch_calls
+from pipeline.runtime import process
+from pipeline.servers import revisions
+from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.guard import stack_of
+from pipeline.servers.retrying import Attempts
+from pipeline.servers.tasks import in_background
+from pipeline.service import Misconfigured
+from pipeline.settings import Settings
+
+from .settings import HttpSettings
+
+log = logging.getLogger(__name__)
+
+_PART = "api"
+_SHARE = 0.5
+"""Share of the shutdown grace for requests that are being answered."""
+_CONNECTIONS = 1_000
+"""Limit of connections and requests; further ones get 503 at once."""
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process."""
+        yield
+
+
+async def serve(app: FastAPI, service: Service, settings: Settings) -> None:
+    """Serve the API until SIGTERM or SIGINT.
+
+    Raises `CannotListen`, `NotMigrated` and `Misconfigured`.
+    """
+    http = HttpSettings()
+    service.check(settings)
+    async with process(service, settings) as (health, stopping):
+        health.not_ready(_PART, "the schema is not checked yet")
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            http="h11",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=round(_SHARE * settings.shutdown_grace) or 1,
+            limit_concurrency=_CONNECTIONS,
+        )
+        server = _Server(config)
+        listener = await asyncio.to_thread(_bound, http)
+        log.info("the API is at http://%s:%s/", http.host, listener.getsockname()[1])
+        with listener:
+            async with (
+                in_background(server.serve([listener])) as serving,
+                in_background(_check_schema(service, settings, health, stopping)) as checking,
+                in_background(watch_calls(stack_of, settings.hang_timeout)),
+            ):
+                stop = asyncio.create_task(stopping.wait())
+                await asyncio.wait({serving, checking, stop}, return_when=asyncio.FIRST_COMPLETED)
+                stop.cancel()
+                server.should_exit = True
+                if not server.started and not stopping.is_set() and serving.done():
+                    raise Misconfigured("the API did not start: the error before this says why")
+                await asyncio.wait({serving})
+
+
+async def _check_schema(
+    service: Service, settings: Settings, health: Health, stopping: asyncio.Event
+) -> None:
+    """Report readiness when the schema is checked, and wait for the end. Raises `NotMigrated`."""
+    migrations = revisions.load_migrations()
+    engine = create_engine(settings, name=service.name)
+
+    async def check() -> None:
+        async with autocommitting(engine) as connection:
+            await revisions.check(connection, migrations)
+
+    try:
+        await Attempts(
+            _PART,
+            settings.postgresql,
+            unless=lambda: False,
+            report=lambda reason: health.not_ready(_PART, reason),
+        )(check)
+    finally:
+        await engine.dispose()
+    health.ready(_PART)
+    await stopping.wait()
+
+
+def _bound(http: HttpSettings) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+        return socket.create_server((http.host, http.port), family=family)
+    except OSError as error:
+        raise CannotListen(
+            f"cannot serve the API on {http.host}, port {http.port}: {error.strerror};"
+            " check PIPELINE_HTTP_HOST and PIPELINE_HTTP_PORT"
+        ) from error

@@ -1,0 +1,28 @@
+"""Settings of the HTTP API: `PIPELINE_HTTP_<FIELD>`, read when it starts."""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pipeline.settings import Count, Seconds
+
+
+class HttpSettings(BaseSettings):
+    """Where the API is served, and its limits."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PIPELINE_HTTP_",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """`0.0.0.0` for all addresses, where a proxy with TLS stands before it."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8_000
+    """0 picks a free port and logs it."""
+    request_timeout: Seconds = 10.0
+    """A request that is not applied after this long is answered with 503."""
+    max_body_bytes: Count = 900_000
+    """A larger request is answered with 413."""

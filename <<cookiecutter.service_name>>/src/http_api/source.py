@@ -1,0 +1,109 @@
+"""A request as a source of the consume transaction.
+
+It has no position, and is never parked: if it is not applied nothing is stored, and the caller gets
+the error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import asyncpg
+
+from pipeline.apply.backlog import Row
+from pipeline.apply.breaker import FailedMessage
+from pipeline.apply.item import Item, Known
+from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.positions import Generations, SourceLost
+from pipeline.handlers.policy import Decision
+
+_BEGIN = """
+SELECT pg_try_advisory_xact_lock($1), current, oldest, since, opening
+  FROM pipeline.inbox_generation
+"""
+
+_RESULT = """
+SELECT result::text FROM pipeline.inbox WHERE generation = ANY ($1::int[]) AND key = $2
+"""
+
+
+class UnderWay(SourceLost):
+    """Another request with this key is being applied now: repeat it, to get that one's answer."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"a request with the key {key!r} is under way: repeat it in a moment")
+
+
+class KeyReused(SourceLost):
+    """The key belongs to an earlier request with another event: a new request needs a new key."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"the key {key!r} belongs to an earlier request with other content: give each request"
+            " a key of its own, and repeat a request as it was"
+        )
+
+
+@dataclass
+class RequestSource:
+    """A request, as a source of the consume transaction."""
+
+    item: Item
+    answer: str | None = None
+    """The stored result of a repeated request, as JSON."""
+    _generations: list[int] = field(default_factory=list)
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The request."""
+        return [self.item]
+
+    @property
+    def time_share(self) -> float:
+        """Share of the time limit of a transaction that this one has."""
+        return 1.0
+
+    @property
+    def decisions(self) -> dict[bytes, Decision]:
+        """Return nothing: a request is applied or fails."""
+        return {}
+
+    @property
+    def decoded(self) -> tuple[set[str], list[FailedMessage]]:
+        """Return nothing: its event is decoded."""
+        return set(), []
+
+    async def begin(self, connection: asyncpg.Connection) -> Generations:
+        """Lock the key until the transaction ends. Raises `UnderWay` if another request has it.
+
+        The marker would make the other wait: for the whole transaction, and with a connection.
+        """
+        lock = int.from_bytes(self.item.key[:8], signed=True)
+        is_free, *rest = await connection.fetchrow(_BEGIN, lock)
+        if not is_free:
+            raise UnderWay(self.item.message.id)
+        generations = Generations(*rest)
+        self._generations = [*range(generations.oldest, generations.current + 1)]
+        return generations
+
+    async def find(
+        self, connection: asyncpg.Connection, items: Sequence[Item]
+    ) -> tuple[dict[bytes, Known], set[bytes]]:
+        """Return nothing: requests are not in the backlog, and have no order with what is."""
+        return {}, set()
+
+    async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
+        """Read the answer of a repeated request. Raises `KeyReused`."""
+        if outcome.mismatched:
+            raise KeyReused(self.item.message.id)
+        if outcome.duplicates:
+            key = self.item.key
+            self.answer = await connection.fetchval(_RESULT, self._generations, key)
+        return ()
+
+    def halves(self) -> Sequence[Self]:
+        """Return itself."""
+        return [self]
+
+    def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
+        """Record nothing: a server of requests measures them."""
