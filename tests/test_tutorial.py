@@ -1,8 +1,10 @@
 """The tutorial, followed word by word."""
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -53,7 +55,7 @@ def test_the_tutorial_is_true_word_by_word(template: Template, tmp_path: Path) -
     done = subprocess.run(
         ["bash", "-euc", f"{generate} {configured}"],
         cwd=tmp_path,
-        env=clean_environment(),
+        env=clean_environment() | {"PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
     )
