@@ -61,7 +61,7 @@ def test_each_mistake_has_the_name_of_its_variable_and_says_what_to_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = {
-        "KAFKA_BOOTSTRAP_SERVERS": "write host:port, several separated by commas, without a protocol",
+        "KAFKA_BOOTSTRAP_SERVERS": "write host:port, several separated by commas, no protocol",
         "DEAD_LETTER_TOPIC": "write a topic's name, of letters, digits, '.', '_', '-'",
         "OTLP_ENDPOINT": "write http://host:port or https://host:port",
         "BATCH_SIZE": "Input should be greater than or equal to 1",
@@ -208,7 +208,7 @@ def test_settings_do_not_change_once_they_are_read() -> None:
 def test_a_broker_is_a_host_and_a_port(monkeypatch: pytest.MonkeyPatch, servers: str) -> None:
     monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", servers)
     with pytest.raises(
-        ValidationError, match="write host:port, several separated by commas, without"
+        ValidationError, match="write host:port, several separated by commas, no protocol"
     ) as error:
         Settings()
     assert "hunter2" not in str(error.value)
