@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import replace
 from datetime import datetime
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import asyncpg
@@ -186,12 +186,10 @@ class BacklogWorkers:
 
     async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> LaneSource:
         """Read due rows, and the data of those before a deadly one. Raises `StoreUnavailable`."""
-        consumers, encryption = self.consumers, self._consume.encryption
+        options: dict[str, Any] = {"before": before, "encryption": self._consume.encryption}
+        consumers = self.consumers
         rows = await self._query(
-            "reading the backlog",
-            lambda driver: take(
-                driver, lane, consumers, limit, before=before, encryption=encryption
-            ),
+            "reading the backlog", lambda driver: take(driver, lane, consumers, limit, **options)
         )
         for error in lane.unavailable.values() if not rows else ():
             raise error

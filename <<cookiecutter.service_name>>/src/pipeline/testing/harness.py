@@ -247,9 +247,8 @@ class Harness:
     def _start(self, handlers: Handlers) -> None:
         """Let another process of the service, with these handlers, do the work from now on."""
         engine = self._mortal.engine if self._mortal else self.engine
-        self._process = Process(
-            self.service, engine, self._settings, handlers, self._claims, self._did
-        )
+        own = self._settings, handlers, self._claims, self._did
+        self._process = Process(self.service, engine, *own)
         self._handlers = handlers
 
     async def _end_leases(self) -> bool:
@@ -326,8 +325,7 @@ class Harness:
         return outcome_of(did.outcomes, **found._asdict(), skipped=did.skipped, observed=observed)
 
     async def _stored(self, since: Mark) -> Stored:
-        service = self.service
-        source = service.handlers, service.package, service.encryption
+        source = self.service.handlers, self.service.package, self.service.encryption
         return await self._query(stored.since, since, *source)
 
     async def _survive(self, work: Callable[[], Awaitable[None]]) -> None:
