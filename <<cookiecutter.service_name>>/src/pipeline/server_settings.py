@@ -50,7 +50,7 @@ class ServerSettings(BaseSettings):
         str,
         written(
             r"[^,\s/@]+:\d+(,[^,\s/@]+:\d+)*",
-            "host:port, several separated by commas, without a protocol",
+            "host:port, several separated by commas, no protocol",
         ),
     ]
     """`host:port`, several separated by commas"""
