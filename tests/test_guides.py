@@ -171,7 +171,7 @@ def harness_migrate():
     "guide", [HANDLING, TIME, OUTSIDE, SAGAS], ids=["handling-errors", "time", "outside", "sagas"]
 )
 def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
-    done = tested(tmp_path, blocks(guide), makes_calls=guide in (OUTSIDE, SAGAS))
+    done = run_tests_of(tmp_path, blocks(guide), makes_calls=guide in (OUTSIDE, SAGAS))
     assert done.returncode == 0, done.stdout + done.stderr
     shown = blocks(guide).count("async def test_")
     assert f"{shown} passed" in done.stdout
@@ -194,14 +194,14 @@ def test_the_saga_without_one_of_its_precautions_fails_its_tests(
 ) -> None:
     code = blocks(SAGAS)
     assert code.count(careful) == 1
-    failed = tested(
+    failed = run_tests_of(
         tmp_path, code.replace(careful, careless), "-xk", "answers_come", makes_calls=True
     )
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "E       scenario: messages in the order" in failed.stdout
 
 
-def tested(
+def run_tests_of(
     tmp_path: Path, code: str, *arguments: str, makes_calls: bool
 ) -> subprocess.CompletedProcess[str]:
     """Run the tests of a module as a service would."""
@@ -476,7 +476,7 @@ def commands(page: str) -> set[str]:
 def test_every_command_that_a_page_shows_exists_with_its_options(
     template: Template, output: Path
 ) -> None:
-    project = template.bake(output, schema_registry="yes", personal_data="yes")
+    project = template.bake(output, schema_registry="yes", personal_data="yes", http_api="yes")
     shown = set().union(*(commands(page.read_text("utf-8")) for page in PAGES))
     made_up = ["dead list --reasons failed", "dead walk"]
 
@@ -507,7 +507,7 @@ def targets(page: str) -> set[str]:
 
 @pytest.mark.parametrize("owner", ["template", "service"])
 def test_what_a_page_has_made_can_be(owner: str, template: Template, output: Path) -> None:
-    project = template.bake(output, engine_tests="yes")
+    project = template.bake(output, engine_tests="yes", http_api="yes")
     services = [page for page in PAGES if RAW in page.parents or page == TUTORIAL]
     pages = [page for page in PAGES if (page in services) == (owner == "service")]
     named = set().union(*(targets(page.read_text("utf-8")) for page in pages))

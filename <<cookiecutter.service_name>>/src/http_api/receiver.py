@@ -98,6 +98,7 @@ class Receiver(ConsumeTransactions):
             handlers=service.handlers,
             signals=Signals(),
             claims=service.claims and service.claims(service.name, settings),
+            encryption=service.encryption,
         )
         self._requests = f"{service.source}/requests"
 

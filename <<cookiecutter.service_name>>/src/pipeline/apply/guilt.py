@@ -144,8 +144,6 @@ def of_transaction(
     if isinstance(error, NeedsOwnSession):
         return error.with_traceback(None)  # it refers to the batch
     trace = traceparent(attempt.context)
-    if attempt.is_late and source.time_share < 1:
-        return CulpritUnknown("takes too long", error, trace)
     if isinstance(error, StoreUnavailable):
         return None if is_single(source) else CulpritUnknown("takes too long", error, trace)
     own_seconds = attempt.handlers_began_at - attempt.began_at

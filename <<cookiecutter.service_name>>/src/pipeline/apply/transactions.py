@@ -108,15 +108,19 @@ class ConsumeTransactions:
             only._slots = asyncio.Semaphore(1)
             yield only
 
-    async def apply(self, source: Source, retrying: Attempts) -> Sequence[BatchOutcome]:
+    async def apply(
+        self, source: Source, retrying: Attempts, memory: Memory | None = None
+    ) -> Sequence[BatchOutcome]:
         """Apply all messages; returns the outcome of each transaction that was needed.
+
+        `memory` is that of an earlier attempt at the same messages.
 
         Every message has then taken effect or is stored. Raises `BreakerOpen` if the breaker is
         open for a consumer, and `SourceLost` if another process owns the source.
         """
         outcomes: list[BatchOutcome] = []
         left: list[tuple[Source, dict[bytes, Decision]]] = [(source, source.decisions)]
-        memory = Memory()
+        memory = memory or Memory()
         while left:
             part, decisions = left.pop(0)
             parts: Sequence[Source] = [part]

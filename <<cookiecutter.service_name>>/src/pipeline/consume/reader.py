@@ -5,9 +5,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from time import perf_counter
 
 from aiokafka import ConsumerRecord, TopicPartition
 
+from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve_batch
@@ -25,7 +27,7 @@ from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
 
 from .gathering import Gatherer
-from .partition_source import PartitionBatch
+from .partition_source import PartitionBatch, PartitionSource
 from .position import PartitionPosition, Stuck
 
 log = logging.getLogger(__name__)
@@ -136,13 +138,18 @@ class Reader:
             await end(following)
 
     async def _apply(self, part: PartitionBatch) -> None:
-        attempts = self._attempts("the consume transaction")
+        memory = Memory()
+        # Not with others while its records may kill the process; a full batch gains nothing.
+        shares = self._has_begun and len(part.batch.records) < self._pace.limit
         self._is_applying = True
         try:
-            results = await self._gatherer.apply(part, attempts, is_alone=not self._has_begun)
+            if not (shares and await self._gatherer.apply(part, memory)):
+                attempts, began_at = self._attempts("the consume transaction"), perf_counter()
+                results = await self._consume.apply(PartitionSource([part]), attempts, memory)
+                self._gatherer.learn(part, perf_counter() - began_at)
+                self._pace.learn(results)
         finally:
             self._is_applying = False
-        self._pace.learn(results)
         self._move_to(part.batch.end)
 
     async def _fetch(self, start: int) -> PartitionBatch:

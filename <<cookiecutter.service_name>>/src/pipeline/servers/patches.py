@@ -32,6 +32,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition, conn
 from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer import fetcher
 from aiokafka.errors import BrokerResponseError, KafkaConnectionError, KafkaError, kafka_errors
 
@@ -99,6 +100,7 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
     cancelled."""
 
     is_closed = False
+    _is_bootstrapping = False
 
     @classmethod
     def of(cls, one: Any) -> "Client":
@@ -117,17 +119,32 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
         return connection
 
     async def _metadata_update(self, *args: Any) -> bool:
-        is_known: bool = await super()._metadata_update(*args)
-        if not is_known and not self.is_closed:
-            try:
-                await self.bootstrap()
-                is_known = await super()._metadata_update(*args)
-            except KafkaError:
-                return False
-            except BaseException as error:
-                close_bootstrap_connection(error)
-                raise
-        return is_known
+        if await super()._metadata_update(*args):
+            return True
+        if self.is_closed or self._is_bootstrapping:
+            return False
+        # The response has brokers and no topics. Without those that are known the consumer would
+        # rejoin its group, and the relay would take its topics for missing.
+        known, self._is_bootstrapping = self.cluster, True
+
+        def take_brokers(metadata: Any) -> None:
+            found = ClusterMetadata()
+            found.update_metadata(metadata)
+            known._brokers = found._brokers or known._brokers
+
+        known.update_metadata = take_brokers
+        try:
+            await self.bootstrap()
+        except KafkaError:
+            return False
+        except BaseException as error:
+            close_bootstrap_connection(error)
+            raise
+        finally:
+            del known.update_metadata
+            self._is_bootstrapping = False
+        updated: bool = await super()._metadata_update(*args)
+        return updated
 
     def force_metadata_update(self) -> asyncio.Future[bool]:
         update: asyncio.Future[bool] = super().force_metadata_update()
@@ -215,9 +232,11 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             offsets._isolation_level = level
 
     def raise_if_ended(self) -> None:
-        """Raise the error with which the task that fetches has ended, if it has."""
+        """Raise the error with which the task of the fetcher or the coordinator has ended."""
         if self._fetcher.error_future.done():
             self._fetcher.error_future.result()
+        if (coordinating := self._coordinator._coordination_task).done():
+            coordinating.result()
 
     def rejection(self) -> KafkaError | None:
         """Return why the group has rejected this member since the last call; it tries again."""

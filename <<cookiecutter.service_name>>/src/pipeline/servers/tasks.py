@@ -16,8 +16,8 @@ handler whose answer has arrived meanwhile would exceed its time. Shorter slices
 the relay's pages of a few milliseconds come in between.
 """
 
-_CANCEL_AGAIN_SECONDS = 2.0
-"""Time that a cancelled task has to clean up."""
+_CANCEL_AGAIN_SECONDS = 10.0
+"""Time that a cancelled task has to clean up: longer than a client of Kafka needs to stop."""
 
 
 class TimeSlice:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import positions
+from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck, resolve_batch
@@ -73,8 +74,10 @@ class _Recording(ConsumeTransactions):
 
     step: Step
 
-    async def apply(self, source: Source, retrying: Attempts) -> Sequence[BatchOutcome]:
-        found = await super().apply(source, retrying)
+    async def apply(
+        self, source: Source, retrying: Attempts, memory: Memory | None = None
+    ) -> Sequence[BatchOutcome]:
+        found = await super().apply(source, retrying, memory)
         self.step.outcomes += found
         return found
 

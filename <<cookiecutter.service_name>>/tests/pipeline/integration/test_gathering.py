@@ -1,7 +1,7 @@
 """One transaction takes what is ready, of however many partitions."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +9,12 @@ import asyncpg
 import pytest
 
 from pipeline import Transaction
+from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import BreakerOpen
-from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import PositionMoved
 from pipeline.consume.gathering import Gatherer
-from pipeline.consume.partition_source import PartitionBatch
+from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.servers.retrying import Attempts
 
 from .bank import Bank, Refused
@@ -22,7 +22,7 @@ from .desk import Desk, NewDesk
 from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE
 
-Apply = Callable[..., Coroutine[Any, Any, Sequence[BatchOutcome]]]
+Apply = Callable[..., Coroutine[Any, Any, None]]
 TRANSACTIONS = "SELECT count(DISTINCT xmin::text), count(*) FROM pipeline.inbox"
 
 
@@ -34,13 +34,13 @@ async def bank(new_desk: NewDesk) -> tuple[Bank, Desk, Apply]:
     gatherer = Gatherer(desk.consume)
     attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
 
-    async def apply(
-        deposit: Deposit, *, topic: str = "deposits", is_alone: bool = False
-    ) -> Sequence[BatchOutcome]:
+    async def apply(deposit: Deposit, *, topic: str = "deposits") -> None:
         slot = replace(desk.slot, topic=topic, partition=deposit.partition or 0)
         await replace(desk, slot=slot).position()
-        batch = await read(desk.handlers, 0, [deposit.record(topic, 0)])
-        return await gatherer.apply(PartitionBatch(slot, batch), attempts, is_alone=is_alone)
+        part = PartitionBatch(slot, await read(desk.handlers, 0, [deposit.record(topic, 0)]))
+        memory = Memory()
+        if not await gatherer.apply(part, memory):
+            await desk.consume.apply(PartitionSource([part]), attempts, memory)
 
     return bank, desk, apply
 
@@ -68,14 +68,6 @@ async def test_the_batches_of_many_partitions_that_are_ready_are_one_transaction
     assert await histories(db) == {f"of {one}": [one] for one in range(12)}
 
 
-async def test_a_batch_whose_records_may_kill_the_process_has_a_transaction_of_its_own(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
-) -> None:
-    _, _, apply = bank
-    await asyncio.gather(*(apply(one, is_alone=True) for one in deposits(6)))
-    assert tuple(await db.fetchrow(TRANSACTIONS)) == (6, 6)
-
-
 async def test_a_partition_that_was_lost_is_left_out_and_the_others_go_on(
     bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
 ) -> None:
@@ -84,9 +76,34 @@ async def test_a_partition_that_was_lost_is_left_out_and_the_others_go_on(
         await replace(desk, slot=replace(desk.slot, partition=one.partition or 0)).position()
     await db.execute("UPDATE pipeline.position SET next_offset = 7 WHERE partition = 3")
     done = await asyncio.gather(*map(apply, deposits(6)), return_exceptions=True)
-    assert [type(one) for one in done] == [list] * 3 + [PositionMoved] + [list] * 2
+    assert [type(one) for one in done] == [type(None)] * 3 + [PositionMoved] + [type(None)] * 2
     assert await stored(db) == {0: 1, 1: 1, 2: 1, 3: 7, 4: 1, 5: 1}
     assert "of 3" not in await histories(db)
+
+
+async def test_a_call_that_is_repeated_because_of_another_partition_has_an_event_of_its_own(
+    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+) -> None:
+    given, desk, apply = bank
+    seen: list[str] = []
+
+    @given.handlers.on(Deposited, topic="deposits", consumer="spoil")
+    async def spoil(event: Deposited, tx: Transaction) -> None:
+        seen.append(event.account)
+        event.__dict__["account"] = "spoiled"
+
+    for one in deposits(6):
+        await replace(desk, slot=replace(desk.slot, partition=one.partition or 0)).position()
+    db_lock = "LOCK TABLE pipeline.outbox IN ACCESS EXCLUSIVE MODE"
+    async with asyncio.timeout(PATIENCE), db.transaction():
+        await db.execute(db_lock)
+        tasks = [asyncio.create_task(apply(one)) for one in deposits(6)]
+        while len(seen) < 6:  # noqa: ASYNC110  # the handlers have been called
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1)  # the shared transaction is late meanwhile
+    await asyncio.gather(*tasks)
+    assert len(seen) > 6
+    assert "spoiled" not in seen
 
 
 async def test_a_message_that_fails_takes_no_neighbour_with_it(
@@ -143,7 +160,7 @@ async def test_an_open_breaker_holds_up_no_partition_of_another_consumer(
     desk.consume.breaker._limit = 1
     others = [apply(replace(one, id="x"), topic="others") for one in deposits(3)]
     done = await asyncio.gather(*map(apply, deposits(3)), *others, return_exceptions=True)
-    assert [type(one) for one in done] == [list] * 3 + [BreakerOpen] * 3
+    assert [type(one) for one in done] == [type(None)] * 3 + [BreakerOpen] * 3
     assert await histories(db) == {f"of {one}": [one] for one in range(3)}
     assert not await desk.park()
 
