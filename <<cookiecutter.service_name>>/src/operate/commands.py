@@ -198,9 +198,11 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
         migrations = revisions.load_migrations()
     invocation = Invocation(service, settings, as_json)
     run_to_end(_check(invocation, migrations))
+    config = Config(revisions.ALEMBIC)
+    config.attributes["service"] = invocation.service.name
     with in_a_sentence(), naming_servers(settings):
         try:
-            command.upgrade(Config(revisions.ALEMBIC), "heads")
+            command.upgrade(config, "heads")
         except DBAPIError as error:
             if sqlstate_of(error) != _NO_SCHEMA:
                 raise

@@ -79,6 +79,7 @@ def built(server_url: str, config: Config, metadata: MetaData) -> Iterator[str]:
     """Create a database as `build` does, to be copied; its name. It is dropped at the end."""
     name = f"template_{uuid4().hex[:12]}"
     asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
+    config.attributes["service"] = None  # tests give the service names of their own
     build(url_of(server_url, name), config, metadata)
     yield name
     asyncio.run(administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))

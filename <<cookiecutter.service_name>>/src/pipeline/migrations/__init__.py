@@ -24,8 +24,10 @@ def run(metadata: MetaData, service: str | None = None) -> None:
     """Run Alembic's command on the engine's tables and those of the service.
 
     The schema of the engine is marked with the service's name; that of another service is refused
-    (None: neither). Raises `CommandError`.
+    (None: neither). The attribute "service" of Alembic's configuration takes precedence. Raises
+    `CommandError`.
     """
+    service = context.config.attributes.get("service", service)
     if context.is_offline_mode():
         context.configure(dialect_name="postgresql", service=service, **options(metadata))
         with context.begin_transaction():
