@@ -16,7 +16,9 @@ from sqlalchemy.exc import IntegrityError
 
 from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_receiver
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
+from pipeline.events.payload import payload_hash
 from pipeline.retention import generations
+from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 from pipeline.testing.crashes import MortalEngine, crashes_of
 
@@ -73,6 +75,23 @@ async def test_a_key_that_comes_with_another_event_is_refused_and_keeps_its_answ
     assert f"deposited '{KEY}'" in caplog.text
     assert (await pay_in(receiver, 5)).answer["balance"] == 5
     assert await stored(db) == ONE
+
+
+async def test_a_default_that_a_release_adds_does_not_make_a_repeat_another_request(
+    receiver: Receiver, db: asyncpg.Connection
+) -> None:
+    await pay_in(receiver, 5)  # without `failures`, which has a default
+    before = payload_hash("deposited", "application/json", b'{"account": "ada", "amount": 5}')
+    assert await db.fetchval("SELECT hash FROM pipeline.inbox") == before
+
+
+async def test_nothing_is_applied_in_the_database_of_another_service(
+    receiver: Receiver, db: asyncpg.Connection
+) -> None:
+    await db.execute("COMMENT ON SCHEMA pipeline IS 'another'")
+    with pytest.raises(WrongDatabase, match="is that of service another"):
+        await pay_in(receiver, 5)
+    assert await stored(db) == NOTHING
 
 
 async def test_keys_of_two_scopes_and_of_two_consumers_are_different_keys(
@@ -284,6 +303,8 @@ async def test_a_request_is_answered_once_wherever_its_process_or_its_connection
     async def ask() -> None:
         answers.append(await _until_answered(receiver, wanted, f"key-{wanted}"))
 
+    mortal.begin(None)
+    await mortal.run(receiver._check)  # once for each process, and none of a request's statements
     wanted = 1
     mortal.begin(None)
     await mortal.run(ask)

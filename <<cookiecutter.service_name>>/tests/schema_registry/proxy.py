@@ -70,14 +70,22 @@ class _Handler(BaseHTTPRequestHandler):
     server: Proxy
 
     def do_GET(self) -> None:
-        with self.server.counted():
-            self._pass_on(None)
+        self._answer(None)
 
     def do_POST(self) -> None:
-        with self.server.counted():
-            self._pass_on(self.rfile.read(int(self.headers["content-length"])))
+        self._answer(self.rfile.read(int(self.headers["content-length"])))
 
-    def _pass_on(self, body: bytes | None) -> None:
+    def _answer(self, body: bytes | None) -> None:
+        # Not counted while it is answered: a client that has read the answer sends the next one.
+        with self.server.counted():
+            status, answer = self._pass_on(body)
+        self.send_response(status)
+        self.send_header("content-type", "application/vnd.schemaregistry.v1+json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def _pass_on(self, body: bytes | None) -> tuple[int, bytes]:
         proxy = self.server
         proxy.paths.append(self.path)
         proxy.authorization = self.headers["authorization"]
@@ -87,12 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         answered = proxy.answer
         if proxy.lacks and path.startswith(proxy.lacks):
             answered = 404, b'{"error_code": 40402, "message": "Version not found."}'
-        status, answer = answered or _asked(proxy.registry + path, body)
-        self.send_response(status)
-        self.send_header("content-type", "application/vnd.schemaregistry.v1+json")
-        self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
+        return answered or _asked(proxy.registry + path, body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
