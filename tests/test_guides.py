@@ -177,6 +177,7 @@ def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None
     assert f"{shown} passed" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("careful", "careless"),
