@@ -208,6 +208,8 @@ class Rig:
     async def _prepare(self, contestant: Contestant, url: str) -> None:
         service = self.process(Site(contestant, url, _MIGRATED, _MIGRATED, "bench"))
         await service.command("migrate" if contestant.is_ours else "prepare", log=self._log)
+        if contestant.is_ours:  # its copies are of services with other names
+            await self.execute("COMMENT ON SCHEMA pipeline IS NULL", database=url)
 
     def process(
         self, site: Site, *, command: str = "run", settings: Mapping[str, str] | None = None
