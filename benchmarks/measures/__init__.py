@@ -12,6 +12,7 @@ from benchmarks.measures.latency import latency
 from benchmarks.measures.layers import layers
 from benchmarks.measures.memory import memory
 from benchmarks.measures.old_tables import old_tables
+from benchmarks.measures.ordinary import ordinary
 from benchmarks.measures.relay import relay
 from benchmarks.measures.telemetry import telemetry
 from benchmarks.measures.throughput import throughput
@@ -23,6 +24,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
         layers,
         relay,
         latency,
+        ordinary,
         duplicates,
         deferred,
         old_tables,
