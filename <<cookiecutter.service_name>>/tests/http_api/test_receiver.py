@@ -80,7 +80,7 @@ async def test_a_key_that_comes_with_another_event_is_refused_and_keeps_its_answ
 async def test_a_default_that_a_release_adds_does_not_make_a_repeat_another_request(
     receiver: Receiver, db: asyncpg.Connection
 ) -> None:
-    await pay_in(receiver, 5)  # without `failures`, which has a default
+    await pay_in(receiver, 5)  # `failures` has its default
     before = payload_hash("deposited", "application/json", b'{"account": "ada", "amount": 5}')
     assert await db.fetchval("SELECT hash FROM pipeline.inbox") == before
 
