@@ -7,12 +7,13 @@ from typing import NamedTuple, TypeVar
 
 import asyncpg
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from object_store import Missing, Store, StoreUrl
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.staging import COLUMNS
 from pipeline.retention.archive import Report
+from pipeline.server_settings import EnvironmentSettings
 from pipeline.service import Misconfigured
 from pipeline.settings import mistakes
 
@@ -54,16 +55,10 @@ _ENDS = "SELECT min(id) AS first_id, max(id) AS last_id FROM pipeline.{table}"
 _EVENT_ID = "SELECT event_id FROM pipeline.{table} WHERE id = $1"
 
 
-class ArchiveSettings(BaseSettings):
+class ArchiveSettings(EnvironmentSettings):
     """Where the archive is."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_ARCHIVE_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-        env_ignore_empty=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_ARCHIVE_", env_ignore_empty=True)
 
     url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`;

@@ -3,23 +3,18 @@
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from object_store import StoreUrl
+from pipeline.server_settings import EnvironmentSettings
 from pipeline.settings import Count, Seconds
 
 
-class ClaimSettings(BaseSettings):
+class ClaimSettings(EnvironmentSettings):
     """Where large payloads are stored, and for how long. Credentials come from the environment,
     too, under the names that the store's own tools use."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_CLAIM_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-        env_ignore_empty=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_CLAIM_", env_ignore_empty=True)
 
     url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that

@@ -3,20 +3,16 @@
 from typing import Annotated
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
+from pipeline.server_settings import EnvironmentSettings
 from pipeline.settings import Count, Seconds
 
 
-class HttpSettings(BaseSettings):
+class HttpSettings(EnvironmentSettings):
     """Where the API is served, and its limits."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_HTTP_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_HTTP_")
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """`0.0.0.0` for all addresses, where a proxy with TLS stands before it."""

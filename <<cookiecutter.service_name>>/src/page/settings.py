@@ -4,9 +4,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-from pipeline.server_settings import written
+from pipeline.server_settings import EnvironmentSettings, written
 from pipeline.settings import Seconds
 
 _ORIGIN = r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
@@ -18,15 +18,10 @@ def _hard_to_guess(token: SecretStr) -> SecretStr:
     return token
 
 
-class PageSettings(BaseSettings):
+class PageSettings(EnvironmentSettings):
     """Where the page is served, and who may see it."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_PAGE_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_PAGE_")
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on. Other machines can reach an address other than loopback: put TLS before

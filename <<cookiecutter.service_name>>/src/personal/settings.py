@@ -5,21 +5,16 @@ import binascii
 from collections.abc import Sequence
 
 from pydantic import SecretStr, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
+from pipeline.server_settings import EnvironmentSettings
 from pipeline.settings import Count, Seconds
 
 
-class PersonalSettings(BaseSettings):
+class PersonalSettings(EnvironmentSettings):
     """The master keys, and how long keys stay in memory."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_PERSONAL_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-        env_ignore_empty=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_PERSONAL_", env_ignore_empty=True)
 
     keys: SecretStr | None = None
     """Master keys, 32 random bytes in Base64 each (`openssl rand -base64 32`), with commas between

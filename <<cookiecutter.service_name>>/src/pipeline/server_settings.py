@@ -31,15 +31,18 @@ def written(pattern: str, how: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class ServerSettings(BaseSettings):
-    """Where the servers are, and how to connect to them."""
+class EnvironmentSettings(BaseSettings):
+    """Settings that are read from the environment; errors about them never have their values."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
+        frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
     )
+
+
+class ServerSettings(EnvironmentSettings):
+    """Where the servers are, and how to connect to them."""
+
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_")
 
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""

@@ -5,8 +5,9 @@ from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
+from pipeline.server_settings import EnvironmentSettings
 from pipeline.settings import Count, Seconds
 
 
@@ -23,16 +24,10 @@ def _check_urls(text: str) -> str:
     return text
 
 
-class RegistrySettings(BaseSettings):
+class RegistrySettings(EnvironmentSettings):
     """Where the schema registry is, and how it is used."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PIPELINE_SCHEMA_REGISTRY_",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-        env_ignore_empty=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="PIPELINE_SCHEMA_REGISTRY_", env_ignore_empty=True)
 
     url: Annotated[str, AfterValidator(_check_urls)] | None = None
     """`https://host:port`, with the path of its Confluent API if it has one, such as
