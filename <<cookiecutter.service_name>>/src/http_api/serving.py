@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
 from pipeline import Service
-from pipeline.observe.health import CannotListen, Health
+from pipeline.observe.health import Health, listen
 from pipeline.observe.watchdog import watch_calls
 from pipeline.runtime import process
 from pipeline.servers import revisions
@@ -61,8 +61,9 @@ async def serve(app: FastAPI, service: Service, settings: Settings) -> None:
             limit_concurrency=_CONNECTIONS,
         )
         server = _Server(config)
-        listener = await asyncio.to_thread(_bound, http)
-        log.info("the API is at http://%s:%s/", http.host, listener.getsockname()[1])
+        bind = partial(listen, what="the API", prefix="PIPELINE_HTTP")
+        listener, url = await asyncio.to_thread(bind, http.host, http.port)
+        log.info("the API is at %s", url)
         with listener:
             async with (
                 in_background(server.serve([listener])) as serving,
@@ -100,14 +101,3 @@ async def _check_schema(
         await engine.dispose()
     health.ready(_PART)
     await stopping.wait()
-
-
-def _bound(http: HttpSettings) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-        return socket.create_server((http.host, http.port), family=family)
-    except OSError as error:
-        raise CannotListen(
-            f"cannot serve the API on {http.host}, port {http.port}: {error.strerror};"
-            " check PIPELINE_HTTP_HOST and PIPELINE_HTTP_PORT"
-        ) from error

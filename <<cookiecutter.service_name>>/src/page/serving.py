@@ -6,12 +6,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
 from pipeline import Service
 from pipeline.observe import logs
-from pipeline.observe.health import CannotListen
+from pipeline.observe.health import listen
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
@@ -63,21 +64,10 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
         limit_concurrency=100,
     )
     try:
-        listener = await asyncio.to_thread(_bound, chosen)
-        host = f"[{chosen.host}]" if ":" in chosen.host else chosen.host
-        log.info("the page is at http://%s:%s/", host, listener.getsockname()[1])
+        bind = partial(listen, what="the page", prefix="PIPELINE_PAGE")
+        listener, url = await asyncio.to_thread(bind, chosen.host, chosen.port)
+        log.info("the page is at %s", url)
         with listener:
             await _Server(config, page).serve([listener])
     finally:
         await engine.dispose()
-
-
-def _bound(chosen: PageSettings) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
-        return socket.create_server((chosen.host, chosen.port), family=family)
-    except OSError as error:
-        raise CannotListen(
-            f"cannot serve the page on {chosen.host}, port {chosen.port}: {error.strerror};"
-            " check PIPELINE_PAGE_HOST and PIPELINE_PAGE_PORT"
-        ) from error

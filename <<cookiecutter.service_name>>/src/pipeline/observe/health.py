@@ -127,7 +127,24 @@ def _summary(reasons: Mapping[str, str]) -> str:
 
 
 class CannotListen(Exception):
-    """The health server did not get its address; the text has the reason and the setting."""
+    """A server did not get its address; the text has the reason and the setting."""
+
+
+def listen(host: str, port: int, *, what: str, prefix: str) -> tuple[socket.socket, str]:
+    """Return a socket that listens, and the URL it has; `prefix` is that of the settings' names.
+
+    Port 0 picks a free one. Raises `CannotListen`.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise CannotListen(
+            f"cannot serve {what} on {host}, port {port}: {error.strerror};"
+            f" check {prefix}_HOST and {prefix}_PORT"
+        ) from error
+    name = f"[{host}]" if ":" in host else host
+    return listener, f"http://{name}:{listener.getsockname()[1]}/"
 
 
 @contextmanager
