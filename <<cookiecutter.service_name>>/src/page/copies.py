@@ -54,9 +54,7 @@ async def redrive_copy(
         if known:
             raise Refused(f"an event with the id {new_id!r} is stored already: choose another id")
         rows = [backlog.row_of(one, Decision(REDRIVEN)) for one in items]
-        if service.encryption is not None:
-            rows = list(await service.encryption.encrypt(connection, rows))
-        await backlog.add(connection, rows)
+        await backlog.add(connection, rows, service.encryption)
         replaced = f"replaced by {new_id}: {why}"
         await lanes.discard(connection, [key], operator=operator, why=replaced)
         order_keys = {row["order_key"], *(one.order_key for one in items)}

@@ -135,8 +135,13 @@ async def serve(
         if is_consuming and topics:
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
-        relay = Relay(engine, name=service.name, settings=settings, health=health)
-        relay.encryption = service.encryption
+        relay = Relay(
+            engine,
+            name=service.name,
+            settings=settings,
+            health=health,
+            encryption=service.encryption,
+        )
         filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
         consuming = _consuming(service, settings, engine, health, relay, filters, claims)
         # In this order they stop: the relay publishes what the others have committed last.

@@ -115,12 +115,18 @@ async def find(
     return known, {row["order_key"] for row in rows if row["order_key"]}
 
 
-async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
-    """Store rows in the order of their keys; rows that exist already are not changed.
+async def add(
+    connection: asyncpg.Connection, rows: Sequence[Row], encryption: Encryption | None
+) -> Sequence[Row]:
+    """Store rows in the order of their keys, and return them as they are stored, encrypted.
 
-    A row behind another one of its key in `rows` is not due: a worker reads it together with that
-    one, and makes it due when that one is settled.
+    Rows that exist already are not changed. A row behind another one of its key in `rows` is not
+    due: a worker reads it together with that one, and makes it due when that one is settled.
     """
+    if not rows:
+        return rows
+    if encryption is not None:
+        rows = await encryption.encrypt(connection, rows)
     new = []
     waiting: set[bytes] = set()
     for row in rows:
@@ -161,6 +167,7 @@ async def add(connection: asyncpg.Connection, rows: Sequence[Row]) -> None:
         if not decision.is_dead or decision.holds:
             waiting.add(key)
     await connection.execute(_ADD, HASH_VERSION, new)
+    return rows
 
 
 def lane_of(order_key: bytes, mode: str) -> int:
@@ -195,10 +202,7 @@ async def add_calls(
         found = items_of(handlers, record, validates=False)
         assert not isinstance(found, Undecoded)  # the engine has written it
         rows += [Row(one.key, one.consumer, record, DEFERRED, one) for one in found]
-    if rows and encryption:
-        rows = await encryption.encrypt(connection, rows)
-    if rows:
-        await add(connection, rows)
+    await add(connection, rows, encryption)
 
 
 def row_of(item: Item, decision: Decision) -> Row:

@@ -26,7 +26,7 @@ class Encryption(Protocol):
     def redact(self, decided: Decided) -> Decided:
         """Return decisions, without values of the payloads in the texts of their errors."""
 
-    async def encrypt(self, connection: asyncpg.Connection, rows: "list[Row]") -> "list[Row]":
+    async def encrypt(self, connection: asyncpg.Connection, rows: "Sequence[Row]") -> "list[Row]":
         """Return rows of the backlog as they are to be stored, in the transaction that does."""
 
     async def encrypt_events(self, connection: asyncpg.Connection, outbox: Outbox) -> None:

@@ -113,11 +113,8 @@ class PartitionSource:
             *(backlog.mismatch_row(item, error) for item, error in outcome.mismatched),
             *undecoded,
         ]
-        if rows and outcome.encryption:
-            rows = await outcome.encryption.encrypt(connection, rows)
-        if rows:
-            await backlog.add(connection, rows)
-        return [row for row in rows if row.decision.is_dead]
+        stored = await backlog.add(connection, rows, outcome.encryption)
+        return [row for row in stored if row.decision.is_dead]
 
     def halves(self) -> Sequence[Self]:
         """Divide the batch of a partition in the middle of its records.

@@ -43,11 +43,19 @@ _EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
 class Relay:
     """One relay process. Any number of them share the shards; each shard has one owner."""
 
-    def __init__(self, engine: AsyncEngine, *, name: str, settings: Settings, health: Health):
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        name: str,
+        settings: Settings,
+        health: Health,
+        encryption: Encryption | None = None,
+    ) -> None:
         self._engine = engine
         self._settings = settings
         self._health = health
-        self.encryption: Encryption | None = None
+        self._encryption = encryption
         owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=owner)
         self._cursor = Cursor(settings, owner)
@@ -271,9 +279,9 @@ class Relay:
     ) -> Rejections:
         """Send without a time limit, extending the leases meanwhile; returns the rejections."""
         erased: Rejections = {}
-        if self.encryption is not None:
+        if self._encryption is not None:
             async with self._cursor.turn:
-                rows = await self.encryption.decrypt(driver, events, "payload")
+                rows = await self._encryption.decrypt(driver, events, "payload")
             gone = {row["id"]: row["erased"] for row in rows if row.get("erased")}
             erased = {id: Rejection("subject forgotten", text) for id, text in gone.items()}
             events = [row for row in rows if row["id"] not in erased]

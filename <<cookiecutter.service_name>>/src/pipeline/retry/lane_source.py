@@ -113,8 +113,8 @@ class LaneSource:
         ]
         if outcome.encryption:
             changed = await outcome.encryption.encrypt(connection, changed)
-        if new := [row for row in changed if row.is_new]:
-            await backlog.add(connection, new)
+        # Encrypted already, together with the others.
+        await backlog.add(connection, [row for row in changed if row.is_new], None)
         redecoded = {row for item in self.items if (row := self.redecoded.get(item.key))}
         await lanes.settle(
             connection,

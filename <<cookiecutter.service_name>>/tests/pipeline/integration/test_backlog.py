@@ -310,7 +310,7 @@ async def test_who_is_stored_with_a_dead_letter_is_due_unless_that_holds_the_key
         for item, decision in zip(items, decisions, strict=True)
     ]
     async with autocommitting(desk.engine) as driver:
-        await backlog.add(driver, rows)
+        await backlog.add(driver, rows, None)
     due = [row["offset"] for row in await desk.backlog() if row["due_at"] is not None]
     assert due == [1], "the first of ada's that is alive; bob's wait for a person"
     await desk.work_off()

@@ -151,7 +151,7 @@ async def test_new_rows_of_a_batch(asked: Explaining) -> None:
         backlog.Row(one.key, "deposit", one.record, decision, one)
         for one in await items("hot", *(f"unknown {n}" for n in range(499)))
     ]
-    await backlog.add(asked, rows)
+    await backlog.add(asked, rows, None)
     assert only(asked).scanned == set()
     assert only(asked).blocks < 500 * 25
 

@@ -69,7 +69,7 @@ async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
     rows = [Row(one.key, one.consumer, one.record, decision, one) for one in items]
     async with autocommitting(desk.engine) as driver:
         for first in range(0, len(rows), 5_000):
-            await backlog.add(driver, rows[first : first + 5_000])
+            await backlog.add(driver, rows[first : first + 5_000], None)
         await driver.execute("UPDATE pipeline.position SET next_offset = $1", start + len(deposits))
 
 

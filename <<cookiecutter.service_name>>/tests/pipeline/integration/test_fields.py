@@ -60,7 +60,8 @@ async def test_a_row_of_the_backlog(ledger: tuple[Bank, Desk], db: asyncpg.Conne
     record = StoredRecord("topic", 1, 2, 3, b"record_key", b"value", [("headers", b"5")], 0.0)
     decision = Decision("reason", 6, 7.5, None, True, "error", "traceback")
     item = Item(handler, b"key", MESSAGE, record)
-    await backlog.add(db, [Row(b"key", "consumer", record, decision, item, b"remembered_hash")])
+    row = Row(b"key", "consumer", record, decision, item, b"remembered_hash")
+    await backlog.add(db, [row], None)
     row = await db.fetchrow("SELECT * FROM pipeline.backlog")
     texts = (
         *("key", "consumer", "topic", "record_key", "value", "source", "id", "type", "hash"),
