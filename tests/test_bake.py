@@ -185,6 +185,7 @@ def test_no_test_of_a_service_imports_the_engines(default_project: BakedProject)
             assert not re.search(imports, text.decode(), re.MULTILINE), name
 
 
+@pytest.mark.full
 def test_an_edited_engine_is_a_warning_of_make_check_and_no_error(
     template: Template, output: Path
 ) -> None:
@@ -675,6 +676,7 @@ ELSEWHERE = {
     "PIPELINE_DATABASE_TLS=": "likewise",
     "make update": "wants a clean tree and a template; tests/test_update.py has it",
     "dev/update.py": "likewise",
+    "tests/data/payments.jsonl": "writes a file for the test kit, whose tests read such files",
     "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
     "kubectl": "wants a cluster; tests/test_deploy.py has the manifests and what their jobs say,"
     " and tests/test_guides.py what is done in a pod",

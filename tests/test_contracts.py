@@ -134,6 +134,7 @@ def test_the_document_is_a_page_of_operations_messages_and_schemas(
         page.screenshot(path=Path(SHOTS) / "asyncapi.png", full_page=True)
 
 
+@pytest.mark.full
 def test_a_change_is_compared_with_another_commit(template: Template, output: Path) -> None:
     project = template.bake(output)
     who = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")

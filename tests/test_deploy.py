@@ -385,11 +385,10 @@ def test_the_components_fit_the_schemas_and_reach_every_workload(
         assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         [container] = pod["spec"]["containers"]
         assert container["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
-        [mount] = container["volumeMounts"]
-        [volume] = pod["spec"]["volumes"]
-        assert mount["name"] == volume["name"]
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert mounts.keys() == {each["name"] for each in pod["spec"]["volumes"]}
         for name, value in settings["data"].items():
-            assert name.endswith("_FILE") == value.startswith(f"{mount['mountPath']}/")
+            assert name.endswith("_FILE") == value.startswith(f"{mounts['certificates']}/")
         images.add(container["image"])
     assert len(images) == 1
 

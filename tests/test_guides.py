@@ -103,36 +103,34 @@ def fields(module: str, name: str) -> list[str]:
     raise LookupError(name)
 
 
+AUTHORS_EXAMPLES = {
+    "handling_errors": HANDLING,
+    "time": TIME,
+    "outside": OUTSIDE,
+    "http": HTTP,
+    "personal_data": PERSONAL,
+    "sagas": SAGAS,
+    "codecs": BEFORE + CODECS,
+    "read_mes": BEFORE + TEMPLATES + FAILING,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "guide",
-    [HANDLING, TIME, OUTSIDE, HTTP, PERSONAL, SAGAS, BEFORE + CODECS, BEFORE + TEMPLATES + FAILING],
-    ids=[
-        "handling-errors",
-        "time",
-        "outside",
-        "http",
-        "personal-data",
-        "sagas",
-        "codecs",
-        "read-mes",
-    ],
-)
-@pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["runs", "types"])
-def test_the_examples_for_authors_of_handlers_work(
-    tmp_path: Path, command: list[str], guide: str
-) -> None:
-    module = tmp_path / "examples.py"
-    module.write_text(blocks(guide), "utf-8")
-    config = ["--config-file", str(RAW / "pyproject.toml")] if command else []
-    done = subprocess.run(
-        [sys.executable, *command, *config, str(module)],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(RAW / "src"), "MYPYPATH": str(RAW / "src"), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["run", "types"])
+def test_the_examples_for_authors_of_handlers_work(tmp_path: Path, command: list[str]) -> None:
+    for name, guide in AUTHORS_EXAMPLES.items():
+        (tmp_path / f"{name}_examples.py").write_text(blocks(guide), "utf-8")
+    modules = sorted(str(path) for path in tmp_path.glob("*_examples.py"))
+    config = ["--config-file", str(RAW / "pyproject.toml")]
+    for arguments in [[*command, *config, *modules]] if command else [[one] for one in modules]:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(RAW / "src"), "MYPYPATH": str(RAW / "src"), "PATH": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 CONFTEST = """
@@ -168,7 +166,13 @@ def harness_migrate():
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "guide", [HANDLING, TIME, OUTSIDE, SAGAS], ids=["handling-errors", "time", "outside", "sagas"]
+    "guide",
+    [
+        pytest.param(HANDLING, id="handling-errors"),
+        pytest.param(TIME, id="time"),
+        pytest.param(OUTSIDE, id="outside", marks=pytest.mark.full),
+        pytest.param(SAGAS, id="sagas", marks=pytest.mark.full),
+    ],
 )
 def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
     done = run_tests_of(tmp_path, blocks(guide), makes_calls=guide in (OUTSIDE, SAGAS))
@@ -663,6 +667,7 @@ def test_the_part_of_the_crash_matrix_that_the_page_runs_is_one() -> None:
     assert all("consume" in one and "commit" in one for one in part)
 
 
+@pytest.mark.full
 def test_a_shell_that_was_told_to_completes_commands_and_their_options(
     default_project: BakedProject, tmp_path: Path
 ) -> None:

@@ -66,9 +66,11 @@ def test_the_tutorial_is_true_word_by_word(template: Template, tmp_path: Path) -
     said, sent = "", ""
     with ExitStack() as service:
         service.enter_context(running(project))
+        told = bash(project, ".venv/bin/python dev/stack.py env").stdout
+        variables = dict(re.findall(r"^export (\w+)='?(.*?)'?$", told, re.MULTILINE))
         for before, kind, code in blocks:
             if "Repeat the command" in before:
-                assert "nothing was published" in bash(project, sent).stdout
+                assert "nothing was published" in bash(project, sent, **variables).stdout
             if "Stop the service" in before:
                 service.close()
             if "`make run` creates" in before:
@@ -79,11 +81,11 @@ def test_the_tutorial_is_true_word_by_word(template: Template, tmp_path: Path) -
                 assert [line for line in code.splitlines() if line not in said] == []
             else:
                 sent = code
-                done = bash(project, f"{ENVIRONMENT}{code}")
+                done = bash(project, code, **variables)
                 said = done.stdout
                 assert done.returncode == 0, said
             if kind == "sh" and code.rstrip().endswith("service dead list"):
                 reason = "rejected" if "Without a signature" in before else "identity mismatch"
-                until(project, f"{ENVIRONMENT}.venv/bin/service dead list", reason)
+                until(project, ".venv/bin/service dead list", reason, **variables)
             if "Discard it" in before and kind == "sh":
                 assert "discarded 1 of 1" in said

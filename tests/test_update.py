@@ -318,6 +318,7 @@ def test_a_bake_inside_a_repository_leaves_the_commit_to_its_owner(
     assert git(output, "branch", "--all") == ""
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_location_is_the_url_that_was_cloned_and_a_changed_template_has_no_commit(
     history: History, output: Path
@@ -707,6 +708,7 @@ def owned_small(template: Path, path: Path) -> Small:
     return Small(template, path)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_update_that_was_reverted_is_merged_again_as_a_whole(small: Small) -> None:
     assert small.update("--to=v0.2.0").code == 0
@@ -723,6 +725,7 @@ def test_an_update_that_was_reverted_is_merged_again_as_a_whole(small: Small) ->
     assert "Nothing to merge" in small.update("--to=v0.3.0").said
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_commit_on_the_branch_that_is_no_bake_is_refused(small: Small) -> None:
     assert small.update("--to=v0.2.0").code == 0
@@ -742,6 +745,7 @@ def test_a_commit_on_the_branch_that_is_no_bake_is_refused(small: Small) -> None
     assert small.read("mine.txt") == "Ada's\n"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_the_owner_ignores_elsewhere_is_of_the_bake(small: Small) -> None:
     (small.path / ".git/info/exclude").write_text("docs/\n", "utf-8")
@@ -752,6 +756,7 @@ def test_what_the_owner_ignores_elsewhere_is_of_the_bake(small: Small) -> None:
     assert small.git("ls-files", "docs").split() == ["docs/of_1.txt", "docs/of_2.txt"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["docs/of_2.txt", "docs/of_3.txt/more", "untracked"])
 def test_a_file_that_is_not_in_git_is_not_overwritten(small: Small, name: str) -> None:
@@ -769,6 +774,7 @@ def test_a_file_that_is_not_in_git_is_not_overwritten(small: Small, name: str) -
     assert small.read(name) == "Ada's\n"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hidden_file_beside_an_unedited_engine_is_kept(small: Small) -> None:
     (small.path / "src/pipeline/.notes").write_text("Ada's\n", "utf-8")
@@ -782,6 +788,7 @@ def test_a_hidden_file_beside_an_unedited_engine_is_kept(small: Small) -> None:
     assert small.git("status", "--porcelain") == ""
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_merge_that_git_refuses_leaves_no_commit_behind(small: Small) -> None:
     small.git("config", "merge.verifySignatures", "true")
@@ -789,6 +796,7 @@ def test_a_merge_that_git_refuses_leaves_no_commit_behind(small: Small) -> None:
     assert "Nothing was merged" in small.refusal("--to=v0.2.0")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_variables_of_another_repository_are_not_used(small: Small, tmp_path: Path) -> None:
     git(tmp_path, "init", "--quiet", "--initial-branch=other", "other")
@@ -804,6 +812,7 @@ def test_the_variables_of_another_repository_are_not_used(small: Small, tmp_path
     assert git(other, "for-each-ref") == before
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_password_in_the_location_that_is_given_is_neither_recorded_nor_printed(
     small: Small,
@@ -823,6 +832,7 @@ def test_a_password_in_the_location_that_is_given_is_neither_recorded_nor_printe
     assert "secret" not in outcome.said + small.git("log", "--all", "--patch")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_operation_that_is_not_finished_is_refused(small: Small, tmp_path: Path) -> None:
     for name, line in (("side", "Side"), ("main", "Main")):
@@ -846,6 +856,7 @@ def test_an_operation_that_is_not_finished_is_refused(small: Small, tmp_path: Pa
     assert small.update("--to=v0.2.0").code in (0, 1)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_folder_that_makes_no_name_of_a_branch_is_refused(
     small_template: Path, tmp_path: Path

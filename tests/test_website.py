@@ -76,6 +76,7 @@ def test_a_page_that_names_another_one_links_to_it(page: str) -> None:
         assert backticked((ROOT / page).read_text("utf-8"), linkable(page)) == set()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_page_is_in_the_navigation_with_its_title(site: Path) -> None:
     home = (site / f"{HOME}.html").read_text("utf-8")
@@ -86,6 +87,7 @@ def test_every_page_is_in_the_navigation_with_its_title(site: Path) -> None:
     assert f"<title>{NAME}</title>" in home
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_language_models_get_a_list_of_all_pages_and_their_markdown(site: Path) -> None:
     text = (site / "llms.txt").read_text("utf-8")
@@ -101,6 +103,7 @@ def text_of(site: Path, name: str) -> str:
     return (site / f"{name}.md").read_text("utf-8")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_reference_has_every_metric_that_alerts_dashboard_and_guide_name(site: Path) -> None:
     page = text_of(site, "metrics")
@@ -116,6 +119,7 @@ def test_the_reference_has_every_metric_that_alerts_dashboard_and_guide_name(sit
     assert metrics - known == {"pipeline_consumer", "pipeline_outcome"}, "all but attributes"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_reference_has_every_command_and_setting(site: Path) -> None:
     headings = set(re.findall(r"^#+ `(service .+)`$", text_of(site, "commands"), re.MULTILINE))
@@ -125,6 +129,7 @@ def test_the_reference_has_every_command_and_setting(site: Path) -> None:
     assert set(re.findall(r"^\| `(PIPELINE_\w+)` \|", guides, re.MULTILINE)) <= settings
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_reference_describes_what_users_call(site: Path) -> None:
     for page, place in (

@@ -124,6 +124,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.full
 async def test_a_day_of_any_size_takes_the_same_memory(
     house: House, folder: str, direct_url: str
 ) -> None:

@@ -453,7 +453,7 @@ def test_a_reader_accepts_all_that_a_compatible_writer_writes() -> None:
 
     # Derandomized: a random sample may have hardly any incompatible pair.
     @settings(
-        max_examples=60,
+        max_examples=30,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow],

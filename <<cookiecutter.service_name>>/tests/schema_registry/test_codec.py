@@ -51,6 +51,8 @@ from .shop import (
     record,
 )
 
+pytestmark = pytest.mark.together
+
 KINDS = pytest.mark.parametrize("kind", SCHEMAS)
 GUIDE = Path(__file__).parents[2] / "docs" / "schema-registry.md"
 ORDER_CLASS = Protobuf(PROTOBUF, {})._class(NAME)

@@ -16,6 +16,8 @@ from schema_registry import commands as registry_commands
 from .proxy import Proxy
 from .shop import record
 
+pytestmark = pytest.mark.full
+
 ORDER_ID = {"name": "order_id", "type": "string"}
 PLACE = {"name": "place", "type": "string"}
 NOTE = {"name": "note", "type": "string", "default": ""}

@@ -1,7 +1,7 @@
 """Batches that unpack to more than there is memory for: named, and nobody dies of them for ever."""
 
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import asyncpg
 import pytest
@@ -44,6 +44,15 @@ async def send_bomb(kafka: str, topic: str, mebibytes: int, codec: str = "gzip")
 async def starts(db: asyncpg.Connection) -> int:
     """Return how many processes have begun at the position and not come back."""
     return int(await db.fetchval("SELECT starts FROM pipeline.position"))
+
+
+def applied(db: asyncpg.Connection, *deposits: int) -> Callable[[], Awaitable[bool]]:
+    """Return whether exactly these deposits have been applied."""
+
+    async def are_applied() -> bool:
+        return await histories(db) == {"ada": list(deposits)}
+
+    return are_applied
 
 
 def stuck(health: Health, bank: Bank) -> str:
@@ -149,11 +158,8 @@ async def test_a_batch_that_kills_whoever_unpacks_it_is_not_unpacked_again_and_n
     process = await start("run")
     await process.says("stands still")
 
-    async def is_applied() -> bool:
-        return await histories(db) == {"ada": [1]}
-
     # It was parked with the suspicion, and is tried alone when the lease of its lane has ended.
-    await eventually(is_applied, patience=120)
+    await eventually(applied(db, 1))
     assert "offset 1: unreadable batch: the batch of the offsets 1 to 1 (" in process.output
     assert "Processes have died here (1): give them more memory" in process.output
     again = f"service topics seek {bank.deposits} --partition 0 --to 1"
@@ -162,6 +168,6 @@ async def test_a_batch_that_kills_whoever_unpacks_it_is_not_unpacked_again_and_n
     await process.kill()
     assert (await command(*again.split()[1:])).exit_code == 0
     await start("run", more_variables={"BANK_MEMORY": str(80 * MEBIBYTE)})
-    await eventually(position_reaches(db, bank.deposits, 3))
-    assert await histories(db) == {"ada": [1, 2]}
+    # On a busy machine the second attempt is the one that is not too late.
+    await eventually(applied(db, 1, 2))
     assert await db.fetchval("SELECT reason FROM pipeline.backlog") == "invalid payload"

@@ -13,7 +13,7 @@ from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.positions import PositionMoved
-from pipeline.consume import gathering
+from pipeline.consume import gathering, partition_source
 from pipeline.consume.gathering import Gatherer
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.servers.retrying import Attempts
@@ -62,6 +62,7 @@ async def test_the_batches_of_many_partitions_that_are_ready_are_one_transaction
 ) -> None:
     _, _, apply = bank
     monkeypatch.setattr(gathering, "_GAP_SECONDS", 1.0)  # by then the others are ready
+    monkeypatch.setattr(partition_source, "_SHARED_LIMIT", 1.0)
     await asyncio.gather(*map(apply, deposits(12)))
     transactions, markers = await db.fetchrow(TRANSACTIONS)
     assert markers == 12

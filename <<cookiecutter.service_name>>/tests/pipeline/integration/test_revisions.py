@@ -286,7 +286,7 @@ async def test_the_database_of_another_service_is_refused_and_left_as_it_is(
         await connection.close()
 
 
-@pytest.mark.parametrize("command", ["migrate", "run"])
+@pytest.mark.parametrize("command", ["migrate", pytest.param("run", marks=pytest.mark.full)])
 async def test_a_database_that_cannot_store_every_character_is_refused_and_told(
     start: Start, folder: Path, server_url: str, used_databases: list[str], command: str
 ) -> None:
@@ -327,6 +327,7 @@ async def test_alembic_refuses_the_database_of_another_service_too(
         await asyncio.to_thread(with_alembic(config), shared)
 
 
+@pytest.mark.full
 async def test_a_renamed_service_starts_after_the_statement_that_the_refusal_names(
     start: Start, folder: Path, shared: str
 ) -> None:
@@ -344,13 +345,12 @@ async def test_a_renamed_service_starts_after_the_statement_that_the_refusal_nam
     await eventually((await start("relay", cwd=folder, database_url=shared)).is_ready)
 
 
-@pytest.mark.parametrize("command", [("run",), ("migrate",)], ids=" ".join)
-@pytest.mark.parametrize("table", ["inbox", "outbox"])
+@pytest.mark.parametrize(("table", "command"), [("inbox", "run"), ("outbox", "migrate")])
 async def test_a_default_partition_is_named_and_what_to_do(
-    start: Start, folder: Path, db: asyncpg.Connection, table: str, command: tuple[str, ...]
+    start: Start, folder: Path, db: asyncpg.Connection, table: str, command: str
 ) -> None:
     await db.execute(f"CREATE TABLE pipeline.rest PARTITION OF pipeline.{table} DEFAULT")
-    process = await start(*command, cwd=folder)
+    process = await start(command, cwd=folder)
     assert await process.ended() == 1, process.output
     assert f"pipeline.{table} has the default partition pipeline.rest" in process.output
     assert "detach it and insert its rows again" in process.output
@@ -380,6 +380,7 @@ async def test_a_newer_schema_may_lack_what_this_code_no_longer_needs(
     await eventually((await start("relay", cwd=folder)).is_ready)
 
 
+@pytest.mark.full
 async def test_a_process_of_the_release_before_works_on_a_newer_schema(
     start: Start, folder: Path, db: asyncpg.Connection
 ) -> None:

@@ -12,7 +12,6 @@ import os
 import runpy
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -58,8 +57,8 @@ class Zygote:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._started: asyncio.Queue[int] = asyncio.Queue()
-        self._ended: defaultdict[int, asyncio.Future[int]] = defaultdict(asyncio.Future)
+        self._started: asyncio.Queue[tuple[int, asyncio.Future[int]]] = asyncio.Queue()
+        self._known: dict[int, asyncio.Future[int]] = {}
         self._ordering = asyncio.Lock()
 
     async def start(self, *command: str, environment: dict[str, str], log: Path) -> Forked:
@@ -68,18 +67,21 @@ class Zygote:
         assert self._process.stdin is not None
         async with self._ordering:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            pid = await asyncio.wait_for(self._started.get(), PATIENCE)
-        return Forked(pid, self._ended[pid], log)
+            pid, ended = await asyncio.wait_for(self._started.get(), PATIENCE)
+        return Forked(pid, ended, log)
 
     async def listen(self) -> None:
-        """Take note of starts and ends, for ever."""
+        """Take note of starts and ends, of which either may come first. Process ids come again."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             told = json.loads(line)
+            pid = told["pid"]
+            if (ended := self._known.pop(pid, None)) is None:
+                ended = self._known[pid] = asyncio.get_running_loop().create_future()
             if "code" in told:
-                self._ended[told["pid"]].set_result(told["code"])
+                ended.set_result(told["code"])
             else:
-                self._started.put_nowait(told["pid"])
+                self._started.put_nowait((pid, ended))
 
 
 @asynccontextmanager
