@@ -125,43 +125,27 @@ def _sources(report: Report) -> Iterable[Sequence[str]]:
 
 
 def _results(book: Book) -> Iterable[Sequence[str]]:
-    def of(measure: str, contestant: str, *names: str, times: float = 1) -> str:
+    def of(measure: str, contestant: str, *names: str) -> str:
         found = book.rounds(measure, contestant)
-        medians = (times * median(one[name] for one in found) for name in names)
+        medians = (median(one[name] for one in found) for name in names)
         return ", ".join(map(_number, medians)) if found else ""
 
-    for what, name, times in (
-        ("messages/s at 1,000 keys", "rate", 1.0),
-        ("CPU of the process, µs a message", "cpu_python", 1_000.0),
-        ("CPU of PostgreSQL, µs a message", "cpu_postgres", 1_000.0),
-    ):
-        bare, ours, sql, usual, orm = (
-            of("throughput", f"{who}, 1,000 keys", name, times=times)
-            for who in ("bare", "ours", "ours-sql", "usual", "bare-orm")
-        )
-        yield what, bare, ours, sql, f"usual: {usual}; bare-orm: {orm}"
     both = [of("latency", who, "p50", "p99") for who in ("bare", "ours")]
-    yield "latency at 100/s, p50 and p99, ms", *both, "", "in one process"
+    yield "latency at 100/s, p50 and p99, ms", *both, "in one process"
     apart = "ours, relay apart"
-    yield "the same", "", of("latency", apart, "p50", "p99"), "", "with a relay apart"
+    yield "the same", "", of("latency", apart, "p50", "p99"), "with a relay apart"
     single = of("latency", apart, "single_p50", "single_most")
-    yield "a single event after a pause, p50 and most, ms", "", single, "", "with a relay apart"
+    yield "a single event after a pause, p50 and most, ms", "", single, "with a relay apart"
     relay, alone, headers = (
         of("relay", who, "rate") for who in ("relay", "producer", "producer, headers")
     )
-    yield (
-        "events/s of the relay alone",
-        "",
-        relay,
-        "",
-        f"producer: {alone}; with headers: {headers}",
-    )
+    remark = f"producer: {alone}; with headers: {headers}"
+    yield "events/s of the relay alone", "", relay, remark
     shares = [_shares(book, who) for who in ("ours", "nothing")]
     yield (
         "rate while retention drops, of that before and after",
         "",
         shares[0],
-        "",
         f"while it drops nothing: {shares[1]}",
     )
     pauses, without = (
@@ -171,7 +155,6 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
         "longest pause of consuming while retention drops, and before, ms",
         "",
         pauses,
-        "",
         f"while it drops nothing: {without}",
     )
 

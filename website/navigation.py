@@ -87,8 +87,7 @@ SECTIONS: dict[str, list[Page]] = {
     ],
     "Explanation": [
         _template("promises", "each promise, and the tests that prove it"),
-        _template("limits", "what is not promised, and what was not tested"),
-        _template("when-not", "cases in which something simpler is better"),
+        _template("limits", "what is not promised or not tested, and designs that were rejected"),
         _service("how-it-works", "the ideas, one message through the files, glossary"),
         _template("performance", "rates, latency, growth, and how they were measured"),
         _template("capacity", "processes, partitions, connections, disk"),
