@@ -114,6 +114,37 @@ async def hand_over(shipped: OrderShipped, tx: Transaction) -> None:
     shelf.reserved -= shipped.pieces
 
 
+async def test_a_refused_order_is_settled_in_whatever_way_the_answers_come(
+    harness: Harness,
+) -> None:
+    refused = PaymentRefused(order_id="o-1")
+    messages = [Sent(one, "o-1") for one in (PLACED, RESERVED, refused, OVERDUE)]
+    await harness.explore(messages, invariant=partial(is_settled, reserved=1), at_most=40)
+    out = StockRefused(order_id="o-1")
+    messages = [Sent(one, "o-1") for one in (PLACED, out, OVERDUE)]
+    await harness.explore(messages, invariant=is_settled, at_most=40)
+
+
+async def test_money_that_was_taken_too_late_is_given_back_wherever_the_process_dies(
+    harness: Harness,
+) -> None:
+    async for crash in harness.each_crash():
+        provider = Provider()
+        provider.is_down = True
+        for event in (PLACED, RESERVED):
+            await harness.handle(event, key="o-1")
+        await provider.answer_calls(harness)
+        await harness.handle(OVERDUE, key="o-1")
+        provider.is_down = False
+        await harness.advance(hours=1)  # the call is repeated
+        await provider.answer_calls(harness)
+        await harness.handle(TAKEN, key="o-1")
+        await provider.answer_calls(harness)
+        await harness.advance(hours=1)  # a call over which the process died is due later
+        await provider.answer_calls(harness)
+        assert len(provider.taken) == len(provider.refunded) == 1, crash
+
+
 async def play(harness: Harness, provider: Provider) -> None:
     handled = 0
     while new := (await harness.records())[handled:]:
@@ -286,7 +317,7 @@ def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None
 def test_the_saga_without_one_of_its_precautions_fails_its_tests(
     tmp_path: Path, careful: str, careless: str
 ) -> None:
-    code = blocks(SAGAS)
+    code = blocks(SAGAS + STOCK)
     assert code.count(careful) == 1
     failed = run_tests_of(
         tmp_path, code.replace(careful, careless), "-xk", "answers_come", makes_calls=True
