@@ -23,9 +23,9 @@ from pipeline.settings import SECONDS, Settings
 HEAD = """\
 # Settings
 
-Settings are environment variables, which are read once, at the start. Wrong values, and unknown
-names with the prefix `PIPELINE_`, are rejected there, all in one message. The settings of optional
-packages are in their guides. `dev/settings_guide.py` writes this page.
+Environment variables, read at the start, which rejects wrong values and unknown names with the
+prefix `PIPELINE_` in one message. Numbers and seconds are greater than 0 unless a limit is given.
+The guides of optional packages have theirs. `dev/settings_guide.py` writes this page.
 """
 _NAMES = {
     bool: "`true` or `false`",
@@ -85,9 +85,9 @@ def _takes(field: FieldInfo) -> str:
         for attribute, sign in _LIMITS.items()
         if (limit := getattr(one, attribute, None)) is not None
     }
-    if "≥" in limits:
-        limits.pop(">", None)
-    return ", ".join((name, *limits.values()))
+    # That numbers are greater than 0 is said once.
+    shown = (limit for limit in limits.values() if limit != "> 0" and (kind, limit) != (int, "≥ 1"))
+    return ", ".join((name, *shown))
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

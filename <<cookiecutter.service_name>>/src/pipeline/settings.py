@@ -61,8 +61,8 @@ class Settings(ServerSettings):
     """What may differ between two deployments of the same service."""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
-    """Start of a partition that this service has never read. A partition that is added later also
-    has it, so `latest` misses records from before it was noticed."""
+    """Start of a partition that was never read, also of one that is added later: `latest` misses
+    its records from before it was noticed."""
     batch_size: Count = 3_000
     """Most records that share a transaction."""
     concurrency: Count = 4
@@ -78,22 +78,19 @@ class Settings(ServerSettings):
     retry_pause: Seconds = 5.0
     """Pause between attempts of a blocked partition or an open breaker."""
     breaker_keys: Count = 20
-    """After this many keys in a row have failed alike at a consumer, its breaker opens: its
-    messages wait instead of being parked."""
+    """A consumer's breaker opens after this many keys in a row have failed alike."""
     unclean_starts: Count = 3
-    """After this many processes have died at one position, the next one parks the first records
-    there, and tries each of them alone."""
+    """After this many deaths at one position the next process parks the first records there, and
+    tries each alone."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
-    """Most MiB to which a producer's compressed batch may unpack: 128 times what brokers take by
-    default. A larger one blocks its partition until an operator decides, because it could use up
-    the memory. Reading one takes about twice its size."""
+    """Most MiB to which a producer's compressed batch may unpack. A larger one blocks its partition
+    until an operator decides. Reading one takes about twice its size."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
     """A process whose event loop is blocked for this long fails `/health/live` and ends, with its
     stack in the log. Its supervisor must start another."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
-    """New objects after which Python's garbage collector searches for cycles. The default exceeds
-    the objects of batches and pages, which need no search. Lower it if handlers leave much memory
-    in cycles, such as ORM objects that refer to each other."""
+    """New objects after which Python's garbage collector searches for cycles. Lower it if handlers
+    leave much memory in cycles, such as ORM objects that refer to each other."""
 
     backlog_workers: Count = 2
     """Lanes of the backlog that the process handles concurrently."""
@@ -119,9 +116,8 @@ class Settings(ServerSettings):
     """Interval at which the cursor is written; a crash repeats at most what was sent in it."""
 
     relay_transactional: bool = False
-    """Publish in Kafka transactions, with a transactional id for each relay, which its successor
-    fences: a relay that was paused can't send late. For consumers that can't drop repeats by id;
-    they must read committed. Repeats after a crash remain."""
+    """Publish in Kafka transactions: a relay that was paused can't send late. For consumers that
+    can't drop repeats by id; they must read committed. Repeats after a crash remain."""
 
     dead_letter_topic: (
         Annotated[
@@ -146,8 +142,8 @@ class Settings(ServerSettings):
     """Shortest time for which an event is remembered: 8 days. It must exceed the topics' retention;
     a message that is redelivered later may be a dead letter (`too old`)."""
     inbox_must_cover_topics: bool = False
-    """Refuse to start if a topic's retention exceeds the time for which events are remembered.
-    Otherwise that is a warning. Unavailable brokers are not waited for."""
+    """Refuse to start if a topic's retention exceeds the time for which events are remembered,
+    instead of a warning. Unavailable brokers are not waited for."""
     outbox_age: Annotated[Seconds, Field(ge=7_200)] = 172_800.0
     """A day of the outbox is dropped this long after its end, if all of it is published."""
     discarded_age: Seconds = 2_592_000.0
@@ -155,10 +151,10 @@ class Settings(ServerSettings):
     inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
     """Memory in MiB for filters of closed generations, which save look-ups: 28 for 16 generations
     of a million messages each. A filter is built of at most half of it, or 290,000 messages for
-    each MiB. Other generations are looked up in the database."""
+    each MiB."""
     housekeeping_interval: Seconds = 3_600.0
-    """Interval at which one process drops old partitions and generations. New ones are created as
-    often, and at least every minute."""
+    """Interval at which one process drops old partitions and generations. New ones are created at
+    least every minute."""
 
     shutdown_grace: Seconds = 20.0
     """Time after SIGTERM for running batches, the relay and telemetry. The supervisor's time-out
