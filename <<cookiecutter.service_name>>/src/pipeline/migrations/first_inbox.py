@@ -9,6 +9,9 @@ BEGIN
         USING MESSAGE = 'a handler has sent COMMIT or SET CONSTRAINTS ALL: '
                         'the engine commits the whole batch';
     END IF;
+    IF TG_OP = 'INSERT' THEN
+        DELETE FROM pipeline.guarded_transaction WHERE xid = NEW.xid;
+    END IF;
     RETURN NULL;
 END $$
 """
@@ -37,6 +40,14 @@ CREATE TABLE pipeline.position (
 COMMENT ON TABLE pipeline.position IS
 'The offset that each partition continues from; moved by the consume transaction itself.';
 {_REFUSE_COMMIT_OF.format("position")}
+
+CREATE UNLOGGED TABLE pipeline.guarded_transaction (
+    xid xid8 NOT NULL CONSTRAINT guarded_transaction_pkey PRIMARY KEY
+);
+COMMENT ON TABLE pipeline.guarded_transaction IS
+'Transactions that move no position and hold no lane, while a handler or a writer is running.';
+CREATE CONSTRAINT TRIGGER refuse_commit AFTER INSERT ON pipeline.guarded_transaction
+DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION pipeline.refuse_commit();
 
 CREATE TABLE pipeline.inbox_generation (
     singleton boolean PRIMARY KEY CHECK (singleton),
