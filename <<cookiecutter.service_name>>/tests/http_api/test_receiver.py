@@ -336,16 +336,13 @@ async def test_a_request_is_answered_once_wherever_its_process_or_its_connection
     bank: Bank, settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
     """Trap 19, at every statement: the client repeats, and another process answers."""
-    mortal, wanted = MortalEngine(settings(), name="bank"), 0
+    mortal, wanted = MortalEngine(settings(), name="bank"), 1
     receiver = Receiver(bank.service, mortal.engine, settings())
     answers: list[Answer] = []
 
     async def ask() -> None:
         answers.append(await _until_answered(receiver, wanted, f"key-{wanted}"))
 
-    mortal.begin(None)
-    await mortal.run(receiver._check)  # once for each process, and none of a request's statements
-    wanted = 1
     mortal.begin(None)
     await mortal.run(ask)
     crashes = [*crashes_of(mortal)]

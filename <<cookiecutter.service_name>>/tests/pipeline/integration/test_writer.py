@@ -29,12 +29,13 @@ from pipeline import (
 from pipeline.observe import metrics
 from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
+from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 
 from .calling import take_calls
 from .desk import NewDesk
-from tests.contract.bank import Base, Deposit, Deposited
 from .test_door import ENDINGS, REFUSED, core_savepoint, driver_savepoint, text_savepoint
+from tests.contract.bank import Base, Deposit, Deposited
 from tests.servers.pooler import POOLED
 
 
@@ -387,11 +388,11 @@ async def test_work_that_ends_its_transaction_writes_nothing_and_says_so(
     with pytest.raises((HandlerFault, DBAPIError, asyncpg.PostgresError), match=REFUSED):
         await writer.write(work)
     assert await db.fetchval("SELECT count(*) FROM purse") == 0
-    assert await told(db) == []
     assert await db.fetchval("SELECT count(*) FROM note") == 0
-
+    assert await told(db) == []
     await writer.write(pay)
     assert await db.fetchval("SELECT count(*) FROM pipeline.guarded_transaction") == 0
+
 
 async def test_what_a_writer_publishes_after_its_work_has_ended_is_refused(writer: Writer) -> None:
     kept: list[Writing] = []
@@ -417,3 +418,18 @@ async def test_a_service_lends_a_writer_that_needs_no_kafka(
         assert await writer.write(pay) == 1
     assert len(await told(db)) == 1
     assert await db.fetchval("SELECT source FROM pipeline.outbox") == "/bank"
+
+
+async def test_a_writer_writes_nothing_into_the_database_of_another_service(
+    settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    await db.execute("COMMENT ON SCHEMA pipeline IS 'another'")
+    service = Service("bank", handlers=Handlers(), metadata=Base.metadata)
+    async with service.writer(settings()) as writer:
+        for _ in range(2):
+            with pytest.raises(WrongDatabase, match="is that of service another, and this is"):
+                await writer.write(pay)
+        assert await db.fetchval("SELECT count(*) FROM purse") == 0
+        assert await told(db) == []
+        await db.execute("COMMENT ON SCHEMA pipeline IS 'bank'")
+        assert await writer.write(pay) == 1
