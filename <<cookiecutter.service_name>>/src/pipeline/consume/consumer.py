@@ -18,6 +18,7 @@ from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
+from pipeline.servers.topics import MAY_NOT_DESCRIBE
 from .gathering import Gatherer
 from .reader import Reader
 
@@ -200,5 +201,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                 self._health.forget(f"topic {topic}")
             else:
                 self._health.not_ready(
-                    f"topic {topic}", "does not exist: create it, or run `service topics create`"
+                    f"topic {topic}",
+                    MAY_NOT_DESCRIBE
+                    if topic in self._client.hidden_topics
+                    else "does not exist: create it, or run `service topics create`",
                 )

@@ -324,7 +324,7 @@ async def test_a_configuration_that_may_not_be_read_is_told_and_what_would_allow
             assert found["topics"] == Finding(
                 "warning",
                 f"the configuration of {topic} can't be read: TopicAuthorizationFailedError",
-                f"allow this user its DescribeConfigs: {topic}",
+                f"allow this user its DescribeConfigs: {topic} (docs/security.md)",
                 check="topics",
             )
             assert check not in found or topic not in found[check].found
