@@ -56,7 +56,9 @@ CREATE TABLE pipeline.inbox_generation (
     opened_at timestamptz NOT NULL,
     since     timestamptz,  -- what is older is not remembered; null: everything is
     -- identifies the rotation that opened the current generation
-    opening   uuid NOT NULL DEFAULT gen_random_uuid()
+    opening   uuid NOT NULL DEFAULT gen_random_uuid(),
+    -- stands beside the group's offsets in Kafka, which another database must not move
+    database_id uuid NOT NULL DEFAULT gen_random_uuid()
 );
 COMMENT ON TABLE pipeline.inbox_generation IS
 'One row: the generation that takes new markers, and the oldest that is still remembered.';
