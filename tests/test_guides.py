@@ -255,7 +255,7 @@ from pipeline import Service
 import test_examples
 from tests.servers import databases
 
-pytest_plugins = ["pipeline.testing.plugin"]
+pytest_plugins = [PLUGIN]
 
 
 class Empty(DeclarativeBase):
@@ -283,12 +283,15 @@ def harness_migrate():
     [
         pytest.param(HANDLING, id="handling-errors"),
         pytest.param(TIME, id="time"),
+        pytest.param(HTTP, id="http"),
         pytest.param(OUTSIDE, id="outside", marks=pytest.mark.full),
         pytest.param(SAGAS + STOCK, id="sagas", marks=pytest.mark.full),
     ],
 )
 def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
-    done = run_tests_of(tmp_path, blocks(guide), makes_calls="from effects" in guide)
+    plugin = "http_api.testing" if guide is HTTP else "pipeline.testing.plugin"
+    calls = "from effects" in guide
+    done = run_tests_of(tmp_path, blocks(guide), makes_calls=calls, plugin=plugin)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = blocks(guide).count("async def test_")
     assert f"{shown} passed" in done.stdout
@@ -320,13 +323,17 @@ def test_the_saga_without_one_of_its_precautions_fails_its_tests(
 
 
 def run_tests_of(
-    tmp_path: Path, code: str, *arguments: str, makes_calls: bool
+    tmp_path: Path,
+    code: str,
+    *arguments: str,
+    makes_calls: bool,
+    plugin: str = "pipeline.testing.plugin",
 ) -> subprocess.CompletedProcess[str]:
     """Run the tests of a module as a service would."""
     module = tmp_path / "test_examples.py"
     module.write_text(code, "utf-8")
     workers = "from effects import EffectWorkers\nWORKERS = [EffectWorkers]\n"
-    conftest = (workers if makes_calls else "WORKERS = []\n") + CONFTEST
+    conftest = (workers if makes_calls else "WORKERS = []\n") + f"PLUGIN = {plugin!r}\n" + CONFTEST
     (tmp_path / "conftest.py").write_text(conftest, "utf-8")
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n", "utf-8"

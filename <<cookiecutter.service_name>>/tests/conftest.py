@@ -27,6 +27,9 @@ from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE
 
 pytest_plugins = ["pipeline.testing.plugin"]
+# <% if cookiecutter.http_api == "yes" %>
+pytest_plugins = ["http_api.testing"]  # the fixture `harness` has `receive`, too
+# <% endif %>
 
 DATABASE_URL, KAFKA = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
 SERVERS = {"apicurio", "harness_database", "kafka", "s3proxy", "server_url", "store_url"}

@@ -68,6 +68,7 @@ SELECT format('GRANT ALL ON %s TO %I', name, :'retention') FROM partitioned \gex
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.inbox, pipeline.backlog, pipeline.scheduled TO :"service";
 GRANT SELECT, INSERT, UPDATE ON pipeline.position TO :"service";
+GRANT SELECT, INSERT, DELETE ON pipeline.guarded_transaction TO :"service";
 GRANT SELECT, INSERT ON pipeline.inbox_consumer TO :"service";
 GRANT SELECT, DELETE ON pipeline.inbox_filter TO :"service";
 GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";

@@ -33,8 +33,6 @@ from pipeline.handlers.staging import REQUESTS
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.observe.traces import creation_context
-from pipeline.servers import revisions
-from pipeline.servers.database import autocommitting
 from pipeline.servers.guard import HandlerFault
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings, WriterSettings
@@ -103,8 +101,6 @@ class Receiver(ConsumeTransactions):
             encryption=service.encryption,
         )
         self._requests = f"{service.source}/requests"
-        self._is_checked = False
-        """Whether the database is known to be this service's."""
 
     async def receive(
         self, event: Event, *, key: str, consumer: str, scope: str = "", seconds: float = 10.0
@@ -133,8 +129,6 @@ class Receiver(ConsumeTransactions):
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                if not self._is_checked:
-                    await retrying(self._check)
                 outcome = await self._receive(source, retrying)
         except TimeoutError as error:
             if not limit.expired():
@@ -146,11 +140,6 @@ class Receiver(ConsumeTransactions):
             raise
         result = source.answer or outcome.returned.get(source.item.key)
         return Answer(None if result is None else from_json(result), bool(outcome.duplicates))
-
-    async def _check(self) -> None:
-        async with autocommitting(self.engine) as driver:
-            await revisions.check_database(driver, self.group)
-        self._is_checked = True
 
     async def _receive(self, source: RequestSource, retrying: Attempts) -> BatchOutcome:
         """Apply the request. Raises what its handler has raised, or `Unavailable`."""

@@ -16,8 +16,10 @@ from pipeline.apply.item import Item, Known
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.handlers.policy import Decision
+from pipeline.handlers.sessions import GUARD_COMMIT
 
-_BEGIN = """
+_BEGIN = f"""
+WITH guarded AS ({GUARD_COMMIT})
 SELECT pg_try_advisory_xact_lock($1), current, oldest, since, opening
   FROM pipeline.inbox_generation
 """

@@ -3,6 +3,7 @@
 A check that can't be made is a finding, too, and the others are made.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -10,8 +11,9 @@ from datetime import UTC, datetime, timedelta
 import asyncpg
 from aiokafka.errors import KafkaError
 
+from pipeline.consume import stamps
 from pipeline.errors import describe_error, summarize_error
-from pipeline.servers import revisions, topics
+from pipeline.servers import clients, revisions, topics
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
@@ -19,6 +21,7 @@ from . import health, status, topic_checks
 from .health import Finding, Level, named
 
 CLOCKS_APART = 2.0
+_ANSWER_SECONDS = 10.0
 
 # The catalogue is read because it needs no privileges. A table without a schema is looked for in
 # all of them: the service's role may have another search path than this one.
@@ -167,7 +170,9 @@ async def examine(
                 yield one
     if connection is None:
         return
-    for name, findings in _of_database(connection, service, settings).items():
+    has_brokers = described is not None
+    checks = _of_database(connection, service, settings, has_brokers=has_brokers)
+    for name, findings in checks.items():
         try:
             of_database = [one async for one in findings]
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError) as error:
@@ -184,10 +189,11 @@ async def examine(
 
 
 def _of_database(
-    connection: asyncpg.Connection, service: Service, settings: Settings
+    connection: asyncpg.Connection, service: Service, settings: Settings, *, has_brokers: bool
 ) -> dict[str, Findings]:
     return {
         "database": _database(connection, service),
+        **({"group": _group(connection, service, settings)} if has_brokers else {}),
         "schema": _schema(connection),
         "tables": _tables(connection, service),
         "pooler": _pooler(connection, settings),
@@ -221,6 +227,24 @@ async def _database(connection: asyncpg.Connection, service: Service) -> Finding
         await revisions.check_database(connection, service.name)
     except revisions.WrongDatabase as error:
         yield Finding("wrong", error.found, error.advice)
+
+
+async def _group(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
+    if not (names := service.handlers.topics):
+        return
+    stamp = await stamps.stamp_of(connection)
+    try:
+        async with (
+            asyncio.timeout(_ANSWER_SECONDS),
+            clients.offsets_client(settings, service.name) as client,
+        ):
+            await stamps.check(client, names, service.name, stamp)
+    except revisions.WrongDatabase as error:
+        yield Finding("wrong", error.found, error.advice)
+    except (KafkaError, OSError) as error:
+        found = f"for which database the group {service.name} reads is not known"
+        advice = "correct the cause, and run `service doctor` again"
+        yield Finding("warning", f"{found}: {describe_error(error)}", advice)
 
 
 async def _schema(connection: asyncpg.Connection) -> Findings:

@@ -1,9 +1,9 @@
 """Checks of Kafka's topics: that they exist, and that their configuration fits the settings."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from pipeline.consume import inbox_coverage
-from pipeline.servers.topics import Topic
+from pipeline.servers.topics import MAY_NOT_DESCRIBE, Topics
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -12,25 +12,24 @@ from .health import Finding
 _ENVELOPE = 10_000
 """Bytes that an event's headers and its record take beside the payload, with room."""
 
-Described = Mapping[str, Topic]
 
-
-def topics(service: Service, settings: Settings, described: Described) -> Iterator[Finding]:
+def topics(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
     """Every topic that the service uses exists, and its configuration can be read."""
     used = service.topics | {settings.dead_letter_topic or ""}
-    for name in sorted(used.difference(described, {""})):
-        found = f"there is no topic {name} that this user may see"
-        advice = "create it, in development by `service topics create`; or allow its Describe"
-        yield Finding("wrong", found, advice)
+    for name in sorted(used.difference(described, described.hidden, {""})):
+        found = f"there is no topic {name}"
+        yield Finding("wrong", found, "create it, in development by `service topics create`")
+    for name in sorted(described.hidden):
+        found, _, advice = MAY_NOT_DESCRIBE.partition(": ")
+        yield Finding("wrong", f"topic {name} {found}", advice)
     for topic in described.values():
         if topic.unreadable:
             found = f"the configuration of {topic.name} can't be read: {topic.unreadable}"
-            yield Finding("warning", found, f"allow this user its DescribeConfigs: {topic.name}")
+            advice = f"allow this user its DescribeConfigs: {topic.name} (docs/security.md)"
+            yield Finding("warning", found, advice)
 
 
-def topic_retention(
-    service: Service, settings: Settings, described: Described
-) -> Iterator[Finding]:
+def topic_retention(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
     """The inbox remembers for as long as a topic keeps its records."""
     consumed = {name: described[name] for name in described if name in service.handlers.topics}
     for name, kept in inbox_coverage.exceeding(settings, consumed).items():
@@ -42,7 +41,7 @@ def topic_retention(
         )
 
 
-def compaction(service: Service, settings: Settings, described: Described) -> Iterator[Finding]:
+def compaction(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
     """Topics keep every event."""
     for name, topic in described.items():
         if "compact" in topic.configs.get("cleanup.policy", ""):
@@ -54,7 +53,7 @@ def compaction(service: Service, settings: Settings, described: Described) -> It
             )
 
 
-def message_size(service: Service, settings: Settings, described: Described) -> Iterator[Finding]:
+def message_size(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
     """Topics that the service publishes to take its largest event."""
     needed = settings.max_event_bytes + _ENVELOPE
     published = service.declared_topics | {settings.dead_letter_topic}
@@ -70,7 +69,7 @@ def message_size(service: Service, settings: Settings, described: Described) -> 
             )
 
 
-CHECKS: tuple[Callable[[Service, Settings, Described], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Service, Settings, Topics], Iterator[Finding]], ...] = (
     topics,
     topic_retention,
     compaction,

@@ -7,7 +7,13 @@ from itertools import islice
 
 import asyncpg
 import sqlalchemy.exc
-from aiokafka.errors import KafkaError
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    KafkaError,
+    TopicAuthorizationFailedError,
+    TransactionalIdAuthorizationFailed,
+)
 from pydantic import ValidationError
 from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi
 
@@ -38,6 +44,14 @@ _OF_THE_DATABASE = (
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
 )
+_ACLS = {
+    TopicAuthorizationFailedError: "Read on a topic that it reads, Write on one that it writes",
+    GroupAuthorizationFailedError: "Read on the group",
+    TransactionalIdAuthorizationFailed: "Write on the relay's transactional ids",
+    ClusterAuthorizationFailedError: "Write on a topic, before Kafka 3.0 IdempotentWrite on the"
+    " cluster",
+}
+"""What a user of the brokers lacks who gets the error; `docs/security.md` has the commands."""
 
 
 _LONGEST = 4_000
@@ -162,7 +176,11 @@ def _text(error: BaseException) -> str:
 def describe_error(error: BaseException) -> str:
     """Return the error's type and its text, as `summarize_error` has it."""
     error = as_raised(error)
+    if type(error) is KafkaError and isinstance(error.__cause__, KafkaError):
+        error = error.__cause__  # aiokafka says no more than that it was not expected
     kind, text = type(error).__name__, summarize_error(error)
+    if acl := _ACLS.get(type(error)):
+        text = f"{text}: the user of this service needs the ACL {acl} (docs/security.md)"
     # aiokafka's texts begin with the type.
     return f"{kind}: {text}" if text and not text.startswith(kind) else text or kind
 

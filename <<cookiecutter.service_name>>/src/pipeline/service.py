@@ -17,6 +17,7 @@ from pipeline.events.event import Unpublishable, declared_events, is_final
 from pipeline.handlers.registry import Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
+from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
@@ -121,7 +122,8 @@ class Service:
 
         By default the settings are read from the environment. It needs the database, and no Kafka.
         While the codec of a topic can't be opened, events for this topic raise `StoreUnavailable`.
-        Create one for each process. Raises `Misconfigured` for events that can't be published.
+        Its `write` raises `WrongDatabase` if the database is another service's. Create one for each
+        process. Raises `Misconfigured` for events that can't be published.
         """
         settings = settings or WriterSettings()
         async with self.publishing(settings) as engine:
@@ -136,11 +138,15 @@ class Service:
 
     @asynccontextmanager
     async def publishing(self, settings: Settings) -> AsyncIterator[AsyncEngine]:
-        """Yield a connection pool, while the codecs of topics are opened beside."""
+        """Yield a connection pool, while the codecs of topics are opened beside.
+
+        To connect raises `WrongDatabase` if the database is another service's.
+        """
         with suppress(StoreUnavailable):
             await self.open_codecs()
         opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
         engine = create_engine(settings, name=self.name)
+        revisions.check_connections(engine, self.name)
         try:
             async with in_background(opening(self.open_codecs)):
                 yield engine

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 import sqlalchemy as sa
 from opentelemetry import context, propagate
 from sqlalchemy import make_url
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_receiver
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
 from pipeline.events.payload import payload_hash
 from pipeline.retention import generations
+from pipeline.servers.guard import HandlerFault
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 from pipeline.testing.crashes import MortalEngine, crashes_of
@@ -29,6 +31,14 @@ from tests.pipeline.integration.calling import take_calls
 from tests.pipeline.integration.conftest import new_desk  # noqa: F401 (a fixture)
 from tests.pipeline.integration.desk import NewDesk
 from tests.pipeline.integration.processes import forwarding
+from tests.pipeline.integration.test_door import (
+    ENDINGS,
+    REFUSED,
+    Changed,
+    core_savepoint,
+    driver_savepoint,
+    text_savepoint,
+)
 from tests.servers.waiting import eventually
 
 KEY = "7c4a8d09-ca95-4c28-a1d5-3b7f0c1a4e10"
@@ -250,6 +260,36 @@ async def test_a_handler_with_statements_of_its_own_answers_and_fails_as_a_whole
     assert await stored(db) == ONE | {"pipeline.outbox": 0}
 
 
+@pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
+@pytest.mark.parametrize("end", [*ENDINGS, text_savepoint, driver_savepoint, core_savepoint])
+async def test_a_handler_that_ends_its_transaction_stores_nothing_and_says_so(
+    bank: Bank,
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    end: Callable[..., Awaitable[None]],
+    swallows: bool,
+) -> None:
+    @bank.handlers.on(Named, topic=None, consumer="open")
+    async def open_account(event: Named, tx: Transaction) -> str:
+        values = {"id": event.account, "balance": 0, "history": "", "version": 0}
+        await tx.session.execute(sa.insert(Account).values(values))
+        tx.publish(Changed(cents=0))
+        if event.account == "ada":
+            with suppress(Exception) if swallows else nullcontext():
+                await end(tx, "ada")
+        return "open"
+
+    async with open_receiver(bank.service, settings(concurrency=1)) as receiver:
+        open_it = partial(receiver.receive, consumer="open")
+        for key in ("1", "2"):
+            with pytest.raises((HandlerFault, DBAPIError, asyncpg.PostgresError), match=REFUSED):
+                await open_it(Named(account="ada"), key=key)
+            assert await stored(db) == NOTHING
+        assert await db.fetchval("SELECT count(*) FROM note") == 0
+        assert (await open_it(Named(account="bob"), key="1")).answer == "open"
+    assert await db.fetchval("SELECT count(*) FROM pipeline.guarded_transaction") == 0
+
+
 async def test_what_fails_only_when_it_is_written_is_raised_and_stores_nothing(
     bank: Bank, settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
@@ -296,16 +336,13 @@ async def test_a_request_is_answered_once_wherever_its_process_or_its_connection
     bank: Bank, settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
     """Trap 19, at every statement: the client repeats, and another process answers."""
-    mortal, wanted = MortalEngine(settings(), name="bank"), 0
+    mortal, wanted = MortalEngine(settings(), name="bank"), 1
     receiver = Receiver(bank.service, mortal.engine, settings())
     answers: list[Answer] = []
 
     async def ask() -> None:
         answers.append(await _until_answered(receiver, wanted, f"key-{wanted}"))
 
-    mortal.begin(None)
-    await mortal.run(receiver._check)  # once for each process, and none of a request's statements
-    wanted = 1
     mortal.begin(None)
     await mortal.run(ask)
     crashes = [*crashes_of(mortal)]

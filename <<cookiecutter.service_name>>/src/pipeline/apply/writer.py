@@ -25,7 +25,7 @@ from pipeline.handlers import aggregate
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import BEGIN, WriterSession, clean, own_session
+from pipeline.handlers.sessions import BEGIN, DONE, WriterSession, clean, own_session
 from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
@@ -174,23 +174,23 @@ class Writer:
         async with self._engine.connect() as connection:
             driver = await driver_of(connection)
             try:
-                async with connection.begin():
-                    # The transaction begins with its first statement.
-                    await connection.execute(sa.text(BEGIN))
-                    async with own_session(connection, driver, guard, BEGIN, WriterSession) as own:
-                        writing = Writing(Rows(own), outbox, id)
-                        try:
-                            result = await InContext(work(writing), guard)
-                        finally:
-                            writing.end()
-                    # Rows are locked now, so that their events have the order of their versions.
-                    outbox.replace({one.event_id: writing.placed(one) for one in outbox.events})
-                    await backlog.add_calls(driver, self._handlers, outbox.calls, self._encryption)
-                    if self._claims is not None:
-                        await self._claims.store(driver, outbox)
-                    if self._encryption is not None:
-                        await self._encryption.encrypt_events(driver, outbox)
-                    await outbox.write(driver)
+                # The transaction begins with its first statement.
+                await connection.execute(sa.text(BEGIN))
+                async with own_session(connection, driver, guard, DONE, WriterSession) as own:
+                    writing = Writing(Rows(own), outbox, id)
+                    try:
+                        result = await InContext(work(writing), guard)
+                    finally:
+                        writing.end()
+                # Rows are locked now, so that their events have the order of their versions.
+                outbox.replace({one.event_id: writing.placed(one) for one in outbox.events})
+                await backlog.add_calls(driver, self._handlers, outbox.calls, self._encryption)
+                if self._claims is not None:
+                    await self._claims.store(driver, outbox)
+                if self._encryption is not None:
+                    await self._encryption.encrypt_events(driver, outbox)
+                await outbox.write(driver)
+                await connection.commit()
             except Exception:
                 await clean(connection, driver)
                 raise

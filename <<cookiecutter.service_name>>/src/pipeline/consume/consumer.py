@@ -14,10 +14,13 @@ from pipeline.errors import describe_error
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
+from pipeline.servers.database import autocommitting
 from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
+from pipeline.servers.topics import MAY_NOT_DESCRIBE
 
+from . import stamps
 from .gathering import Gatherer
 from .reader import Reader
 
@@ -55,12 +58,16 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
         self._has_joined = False
+        self._stamp = ""
         self._rejection = ""
         """Why the group's coordinator has rejected this member."""
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Join the group and read until `stop`; then finish the running batches and leave."""
+        """Join the group and read until `stop`; then finish the running batches and leave.
+
+        Raises `WrongDatabase` if the group reads for another database.
+        """
         if not self._topics:
             log.info("no handler is registered: nothing is consumed")
             await self._stopping.wait()
@@ -68,13 +75,11 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._health.not_ready("consumer", "has not joined its group yet")
         self._client = client = self._new_client()
         try:
-            attempts = Attempts(
-                "connecting to Kafka",
-                self._settings.kafka,
-                unless=self._stopping.is_set,
-                report=lambda reason: self._health.not_ready("consumer", reason),
-            )
-            await attempts(clients.start, client)
+            of_kafka = self._attempts("connecting to Kafka", self._settings.kafka)
+            await of_kafka(clients.start, client)
+            of_database = self._attempts("reading the database's id", self._settings.postgresql)
+            await of_database(self._read_stamp)
+            await of_kafka(self._check_stamps)
             client.subscribe(sorted(self._topics), listener=self)
             while not self._stopping.is_set():
                 for reader in self._readers.values():
@@ -168,11 +173,28 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
 
     async def _commit(self, offsets: dict[TopicPartition, int]) -> None:
         try:
-            await self._client.commit(offsets)
+            await self._client.commit({one: (at, self._stamp) for one, at in offsets.items()})
         except KafkaError as error:
             log.debug("offsets were not committed, the next ones will be: %s", error)
         else:
             self._committed |= offsets
+
+    def _attempts(self, what: str, server: str) -> Attempts:
+        return Attempts(
+            what,
+            server,
+            unless=self._stopping.is_set,
+            report=lambda reason: self._health.not_ready("consumer", reason),
+        )
+
+    async def _read_stamp(self) -> None:
+        async with autocommitting(self._consume.engine) as driver:
+            self._stamp = await stamps.stamp_of(driver)
+
+    async def _check_stamps(self) -> None:
+        # Before it joins: a member would take partitions from those of the other database.
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            await stamps.check(self._client, self._topics, self._consume.group, self._stamp)
 
     def _check_brokers(self) -> None:
         """Report whether the brokers answer: while no records come, no error would show it."""
@@ -200,5 +222,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                 self._health.forget(f"topic {topic}")
             else:
                 self._health.not_ready(
-                    f"topic {topic}", "does not exist: create it, or run `service topics create`"
+                    f"topic {topic}",
+                    MAY_NOT_DESCRIBE
+                    if topic in self._client.hidden_topics
+                    else "does not exist: create it, or run `service topics create`",
                 )

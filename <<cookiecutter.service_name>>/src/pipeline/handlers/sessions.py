@@ -31,7 +31,13 @@ from pipeline.servers.guard import (
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
 then rejects COMMIT, see `pipeline.refuse_commit`."""
-BEGIN = f"SELECT set_config('pipeline.handler', '{AT_WORK}', true)"
+_GUARD = f"""
+INSERT INTO pipeline.guarded_transaction SELECT pg_current_xact_id() WHERE %s = '{AT_WORK}'
+"""
+GUARD_COMMIT = _GUARD % "current_setting('pipeline.handler')"
+"""Makes the database reject COMMIT, in a transaction that moves no position and holds no lane."""
+BEGIN = _GUARD % f"set_config('pipeline.handler', '{AT_WORK}', true)"
+"""Begins the transaction of a writer."""
 DONE = "SELECT set_config('pipeline.handler', '', true)"
 
 _IS_AT_WORK = f"""

@@ -9,6 +9,9 @@ BEGIN
         USING MESSAGE = 'a handler has sent COMMIT or SET CONSTRAINTS ALL: '
                         'the engine commits the whole batch';
     END IF;
+    IF TG_OP = 'INSERT' THEN
+        DELETE FROM pipeline.guarded_transaction WHERE xid = NEW.xid;
+    END IF;
     RETURN NULL;
 END $$
 """
@@ -38,6 +41,14 @@ COMMENT ON TABLE pipeline.position IS
 'The offset that each partition continues from; moved by the consume transaction itself.';
 {_REFUSE_COMMIT_OF.format("position")}
 
+CREATE UNLOGGED TABLE pipeline.guarded_transaction (
+    xid xid8 NOT NULL CONSTRAINT guarded_transaction_pkey PRIMARY KEY
+);
+COMMENT ON TABLE pipeline.guarded_transaction IS
+'Transactions that move no position and hold no lane, while a handler or a writer is running.';
+CREATE CONSTRAINT TRIGGER refuse_commit AFTER INSERT ON pipeline.guarded_transaction
+DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION pipeline.refuse_commit();
+
 CREATE TABLE pipeline.inbox_generation (
     singleton boolean PRIMARY KEY CHECK (singleton),
     current   integer NOT NULL,
@@ -45,7 +56,9 @@ CREATE TABLE pipeline.inbox_generation (
     opened_at timestamptz NOT NULL,
     since     timestamptz,  -- what is older is not remembered; null: everything is
     -- identifies the rotation that opened the current generation
-    opening   uuid NOT NULL DEFAULT gen_random_uuid()
+    opening   uuid NOT NULL DEFAULT gen_random_uuid(),
+    -- stands beside the group's offsets in Kafka, which another database must not move
+    database_id uuid NOT NULL DEFAULT gen_random_uuid()
 );
 COMMENT ON TABLE pipeline.inbox_generation IS
 'One row: the generation that takes new markers, and the oldest that is still remembered.';

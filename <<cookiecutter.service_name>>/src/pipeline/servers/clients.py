@@ -33,9 +33,15 @@ def connection_options(settings: Settings) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def offsets_client(settings: Settings) -> AsyncIterator[KafkaConsumer]:
-    """Yield a consumer for queries of offsets; it belongs to no group. Raises `KafkaError`."""
-    client = KafkaConsumer(**connection_options(settings))
+async def offsets_client(
+    settings: Settings, group: str | None = None
+) -> AsyncIterator[KafkaConsumer]:
+    """Yield a consumer for queries of offsets, and of what a group has committed.
+
+    It is no member of a group. Raises `KafkaError`.
+    """
+    options = connection_options(settings)
+    client = KafkaConsumer(**options, group_id=group, enable_auto_commit=False)
     try:
         await start(client)
         yield client

@@ -25,16 +25,24 @@ import asyncio
 import ssl
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition, conn
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer import fetcher
-from aiokafka.errors import BrokerResponseError, KafkaConnectionError, KafkaError, kafka_errors
+from aiokafka.errors import (
+    BrokerResponseError,
+    KafkaConnectionError,
+    KafkaError,
+    for_code,
+    kafka_errors,
+)
+from aiokafka.protocol.commit import OffsetFetchRequest
 
 from pipeline.errors import describe_error
 
@@ -230,6 +238,23 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             return found
         finally:
             offsets._isolation_level = level
+
+    @property
+    def hidden_topics(self) -> set[str]:
+        """Topics of the subscription that the user may not describe, whether they exist or not."""
+        hidden: set[str] = self._client.cluster.unauthorized_topics
+        return hidden
+
+    async def offset_metadata(self, topics: Collection[str]) -> set[str]:
+        """Return the texts beside the offsets that the group has committed of these topics."""
+        group = self._coordinator
+        await group.ensure_coordinator_known()
+        response = await group._send_req(OffsetFetchRequest(group.group_id, None))
+        if response.error_code:
+            group.coordinator_dead()
+            raise for_code(response.error_code)(group.group_id)
+        found = (partitions for topic, partitions in response.topics if topic in topics)
+        return {metadata for _, _, metadata, _ in chain.from_iterable(found)}
 
     def raise_if_ended(self) -> None:
         """Raise the error with which the task of the fetcher or the coordinator has ended."""

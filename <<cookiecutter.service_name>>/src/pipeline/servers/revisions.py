@@ -6,10 +6,13 @@ of a release works with the code of the previous one.
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import asyncpg
+import sqlalchemy as sa
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
@@ -96,6 +99,19 @@ async def check(
 async def check_database(connection: asyncpg.Connection, service: str) -> None:
     """Raise `WrongDatabase` as `must_fit` does."""
     must_fit(service, **await connection.fetchrow(DATABASE))
+
+
+def check_connections(engine: AsyncEngine, service: str) -> None:
+    """Let each new connection of the pool be checked, and raise `WrongDatabase` as `must_fit`."""
+
+    def check(connection: Any, _: object) -> None:
+        try:
+            connection.run_async(lambda driver: check_database(driver, service))
+        except BaseException:
+            connection.terminate()  # it is not in the pool yet
+            raise
+
+    sa.event.listen(engine.sync_engine, "connect", check)
 
 
 def must_fit(service: str, owner: str | None, encoding: str) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from aiokafka import TopicPartition
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
-from aiokafka.errors import RebalanceInProgressError, for_code
+from aiokafka.errors import RebalanceInProgressError, TopicAuthorizationFailedError, for_code
+from aiokafka.protocol.metadata import MetadataRequest
 
 from pipeline.settings import Settings
 
@@ -16,6 +17,19 @@ from . import clients
 _ANSWER_SECONDS = 5.0
 _REBALANCING = ("PreparingRebalance", "CompletingRebalance")
 """States of a group whose members have no partitions."""
+
+
+MAY_NOT_DESCRIBE = (
+    "may not be described, whether it exists or not: the user of this service needs the ACL Read on"
+    " a topic that it reads, Write on one that it writes (docs/security.md)"
+)
+
+
+class Topics(dict[str, "Topic"]):
+    """The topics that exist, by name."""
+
+    hidden: frozenset[str] = frozenset()
+    """Those that the user may not describe, whether they exist or not."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class Topic:
         return stable if stable <= position < self.end[partition] else None
 
 
-async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]:
+async def describe(settings: Settings, names: Iterable[str]) -> Topics:
     """Return those of the topics that exist, by name.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
@@ -48,9 +62,17 @@ async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]
     async with asyncio.timeout(2 * _ANSWER_SECONDS):
         async with clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin:
             # Only existing topics are described: a broker may create others.
-            there = sorted({*names}.intersection(await admin.list_topics()))
+            visible = await admin.list_topics()
+            there, found = sorted({*names}.intersection(visible)), Topics()
+            if others := sorted({*names}.difference(visible)):
+                # Without this argument the broker may create them.
+                answer = await admin._send_request(MetadataRequest(others, False))
+                errors = {topic: for_code(code) for code, topic, *_ in answer.topics}
+                found.hidden = frozenset(
+                    topic for topic in others if errors[topic] is TopicAuthorizationFailedError
+                )
             if not there:
-                return {}
+                return found
             described = await admin.describe_topics(there)
             answers = await admin.describe_configs(
                 [ConfigResource(ConfigResourceType.TOPIC, name) for name in there]
@@ -68,17 +90,10 @@ async def describe(settings: Settings, names: Iterable[str]) -> dict[str, Topic]
     resources = [one for answer in answers for one in answer.resources]
     configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in resources}
     unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in resources if code}
-    return {
-        name: Topic(
-            name,
-            _of(name, first),
-            _of(name, end),
-            _of(name, stable),
-            configs.get(name, {}),
-            unreadable.get(name),
-        )
-        for name in there
-    }
+    for name in there:
+        offsets = (_of(name, first), _of(name, end), _of(name, stable))
+        found[name] = Topic(name, *offsets, configs.get(name, {}), unreadable.get(name))
+    return found
 
 
 def _of(topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, int]:

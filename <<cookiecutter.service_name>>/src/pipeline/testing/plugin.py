@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import pytest
 from alembic.config import Config
@@ -21,6 +22,8 @@ from pipeline.service import Service
 
 from .databases import Migrate, ResettableDatabase, resettable_database, with_alembic
 from .harness import Harness
+
+H = TypeVar("H", bound=Harness)
 
 _URL = "PIPELINE_DATABASE_URL"
 
@@ -88,20 +91,22 @@ async def harness(
     harness_service: Service, harness_database: ResettableDatabase
 ) -> AsyncIterator[Harness]:
     """The service, without Kafka, on a database that holds what the migrations have put there."""
-    async with open_harness(harness_service, harness_database) as one:
+    async with open_harness(harness_service, harness_database, Harness) as one:
         yield one
 
 
 @asynccontextmanager
-async def open_harness(service: Service, database: ResettableDatabase) -> AsyncIterator[Harness]:
-    """Reset the database and yield a harness of the service on it."""
+async def open_harness(
+    service: Service, database: ResettableDatabase, kind: type[H]
+) -> AsyncIterator[H]:
+    """Reset the database and yield a harness of this kind for the service."""
     engine = create_engine(database.settings(), name=service.name)
     try:
         await database.reset(engine)
         await service.open_codecs()
         await _open_for_input(service)
         with TemporaryDirectory() as folder:
-            harness = Harness(service, engine, database, Path(folder))
+            harness = kind(service, engine, database, Path(folder))
             try:
                 yield harness
             finally:

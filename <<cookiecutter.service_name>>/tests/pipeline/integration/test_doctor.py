@@ -140,7 +140,7 @@ async def test_a_healthy_service_has_nothing(
     of_status = [check for some in health.CHECKS.values() for check in some]
     checks = (*topic_checks.CHECKS, *of_status, *doctor.SERVER_CHECKS)
     assert len(lines) == len(checks) + len(
-        ("kafka", "settings", "database", "schema", "tables", "pooler", "clock")
+        ("kafka", "settings", "database", "group", "schema", "tables", "pooler", "clock")
     )
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
@@ -324,7 +324,7 @@ async def test_a_configuration_that_may_not_be_read_is_told_and_what_would_allow
             assert found["topics"] == Finding(
                 "warning",
                 f"the configuration of {topic} can't be read: TopicAuthorizationFailedError",
-                f"allow this user its DescribeConfigs: {topic}",
+                f"allow this user its DescribeConfigs: {topic} (docs/security.md)",
                 check="topics",
             )
             assert check not in found or topic not in found[check].found

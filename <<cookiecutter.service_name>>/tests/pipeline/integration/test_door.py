@@ -522,23 +522,26 @@ async def session_close(tx: Transaction, key: str) -> None:
     await tx.session.close()
 
 
-@pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
-@pytest.mark.parametrize(
-    "habit",
-    [
-        text_commit,
-        text_rollback,
-        connection_commit,
-        connection_rollback,
-        driver_commit,
-        driver_commit_and_begin,
-        driver_rollback_and_begin,
-        rolling_back_and_writing,
-        session_commit,
-        session_rollback,
-        session_close,
-    ],
+ENDINGS = (
+    text_commit,
+    text_rollback,
+    connection_commit,
+    connection_rollback,
+    driver_commit,
+    driver_commit_and_begin,
+    driver_rollback_and_begin,
+    rolling_back_and_writing,
+    session_commit,
+    session_rollback,
+    session_close,
 )
+"""What ends the transaction of a handler, a request or a writer."""
+REFUSED = "begin_nested|a handler has sent COMMIT"
+"""What the error of such an ending says."""
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
+@pytest.mark.parametrize("habit", ENDINGS)
 async def test_who_ends_the_transaction_harms_no_neighbour_and_is_named(
     habits: Habits, db: asyncpg.Connection, habit: Habit, swallows: bool
 ) -> None:

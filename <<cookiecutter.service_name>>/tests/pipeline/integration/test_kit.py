@@ -446,7 +446,7 @@ async def test_a_dead_letter_that_was_exported_is_handled_from_its_file(
         ]
     path = tmp_path / "letters.jsonl"
     path.write_text("\n".join(one.stdout for one in shown))
-    async with open_harness(harness_service, harness_database) as another:
+    async with open_harness(harness_service, harness_database, Harness) as another:
         outcome = await another.handle_file(path)
         assert outcome.results == [6], [one.output for one in shown]
         (failure,) = outcome.failures
@@ -587,7 +587,7 @@ async def test_a_transaction_that_a_test_has_left_open_is_named(
         await session.execute(sa.text(f"CREATE TABLE t_{uuid4().hex[:8]} ()"))
         await session.execute(sa.text("LOCK TABLE account"))
         with pytest.raises(HarnessMisused, match="has left a transaction open"):
-            async with open_harness(harness_service, harness_database):
+            async with open_harness(harness_service, harness_database, Harness):
                 pass
 
 

@@ -75,6 +75,7 @@ ALL = [
     "backlog",
     "backlog_lane",
     "claim",
+    "guarded_transaction",
     "inbox",
     "inbox_closed",
     "inbox_consumer",

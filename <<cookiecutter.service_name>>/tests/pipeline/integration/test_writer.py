@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,10 +29,12 @@ from pipeline import (
 from pipeline.observe import metrics
 from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
+from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 
 from .calling import take_calls
 from .desk import NewDesk
+from .test_door import ENDINGS, REFUSED, core_savepoint, driver_savepoint, text_savepoint
 from tests.contract.bank import Base, Deposit, Deposited
 from tests.servers.pooler import POOLED
 
@@ -363,30 +365,33 @@ async def swallowing(writing: Writing) -> None:
         await writing.session.execute(sa.text("SELECT 1 / 0"))
 
 
-async def committing(writing: Writing) -> None:
-    await pay(writing)
-    await writing.session.commit()
-
-
-async def committing_by_text(writing: Writing) -> None:
-    await pay(writing)
-    await writing.session.execute(sa.text("COMMIT"))
-
-
-async def committing_swallowed(writing: Writing) -> None:
-    await pay(writing)
-    with suppress(Exception):
-        await (await writing.session.connection()).commit()
-
-
-@pytest.mark.parametrize("work", [swallowing, committing, committing_by_text, committing_swallowed])
-async def test_work_that_harms_its_transaction_writes_nothing_and_is_told(
-    writer: Writer, db: asyncpg.Connection, work: Callable[[Writing], Awaitable[None]]
+async def test_work_that_goes_on_after_an_error_writes_nothing_and_says_so(
+    writer: Writer, db: asyncpg.Connection
 ) -> None:
     with pytest.raises(HandlerFault, match="begin_nested"):
-        await writer.write(work)
+        await writer.write(swallowing)
     assert await db.fetchval("SELECT count(*) FROM purse") == 0
     assert await told(db) == []
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
+@pytest.mark.parametrize("end", [*ENDINGS, text_savepoint, driver_savepoint, core_savepoint])
+async def test_work_that_ends_its_transaction_writes_nothing_and_says_so(
+    writer: Writer, db: asyncpg.Connection, end: Callable[..., Awaitable[None]], swallows: bool
+) -> None:
+    async def work(writing: Writing) -> None:
+        await pay(writing)
+        await writing.session.flush()
+        with suppress(Exception) if swallows else nullcontext():
+            await end(writing, "ada")
+
+    with pytest.raises((HandlerFault, DBAPIError, asyncpg.PostgresError), match=REFUSED):
+        await writer.write(work)
+    assert await db.fetchval("SELECT count(*) FROM purse") == 0
+    assert await db.fetchval("SELECT count(*) FROM note") == 0
+    assert await told(db) == []
+    await writer.write(pay)
+    assert await db.fetchval("SELECT count(*) FROM pipeline.guarded_transaction") == 0
 
 
 async def test_what_a_writer_publishes_after_its_work_has_ended_is_refused(writer: Writer) -> None:
@@ -413,3 +418,18 @@ async def test_a_service_lends_a_writer_that_needs_no_kafka(
         assert await writer.write(pay) == 1
     assert len(await told(db)) == 1
     assert await db.fetchval("SELECT source FROM pipeline.outbox") == "/bank"
+
+
+async def test_a_writer_writes_nothing_into_the_database_of_another_service(
+    settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    await db.execute("COMMENT ON SCHEMA pipeline IS 'another'")
+    service = Service("bank", handlers=Handlers(), metadata=Base.metadata)
+    async with service.writer(settings()) as writer:
+        for _ in range(2):
+            with pytest.raises(WrongDatabase, match="is that of service another, and this is"):
+                await writer.write(pay)
+        assert await db.fetchval("SELECT count(*) FROM purse") == 0
+        assert await told(db) == []
+        await db.execute("COMMENT ON SCHEMA pipeline IS 'bank'")
+        assert await writer.write(pay) == 1

@@ -10,7 +10,15 @@ from pathlib import Path
 import asyncpg
 import pytest
 import sqlalchemy.exc
-from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    KafkaConnectionError,
+    KafkaError,
+    KafkaTimeoutError,
+    TopicAuthorizationFailedError,
+    TransactionalIdAuthorizationFailed,
+)
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import (
@@ -298,6 +306,27 @@ def test_an_error_is_named_as_the_driver_has_raised_it() -> None:
     )
     assert describe_error(TimeoutError()) == "TimeoutError"
     assert describe_error(KafkaConnectionError("closed")) == "KafkaConnectionError: closed"
+
+
+@pytest.mark.parametrize(
+    ("error", "acl"),
+    [
+        (TopicAuthorizationFailedError("scans"), "Read on a topic that it reads, Write on one"),
+        (GroupAuthorizationFailedError("parcels"), "Read on the group"),
+        (TransactionalIdAuthorizationFailed("parcels-1"), "Write on the relay's transactional"),
+        (ClusterAuthorizationFailedError(), "Write on a topic"),
+    ],
+)
+def test_an_error_of_authorization_names_the_acl_that_is_missing(
+    error: KafkaError, acl: str
+) -> None:
+    unexpected = KafkaError("Unexpected error during batch delivery")
+    unexpected.__cause__ = error
+    for one in (error, unexpected):
+        text = describe_error(one)
+        assert text.startswith(type(error).__name__)
+        assert f"needs the ACL {acl}" in text
+        assert "docs/security.md" in text
 
 
 def test_brokers_that_are_not_reached_are_told_in_words() -> None:

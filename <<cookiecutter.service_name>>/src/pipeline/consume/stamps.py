@@ -1,0 +1,37 @@
+"""The stamp of the database: its id, stored beside each offset that is committed to Kafka.
+
+Positions are in PostgreSQL, so two databases that one group reads for would each lose what the
+other handles. The id stays the same through a restore, a failover and pg_upgrade.
+"""
+
+from collections.abc import Collection
+
+import asyncpg
+
+from pipeline.servers.patches import KafkaConsumer
+from pipeline.servers.revisions import WrongDatabase
+
+_PREFIX = "database "
+_ID = "SELECT database_id FROM pipeline.inbox_generation"
+
+
+async def stamp_of(driver: asyncpg.Connection) -> str:
+    """Return the stamp of a database."""
+    return f"{_PREFIX}{await driver.fetchval(_ID)}"
+
+
+async def check(client: KafkaConsumer, topics: Collection[str], group: str, stamp: str) -> None:
+    """Raise `WrongDatabase` if the group has read one of the topics for another database.
+
+    The client is one of the group, and need not be a member. Raises `KafkaError`.
+    """
+    stamps = {one for one in await client.offset_metadata(topics) if one.startswith(_PREFIX)}
+    if others := stamps - {stamp}:
+        raise WrongDatabase(
+            f"the group {group} reads its topics for another database: beside its offsets in Kafka"
+            f" stands {min(others)}, and this is {stamp}; each would lose what the other handles",
+            "let PIPELINE_DATABASE_URL name that database, PIPELINE_KAFKA_BOOTSTRAP_SERVERS other"
+            " brokers, or rename one of the services. If this database takes the other's place,"
+            " stop all processes of the service and delete the group's offsets, which only tools"
+            f" read: kafka-consumer-groups.sh --delete --group {group}",
+        )
