@@ -99,6 +99,7 @@ ERRORS = {"DEADLOCK": "invalid end state", "LIVELOCK": "non-progress cycle"}
 
 QUICK = (
     Run("consume"),
+    Run("consume", "TOGETHER=2 LENGTH=2"),
     Run("consume", "LENGTH=2", is_for_cycles=True),
     Run("relay", "MISHAPS=1"),
     Run("relay", "MISHAPS=0", is_for_cycles=True),
@@ -111,7 +112,9 @@ FULL = (
     Run("relay", "MISHAPS=1", is_for_cycles=True),
     Run("consume", "GENERATIONS=3"),
     Run("consume", "MISHAPS=2"),
+    Run("consume", "TOGETHER=2"),
     Run("consume", is_for_cycles=True),
+    Run("consume", "TOGETHER=2 LENGTH=2", is_for_cycles=True),
     Run("backlog"),
     Run("backlog", "FAILURES=2 MISHAPS=0"),
     Run("backlog", "FAILURES=2 MISHAPS=0 ASIDE=2"),
@@ -145,6 +148,8 @@ FAULTS = (
     Run("consume", "", "MARKERS_WITHOUT_UNIQUE_KEY", "NO_DOUBLE"),
     # Two batches wait for each other's markers. Trap 11.
     Run("consume", "MISHAPS=0", "MARKERS_UNSORTED", "DEADLOCK"),
+    # Two processes with the same partitions wait for each other's positions.
+    Run("consume", "TOGETHER=2 LENGTH=2 MISHAPS=0", "POSITIONS_UNSORTED", "DEADLOCK"),
     # Row 2 is published, then row 1 commits. Trap 1.
     Run("relay", "PAGE=3 MISHAPS=0", "CURSOR_ON_ID", "NO_LOSS"),
     # The key's second transaction has the lower xid, and a running one lies between. Trap 2.

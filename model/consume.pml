@@ -27,6 +27,9 @@
 #ifndef MISHAPS
 #define MISHAPS     1  /* broken connections and dead processes */
 #endif
+#ifndef TOGETHER
+#define TOGETHER    1  /* partitions that share a transaction, at most */
+#endif
 #define CONSUMERS   2
 #define PARTITIONS  2
 #define EVENTS      2
@@ -64,7 +67,13 @@ byte ended;
 #if defined(POSITION_FIRST) || defined(NO_COMPARE_AND_SET)
 #define is_where_we_think true
 #else
-#define is_where_we_think (position[partition] == from)
+#define is_where_we_think (position[next_partition] == from[next_partition])
+#endif
+
+#ifdef POSITIONS_UNSORTED
+#define next_partition (me == 1 && has(to_move, 1) || !has(to_move, 0))
+#else
+#define next_partition (!has(to_move, 0))
 #endif
 
 #ifdef MARKER_IN_ITS_OWN_TRANSACTION
@@ -74,7 +83,7 @@ byte ended;
 #endif
 
 #ifdef MARKERS_UNSORTED
-#define first_key event_at(partition, from)
+#define first_key event_at(!has(parts, 0), from[!has(parts, 0)])
 #else
 #define first_key 0
 #endif
@@ -117,46 +126,87 @@ active proctype Retention()
     od
 }
 
-/* PartitionPosition.locate: read the position of a partition. */
+/* PartitionPosition.locate: read the position of a partition, or those of two that become ready
+   together. */
 inline locate()
 {
     if
-    :: position[0] < LENGTH -> partition = 0
-    :: position[1] < LENGTH -> partition = 1
+    :: position[0] < LENGTH -> parts = only(0)
+    :: position[1] < LENGTH -> parts = only(1)
+    :: TOGETHER > 1 && position[0] < LENGTH && position[1] < LENGTH -> parts = with(only(0), 1)
     fi;
-    from = position[partition];
-    at = LOCATED;
-    printf("consumer %d reads that partition %d goes on at %d\n", me, partition, from)
+    for (p : 0 .. PARTITIONS - 1) {
+        if
+        :: has(parts, p) ->
+            from[p] = position[p];
+            printf("consumer %d reads that partition %d goes on at %d\n", me, p, from[p])
+        :: else
+        fi
+    }
+    p = 0;
+    at = LOCATED
 }
 
 /* Reader._fetch: the broker returns the records from that position on. */
 inline fetch()
 {
-    if
-    :: end = from + 1
-    :: from + BATCH <= LENGTH -> end = from + BATCH
-    fi;
-    printf("consumer %d fetches %d to %d of partition %d\n", me, from, end - 1, partition);
+    for (p : 0 .. PARTITIONS - 1) {
+        if
+        :: has(parts, p) ->
+            if
+            :: end[p] = from[p] + 1
+            :: from[p] + BATCH <= LENGTH -> end[p] = from[p] + BATCH
+            fi;
+            printf("consumer %d fetches %d to %d of partition %d\n", me, from[p], end[p] - 1, p)
+        :: else
+        fi
+    }
+    p = 0;
     at = FETCHED;
 #ifdef POSITION_FIRST
+    p = !has(parts, 0);
     if
-    :: position[partition] == from -> position[partition] = end
+    :: position[p] == from[p] -> position[p] = end[p]; p = 0
     :: else -> forget_batch()
     fi
 #endif
 }
 
-inline forget_batch() { from = 0; end = 0; partition = 0; at = LOST }
+inline forget_batch()
+{
+    from[0] = 0; from[1] = 0; end[0] = 0; end[1] = 0; parts = 0; p = 0;
+    at = LOST
+}
+
+/* Gatherer._start, its `end`: what was not applied together is applied by itself. */
+inline part()
+{
+    if
+    :: parts == with(only(0), 1) ->
+        if
+        :: parts = only(0); from[1] = 0; end[1] = 0
+        :: parts = only(1); from[0] = 0; end[0] = 0
+        fi
+    :: else
+    fi
+}
 
 /* The shared lock, alone in its statement: waits during a rotation. */
-inline begin() { sharing++; is_open = true; at = BEGUN; printf("consumer %d begins\n", me) }
+inline begin()
+{
+    sharing++; is_open = true; to_move = parts; at = BEGUN;
+    printf("consumer %d begins\n", me)
+}
 
 inline read_generations() { generation = current; remembered = oldest }
 
 /* _FIND_IN_CLOSED_GENERATIONS: in one snapshot, without a lock. */
 inline look_up()
 {
-    for (i : from .. end - 1) { to_mark = with(to_mark, event_at(partition, i)) }
+    for (p : 0 .. PARTITIONS - 1) {
+        for (i : from[p] .. end[p] - 1) { to_mark = with(to_mark, event_at(p, i)) }
+    }
+    p = 0;
 #ifndef NO_LOOK_UP
     for (i : remembered * EVENTS .. generation * EVENTS - 1) {
         if
@@ -184,23 +234,26 @@ inline mark()
     fi
 }
 
-/* The handlers' changes become visible, in the order of the partition. */
+/* The handlers' changes become visible, in the order of each partition. */
 inline take_effect()
 {
-    for (i : from .. end - 1) {
-        if
-        :: has(new, event_at(partition, i)) ->
-            new = without(new, event_at(partition, i));  /* its first record in the batch */
-            printf("consumer %d applies event %d\n", me, event_at(partition, i));
-            promise(NO_DOUBLE, !has(handled[partition], i));
-            promise(NO_DOUBLE, applied_in[event_at(partition, i)] == NEVER
-                            || applied_in[event_at(partition, i)] < oldest);
-            promise(IN_ORDER, handled[partition] < only(i));
-            applied_in[event_at(partition, i)] = generation;
-            handled[partition] = with(handled[partition], i)
-        :: else
-        fi
+    for (p : 0 .. PARTITIONS - 1) {
+        for (i : from[p] .. end[p] - 1) {
+            if
+            :: has(new, event_at(p, i)) ->
+                new = without(new, event_at(p, i));  /* its first record in the batches */
+                printf("consumer %d applies event %d\n", me, event_at(p, i));
+                promise(NO_DOUBLE, !has(handled[p], i));
+                promise(NO_DOUBLE, applied_in[event_at(p, i)] == NEVER
+                                || applied_in[event_at(p, i)] < oldest);
+                promise(IN_ORDER, handled[p] < only(i));
+                applied_in[event_at(p, i)] = generation;
+                handled[p] = with(handled[p], i)
+            :: else
+            fi
+        }
     }
+    p = 0
 }
 
 inline commit()
@@ -212,12 +265,19 @@ inline commit()
         :: else
         fi
     }
+    for (p : 0 .. PARTITIONS - 1) {
+        if
+        :: has(parts, p) ->
 #ifndef POSITION_FIRST
-    promise(FENCED, position[partition] == from);
-    position[partition] = end;
+            promise(FENCED, position[p] == from[p]);
+            position[p] = end[p];
 #endif
-    for (i : 0 .. end - 1) { promise(NO_LOSS, applied_in[event_at(partition, i)] != NEVER) }
-    printf("consumer %d commits, partition %d goes on at %d\n", me, partition, position[partition])
+            printf("consumer %d commits, partition %d goes on at %d\n", me, p, position[p])
+        :: else
+        fi;
+        for (i : 0 .. end[p] - 1) { promise(NO_LOSS, applied_in[event_at(p, i)] != NEVER) }
+    }
+    p = 0
 }
 
 /* Discard uncommitted writes and release the locks. */
@@ -229,27 +289,33 @@ inline end_transaction()
         :: else
         fi
     }
-    if
-    :: position_locked_by[partition] == me -> position_locked_by[partition] = NOBODY
-    :: else
-    fi;
+    for (p : 0 .. PARTITIONS - 1) {
+        if
+        :: position_locked_by[p] == me -> position_locked_by[p] = NOBODY
+        :: else
+        fi
+    }
+    p = 0;
     sharing = sharing - is_open;
     is_open = false;
-    to_mark = 0; new = 0; generation = 0; remembered = 0; i = 0
+    to_move = 0; to_mark = 0; new = 0; generation = 0; remembered = 0; i = 0
 }
 
 mtype = { LOST, LOCATED, FETCHED, QUEUED, BEGUN, MOVED, MARKING, COMMITTED_UNHEARD }
 
-#define can_move (position_locked_by[partition] == NOBODY)
+#define can_move (position_locked_by[next_partition] == NOBODY)
+#define is_more  (end[0] < LENGTH && end[1] < LENGTH)  /* of each partition; 0 if it has no batch */
 
 proctype Consumer(byte me)
 {
     mtype at = LOST;
-    byte partition, from, end;    /* the batch */
+    byte parts;                               /* the partitions of the transaction */
+    byte from[PARTITIONS], end[PARTITIONS];   /* the batch of each */
     byte generation, remembered;  /* current and oldest, as read by the transaction */
+    byte to_move;                 /* partitions whose positions are to be locked */
     byte to_mark, new;            /* events to insert a marker for; events to apply */
     bool is_open;
-    byte i;
+    byte i, p;
 
     do
     :: atomic { at == LOST && !is_all_read -> locate() }
@@ -267,36 +333,50 @@ proctype Consumer(byte me)
     :: d_step { at == QUEUED -> begin() }
 #endif
     :: d_step {
-           at == BEGUN && can_move && is_where_we_think ->
-           position_locked_by[partition] = me;
+           at == BEGUN && to_move && can_move && is_where_we_think ->
+           p = next_partition;
+           position_locked_by[p] = me;
+           to_move = without(to_move, p);
+           p = 0;
+           if
+           :: !to_move ->
 #ifndef LOCK_AND_READ_IN_ONE
-           read_generations();
+               read_generations();
 #endif
-           at = MOVED
+               at = MOVED
+           :: else
+           fi
        }
-    :: d_step {
-           at == BEGUN && can_move && !is_where_we_think ->
+    :: atomic {
+           at == BEGUN && to_move && can_move && !is_where_we_think ->
            printf("consumer %d: PositionMoved\n", me);
            end_transaction();
 #ifdef NO_SECOND_LOOK
            at = FETCHED
 #else
-           forget_batch()
+           if
+           :: forget_batch()
+           :: parts == with(only(0), 1) -> part(); at = FETCHED
+           fi
 #endif
        }
     :: d_step { at == MOVED -> look_up(); at = MARKING }
     :: d_step { at == MARKING && to_mark && is_decided(marker(generation, next_key)) -> mark() }
     :: d_step { at == MARKING && !to_mark -> commit(); end_transaction(); at = COMMITTED_UNHEARD }
-    :: atomic { at == COMMITTED_UNHEARD && end < LENGTH -> from = end; fetch() }
-    :: d_step { at == COMMITTED_UNHEARD && end == LENGTH -> forget_batch() }
+    :: atomic {
+           at == COMMITTED_UNHEARD && is_more ->
+           from[0] = end[0]; from[1] = end[1];
+           fetch()
+       }
+    :: d_step { at == COMMITTED_UNHEARD && !is_more -> forget_batch() }
     :: atomic {
            mishaps > 0 && at != LOST ->
            mishaps--;
            printf("consumer %d is cut off\n", me);
            end_transaction();
            if
-           :: end > from -> at = FETCHED  /* repeat the batch */
-           :: forget_batch()              /* a new process */
+           :: end[0] + end[1] > from[0] + from[1] -> part(); at = FETCHED  /* repeat a batch */
+           :: forget_batch()                                               /* a new process */
            fi
        }
     od;

@@ -61,11 +61,6 @@ class RequestSource:
         return [self.item]
 
     @property
-    def time_share(self) -> float:
-        """Share of the time limit of a transaction that this one has."""
-        return 1.0
-
-    @property
     def decisions(self) -> dict[bytes, Decision]:
         """Return nothing: a request is applied or fails."""
         return {}

@@ -109,7 +109,7 @@ class Settings(ServerSettings):
     relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0
     """The shards of a dead relay are taken over after this long."""
     relay_poll_min: Seconds = 0.01
-    """Pause after a poll found something, or this process staged something."""
+    """Pause after a poll has found events, which other processes have staged."""
     relay_poll_max: Seconds = 0.25
     """Longest pause of idle polls. It delays only events that other processes stage."""
     relay_cursor_interval: Seconds = 0.25

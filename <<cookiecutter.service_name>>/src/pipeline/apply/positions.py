@@ -176,7 +176,8 @@ async def move_positions(connection: asyncpg.Connection, moves: Sequence[Move]) 
 
     Raises `PositionMoved` if one of them is not where its batch was fetched from.
     """
-    rows = (
+    # Sorted, so that two processes with the same partitions wait for each other without a deadlock.
+    rows = sorted(
         (*one.slot, one.fetched_from, one.next_offset, *(one.anchor or _NO_ANCHOR)) for one in moves
     )
     [group, *_], *columns = map(list, zip(*rows, strict=True))

@@ -23,11 +23,6 @@ class Source(Protocol):
         ...
 
     @property
-    def time_share(self) -> float:
-        """Share of the time limit of a transaction that this one has."""
-        ...
-
-    @property
     def decisions(self) -> dict[bytes, Decision]:
         """Decisions that were made before the transaction, by marker key."""
         ...

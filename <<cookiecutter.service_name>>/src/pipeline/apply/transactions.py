@@ -190,7 +190,7 @@ class ConsumeTransactions:
                 ProcessSpans(self.group),
                 own,
                 limits.statement(connection, self.settings, handler=AT_WORK if own else ""),
-                self.settings.transaction_timeout * source.time_share,
+                self.settings.transaction_timeout,
                 memory,
             )
             try:

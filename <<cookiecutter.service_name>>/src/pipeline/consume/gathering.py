@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.apply.attempt import Memory
+from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.servers.retrying import Attempts
 
 from .partition_source import PartitionBatch, PartitionSource
 
-_GAP_SECONDS = 0.008
-"""Shortest time between the beginnings of two transactions, unless many messages are ready."""
 _PATIENCE_SECONDS = 0.025
 """How long a batch waits for the end of a shared transaction before another begins beside it."""
 _EXPECTED_SECONDS = 0.1
-"""Expected duration up to which batches share a transaction. Slow handlers have their own."""
+"""Expected duration of the handlers up to which batches share a transaction. Slow ones have their
+own."""
+_SHARE = 1 / 16
+"""Share of the time limit of a transaction that one with several partitions has: the records of one
+partition wait no longer for the handlers of another."""
 _APART_SECONDS = 5.0
 """How long no batches share a transaction after one has failed."""
 
@@ -48,17 +51,19 @@ class Gatherer:
     def __init__(self, consume: ConsumeTransactions) -> None:
         self._consume = consume
         self._settings = consume.settings
+        self._time_limit = _SHARE * consume.settings.transaction_timeout
         self._attempts = Attempts("sharing", "", unless=lambda: True, report=lambda _: None)
         self._ready: list[_Ready] = []
         self._running: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._began_at = 0.0
+        self._timer: asyncio.Handle | None = None
         self._apart_until = 0.0
         self._seconds: dict[Slot, float] = {}
-        """Duration of a partition's latest transaction by itself, for each of its messages."""
+        """Duration of the handlers in a partition's latest transaction by itself, for each of its
+        messages."""
 
-    def learn(self, batch: PartitionBatch, seconds: float) -> None:
-        """Note how long it took to apply a batch by itself."""
+    def learn(self, batch: PartitionBatch, outcomes: Sequence[BatchOutcome]) -> None:
+        """Note how long the handlers took to apply a batch by itself."""
+        seconds = sum(one.seconds for one in outcomes)
         self._seconds[batch.slot] = seconds / max(1, len(batch.batch.items))
 
     async def apply(self, batch: PartitionBatch, memory: Memory) -> bool:
@@ -71,7 +76,7 @@ class Gatherer:
             return False
         ready = _Ready(batch, memory, loop.time(), loop.create_future())
         self._ready.append(ready)
-        self._begin()
+        self._begin_soon()
         try:
             return await ready.is_applied
         finally:
@@ -81,28 +86,29 @@ class Gatherer:
                 ready.task.cancel()
                 await asyncio.wait({ready.task})
 
-    def _begin(self) -> None:
-        """Begin the transactions that are due, and set the timer for the next one."""
-        loop = asyncio.get_running_loop()
+    def _begin_soon(self) -> None:
+        """Call `_begin` when every batch that is ready by now has been handed over."""
+        self._begin_at(0.0)
+
+    def _begin_at(self, time: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        is_due = time <= loop.time()
+        self._timer = loop.call_soon(self._begin) if is_due else loop.call_at(time, self._begin)
+
+    def _begin(self) -> None:
+        """Begin the transactions that are due, and set the timer for the next one."""
+        now = asyncio.get_running_loop().time()
         while self._ready and len(self._running) < self._settings.concurrency:
-            due = self._due()
-            if due > loop.time():
-                self._timer = loop.call_at(due, self._begin)
+            if self._running and (due := self._ready[0].since + _PATIENCE_SECONDS) > now:
+                self._begin_at(due)
                 return
-            self._began_at = loop.time()
             taken = self._take()
             if len(taken) == 1:
                 _resolve(taken, is_applied=False)
             else:
                 self._start(taken)
-
-    def _due(self) -> float:
-        if sum(one.size for one in self._ready) >= self._settings.batch_size:
-            return 0.0
-        waits = self._ready[0].since + _PATIENCE_SECONDS if self._running else 0.0
-        return max(self._began_at + _GAP_SECONDS, waits)
 
     def _take(self) -> Sequence[_Ready]:
         """Return the batch that has waited longest, with others that may share its transaction."""
@@ -133,13 +139,19 @@ class Gatherer:
                 for one in taken:
                     one.memory.handed |= memory.handed
             _resolve(taken, is_applied=is_applied)
-            self._begin()
+            self._begin_soon()
 
         task.add_done_callback(end)
 
     async def _apply(self, taken: Sequence[_Ready], memory: Memory) -> None:
-        source = PartitionSource([one.batch for one in taken])
-        await self._consume.apply(source, self._attempts, memory)
+        async with asyncio.timeout(None) as limit:
+
+            def begin() -> None:
+                if limit.when() is None:
+                    limit.reschedule(asyncio.get_running_loop().time() + self._time_limit)
+
+            source = PartitionSource([one.batch for one in taken], begin)
+            await self._consume.apply(source, self._attempts, memory)
 
 
 def _resolve(taken: Sequence[_Ready], *, is_applied: bool) -> None:

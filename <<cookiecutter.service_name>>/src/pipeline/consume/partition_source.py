@@ -1,7 +1,7 @@
 """Batches of topic partitions, as a source of the consume transaction."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -17,10 +17,6 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, Move, Slot
 from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
 from pipeline.observe import metrics
-
-_SHARED_LIMIT = 1 / 16
-"""Share of the time limit of a transaction that one with several partitions has: the records of one
-partition wait no longer for the handlers of another."""
 
 
 class NotShared(Exception):
@@ -55,6 +51,8 @@ class PartitionSource:
     """Batches of one or more topic partitions; the partitions' positions move with them."""
 
     parts: Sequence[PartitionBatch]
+    begun: Callable[[], None] = lambda: None
+    """Called when a transaction has begun: it has its connection then."""
 
     @cached_property
     def items(self) -> Sequence[Item]:
@@ -62,11 +60,6 @@ class PartitionSource:
         if len(self.parts) == 1:
             return self.parts[0].batch.items
         return [item for part in self.parts for item in part.batch.items]
-
-    @property
-    def time_share(self) -> float:
-        """Share of the time limit of a transaction that this one has."""
-        return 1.0 if len(self.parts) == 1 else _SHARED_LIMIT
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
@@ -90,6 +83,7 @@ class PartitionSource:
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the positions. Raises `PositionMoved`."""
+        self.begun()
         return await positions.move_positions(connection, [part.move for part in self.parts])
 
     async def find(

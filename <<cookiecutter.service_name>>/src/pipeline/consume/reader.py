@@ -5,7 +5,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from time import perf_counter
 
 from aiokafka import ConsumerRecord, TopicPartition
 
@@ -144,9 +143,9 @@ class Reader:
         self._is_applying = True
         try:
             if not (shares and await self._gatherer.apply(part, memory)):
-                attempts, began_at = self._attempts("the consume transaction"), perf_counter()
+                attempts = self._attempts("the consume transaction")
                 results = await self._consume.apply(PartitionSource([part]), attempts, memory)
-                self._gatherer.learn(part, perf_counter() - began_at)
+                self._gatherer.learn(part, results)
                 self._pace.learn(results)
         finally:
             self._is_applying = False

@@ -148,11 +148,12 @@ class Relay:
                 if not is_more or monotonic() >= drained_by:
                     return
                 continue
-            if found:
-                pause = settings.relay_poll_min
+            # Events of this process are reported. Only those of others are found by a poll.
+            if is_poll:
+                pause = min(2 * pause, settings.relay_poll_max)
+                pause = settings.relay_poll_min if found else pause
             rest = min(pause, self._rejected.seconds_to_next())
             is_poll = not (is_more or await sleep_or_event(self._staged, rest))
-            pause = min(2 * pause, settings.relay_poll_max) if is_poll else settings.relay_poll_min
 
     async def _renew(self, driver: asyncpg.Connection) -> None:
         took_some = await self._cursor.renew(driver, self._publisher.fence)

@@ -69,11 +69,6 @@ class LaneSource:
         return cls(lane, items, [item.order_key for item in items], assumed=assumed)
 
     @property
-    def time_share(self) -> float:
-        """Share of the time limit of a transaction that this one has."""
-        return 1.0
-
-    @property
     def decisions(self) -> dict[bytes, Decision]:
         """Decisions to store without a call: `assumed`, and to defer redecoded messages."""
         return {item.key: DEFERRED for item in self.items if not item.row} | dict(self.assumed)

@@ -147,6 +147,16 @@ def _text(statement: object) -> str:
 _BY_TEXT = {_text(statement): boundary for statement, boundary in _STATEMENTS.items()}
 
 
+_SHARED = {
+    "consume: move position": "shared: move positions",
+    "consume: insert markers": "shared: insert markers",
+    "consume: lock accounts": "shared: lock accounts",
+    "consume: end COPY": "shared: end COPY",
+    "consume: commit": "shared: commit",
+}
+"""Statements of a transaction that moves the positions of several partitions."""
+
+
 _GO = (b"S", b"Q", b"H", b"d", b"c", b"f", b"p", b"X")
 """Messages that are not followed by others of the same request."""
 
@@ -160,6 +170,8 @@ class Postgres:
         """The boundary before this one."""
         self._is_in_lane = False
         """Whether a lane is held, to the end of the transaction."""
+        self._is_shared = False
+        """Whether positions of several partitions have moved, to the end of the transaction."""
         self._number = 0
         self._ends: bytes = b""
         """Types of the messages that complete the answer."""
@@ -190,6 +202,9 @@ class Postgres:
         self._number += 1
         self._ends = ends
         self._last = boundary or self._last
+        if self._is_shared and boundary is not None:
+            self._is_shared = boundary not in ("consume: commit", "consume: rollback")
+            boundary = _SHARED.get(boundary, boundary)
         return Request(sent, self._number, boundary)
 
     def _bound(self, body: bytes) -> str:
@@ -197,6 +212,8 @@ class Postgres:
         _, name, rest = body.split(b"\0", 2)
         boundary = boundary_of(self._prepared[name.decode()])
         self._is_in_lane |= boundary == "backlog: fence lane"
+        if boundary == "consume: move position":
+            self._is_shared = _length(_bound_values(rest)[1]) > 1
         if boundary == "retention: list partitions" and self._last == "partition: lock":
             return "partition: list again"
         if boundary == "relay: write cursor":
@@ -248,6 +265,12 @@ def _bound_values(rest: bytes) -> list[bytes | None]:
         values.append(rest[at : at + size] if size >= 0 else None)
         at += max(size, 0)
     return values
+
+
+def _length(array: bytes | None) -> int:
+    """Return the number of elements of an array with one dimension, in binary format."""
+    (number,) = struct.unpack_from(">i", array or b"", 12)
+    return int(number)
 
 
 _METADATA, _FIND_COORDINATOR = 3, 10

@@ -152,6 +152,9 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
     await eventually(has_settled, PATIENCE)
     await world.send_a_note()
     await eventually(has_settled, PATIENCE)
+    while not is_dead() and not wire.seen["shared: commit"]:
+        await world.send_a_pair()
+        await eventually(has_settled, PATIENCE)
     while not is_dead() and any(wire.seen[one.name] < one.occurrence for one in LASTING):
         await world.set_back()
         await world.send_deposits()

@@ -13,7 +13,6 @@ from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.positions import PositionMoved
-from pipeline.consume import gathering, partition_source
 from pipeline.consume.gathering import Gatherer
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.servers.retrying import Attempts
@@ -37,13 +36,19 @@ async def bank(new_desk: NewDesk) -> tuple[Bank, Desk, Apply]:
 
     async def apply(deposit: Deposit, *, topic: str = "deposits") -> None:
         slot = replace(desk.slot, topic=topic, partition=deposit.partition or 0)
-        await replace(desk, slot=slot).position()
         part = PartitionBatch(slot, await read(desk.handlers, 0, [deposit.record(topic, 0)]))
         memory = Memory()
         if not await gatherer.apply(part, memory):
             await desk.consume.apply(PartitionSource([part]), attempts, memory)
 
     return bank, desk, apply
+
+
+async def assign(desk: Desk, number: int, topic: str = "deposits") -> None:
+    """Store the first position of partitions, so that a batch of each is ready at the same time."""
+    for partition in range(number):
+        slot = replace(desk.slot, topic=topic, partition=partition)
+        await replace(desk, slot=slot).position()
 
 
 def deposits(number: int) -> list[Deposit]:
@@ -58,15 +63,13 @@ async def stored(db: asyncpg.Connection) -> dict[int, int]:
 
 
 async def test_the_batches_of_many_partitions_that_are_ready_are_one_transaction(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
 ) -> None:
-    _, _, apply = bank
-    monkeypatch.setattr(gathering, "_GAP_SECONDS", 1.0)  # by then the others are ready
-    monkeypatch.setattr(partition_source, "_SHARED_LIMIT", 1.0)
+    _, desk, apply = bank
+    await assign(desk, 12)
     await asyncio.gather(*map(apply, deposits(12)))
     transactions, markers = await db.fetchrow(TRANSACTIONS)
-    assert markers == 12
-    assert transactions <= 3, "the first has one of its own"
+    assert (transactions, markers) == (1, 12)
     assert await stored(db) == dict.fromkeys(range(12), 1)
     assert await histories(db) == {f"of {one}": [one] for one in range(12)}
 
@@ -75,8 +78,7 @@ async def test_a_partition_that_was_lost_is_left_out_and_the_others_go_on(
     bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
 ) -> None:
     _, desk, apply = bank
-    for one in deposits(6):
-        await replace(desk, slot=replace(desk.slot, partition=one.partition or 0)).position()
+    await assign(desk, 6)
     await db.execute("UPDATE pipeline.position SET next_offset = 7 WHERE partition = 3")
     done = await asyncio.gather(*map(apply, deposits(6)), return_exceptions=True)
     assert [type(one) for one in done] == [type(None)] * 3 + [PositionMoved] + [type(None)] * 2
@@ -95,8 +97,7 @@ async def test_a_call_that_is_repeated_because_of_another_partition_has_an_event
         seen.append(event.account)
         event.__dict__["account"] = "spoiled"
 
-    for one in deposits(6):
-        await replace(desk, slot=replace(desk.slot, partition=one.partition or 0)).position()
+    await assign(desk, 6)
     db_lock = "LOCK TABLE pipeline.outbox IN ACCESS EXCLUSIVE MODE"
     async with asyncio.timeout(PATIENCE), db.transaction():
         await db.execute(db_lock)
@@ -114,6 +115,7 @@ async def test_a_message_that_fails_takes_no_neighbour_with_it(
 ) -> None:
     given, desk, apply = bank
     given.refused = {2}
+    await assign(desk, 6)
     await asyncio.gather(*map(apply, deposits(6)))
     assert await stored(db) == dict.fromkeys(range(6), 1)
     assert await histories(db) == {f"of {one}": [one] for one in range(6) if one != 2}
@@ -125,6 +127,7 @@ async def test_a_handler_that_hangs_holds_up_no_other_partition(
 ) -> None:
     given, desk, apply = bank
     given.waits = {2: asyncio.Event().wait}  # type: ignore[dict-item]
+    await assign(desk, 6)
     hanging = asyncio.create_task(apply(deposits(6)[2]))
     others = [one for one in deposits(6) if one.amount != 2]
     async with asyncio.timeout(PATIENCE):
@@ -139,6 +142,7 @@ async def test_a_slow_server_is_neither_an_outage_nor_a_fault_of_what_is_applied
     bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
 ) -> None:
     _, desk, apply = bank
+    await assign(desk, 3)
     async with asyncio.timeout(PATIENCE), db.transaction():
         await db.execute("LOCK TABLE account IN ACCESS EXCLUSIVE MODE")
         unknown = [replace(one, type="unknown") for one in deposits(3)[1:]]
@@ -161,6 +165,8 @@ async def test_an_open_breaker_holds_up_no_partition_of_another_consumer(
         raise Refused("always")
 
     desk.consume.breaker._limit = 1
+    await assign(desk, 3)
+    await assign(desk, 3, "others")
     others = [apply(replace(one, id="x"), topic="others") for one in deposits(3)]
     done = await asyncio.gather(*map(apply, deposits(3)), *others, return_exceptions=True)
     assert [type(one) for one in done] == [type(None)] * 3 + [BreakerOpen] * 3
@@ -171,7 +177,8 @@ async def test_an_open_breaker_holds_up_no_partition_of_another_consumer(
 async def test_a_partition_that_is_revoked_leaves_nothing_behind_and_the_others_go_on(
     bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
 ) -> None:
-    given, _, apply = bank
+    given, desk, apply = bank
+    await assign(desk, 6)
     reached, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait() -> None:

@@ -257,6 +257,10 @@ class World:
         """Send an event that changes and tells nothing."""
         await self._send(self._last(0) + 1, 0, type="noted")
 
+    async def send_a_pair(self) -> None:
+        """Send a deposit to each partition in one request, so that they share a transaction."""
+        await asyncio.gather(*(self._send(self._last(one) + 1, one) for one in self.sent))
+
     async def send_a_promise(self) -> None:
         """Send an event that schedules another."""
         await self._send(self._last(0) + 1, 0, type="promised")

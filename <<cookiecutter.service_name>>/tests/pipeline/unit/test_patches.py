@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiokafka import conn, errors
 from aiokafka.client import AIOKafkaClient
+from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.memory_records import MemoryRecords
@@ -88,3 +89,33 @@ def test_a_name_of_a_header_that_is_not_utf8_cannot_be_read_without_the_patch() 
 def test_an_invalid_record_and_a_full_group_are_unknown_errors_without_the_patch() -> None:
     numbers = {getattr(error, "errno", None) for error in vars(errors).values()}
     assert not numbers & {patches.InvalidRecordError.errno, patches.GroupIsFullError.errno}
+
+
+@pytest.mark.parametrize(("rate", "rests"), [(100, False), (1_000, True)])
+async def test_a_fetch_is_sent_at_once_at_any_rate_without_the_patch(
+    rate: int, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def find_records(*_: Any) -> bool:
+        sent.append(loop.time())
+        return True
+
+    monkeypatch.setattr(fetcher.Fetcher, "_proc_fetch_request", find_records)
+    paced = patches.Fetcher.__new__(patches.Fetcher)
+    paced._loop, paced._counted_since = loop, loop.time() - 1
+    paced.count(rate)
+    for _ in range(2):
+        assert await paced._proc_fetch_request()
+    assert (sent[1] - sent[0] >= 0.5 * patches._GATHER_SECONDS) == rests
+
+
+async def test_a_fetch_that_is_cancelled_while_it_rests_returns_as_aiokafka_expects() -> None:
+    paced = patches.Fetcher.__new__(patches.Fetcher)
+    paced._loop = asyncio.get_running_loop()
+    paced._rests_until = paced._loop.time() + 60
+    fetch = asyncio.create_task(paced._proc_fetch_request())
+    await asyncio.sleep(0)
+    fetch.cancel()
+    assert await fetch is False
