@@ -22,6 +22,7 @@ PACKAGES = (
         "effects",
         "http_api",
         "object_store",
+        "oidc",
         "operate",
         "page",
         "personal",

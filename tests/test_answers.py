@@ -115,7 +115,7 @@ NO_AUTHOR = [
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
     *("pipeline", "operate", "archive", "claims", "contracts", "effects", "object_store"),
-    *("page", "personal", "schema_registry", "grpc_tools", "attr"),
+    *("page", "personal", "oidc", "schema_registry", "grpc_tools", "attr"),
     *(
         "tests",
         "migrations",

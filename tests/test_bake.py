@@ -35,7 +35,8 @@ from tests.programs import require
 
 COPIED = (
     *("src/archive", "src/claims", "src/contracts", "src/effects", "src/http_api"),
-    *("src/object_store", "src/operate", "src/page", "src/pipeline", "src/schema_registry"),
+    *("src/object_store", "src/oidc", "src/operate", "src/page", "src/pipeline"),
+    *("src/schema_registry",),
     *("tests/archive", "tests/claims", "tests/contracts", "tests/effects"),
     *("tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),

@@ -4,12 +4,15 @@ import re
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
+
+from .redaction import redact_error
 
 _IN_THE_URL = {"ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword"}
 """Parameters of the URL by which other clients configure TLS."""
@@ -31,6 +34,25 @@ def written(pattern: str, how: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _refuse_unless_function(path: str) -> str:
+    try:
+        found = resolve_name(path)
+    except Exception as error:
+        why = redact_error(f"{type(error).__name__}: {error}")
+        raise ValueError(f"{path} can't be imported: {why}") from None
+    if not callable(found):
+        raise ValueError(f"{path} is no function")
+    return path
+
+
+Function = Annotated[
+    str,
+    AfterValidator(_refuse_unless_function),
+    written(r"[\w.]+:[\w.]+", "module:function"),
+]
+"""A function without parameters, by its name."""
+
+
 class EnvironmentSettings(BaseSettings):
     """Settings that are read from the environment; errors about them never have their values."""
 
@@ -46,6 +68,9 @@ class ServerSettings(EnvironmentSettings):
 
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""
+    database_password_provider: Function | None = None
+    """`module:function` that returns a password that expires, such as a token of IAM. It is called
+    for each new connection, in a thread unless it is `async`. The URL then has none."""
     database_pooler: bool = False
     """The database is behind a pooler in transaction mode (PgBouncer). Then set `jit = off` for the
     role, because a session can't."""
@@ -72,12 +97,24 @@ class ServerSettings(EnvironmentSettings):
 
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """As Kafka names them. SSL verifies the brokers' certificates and names; SASL sends a user."""
-    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
-    """PLAIN sends the password unencrypted, and is allowed only with SASL_SSL."""
+    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = (
+        "SCRAM-SHA-512"
+    )
+    """PLAIN sends the password as it is, OAUTHBEARER the token: only with SASL_SSL."""
     kafka_user: str | None = None
-    """For SASL."""
+    """For SASL with a password."""
     kafka_password: SecretStr | None = None
-    """For SASL."""
+    """For SASL with a password."""
+    kafka_token_provider: Function | None = None
+    """`module:function` that returns a token for OAUTHBEARER; `oidc.tokens:token` gets it from an
+    OIDC provider. It is called for each new connection, in a thread unless it is `async`."""
+    kafka_token_extensions: (
+        Annotated[
+            str, written("[A-Za-z]+=[^,]+(,[A-Za-z]+=[^,]+)*", "name=value, separated by commas")
+        ]
+        | None
+    ) = None
+    """Extensions of SASL that brokers require with the token: `name=value`, separated by commas."""
     kafka_ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the system's."""
     kafka_certificate_file: Path | None = None
@@ -145,6 +182,14 @@ class ServerSettings(EnvironmentSettings):
         """Yield what is wrong with settings that are valid by themselves."""
         protocol = self.kafka_security_protocol
         yield from self._mistakes_of_sasl()
+        if (
+            self.database_password_provider
+            and make_url(self.database_url.get_secret_value()).password
+        ):
+            yield (
+                "PIPELINE_DATABASE_URL has a password, and PIPELINE_DATABASE_PASSWORD_PROVIDER"
+                " is set: leave one of them out"
+            )
         unused = None if self.database_tls else "PIPELINE_DATABASE_TLS is not set"
         yield from self._tls_files("database").mistakes("PIPELINE_DATABASE", unused)
         is_plain = not protocol.endswith("SSL")
@@ -154,14 +199,23 @@ class ServerSettings(EnvironmentSettings):
     def _mistakes_of_sasl(self) -> Iterator[str]:
         protocol = f"PIPELINE_KAFKA_SECURITY_PROTOCOL is {self.kafka_security_protocol}"
         is_sasl = self.kafka_security_protocol.startswith("SASL")
-        for name, value in ("USER", self.kafka_user), ("PASSWORD", _revealed(self.kafka_password)):
-            if is_sasl and not value:
-                yield f"PIPELINE_KAFKA_{name} is not set: {protocol}"
-            elif value and not is_sasl:
-                yield f"PIPELINE_KAFKA_{name} is set, and would not be used: {protocol}"
-        if protocol.endswith(" SASL_PLAINTEXT") and self.kafka_sasl_mechanism == "PLAIN":
+        mechanism, by_token = self.kafka_sasl_mechanism, self.kafka_sasl_mechanism == "OAUTHBEARER"
+        why = f"{protocol}, PIPELINE_KAFKA_SASL_MECHANISM {mechanism}" if is_sasl else protocol
+        for name, value, is_of_token in (
+            ("USER", self.kafka_user, False),
+            ("PASSWORD", _revealed(self.kafka_password), False),
+            ("TOKEN_PROVIDER", self.kafka_token_provider, True),
+            ("TOKEN_EXTENSIONS", self.kafka_token_extensions, True),
+        ):
+            is_used = is_sasl and is_of_token == by_token
+            if is_used and not value and name != "TOKEN_EXTENSIONS":
+                yield f"PIPELINE_KAFKA_{name} is not set: {why}"
+            elif value and not is_used:
+                yield f"PIPELINE_KAFKA_{name} is set, and would not be used: {why}"
+        if protocol.endswith(" SASL_PLAINTEXT") and mechanism in ("PLAIN", "OAUTHBEARER"):
             yield (
-                "PIPELINE_KAFKA_SASL_MECHANISM is PLAIN, which sends the password as it is: set"
+                f"PIPELINE_KAFKA_SASL_MECHANISM is {mechanism}, which sends the"
+                f" {'token' if by_token else 'password'} as it is: set"
                 " PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL"
             )
 

@@ -24,6 +24,9 @@ def _at_most_a_century(seconds: float) -> float:
     return seconds
 
 
+_NAME, _NAME_RULE = "[a-zA-Z0-9._-]{1,249}", "of letters, digits, '.', '_', '-'"
+"""What Kafka allows as the name of a topic, and of a member."""
+
 Seconds = Annotated[float, Field(gt=0), AfterValidator(_at_most_a_century), SECONDS]
 Count = Annotated[int, Field(ge=1)]
 
@@ -69,6 +72,12 @@ class Settings(ServerSettings):
     """Concurrent consume transactions, each on its own connection."""
     kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
     """After this long without a heartbeat the group reassigns a process' partitions."""
+    kafka_group_instance_id: Annotated[str, written(_NAME, _NAME_RULE)] | None = None
+    """Static membership: a process that restarts within the session time-out, with the same id,
+    keeps its partitions without a rebalance. A different one for each process."""
+    kafka_client_rack: str | None = None
+    """Rack or zone of the process. Records are read from a replica there, if brokers have the
+    `RackAwareReplicaSelector`."""
     transaction_timeout: Seconds = 8.0
     """The server ends a consume transaction after this long; below the session timeout."""
     lock_timeout: Seconds = 4.0
@@ -115,6 +124,11 @@ class Settings(ServerSettings):
     relay_cursor_interval: Seconds = 0.25
     """Interval at which the cursor is written; a crash repeats at most what was sent in it."""
 
+    relay_compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "zstd"
+    """How batches are compressed. `zstd` needs brokers and consumers from Kafka 2.1 on."""
+    relay_idempotent: bool = True
+    """Number the batches, so that brokers drop one that is sent again. Turn it off for brokers
+    without this. Then a lost connection may repeat a batch; the order stays."""
     relay_transactional: bool = False
     """Publish in Kafka transactions: a relay that was paused can't send late. For consumers that
     can't drop repeats by id; they must read committed. Repeats after a crash remain."""
@@ -122,7 +136,7 @@ class Settings(ServerSettings):
     dead_letter_topic: (
         Annotated[
             str,
-            written(r"[a-zA-Z0-9._-]{1,249}", "a topic's name, of letters, digits, '.', '_', '-'"),
+            written(_NAME, f"a topic's name, {_NAME_RULE}"),
         ]
         | None
     ) = None
@@ -193,6 +207,8 @@ class Settings(ServerSettings):
                 f" PIPELINE_KAFKA_SESSION_TIMEOUT must hold; they are {self.lock_timeout},"
                 f" {self.transaction_timeout} and {self.kafka_session_timeout} seconds"
             )
+        if self.relay_transactional and not self.relay_idempotent:
+            yield "PIPELINE_RELAY_TRANSACTIONAL needs PIPELINE_RELAY_IDEMPOTENT, which is off"
         if not self.transaction_timeout < self.backlog_lease:
             yield (
                 "PIPELINE_TRANSACTION_TIMEOUT < PIPELINE_BACKLOG_LEASE must hold; they are"

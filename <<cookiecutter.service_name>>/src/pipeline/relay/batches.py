@@ -63,6 +63,7 @@ class Sending:
     """The state of a page that is being sent."""
 
     is_transactional: bool
+    is_compressed: bool
     may_send: Callable[[], bool]
     """Called before every batch."""
     rejections: dict[int, Rejection] = field(default_factory=dict)
@@ -73,13 +74,17 @@ class Sending:
     _limits: dict[str, int] = field(default_factory=dict)
     """Size of the smallest batch that was too large for a topic."""
 
-    def is_too_large(self, topic: str, size: int) -> bool:
-        """Whether a batch of this size or a smaller one was rejected as too large before."""
-        return topic in self._limits and size >= self._limits[topic]
+    def is_too_large(self, topic: str, size: int, count: int) -> bool:
+        """Whether a batch of this size or a smaller one was rejected as too large before.
+
+        A compressed batch of one event is never skipped: another one may be compressed better.
+        """
+        may_fit = self.is_compressed and count == 1
+        return not may_fit and topic in self._limits and size >= self._limits[topic]
 
     def reject(self, chain: Chain, rejection: Rejection, count: int, size: int) -> None:
         """Handle a rejected batch: close its topic, halve the batch, or reject its one event."""
-        is_new = not self.is_too_large(chain.topic, size)
+        is_new = not self.is_too_large(chain.topic, size, count)
         if rejection.reason == "too large" and is_new:
             self._limits[chain.topic] = size
         chain.rejections += is_new

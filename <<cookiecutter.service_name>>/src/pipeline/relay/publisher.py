@@ -47,7 +47,7 @@ class NotSent(Exception):
 
 
 class Publisher:
-    """An idempotent producer that is replaced after a failure, and after a rejection.
+    """A producer that is replaced after a failure, and after a rejection.
 
     A batch that is rejected, or expires in the client, has used up a sequence number. A later batch
     could then overtake it, or be dropped as its duplicate. A new producer has new numbers.
@@ -73,7 +73,10 @@ class Publisher:
 
         Raises `NotSent`, and `LeaseExpired` when `may_send` returns False.
         """
-        sending = Sending(self._settings.relay_transactional, may_send)
+        settings = self._settings
+        sending = Sending(
+            settings.relay_transactional, settings.relay_compression != "none", may_send
+        )
         try:
             chains = await self._chains(events, sending)
             while chains:
@@ -167,13 +170,17 @@ class Publisher:
         return self._producer
 
     async def _new_producer(self, owner: str) -> AIOKafkaProducer:
-        transactional = self._settings.relay_transactional
+        transactional, compression = (
+            self._settings.relay_transactional,
+            self._settings.relay_compression,
+        )
         producer = AIOKafkaProducer(
             **clients.connection_options(self._settings),
             client_id=self._client_id,
             transactional_id=f"{self._client_id}-{owner}" if transactional else None,
-            enable_idempotence=True,
+            enable_idempotence=self._settings.relay_idempotent,
             acks="all",
+            compression_type=None if compression == "none" else compression,
             max_batch_size=min(_BATCH_BYTES, self._settings.max_event_bytes),
             max_request_size=2 * self._settings.max_event_bytes,
             metadata_max_age_ms=30_000,
@@ -219,7 +226,7 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
         while chain.sent < len(chain.events):
             (batch, count), following = following or chain.fill(producer), None
             size = batch.size()
-            is_sent = not sending.is_too_large(topic, size)
+            is_sent = not sending.is_too_large(topic, size, count)
             try:
                 if not is_sent:
                     raise MessageSizeTooLargeError
@@ -261,7 +268,7 @@ async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> 
         except TimeoutError:
             answered = False
         if not answered:
-            raise NotSent("the brokers do not answer requests for metadata")
+            raise NotSent(f"the brokers do not answer requests for metadata{client.reasons}")
 
 
 def _partitions(producer: AIOKafkaProducer, topic: str) -> int:

@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaConnectionError
 
 from pipeline.settings import Settings
 
+from .credentials import Credentials
 from .patches import Client, KafkaConsumer, cancel_batches, close_bootstrap_connection, rejections
 
 _ANSWERS_WITHIN = 40.0
@@ -21,7 +22,7 @@ _CANCEL_SECONDS = 1.0
 
 def connection_options(settings: Settings) -> dict[str, Any]:
     """Return the options of every client: the brokers' addresses, TLS and credentials."""
-    password = settings.kafka_password
+    password, function = settings.kafka_password, settings.kafka_token_provider
     return {
         "bootstrap_servers": settings.kafka_bootstrap_servers,
         "security_protocol": settings.kafka_security_protocol,
@@ -29,6 +30,8 @@ def connection_options(settings: Settings) -> dict[str, Any]:
         "sasl_mechanism": settings.kafka_sasl_mechanism,
         "sasl_plain_username": settings.kafka_user,
         "sasl_plain_password": password.get_secret_value() if password else None,
+        "sasl_oauth_token_provider": function
+        and Credentials("PIPELINE_KAFKA_TOKEN_PROVIDER", function, settings.kafka_token_extensions),
     }
 
 
@@ -71,8 +74,8 @@ async def start(one: AIOKafkaProducer | AIOKafkaConsumer | AIOKafkaAdminClient) 
 
     Raises `KafkaConnectionError`, with the reason of brokers that answer and reject the client.
     """
-    Client.of(one)
     found: dict[str, str] = {}
+    Client.of(one).rejections = found
     token = rejections.set(found)
     try:
         await one.start()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import asyncpg
@@ -11,9 +12,11 @@ from asyncpg.connection import LoggedQuery
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from pipeline.errors import describe_error
 from pipeline.observe import statements
 from pipeline.settings import Settings
 
+from .credentials import Credentials, CredentialsUnavailable
 from .guard import CURRENT_GUARD, GUARD
 
 _BESIDE_TRANSACTIONS = 5
@@ -124,6 +127,9 @@ def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"server_settings": {"application_name": name}}
     if context := settings.database_context():
         options["ssl"] = context
+    if function := settings.database_password_provider:
+        passwords = Credentials("PIPELINE_DATABASE_PASSWORD_PROVIDER", function)
+        options["async_creator_fn"] = partial(_connect_by_password, passwords)
     if settings.database_pooler:
         # The next transaction may run in another session, without this one's statements.
         return options | {
@@ -134,6 +140,15 @@ def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
     # Compiling the query of a page of the outbox takes longer than running it.
     options["server_settings"]["jit"] = "off"
     return options
+
+
+async def _connect_by_password(passwords: Credentials, **options: Any) -> asyncpg.Connection:
+    password = await passwords.token()
+    try:
+        return await asyncpg.connect(**options, password=password)
+    except asyncpg.InvalidAuthorizationSpecificationError as error:
+        # It may have expired on its way: an outage, which the next attempt may end.
+        raise CredentialsUnavailable(f"{passwords.name}: {describe_error(error)}") from error
 
 
 @asynccontextmanager

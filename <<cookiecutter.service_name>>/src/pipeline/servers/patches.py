@@ -12,8 +12,8 @@ Each item is what aiokafka does without its patch, with the issue upstream where
    attempt, so that nothing behind it is ever read. See `record_batches`.
 7. A consumer for which no records come polls the brokers as often as any other, and does not report
    that its fetching task has ended, or that no broker answers.
-8. The errors INVALID_RECORD and GROUP_MAX_SIZE_REACHED are unknown: a broker that returns the first
-   looks unavailable.
+8. The errors INVALID_RECORD, GROUP_MAX_SIZE_REACHED and FENCED_INSTANCE_ID are unknown: a broker
+   that returns the first looks unavailable.
 9. A client whose brokers have all moved never uses the bootstrap addresses again.
 10. A consumer that may not join its group reports it to a call that waits for records, and waits
    for such a call before it tries again. No assigned partition, no call. (`_push_error_to_user`)
@@ -48,6 +48,7 @@ from aiokafka.protocol.commit import OffsetFetchRequest
 
 from pipeline.errors import describe_error
 
+from .credentials import CredentialsUnavailable
 from .record_batches import FetchedBatches
 
 MAX_WAIT_MS, IDLE_MAX_WAIT_MS = 100, 1000
@@ -64,7 +65,7 @@ _COUNTING_SECONDS = 0.5
 """How long records are counted to compute their rate."""
 
 rejections: ContextVar[dict[str, str]] = ContextVar("rejections")
-"""Errors of the brokers that were connected to, by address, of the client that is started."""
+"""Why a client can't connect to brokers, by their address. The tasks that it starts share it."""
 
 fetcher.MemoryRecords = FetchedBatches
 
@@ -77,6 +78,14 @@ class GroupIsFullError(BrokerResponseError):  # type: ignore[misc]  # it has no 
     description = "The group has as many members as the broker allows (group.max.size)."
 
 
+class FencedInstanceIdError(BrokerResponseError):  # type: ignore[misc]  # it has no types
+    """The broker's error FENCED_INSTANCE_ID."""
+
+    errno = 82
+    message = "FENCED_INSTANCE_ID"
+    description = "Another process has joined with the same PIPELINE_KAFKA_GROUP_INSTANCE_ID."
+
+
 class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has no types
     """The broker's error INVALID_RECORD."""
 
@@ -85,7 +94,7 @@ class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has n
     description = "The broker does not take this record."
 
 
-for _error in (GroupIsFullError, InvalidRecordError):
+for _error in (GroupIsFullError, FencedInstanceIdError, InvalidRecordError):
     kafka_errors.setdefault(_error.errno, _error)
 
 
@@ -93,13 +102,16 @@ class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no ty
     """A connection to a broker that raises `KafkaConnectionError` when it was reset."""
 
     async def connect(self) -> Any:
+        found, broker = rejections.get({}), f"{self.host}:{self.port}"
         try:
-            return await super().connect()
+            connected = await super().connect()
         except (KafkaError, OSError) as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, KafkaError | ssl.SSLError):
-                rejections.get({})[f"{self.host}:{self.port}"] = describe_error(cause)
+            cause = error if isinstance(error, CredentialsUnavailable) else error.__cause__ or error
+            if isinstance(cause, KafkaError | ssl.SSLError | CredentialsUnavailable):
+                found[broker] = describe_error(cause)
             raise
+        found.pop(broker, None)
+        return connected
 
     def send(self, *args: Any, **options: Any) -> Any:
         try:
@@ -117,7 +129,13 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
     cancelled."""
 
     is_closed = False
+    rejections: dict[str, str]
     _is_bootstrapping = False
+
+    @property
+    def reasons(self) -> str:
+        """Why brokers can't be connected to, to follow what that has caused; empty if they can."""
+        return "".join(f"; {broker}: {reason}" for broker, reason in self.rejections.items())
 
     @classmethod
     def of(cls, one: Any) -> "Client":
@@ -324,9 +342,9 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         cluster = self._client.cluster
         silence = time.time() - cluster._last_successful_refresh_ms / 1_000
         if silence > patience:
-            return f"the brokers have not answered for {silence:.0f} s"
+            return f"the brokers have not answered for {silence:.0f} s{self._client.reasons}"
         if self._coordinator.coordinator_id is None:
-            return "the group has no coordinator"
+            return f"the group has no coordinator{self._client.reasons}"
         leaderless = [
             f"{one.topic}/{one.partition}"
             for one in partitions
