@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from dataclasses import dataclass, replace
+from inspect import isawaitable
 from time import perf_counter
 from typing import Any
 
@@ -114,6 +115,8 @@ class Caller:
                             raise TimeoutError
                     called = replace(called, is_made=True)
                     result = await InContext(handler.function(item.event, call))
+                    if isawaitable(result):
+                        raise TypeError("the function has returned a coroutine or a task: await it")
             return replace(called, result=result, kept=_kept(result, item))
         except asyncio.CancelledError as error:
             if task.cancelling():
@@ -137,13 +140,16 @@ async def _has_happened(item: Item, call: Call) -> bool:
     ask = Effect.of(item).ask
     assert ask is not None
     try:
-        return await ask(item.event, call)
+        answer: object = await ask(item.event, call)
     except Exception as error:
         if not isinstance(as_decision(error), NOT_DONE):
             raise
         # The effect's function raises it to say that the call did not take place. From `ask` it
         # says nothing about the earlier call.
         raise OutcomeUnknown(f"ask has failed: {describe_error(error)}") from error
+    if not isinstance(answer, bool):
+        raise TypeError(f"ask has returned {type(answer).__name__}: return whether it took place")
+    return answer
 
 
 def _kept(result: object, item: Item) -> object:

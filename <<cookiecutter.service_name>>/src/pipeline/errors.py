@@ -123,9 +123,14 @@ def sqlstate_of(error: BaseException) -> str | None:
 
 
 def is_contention(error: BaseException) -> bool:
-    """Return whether locks were in the way: an outage if that passes, else the batch's fault."""
-    raised = map(as_raised, leaves(error))
-    return any(isinstance(e, asyncpg.PostgresError) and e.sqlstate in _CONTENTION for e in raised)
+    """Return whether locks or changed tables were in the way: if that does not pass, the messages
+    are at fault.
+    """
+    return any(
+        isinstance(e, asyncpg.InvalidCachedStatementError)
+        or (isinstance(e, asyncpg.PostgresError) and e.sqlstate in _CONTENTION)
+        for e in map(as_raised, leaves(error))
+    )
 
 
 def is_of_the_database(error: BaseException) -> bool:
@@ -197,5 +202,6 @@ def format_traceback(error: BaseException) -> str:
         if is_of_the_database(one) or isinstance(one, ValidationError):
             found._str = summarize_error(one)  # type: ignore[attr-defined]  # nothing public sets it
         pairs += [(found.__cause__, one.__cause__), (found.__context__, one.__context__)]
-        pairs += zip(found.exceptions or (), getattr(one, "exceptions", ()), strict=False)
+        if isinstance(one, BaseExceptionGroup):
+            pairs += zip(found.exceptions or (), one.exceptions, strict=False)
     return redact_error("".join(whole.format())).rstrip("\n")

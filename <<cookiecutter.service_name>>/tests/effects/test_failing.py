@@ -112,3 +112,48 @@ async def test_a_call_whose_result_is_no_json_was_made_and_is_not_made_again(
     (warning,) = [one.getMessage() for one in caplog.records if "tell" in one.getMessage()]
     assert "was made, and nothing of it is kept" in warning
     assert "return text, a number, a list, a dict or a model" in warning
+
+
+async def test_an_answer_that_is_neither_true_nor_false_repeats_no_call(
+    new_calling_desk: NewDesk,
+) -> None:
+    async def ask(event: Event, call: Any) -> Any:
+        """It has forgotten to return what it has found."""
+
+    outside, desk = await desk_of(
+        new_calling_desk, repeatable=False, ask=ask, policy=Policy(attempts=2, schedule=(0,))
+    )
+    outside.errors = {1: OSError("lost")}
+    await desk.apply(Deposit(1))
+    await desk.call()
+    await desk.make_due()
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert row["reason"] == "outcome unknown"
+    assert "ask has returned NoneType" in row["error"]
+    assert outside.calls == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.* was never awaited:RuntimeWarning")
+async def test_a_call_that_is_returned_and_not_awaited_has_failed(
+    new_calling_desk: NewDesk,
+) -> None:
+    handlers = Handlers()
+    effects = Effects(handlers)
+
+    async def send() -> None:
+        """Nothing is sent until it is awaited."""
+
+    @effects.on(Deposited, consumer="sending", policy=Policy(attempts=1))
+    async def sending(event: Deposited, call: Any) -> object:
+        return send()
+
+    @handlers.on(Deposited, topic="deposits", consumer="calling")
+    async def calling(event: Deposited, tx: Transaction) -> None:
+        tx.call(event, key=event.account)
+
+    desk = await new_calling_desk(handlers, topic="deposits")
+    await desk.apply(Deposit(1))
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert "await it" in row["error"]

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 
+import asyncpg
 import pydantic_core
 import sqlalchemy as sa
 
-from pipeline.errors import describe_error
+from pipeline.errors import as_raised, describe_error
 from pipeline.handlers.aggregate import Aggregate, Key
 from pipeline.handlers.policy import Reject
 from pipeline.handlers.sessions import DONE, SharedSession
@@ -86,7 +87,7 @@ async def _call_in_order(
             if is_cut_off:
                 return
             if item.consumer in attempt.own:
-                if not attempt.memory.isolates:
+                if not (attempt.memory.isolates and attempt.driver.is_in_transaction()):
                     return
             elif len(failures.failed) == 1:
                 # Raises if the error of a statement has aborted the transaction: then all the
@@ -123,6 +124,9 @@ async def _call_in_session(
         is_certain = is_own or isinstance(error, HandlerFault)
         if is_certain and is_guilty(error, attempt, is_alone=is_own):
             raise CallFailed(error, attempt.context) from error
+        attempt.memory.was_interrupted = attempt.driver.is_closed() or isinstance(
+            as_raised(error), asyncpg.InterfaceError
+        )
         raise
     if result is not None:
         outcome.returned[item.key] = result

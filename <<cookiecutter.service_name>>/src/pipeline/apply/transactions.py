@@ -43,7 +43,8 @@ from .source import Source, is_single
 _EARLY = 0.01
 """Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
 _CONTENTIONS = 3
-"""Deadlocks and lock time-outs in a row after which the messages are at fault."""
+"""Deadlocks, lock time-outs, and connections lost during a call, after which the messages are at
+fault."""
 
 
 class Signals:
@@ -157,12 +158,14 @@ class ConsumeTransactions:
 
         async def transact() -> BatchOutcome | Failure:
             nonlocal contentions
+            memory.was_interrupted = False
             try:
                 return await self._transact(source, decisions, memory)
             except Exception as error:
-                contentions += is_contention(error)
+                contentions += is_contention(error) or memory.was_interrupted
                 if contentions > _CONTENTIONS and guilt.may_be_cause(source, decisions):
-                    return CulpritUnknown("locked out", error)
+                    reason = "locked out" if is_contention(error) else "connection lost"
+                    return CulpritUnknown(reason, error)
                 raise
 
         result = await retrying(transact)

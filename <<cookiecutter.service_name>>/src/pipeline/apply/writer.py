@@ -178,8 +178,12 @@ class Writer:
                 await connection.execute(sa.text(BEGIN))
                 async with own_session(connection, driver, guard, DONE, WriterSession) as own:
                     writing = Writing(Rows(own), outbox, id)
+
+                    async def call(writing: Writing = writing) -> T:
+                        return await work(writing)  # any awaitable
+
                     try:
-                        result = await InContext(work(writing), guard)
+                        result = await InContext(call(), guard)
                     finally:
                         writing.end()
                 # Rows are locked now, so that their events have the order of their versions.

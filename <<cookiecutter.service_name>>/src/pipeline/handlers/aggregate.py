@@ -90,9 +90,14 @@ def canonical(entity: type[Any], key: Key) -> Key:
 @cache_by_class
 def _readers(entity: type[Any]) -> tuple[Callable[[Any], Any] | None, ...] | None:
     """Return by column what the database returns for a value; None: the same for all of them."""
-    readers = []
+    readers, mapper = [], sa.inspect(entity)
+    if mapper.version_id_col is not None and mapper.version_id_col is mapper.columns.get("version"):
+        raise TypeError(
+            f"{entity.__name__}.version counts events, and a version_id_col counts flushes: leave"
+            " that out, because the row is locked"
+        )
     for name in primary_key(entity):
-        kind = sa.inspect(entity).columns[name].type
+        kind = mapper.columns[name].type
         column = column_of(kind)
         if column is None:
             raise TypeError(
@@ -135,11 +140,19 @@ def locking(entity: type[Aggregate]) -> sa.Select[Any]:
 
 
 def create(entity: type[A], key: Key) -> A:
-    """Make a new row with this primary key and the defaults that its columns have in Python."""
-    row = entity(**dict(zip(primary_key(entity), key, strict=True)))
+    """Make a new row with this primary key and the defaults that its columns have in Python.
+
+    Raises `TypeError` for a value of another type than the database returns.
+    """
+    names, columns = primary_key(entity), sa.inspect(entity).columns
+    row = entity(**dict(zip(names, key, strict=True)))
+    for name, value in zip(names, canonical(entity, key), strict=True):
+        kept = columns[name].type.python_type
+        if value is not None and not isinstance(value, kept):
+            raise TypeError(f"{entity.__name__}.{name} holds {kept.__name__}, not {value!r}")
     row.version = 0
     given = sa.inspect(row).dict
-    for name, column in sa.inspect(entity).columns.items():
+    for name, column in columns.items():
         default = column.default if isinstance(column, sa.Column) else None
         if name not in given and isinstance(default, sa.ColumnDefault) and default.is_scalar:
             setattr(row, name, default.arg)

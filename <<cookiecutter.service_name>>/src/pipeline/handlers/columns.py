@@ -1,5 +1,6 @@
 """Columns: which values of Python the database returns as they are, or as which others."""
 
+import math
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -11,6 +12,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Mapper
 from sqlalchemy.orm.attributes import instance_state
+
+from pipeline.errors import UNSTORABLE
 
 T = TypeVar("T")
 
@@ -31,6 +34,7 @@ _EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
     postgresql.BYTEA: bytes,
 }
 """Column types that return a written value unchanged if it has this Python type."""
+_BITS: dict[type[Any], int] = {sa.SmallInteger: 15, sa.Integer: 31, sa.BigInteger: 63}
 _IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
 _NO_OFFSET = timedelta(0)
 
@@ -46,7 +50,8 @@ class Column(NamedTuple):
     returned: Callable[[Any], Any] | None = None
     """Returns what the database returns for a value; None: the value itself."""
     is_unchanged: Callable[[Any], bool] | None = None
-    """Whether the database returns a value with all of its properties; None: that is unknown."""
+    """Whether the database accepts a value and returns it with all of its properties; None: that is
+    unknown."""
 
 
 def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
@@ -66,12 +71,27 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
         )
     if isinstance(kind, sa.Numeric) and kind.asdecimal and kind.scale is not None:
         scale = -kind.scale
-        step = Decimal(1).scaleb(scale)
+        step, limit = Decimal(1).scaleb(scale), Decimal(1).scaleb((kind.precision or 0) + scale)
         return Column(
             lambda value: Decimal(value).quantize(step),
-            lambda value: type(value) is Decimal and value.as_tuple().exponent == scale,
+            lambda value: (
+                type(value) is Decimal and value.as_tuple().exponent == scale and abs(value) < limit
+            ),
         )
+    if isinstance(kind, sa.Uuid) and not kind.as_uuid:
+        return Column(lambda value: str(UUID(value)))
     is_text = isinstance(kind, sa.String) and not isinstance(kind, sa.CHAR | postgresql.CITEXT)
+    if exact is int:
+        most = 2 ** _BITS[type(kind)]
+        return Column(None, lambda value: type(value) is int and -most <= value < most)
+    if exact is str and getattr(kind, "collation", None) is None:
+        longest = getattr(kind, "length", None) or math.inf
+        return Column(
+            None,
+            lambda value: (
+                type(value) is str and len(value) <= longest and not UNSTORABLE.search(value)
+            ),
+        )
     if (exact or is_text) and getattr(kind, "collation", None) is None:
         return Column(None, exact and (lambda value: type(value) is exact))
     return None
@@ -91,30 +111,30 @@ def is_as_stored(row: Any) -> bool:
         return False
     for name in changed:
         check = checks[name]
-        if check is None or not (values[name] is None or check(values[name])):
+        if check is None or not check(values[name]):
             return False
     return True
 
 
 @cache_by_class
 def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None:
-    """Return by column whether the database would return a value that is written.
+    """Return by column whether the database would accept and return a value that is written.
 
-    A column is None if that is unknown, and all are if the database computes one of them. The
-    result is None if a value can change in place or by a relationship, which its row does not show.
+    A column is None if that is unknown, as with a constraint, and all are if the database computes
+    one of them or has a CHECK. The result is None if a value can change in place or by a
+    relationship, which its row does not show.
     """
     mapper: Mapper[Any] = sa.inspect(entity)
     attributes: dict[str, object] = dict(mapper.columns.items())
     columns = {name: one for name, one in attributes.items() if isinstance(one, sa.Column)}
-    known = {name: column_of(column.type) for name, column in columns.items()}
-    checks = {name: column and column.is_unchanged for name, column in known.items()}
+    checks = {name: _check(column) for name, column in columns.items()}
     is_related = any(
         mapper in (one, relationship.mapper)
         for one in mapper.registry.mappers
         for relationship in one.relationships
     )
     is_mutable = any(
-        checks[name] is None and not isinstance(column.type, _IMMUTABLE)
+        column_of(column.type) is None and not isinstance(column.type, _IMMUTABLE)
         for name, column in columns.items()
     )
     if is_related or is_mutable or len(columns) < len(attributes):
@@ -123,7 +143,29 @@ def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None
         column.computed is not None or column.onupdate is not None or column.server_onupdate
         for column in columns.values()
     )
-    return dict.fromkeys(columns) if is_computed else checks
+    has_check = any(
+        isinstance(one, sa.CheckConstraint)
+        for table in mapper.tables
+        if isinstance(table, sa.Table)
+        for one in table.constraints
+    )
+    return dict.fromkeys(columns) if is_computed or has_check else checks
+
+
+def _check(column: sa.Column[Any]) -> Callable[[Any], bool] | None:
+    found, table = column_of(column.type), column.table
+    is_unique = isinstance(table, sa.Table) and any(
+        column in one.columns.values()
+        for one in (*table.constraints, *table.indexes)
+        if isinstance(one, sa.UniqueConstraint) or (isinstance(one, sa.Index) and one.unique)
+    )
+    if found is None or is_unique or column.foreign_keys:
+        return None
+    check = found.is_unchanged
+    is_optional = column.nullable and column.default is None and column.server_default is None
+    if check is None or not is_optional:
+        return check
+    return lambda value: value is None or check(value)
 
 
 @cache_by_class  # needed for every message; SQLAlchemy takes 2 µs

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from pipeline.errors import format_traceback, is_infrastructure, leaves, summarize_error
 
@@ -20,11 +20,15 @@ _TRACEBACK = 20_000
 class _Later(Exception):
     """Postpones a message."""
 
+    after: float | None = None
+    """Also for a subclass that sets it, or whose `__init__` does not call this one."""
+
     def __init__(self, text: str = "", *, after: float | None = None) -> None:
         super().__init__(text)
-        if after is not None and not is_delay(after):
-            raise ValueError(f"after is a number of seconds from now, not {after!r}")
-        self.after = after
+        if after is not None:
+            if not is_delay(after):
+                raise ValueError(f"after is a number of seconds from now, not {after!r}")
+            self.after = after
 
 
 class Retry(_Later):
@@ -65,7 +69,7 @@ def as_decision(error: BaseException) -> BaseException:
     return next(decisions, error)
 
 
-def is_delay(seconds: object) -> bool:
+def is_delay(seconds: object) -> TypeGuard[float]:
     """Whether a message may be postponed by this: a number of seconds up to 100 years."""
     return isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST
 
@@ -109,7 +113,7 @@ class Policy:
         is_parked = isinstance(error, Park)
         attempts += not is_parked
         delay = _delay(self, attempts)
-        if isinstance(error, _Later) and error.after is not None:
+        if isinstance(error, _Later) and is_delay(error.after):
             delay = error.after
         if attempts >= self.attempts and not is_parked:
             return dead(self, "attempts used up", error, attempts=attempts)

@@ -1,8 +1,11 @@
 """The rows that handlers change: locked once in a transaction, read back between messages."""
 
 import asyncio
+from itertools import chain
 from typing import TypeVar, cast
 
+import sqlalchemy as sa
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
@@ -30,9 +33,13 @@ class Rows:
         self.locked: dict[Place, Aggregate | None] = {}
         self._taken: dict[Place, int] = {}
         """Number of the message that has loaded the row last."""
+        self._unsure: set[int] = set()
+        """`id` of rows that were flushed, and that the database may return with other values."""
         self.savepoints: list[dict[Place, Aggregate | None]] = []
         """The locked rows before each open savepoint; the session writes it."""
         self._statement = asyncio.Lock()
+        self._has_related = False
+        """Whether rows may be in the session that were loaded with others, without a lock."""
         self.message = 0
         """Number of the message whose handler is called."""
         self.error: BaseException | None = None
@@ -52,7 +59,12 @@ class Rows:
     async def flush(self) -> None:
         """Write the changed rows."""
         async with self._statement:
-            await self.session.run_sync(Session.flush)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if self._has_related:
+            self.check()
+        await self.session.run_sync(Session.flush)
 
     async def get(self, entity: type[A], key: Key) -> A | None:
         """Return the locked row; one that is not declared is fetched and locked now.
@@ -94,7 +106,7 @@ class Rows:
             # In a shared session a row can have appeared only by `create` or `add`.
             return isinstance(self._known, SharedSession) and not self._known.has_new
         if taken != self.message:
-            return is_as_stored(row)
+            return id(row) not in self._unsure and is_as_stored(row)
         if isinstance(self._known, SharedSession):
             return True
         # A row that is deleted and created anew before a flush would keep its old values.
@@ -102,7 +114,11 @@ class Rows:
 
     async def _lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock the rows that exist, in the order of their keys."""
-        await self.session.run_sync(Session.flush)
+        if isinstance(self._known, SharedSession):  # after the flush they look unchanged
+            written = chain(self._known.new, self._known.dirty)
+            self._unsure.update(id(row) for row in written if not is_as_stored(row))
+        await self._flush()
+        self._has_related = self._has_related or bool(sa.inspect(entity).relationships)
         for key in keys:
             row = self.locked.get((entity, key))
             if row is not None and row in self._known and not instance_state(row).expired:
@@ -121,15 +137,20 @@ class Rows:
         self.locked |= {(entity, key): found.get(key) for key in keys}
 
     def check(self) -> None:
-        """Raise `HandlerFault` for a row that was changed without a lock."""
-        for row in self._known.dirty:
+        """Raise an error for a row that was changed or deleted without a lock.
+
+        It is `HandlerFault` in the session of one message.
+        """
+        is_shared = isinstance(self._known, SharedSession)
+        kind = InvalidRequestError if is_shared else HandlerFault
+        for row in chain(self._known.deleted, self._known.dirty):
             if (
                 isinstance(row, Aggregate)
                 and row not in self._known.added
                 and not self._holds(row, instance_state(row).identity or ())
-                and self._known.is_modified(row)
+                and (row in self._known.deleted or self._known.is_modified(row))
             ):
-                raise HandlerFault(
+                raise kind(
                     f"{type(row).__name__} was changed without a lock, and another transaction may"
                     " change it meanwhile: fetch it by load or load_or_create of tx or the writer"
                 )

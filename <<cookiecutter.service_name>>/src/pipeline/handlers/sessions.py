@@ -8,7 +8,7 @@ are flushed when its handler returns, and the state of the connection is reset.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol, cast
 
 import asyncpg
@@ -129,6 +129,12 @@ class OwnSession(RowSession):
     def close(self) -> None:
         self.guard.refuse("session.close()")
 
+    def reset(self) -> None:
+        self.guard.refuse("session.reset()")
+
+    def invalidate(self) -> None:
+        self.guard.refuse("session.invalidate()")
+
 
 class WriterSession(OwnSession):
     """The session of a writer, which records the rows that it has written."""
@@ -217,6 +223,8 @@ async def own_session(
     options = sync._execution_options
     info = (await connection.get_raw_connection()).info
     others, info[GUARD] = info.get(GUARD), guard
+    # Another partition would get the connection while this transaction still uses its driver.
+    sync.close = partial(guard.refuse, "connection.close()")  # type: ignore[method-assign]
     session = new_session(connection, kind)
     cast(OwnSession, session.sync_session).guard = guard
     try:
@@ -230,6 +238,7 @@ async def own_session(
         raise
     finally:
         info[GUARD] = others
+        del sync.close
         sync._execution_options = options
         Session.close(session.sync_session)
 
@@ -277,7 +286,8 @@ async def isolated(
         try:
             await driver.execute(f"{_UNDO}; {_RESET}; {restore_limits}")
         except Exception:
-            if isinstance(error, HandlerFault):
+            # SQLAlchemy rolls back after a flush that has failed.
+            if isinstance(error, HandlerFault) or not driver.is_in_transaction():
                 raise error from None
             raise HandlerFault(HAS_ENDED) from error
         outbox.staged = earlier

@@ -80,7 +80,7 @@ class Due(NamedTuple):
             raise TypeError("publish(…) takes at= or after= for an event that is due later")
         if at is not None and at.tzinfo is None:
             raise TypeError(f"publish(…, at=…) needs a time with its zone, not {at!r}")
-        if after is not None and after > _LONGEST:
+        if after is not None and abs(after) > _LONGEST:
             raise Unpublishable(f"publish(…, after=…) takes 100 years at most, not {after!r}")
         if name is not None and ("\x00" in name or not 0 < len(name.encode()) <= _NAME_AT_MOST):
             raise Unpublishable(
@@ -226,14 +226,16 @@ class Outbox:
     ) -> StagedEvent:
         """Return the event as a row."""
         kind = type(event)
-        if key is not None and "\x00" in key:
-            raise Unpublishable(f"the key of {kind.__name__} holds a NUL character: {key!r}")
         if sequence is not None and (type(sequence) is not int or not 0 <= sequence < 2**63):
             raise Unpublishable(f"the sequence of {kind.__name__} is no number: {sequence!r}")
         try:
             key_bytes = None if key is None else key.encode()
         except UnicodeEncodeError as error:
             raise Unpublishable(f"the key of {kind.__name__} is not UTF-8: {error}") from error
+        except AttributeError as error:
+            raise Unpublishable(f"the key of {kind.__name__} is no text: {key!r}") from error
+        if key_bytes is not None and b"\x00" in key_bytes:
+            raise Unpublishable(f"the key of {kind.__name__} holds a NUL character: {key!r}")
         context = get_current() if context is None else context
         # Read and replaced as one tuple: a handler may publish from several threads.
         injected = self._injected

@@ -37,6 +37,10 @@ CANCELLED = (
     " handler by timeout="
 )
 HAS_RETURNED = "the handler has ended: await what it has begun before it returns"
+NOT_ITS_CONNECTION = (
+    f"{HAS_RETURNED}; or it has used another connection of the engine, such as a Writer's, whose"
+    " changes would stay if the message fails: use tx.session"
+)
 HAS_ENDED = "the transaction has ended or is read only: " + _USE_BEGIN_NESTED
 
 
@@ -81,7 +85,7 @@ class Guard:
         Otherwise the handler has returned, and a task that it has started sends the statement.
         """
         if guard is not self:
-            self.stray = HandlerFault(HAS_RETURNED)
+            self.stray = HandlerFault(NOT_ITS_CONNECTION)
             raise self.stray
 
     def begin_savepoint(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import count
 from typing import Any, Literal
 
@@ -101,6 +102,11 @@ async def change(tx: Tx, key: str, cents: int) -> None:
 async def rename(tx: Tx, key: str, cents: int) -> None:
     if wallet := await tx.load(Wallet, key):
         wallet.owner = f"owner {cents}"
+
+
+async def rate(tx: Tx, key: str, cents: int) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.rate = (wallet.rate or Decimal(0)) + Decimal("1.005")
 
 
 async def tag(tx: Tx, key: str, cents: int) -> None:
@@ -240,7 +246,7 @@ async def forget(tx: Tx, key: str, cents: int) -> None:
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-PLAIN = (change, change, change, rename, tag, tag_seen, gather)
+PLAIN = (change, change, change, rename, rate, tag, tag_seen, gather)
 FREE = (
     *(by_text, by_core, by_upsert, merge, delete, refresh, expire_all, flush),
     *(no_autoflush, count_all, set_local, set_for_good),

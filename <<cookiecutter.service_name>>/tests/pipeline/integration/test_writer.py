@@ -286,6 +286,27 @@ async def test_writers_and_handlers_share_an_aggregate_and_its_sequence(
     assert await db.fetchval("SELECT version FROM purse") == 21
 
 
+async def test_the_work_may_be_any_awaitable(writer: Writer, db: asyncpg.Connection) -> None:
+    assert await writer.write(lambda writing: asyncio.ensure_future(pay(writing))) == 1
+    assert await told(db) == [(1, '{"cents":1}', "ada")]
+
+
+async def test_a_handler_that_writes_by_a_writer_is_told_what_to_do(
+    writer: Writer, new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="purse")
+    async def deposit(event: Deposited, tx: Transaction) -> None:
+        await writer.write(pay)
+
+    desk = await new_desk(handlers, topic="deposits")
+    await desk.apply(Deposit(1))
+    (row,) = await desk.backlog()
+    assert "use tx.session" in row["error"]
+    assert await told(db) == []
+
+
 async def test_a_row_that_is_neither_locked_nor_versioned_is_refused(
     writer: Writer, db: asyncpg.Connection
 ) -> None:

@@ -1,0 +1,347 @@
+"""More that careless handlers do: it is done as if they were alone, or named at their message."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import Text
+from sqlalchemy.orm import Mapped, declared_attr, mapped_column
+
+from pipeline import Aggregate, Park, Retry, Transaction
+from pipeline.servers.database import driver_of
+
+from .test_door import (
+    Changed,
+    Habit,
+    Habits,
+    Note,
+    Shop,
+    add_cents,
+    change,
+    errors_of,
+    events_of,
+    habits,
+    rating,
+    row_of,
+    tagging,
+    wallet_of,
+)
+from tests.contract.bank import Base, Deposit
+
+__all__ = ["habits"]
+
+
+class Account(Aggregate, Base):
+    """A row that its database does not accept with all values."""
+
+    __tablename__ = "careless_account"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    name: Mapped[str | None] = mapped_column(sa.String(5))
+    small: Mapped[int] = mapped_column(sa.SmallInteger, default=0)
+    must: Mapped[str] = mapped_column(Text, default="")
+    share: Mapped[int | None] = mapped_column(default=7)
+
+
+class Overdraft(Aggregate, Base):
+    """An account with limits that the database checks."""
+
+    __tablename__ = "careless_overdraft"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    cents: Mapped[int] = mapped_column(sa.CheckConstraint("cents >= 0"), default=0)
+
+
+class Mailbox(Aggregate, Base):
+    """A row with a name that no other has."""
+
+    __tablename__ = "careless_mailbox"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    mail: Mapped[str | None] = mapped_column(Text, unique=True)
+
+
+class Numbered(Aggregate, Base):
+    """A row whose version SQLAlchemy counts."""
+
+    __tablename__ = "careless_numbered"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+
+    @declared_attr.directive
+    @classmethod
+    def __mapper_args__(cls) -> dict[str, object]:
+        return {"version_id_col": cls.version}
+
+
+class Parcel(Aggregate, Base):
+    """A row with a UUID for its key."""
+
+    __tablename__ = "careless_parcel"
+
+    id: Mapped[UUID] = mapped_column(sa.Uuid, primary_key=True)
+
+
+class Letter(Aggregate, Base):
+    """A row with the text of a UUID for its key."""
+
+    __tablename__ = "careless_letter"
+
+    id: Mapped[str] = mapped_column(sa.Uuid(as_uuid=False), primary_key=True)
+    cents: Mapped[int] = mapped_column(default=0)
+
+
+# What the database would not accept is not accepted in a batch
+
+
+def setting(entity: type[Any], name: str, value: object) -> Habit:
+    """Return a habit that changes a row and publishes it."""
+
+    async def habit(tx: Transaction, key: str) -> None:
+        row = await tx.load_or_create(entity, key)
+        setattr(row, name, value)
+        tx.publish(Changed(cents=1), of=row)
+
+    return habit
+
+
+@pytest.mark.parametrize(
+    ("entity", "name", "wrong", "right"),
+    [
+        (Overdraft, "cents", -1, 5),
+        (Mailbox, "mail", "taken", "free"),
+        (Account, "name", "too long", "short"),
+        (Account, "name", "a\x00b", "ab"),
+        (Account, "small", 40_000, 4),
+        (Account, "must", None, "there"),
+    ],
+)
+async def test_a_value_that_a_later_message_replaces_is_checked_nevertheless(
+    habits: Habits, db: asyncpg.Connection, entity: type[Any], name: str, wrong: Any, right: Any
+) -> None:
+    await db.execute(
+        "INSERT INTO careless_mailbox (id, mail, version) VALUES ('other', 'taken', 0)"
+    )
+    table = entity.__tablename__
+    habits.habits = {1: setting(entity, name, right), 2: setting(entity, name, wrong)}
+    habits.habits[3] = habits.habits[1]
+    await habits.desk.apply(
+        Deposit(1, account="ada"),
+        Deposit(2, account="ada"),
+        Deposit(3, account="ada"),
+        Deposit(4, account="bob"),
+    )
+    assert set(await errors_of(habits.desk)) == {1}
+    assert (await row_of(db, table, "ada"))["version"] == 1
+    assert len(await events_of(db)) == 1
+    assert (await wallet_of(db, "bob"))["cents"] == 1
+
+
+async def forgetting_the_share(tx: Transaction, key: str) -> None:
+    row = await tx.load_or_create(Account, key)
+    row.name, row.share = "name", None
+
+
+async def sharing(tx: Transaction, key: str) -> None:
+    row = await tx.load_or_create(Account, key)
+    tx.publish(Changed(cents=row.share or 0), of=row)
+
+
+async def test_values_are_those_of_the_database_also_after_a_flush_for_another_row(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    habits.habits = {1: rating, 2: tagging, 3: forgetting_the_share, 4: sharing}
+    steps = [(2, "x"), (1, "y"), (2, "x"), (1, "y"), (2, "x"), (1, "y"), (3, "z"), (4, "z")]
+    together = [
+        Deposit(n, account=f"{key} together", id=str(i)) for i, (n, key) in enumerate(steps)
+    ]
+    await habits.desk.apply(*together)
+    for n, key in steps:
+        await habits.desk.apply(Deposit(n, account=f"{key} alone"))
+    assert await errors_of(habits.desk) == {}
+    assert (await wallet_of(db, "y together"))["rate"] == (await wallet_of(db, "y alone"))["rate"]
+    assert await events_of(db, "z together") == await events_of(db, "z alone")
+
+
+# Rows and keys
+
+
+async def test_a_row_that_came_with_another_and_is_changed_needs_a_lock(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO shop (id, cents, version) VALUES ('s', 0, 0)")
+    await db.execute("INSERT INTO part (id, shop_id, version) VALUES ('p', 's', 0)")
+
+    async def sell(tx: Transaction, key: str) -> None:
+        shop = await tx.load(Shop, "s")
+        assert shop is not None
+        shop.parts[0].shop_id = None
+
+    habits.habits = {2: sell}
+    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
+    assert set(await errors_of(habits.desk)) == {1}
+    assert "without a lock" in (await errors_of(habits.desk))[1]
+    assert await db.fetchval("SELECT shop_id FROM part") == "s"
+
+
+async def test_a_version_that_sqlalchemy_counts_is_refused(habits: Habits) -> None:
+    async def count(tx: Transaction, key: str) -> None:
+        await tx.load_or_create(Numbered, key)
+
+    habits.habits = {2: count}
+    await habits.together(1, 2)
+    assert "version_id_col" in (await errors_of(habits.desk))[1]
+
+
+async def test_a_text_in_place_of_a_uuid_is_refused_for_a_new_row_too(habits: Habits) -> None:
+    async def send(tx: Transaction, key: str) -> None:
+        await tx.load_or_create(Parcel, str(uuid4()))
+
+    habits.habits = {2: send}
+    await habits.together(1, 2)
+    assert "Parcel.id holds UUID" in (await errors_of(habits.desk))[1]
+
+
+async def test_two_texts_of_one_uuid_are_one_row_and_one_key(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    id = "0a0b0c0d-0000-4000-8000-00000000000f"
+
+    def writing(text: str) -> Habit:
+        async def write(tx: Transaction, key: str) -> None:
+            letter = await tx.load_or_create(Letter, text)
+            letter.cents += 1
+            tx.publish(Changed(cents=letter.cents), of=letter)
+
+        return write
+
+    habits.habits = {n: writing(id.upper() if n % 2 else id) for n in (1, 2, 3)}
+    await habits.together(1, 2, 3)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db, id) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
+
+
+# Errors
+
+
+class NotYet(Park):
+    """Postpones a message, and keeps what it waits for."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+class Later(Retry):
+    """Postpones a message by a minute."""
+
+    after = 60
+
+
+class Strange(Exception):
+    """Has an attribute that groups have."""
+
+    exceptions = None
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "text"),
+    [
+        (lambda: NotYet("a parcel"), "parked by its handler", "NotYet: a parcel"),
+        (lambda: Later("no"), "failed", "Later: no"),
+        (Strange, "failed", "Strange: "),
+    ],
+)
+async def test_an_error_of_a_class_of_their_own_is_that_of_the_message(
+    habits: Habits, error: Callable[[], Exception], reason: str, text: str
+) -> None:
+    async def fail(tx: Transaction, key: str) -> None:
+        raise error()
+
+    habits.habits = {2: fail}
+    await habits.together(1, 2)
+    assert await habits.desk.park() == {("wallet", 1): reason}
+    assert (await errors_of(habits.desk))[1] == text
+
+
+async def test_each_of_many_flushes_that_fail_is_named(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    async def twice(tx: Transaction, key: str) -> None:
+        tx.session.add_all([Note(text="twice"), Note(text="twice")])
+
+    habits.habits = dict.fromkeys((2, 3, 4), twice)
+    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in range(1, 6)))
+    found = await errors_of(habits.desk)
+    assert set(found) == {1, 2, 3}
+    assert all("UniqueViolation" in error for error in found.values()), found
+    assert (await wallet_of(db, "5"))["cents"] == 1
+
+
+@pytest.mark.parametrize(
+    ("habit", "text"),
+    [
+        (lambda tx: tx.publish(Changed(cents=1), key=5), "is no text: 5"),
+        (lambda tx: tx.publish(Changed(cents=1), key=b"x"), "is no text"),
+        (lambda tx: tx.publish(Changed(cents=1), key="x", after=timedelta.min), "100 years"),
+    ],
+)
+async def test_wrong_arguments_are_named_where_they_are_given(
+    habits: Habits, habit: Callable[[Any], None], text: str
+) -> None:
+    async def publish(tx: Transaction, key: str) -> None:
+        habit(tx)
+
+    habits.habits = {2: publish}
+    await habits.together(1, 2)
+    assert text in (await errors_of(habits.desk))[1]
+
+
+# What looks like an outage at each attempt
+
+
+async def closing_the_driver(tx: Transaction, key: str) -> None:
+    await (await driver_of(await tx.session.connection())).close()
+
+
+async def closing_what_is_below(tx: Transaction, key: str) -> None:
+    below = await (await tx.session.connection()).get_raw_connection()
+    below.close()
+    await add_cents(tx, key, 1)
+
+
+async def being_idle(tx: Transaction, key: str) -> None:
+    idle = "SET LOCAL idle_in_transaction_session_timeout = 20"
+    await tx.session.execute(sa.text(idle))
+    await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("habit", [closing_the_driver, closing_what_is_below, being_idle])
+async def test_a_handler_that_always_loses_the_connection_is_at_fault(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {2: habit}
+    await habits.desk.apply(Deposit(2, account="ada"), Deposit(1, account="bob"))
+    assert await habits.desk.park() == {("wallet", 0): "connection lost"}
+    assert (await wallet_of(db, "bob"))["cents"] == 1
+
+
+async def test_a_temporary_table_that_always_looks_otherwise_holds_no_partition(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    def collecting(columns: str) -> Habit:
+        async def collect(tx: Transaction, key: str) -> None:
+            await tx.session.execute(sa.text(f"CREATE TEMP TABLE found AS SELECT {columns}"))
+            await tx.session.execute(sa.text("SELECT * FROM found"))
+            await change(tx, key)
+
+        return collect
+
+    habits.habits = {1: collecting("1 AS a"), 2: collecting("1 AS a, 2 AS b")}
+    await habits.together(1, 2)
+    assert await errors_of(habits.desk) == {}
+    assert (await wallet_of(db))["cents"] == 2
