@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from pipeline.observe import statements
 from pipeline.settings import Settings
 
+from . import revisions
 from .guard import CURRENT_GUARD, GUARD
 
 _BESIDE_TRANSACTIONS = 5
@@ -152,6 +153,9 @@ async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connectio
 async def _connect(engine: AsyncEngine) -> AsyncConnection:
     try:
         return await engine.connect()
+    except AssertionError as error:  # SQLAlchemy can't read the version of another engine
+        revisions.refuse_engine(str(error))
+        raise
     except Exception as error:
         # While it connects for the first time, SQLAlchemy raises other errors in place of a
         # cancellation. A loop that outlives errors would never end then.
