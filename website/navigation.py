@@ -66,6 +66,9 @@ SECTIONS: dict[str, list[Page]] = {
         _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),
         _service("contracts", "schemas, AsyncAPI, changing an event safely"),
         _service("deploying", "image, Compose, Kubernetes, releases, connections"),
+        _template(
+            "managed-databases", "PostgreSQL of clouds, and poolers: what works, and why not"
+        ),
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("operating-errors", "what to watch, and what to do about a failed message"),
         _service("operations-page", "the state of the service and its dead letters in a browser"),

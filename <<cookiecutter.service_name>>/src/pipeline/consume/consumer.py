@@ -10,7 +10,7 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import describe_error
+from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
@@ -90,8 +90,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                 await self._check_topics()
                 await sleep_or_event(self._stopping, self._settings.offset_commit_interval)
             await self._stop_readers(None)  # `run` is cancelled if that takes too long
-        except KafkaError:
-            if not self._stopping.is_set():
+        except Exception as error:
+            if not (self._stopping.is_set() and is_infrastructure(error)):
                 raise
         finally:
             try:

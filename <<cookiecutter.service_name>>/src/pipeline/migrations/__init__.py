@@ -57,7 +57,8 @@ def _migrate(connection: Connection, metadata: MetaData, service: str | None) ->
     connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
     if service:
         try:
-            revisions.must_fit(service, *connection.execute(text(revisions.DATABASE)).one())
+            *found, _ = connection.execute(text(revisions.DATABASE)).one()
+            revisions.must_fit(service, *found)
         except revisions.WrongDatabase as error:
             raise CommandError(str(error)) from None
     context.configure(connection=connection, service=service, **options(metadata))

@@ -19,9 +19,17 @@ ALEMBIC = Path("alembic.ini")
 
 DATABASE = """
 SELECT obj_description(to_regnamespace('pipeline'), 'pg_namespace') AS owner,
-       current_setting('server_encoding') AS encoding
+       current_setting('server_encoding') AS encoding, version() AS version,
+       to_regclass('sys.iam_pg_role_mappings') IS NOT NULL AS is_dsql,
+       to_regclass('pg_dist_partition') IS NOT NULL AS has_citus
 """
 """The service that the engine's schema was created for is named by the schema's comment."""
+
+# Local tables of Citus are not distributed.
+_DISTRIBUTED = """
+SELECT min(relname) FROM pg_dist_partition JOIN pg_class ON pg_class.oid = logicalrelid
+ WHERE relnamespace = to_regnamespace('pipeline') AND (partmethod <> 'n' OR repmodel = 't')
+"""
 
 _APPLIED = "SELECT version_num FROM alembic_version"
 
@@ -97,8 +105,17 @@ async def check(
 
 
 async def check_database(connection: asyncpg.Connection, service: str) -> None:
-    """Raise `WrongDatabase` as `must_fit` does."""
-    must_fit(service, **await connection.fetchrow(DATABASE))
+    """Raise `WrongDatabase` as `must_fit` does, or if Citus distributes tables of the engine."""
+    *found, has_citus = await connection.fetchrow(DATABASE)
+    must_fit(service, *found)
+    if has_citus:
+        table = await connection.fetchval(_DISTRIBUTED)
+        if table is not None:
+            raise WrongDatabase(
+                f"Citus has distributed pipeline.{table}, and the relay finds what was committed by"
+                " the transaction ids of one server",
+                f"SELECT undistribute_table('pipeline.{table}')",
+            )
 
 
 def check_connections(engine: AsyncEngine, service: str) -> None:
@@ -114,8 +131,27 @@ def check_connections(engine: AsyncEngine, service: str) -> None:
     sa.event.listen(engine.sync_engine, "connect", check)
 
 
-def must_fit(service: str, owner: str | None, encoding: str) -> None:
-    """Raise `WrongDatabase` if the schema is another service's, or a character can't be stored."""
+def refuse_engine(version: str, *, is_dsql: bool = False) -> None:
+    """Raise `WrongDatabase` if the text of `version()` is that of an engine that lacks the parts of
+    PostgreSQL which the inbox and the outbox need."""
+    if "CockroachDB" in version:
+        name, lacks = "CockroachDB", "it has no snapshots of transaction ids"
+    elif "-YB-" in version:
+        name, lacks = "YugabyteDB", "it has no snapshots of transaction ids"
+    elif is_dsql:
+        name, lacks = "Aurora DSQL", "it has no sequences, partitions, savepoints and triggers"
+    else:
+        return
+    raise WrongDatabase(
+        f"the database is {name}, which speaks PostgreSQL's protocol; but {lacks}",
+        "let PIPELINE_DATABASE_URL name a PostgreSQL server",
+    )
+
+
+def must_fit(service: str, owner: str | None, encoding: str, version: str, is_dsql: bool) -> None:
+    """Raise `WrongDatabase` if the schema is another service's, a character can't be stored, or the
+    engine is not PostgreSQL."""
+    refuse_engine(version, is_dsql=is_dsql)
     if encoding != "UTF8":
         raise WrongDatabase(
             f"the database's encoding is {encoding}, in which not every id and text can be stored",

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
 from pipeline.apply import backlog, filters, inbox, positions
+from pipeline.consume import stamps
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
@@ -54,6 +55,7 @@ _STATEMENTS: Mapping[object, str] = {
     filters._STORED: "filters: list",
     filters._BITS: "filters: load",
     inbox._REGISTER: "consumers: register",
+    stamps._ID: "reader: read database",
     positions._POSITION: "reader: read position",
     positions._START_AT: "reader: store start",
     positions._COUNT_START: "reader: count start",

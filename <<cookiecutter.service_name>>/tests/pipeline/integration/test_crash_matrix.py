@@ -25,6 +25,7 @@ from pipeline.handlers import sessions
 from pipeline.relay import scheduled, window
 from pipeline.retention import archive, partitions
 from pipeline.retry import lanes
+from pipeline.servers import revisions
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point
@@ -68,9 +69,10 @@ BY_COMMANDS_TOO = (
 )
 
 UNMET = (
-    sessions.BEGIN,
+    *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
     sessions.DONE,
     sessions._IS_AT_WORK,
+    revisions._DISTRIBUTED,
     filters._DISCARD,
     partitions._USED_BY,
     archive._NOT_ARCHIVED,

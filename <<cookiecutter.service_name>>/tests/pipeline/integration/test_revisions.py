@@ -286,6 +286,34 @@ async def test_the_database_of_another_service_is_refused_and_left_as_it_is(
         await connection.close()
 
 
+@pytest.mark.parametrize(
+    ("table", "partmethod", "repmodel", "refused"),
+    [
+        ("outbox", "h", "s", True),
+        ("inbox", "n", "t", True),  # a reference table
+        ("outbox", "n", "s", False),  # a local one
+        (None, "h", "s", False),
+    ],
+)
+async def test_tables_of_the_engine_that_citus_has_distributed_are_refused(
+    db: asyncpg.Connection, table: str | None, partmethod: str, repmodel: str, refused: bool
+) -> None:
+    """In the catalogue of Citus, of which a table of the same columns takes the place."""
+    await db.execute(
+        'CREATE TABLE pg_dist_partition (logicalrelid regclass, partmethod "char", repmodel "char")'
+    )
+    await db.execute("CREATE TABLE mine (id int)")
+    name = f"pipeline.{table}" if table else "mine"
+    row = f"('{name}'::regclass, '{partmethod}', '{repmodel}')"
+    await db.execute(f"INSERT INTO pg_dist_partition VALUES {row}")
+    if not refused:
+        await revisions.check_database(db, "bank")
+        return
+    with pytest.raises(revisions.WrongDatabase, match=f"has distributed {name}, and") as error:
+        await revisions.check_database(db, "bank")
+    assert f"SELECT undistribute_table('{name}')" in str(error.value)
+
+
 @pytest.mark.parametrize("command", ["migrate", pytest.param("run", marks=pytest.mark.full)])
 async def test_a_database_that_cannot_store_every_character_is_refused_and_told(
     start: Start, folder: Path, server_url: str, used_databases: list[str], command: str
