@@ -67,6 +67,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("contracts", "schemas, AsyncAPI, changing an event safely"),
         _service("deploying", "image, Compose, Kubernetes, releases, connections"),
         _service("security", "TLS, passwords, secrets, roles of the database"),
+        _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
         _service("operating-errors", "what to watch, and what to do about a failed message"),
         _service("operations-page", "the state of the service and its dead letters in a browser"),
         _service("runbook", "causes and remedies for each alert"),

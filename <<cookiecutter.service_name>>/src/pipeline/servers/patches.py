@@ -17,6 +17,8 @@ Each item is what aiokafka does without its patch, with the issue upstream where
 9. A client whose brokers have all moved never uses the bootstrap addresses again.
 10. A consumer that may not join its group reports it to a call that waits for records, and waits
    for such a call before it tries again. No assigned partition, no call. (`_push_error_to_user`)
+11. A consumer ends by an `AssertionError` if the first broker that answers knows no broker yet, not
+    even itself, as while it starts.
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
@@ -34,7 +36,13 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPa
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer import fetcher
-from aiokafka.errors import BrokerResponseError, KafkaConnectionError, KafkaError, kafka_errors
+from aiokafka.errors import (
+    BrokerResponseError,
+    KafkaConnectionError,
+    KafkaError,
+    NodeNotReadyError,
+    kafka_errors,
+)
 
 from pipeline.errors import describe_error
 
@@ -135,6 +143,11 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
                 connection.close()
             raise asyncio.CancelledError
         return connection
+
+    async def coordinator_lookup(self, *args: Any) -> Any:
+        if not self.cluster.brokers():
+            raise NodeNotReadyError("the brokers know of no broker yet")
+        return await super().coordinator_lookup(*args)
 
     async def _metadata_update(self, *args: Any) -> bool:
         if await super()._metadata_update(*args):
