@@ -361,6 +361,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     project = template.bake(output, **answers)
     guides = {name for name in project.files() if re.fullmatch(r"docs/.*\.md", name)}
     names = {
+        "cloud-login",
         "codecs",
         "contracts",
         "deploying",

@@ -70,6 +70,7 @@ SECTIONS: dict[str, list[Page]] = {
             "managed-databases", "PostgreSQL of clouds, and poolers: what works, and why not"
         ),
         _service("security", "TLS, passwords, secrets, roles of the database"),
+        _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
         _service("operating-errors", "what to watch, and what to do about a failed message"),
         _service("operations-page", "the state of the service and its dead letters in a browser"),
         _service("runbook", "causes and remedies for each alert"),

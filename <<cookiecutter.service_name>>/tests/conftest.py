@@ -159,6 +159,8 @@ def settings(database_url: str, kafka: str) -> Callable[..., Settings]:
             "retry_pause": 0.2,
             "offset_commit_interval": 0.2,
             "relay_lease": 2,
+            # Payloads that tests need to be too large are easily compressed.
+            "relay_compression": "none",
         }
         return Settings.model_validate(quick | changes)
 

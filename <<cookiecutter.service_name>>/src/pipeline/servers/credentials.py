@@ -18,8 +18,7 @@ ANSWER_SECONDS = 10.0
 _ABANDON_SECONDS = 60.0
 """Time after which a call that still runs in its thread is made again, in another."""
 
-Call = tuple[Future[Any], float]
-_running: dict[Callable[[], Any], Call] = {}
+_running: dict[Callable[[], Any], tuple[Future[Any], float]] = {}
 """The last call of each function in a thread, and when it began."""
 
 
@@ -76,4 +75,5 @@ def _run(function: Callable[[], Any], call: Future[Any]) -> None:
     try:
         call.set_result(function())
     except BaseException as error:
-        call.set_exception(error)
+        # SystemExit would end the event loop.
+        call.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))

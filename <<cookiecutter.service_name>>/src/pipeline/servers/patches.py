@@ -19,6 +19,8 @@ Each item is what aiokafka does without its patch, with the issue upstream where
    for such a call before it tries again. No assigned partition, no call. (`_push_error_to_user`)
 11. A fetch is sent as soon as the one before is answered. At some hundred records a second each
    has a record or two, at the cost of one with fifty, and of a transaction.
+12. A consumer ends by an `AssertionError` if the first broker that answers knows no broker yet, not
+    even itself, as while it starts.
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
@@ -41,6 +43,7 @@ from aiokafka.errors import (
     BrokerResponseError,
     KafkaConnectionError,
     KafkaError,
+    NodeNotReadyError,
     for_code,
     kafka_errors,
 )
@@ -152,6 +155,11 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
                 connection.close()
             raise asyncio.CancelledError
         return connection
+
+    async def coordinator_lookup(self, *args: Any) -> Any:
+        if not self.cluster.brokers():
+            raise NodeNotReadyError("the brokers know of no broker yet")
+        return await super().coordinator_lookup(*args)
 
     async def _metadata_update(self, *args: Any) -> bool:
         if await super()._metadata_update(*args):

@@ -1,9 +1,11 @@
 """How events look in Kafka, and what happens to a page of which the broker takes only a part."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC
+from random import Random
 
 import asyncpg
 import pytest
@@ -16,6 +18,7 @@ from pipeline.relay.publisher import Publisher
 from pipeline.relay.rejected import Rejections
 from pipeline.settings import Settings
 
+from .kafka_wire import Wire
 from .outgoing import allow, event, numbered, relaying, stage
 from tests.conftest import Records
 from tests.servers.topics import create_topic, following, ids_in
@@ -332,3 +335,48 @@ async def test_a_producer_that_cannot_connect_leaves_nothing_open(
     async with relaying(nowhere) as one:
         await eventually(lambda: "KafkaConnectionError" in one.reason)
         await one.stop()  # an unclosed producer would be a warning, and those are errors here
+
+
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
+async def test_a_compressed_event_may_be_larger_than_one_that_was_too_large(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    codec: str,
+) -> None:
+    """The topic's limit is for what is sent, and how far that is compressed is seen only then."""
+    topic = await new_topic(**{"max.message.bytes": "4000"})
+    even = [event(topic, n, "ada", b"x" * 9_000) for n in range(4)]
+    uneven = event(topic, 4, "eve", Random(4).randbytes(6_000))
+    await stage(db, [*even[:2], uneven, *even[2:]])
+    async with publishing(settings(relay_compression=codec)) as publisher:
+        rejections = await publisher.send(await rows(db), lambda: True)
+        assert reasons(await rows(db), rejections) == {"4": "too large"}
+    assert await ids_in(kafka, topic) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("idempotent", [True, False])
+async def test_a_lost_acknowledgement_repeats_a_batch_only_without_idempotence_and_never_reorders(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    idempotent: bool,
+) -> None:
+    topic = await new_topic()
+    await stage(db, [event(topic, n, payload=b"x" * 1_000) for n in range(300)])
+    events = await rows(db)
+    async with Wire(kafka).listening() as wire:
+        chosen = settings(kafka_bootstrap_servers=wire.address, relay_idempotent=idempotent)
+        async with publishing(chosen) as publisher:
+            await publisher.send(events[:10], lambda: True)
+            wire.lose_answers(after=1)
+            sending = asyncio.create_task(publisher.send(events[10:], lambda: True))
+            await eventually(lambda: wire.lost > 0)
+            wire.cut()
+            wire.go_on()
+            assert await sending == {}
+        found = await ids_in(kafka, topic)
+    assert list(dict.fromkeys(found)) == [str(n) for n in range(300)]
+    assert (len(found) > 300) is not idempotent

@@ -75,6 +75,17 @@ async def test_a_request_of_a_closed_client_never_ends_without_the_patch() -> No
         update.cancel()
 
 
+async def test_a_client_that_knows_no_broker_fails_by_an_assertion_without_the_patch() -> None:
+    kinds = ((AIOKafkaClient, AssertionError), (patches.Client, errors.NodeNotReadyError))
+    for kind, error in kinds:
+        client = kind(bootstrap_servers="127.0.0.1:9")
+        client.cluster._brokers.clear()
+        with pytest.raises(error):
+            await client.coordinator_lookup(0, "group")
+        await client.close()
+    assert errors.NodeNotReadyError.retriable
+
+
 def test_a_batch_is_unpacked_without_a_limit_without_the_patch() -> None:
     (record,) = MemoryRecords(batch("gzip", bytes(LARGE))).next_batch()
     assert len(record.value) == LARGE
@@ -88,7 +99,8 @@ def test_a_name_of_a_header_that_is_not_utf8_cannot_be_read_without_the_patch() 
 
 def test_an_invalid_record_and_a_full_group_are_unknown_errors_without_the_patch() -> None:
     numbers = {getattr(error, "errno", None) for error in vars(errors).values()}
-    assert not numbers & {patches.InvalidRecordError.errno, patches.GroupIsFullError.errno}
+    ours = patches.InvalidRecordError, patches.GroupIsFullError, patches.FencedInstanceIdError
+    assert not numbers & {one.errno for one in ours}
 
 
 @pytest.mark.parametrize(("rate", "rests"), [(100, False), (1_000, True)])

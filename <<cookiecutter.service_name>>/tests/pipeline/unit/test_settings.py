@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -271,6 +272,35 @@ def files(tmp_path: Path) -> Path:
             ["PLAIN, which sends the password as it is"],
         ),
         (
+            {"KAFKA_SECURITY_PROTOCOL": "SASL_PLAINTEXT", "KAFKA_SASL_MECHANISM": "OAUTHBEARER"},
+            ["KAFKA_TOKEN_PROVIDER is not set", "OAUTHBEARER, which sends the token as it is"],
+        ),
+        (
+            {
+                "KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
+                "KAFKA_SASL_MECHANISM": "OAUTHBEARER",
+                "KAFKA_TOKEN_PROVIDER": "getpass:getuser",
+                "KAFKA_PASSWORD": "hunter2",
+            },
+            ["KAFKA_PASSWORD is set, and would not be used: .*_MECHANISM OAUTHBEARER"],
+        ),
+        (
+            {"KAFKA_TOKEN_PROVIDER": "getpass:getuser", "KAFKA_TOKEN_EXTENSIONS": "a=b,c=d"},
+            ["TOKEN_PROVIDER is set, and", "TOKEN_EXTENSIONS is set, and"],
+        ),
+        ({"DATABASE_PASSWORD_PROVIDER": "getpass:getuser"}, ["_URL has a password, and"]),
+        (
+            {"DATABASE_PASSWORD_PROVIDER": "nowhere:password"},
+            ["nowhere:password can't be imported: ModuleNotFoundError: No module named 'nowhere'"],
+        ),
+        ({"DATABASE_PASSWORD_PROVIDER": "os:name"}, ["os:name is no function"]),
+        ({"DATABASE_PASSWORD_PROVIDER": "getpass.getuser"}, ["write module:function"]),
+        ({"KAFKA_TOKEN_PROVIDER": "oidc.tokens:token"}, ["OIDC_TOKEN_URL: Field required"]),
+        (
+            {"RELAY_TRANSACTIONAL": "yes", "RELAY_IDEMPOTENT": "no"},
+            ["RELAY_TRANSACTIONAL needs PIPELINE_RELAY_IDEMPOTENT"],
+        ),
+        (
             {"KAFKA_CA_FILE": "own.pem", "DATABASE_CA_FILE": "own.pem", "BACKLOG_LEASE": "3"},
             [
                 "KAFKA_CA_FILE is set, and",
@@ -313,6 +343,7 @@ def files(tmp_path: Path) -> Path:
 def test_settings_for_tls_and_sasl_that_do_not_go_together_are_all_told(
     monkeypatch: pytest.MonkeyPatch, files: Path, chosen: dict[str, str], mistakes: list[str]
 ) -> None:
+    monkeypatch.delitem(sys.modules, "oidc.tokens", raising=False)
     for name, value in chosen.items():
         is_file = name.endswith("_FILE")
         monkeypatch.setenv(f"PIPELINE_{name}", str(files / value) if is_file else value)
