@@ -154,7 +154,7 @@ def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None
 
 def _check(column: sa.Column[Any]) -> Callable[[Any], bool] | None:
     found, table = column_of(column.type), column.table
-    is_unique = isinstance(table, sa.Table) and any(
+    is_unique = any(
         column in one.columns.values()
         for one in (*table.constraints, *table.indexes)
         if isinstance(one, sa.UniqueConstraint) or (isinstance(one, sa.Index) and one.unique)
