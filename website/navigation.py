@@ -69,6 +69,7 @@ SECTIONS: dict[str, list[Page]] = {
         _template(
             "managed-databases", "PostgreSQL of clouds, and poolers: what works, and why not"
         ),
+        _template("capacity", "processes, partitions, connections, disk; cells; Debezium"),
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
         _service("operating-errors", "what to watch, and what to do about a failed message"),
@@ -94,7 +95,6 @@ SECTIONS: dict[str, list[Page]] = {
         _template("limits", "what is not promised or not tested, and designs that were rejected"),
         _service("how-it-works", "the ideas, one message through the files, glossary"),
         _template("performance", "rates, latency, growth, and how they were measured"),
-        _template("capacity", "processes, partitions, connections, disk"),
         _template("traces", "one message through two services, as a trace"),
         _template("crash-matrix", "a process killed at every kind of request"),
         _template("model", "every interleaving of the protocol, searched by a model checker"),
