@@ -60,9 +60,9 @@ records were just taken waits for the fetch that is under way."""
 _BUSY_SECONDS = 2.0
 """A consumer is idle after this long without records."""
 
-_GATHER_SECONDS = 0.02
+_GATHER_SECONDS = 0.025
 """Longest pause between two fetches, in which the brokers gather records."""
-_UNGATHERED = 150
+_UNGATHERED = 100
 """Records a second up to which a fetch is sent at once."""
 _COUNTING_SECONDS = 0.5
 """How long records are counted to compute their rate."""

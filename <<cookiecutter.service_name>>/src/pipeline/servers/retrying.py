@@ -41,19 +41,34 @@ class Attempts:
 
     async def __call__(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Return the result of the work. Raises errors other than outages at once."""
+        try:
+            return await work(*arguments)
+        except Exception as error:
+            if not self._is_outage(error):
+                raise
+            failed = [error]
+
+        async def attempt() -> T:
+            if failed:  # the first attempt, which has been made: tenacity costs more than most work
+                raise failed.pop()
+            return await work(*arguments)
+
         retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: is_infrastructure(error) and not self.unless()),
+            retry=retry_if_exception(self._is_outage),
             wait=lambda state: pause(state.attempt_number),
             before_sleep=self._report,
             reraise=True,
         )
         try:
-            result: T = await retrying(work, *arguments)
+            result: T = await retrying(attempt)
             return result
         finally:
-            # It refers to its next steps, and they to it. Such cycles, several for each
-            # transaction, would make the garbage collector stop the process for 50 ms now and then.
+            # It refers to its next steps, and they to it. Such cycles would make the garbage
+            # collector stop the process for 50 ms now and then.
             retrying.iter_state.reset()
+
+    def _is_outage(self, error: BaseException) -> bool:
+        return is_infrastructure(error) and not self.unless()
 
     def _report(self, state: RetryCallState) -> None:
         assert state.outcome is not None

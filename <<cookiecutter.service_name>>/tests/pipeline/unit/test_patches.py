@@ -103,7 +103,7 @@ def test_an_invalid_record_and_a_full_group_are_unknown_errors_without_the_patch
     assert not numbers & {one.errno for one in ours}
 
 
-@pytest.mark.parametrize(("rate", "rests"), [(100, False), (1_000, True)])
+@pytest.mark.parametrize(("rate", "rests"), [(50, False), (1_000, True)])
 async def test_a_fetch_is_sent_at_once_at_any_rate_without_the_patch(
     rate: int, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
