@@ -33,8 +33,8 @@ from pipeline.relay.window import Progress
 from pipeline.runtime import _collect_seldom
 from pipeline.schema import SHARDS
 from pipeline.servers import clients
+from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 

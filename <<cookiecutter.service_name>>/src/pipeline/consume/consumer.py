@@ -14,8 +14,8 @@ from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
+from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.database import autocommitting
-from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 from pipeline.servers.topics import MAY_NOT_DESCRIBE

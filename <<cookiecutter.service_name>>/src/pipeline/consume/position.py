@@ -12,8 +12,8 @@ from pipeline.apply import positions
 from pipeline.apply.positions import PositionMoved, Slot, StoredPosition
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import is_infrastructure
+from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.database import autocommitting
-from pipeline.servers.patches import KafkaConsumer
 from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.servers.retrying import Attempts
 

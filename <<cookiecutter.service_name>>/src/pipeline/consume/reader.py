@@ -20,7 +20,7 @@ from pipeline.errors import describe_error, is_infrastructure, summarize_error
 from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
-from pipeline.servers.patches import KafkaConsumer
+from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import asyncpg
 
-from pipeline.servers.patches import KafkaConsumer
+from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.revisions import WrongDatabase
 
 _PREFIX = "database "

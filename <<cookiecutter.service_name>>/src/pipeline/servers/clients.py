@@ -11,8 +11,9 @@ from aiokafka.errors import KafkaConnectionError
 
 from pipeline.settings import Settings
 
+from .consumer import KafkaConsumer
 from .credentials import Credentials
-from .patches import Client, KafkaConsumer, cancel_batches, close_bootstrap_connection, rejections
+from .patches import Client, cancel_batches, close_bootstrap_connection, rejections
 
 _ANSWERS_WITHIN = 40.0
 """Seconds; aiokafka's own default."""

@@ -9,6 +9,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from pipeline.servers import clients, patches
+from pipeline.servers.consumer import IDLE_MAX_WAIT_MS, MAX_WAIT_MS, KafkaConsumer
 
 from .kafka_wire import Api, Wire
 from tests.servers.proxy import proxy
@@ -66,7 +67,7 @@ async def test_a_consumer_and_a_producer_go_on_after_uvloop_would_not_write(
 ) -> None:
     topic = await new_topic()
     async with (
-        patches.KafkaConsumer(
+        KafkaConsumer(
             topic, bootstrap_servers=kafka, auto_offset_reset="earliest", metadata_max_age_ms=500
         ) as consumer,
         AIOKafkaProducer(bootstrap_servers=kafka) as producer,
@@ -154,9 +155,9 @@ async def test_a_consumer_whose_farewell_nobody_hears_is_cut_off(
 async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     wire: Wire, kafka: str, new_topic: NewTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "_BUSY_SECONDS", 0.5)
+    monkeypatch.setattr("pipeline.servers.consumer._BUSY_SECONDS", 0.5)
     topic = await new_topic()
-    one = patches.KafkaConsumer(topic, bootstrap_servers=wire.address, auto_offset_reset="earliest")
+    one = KafkaConsumer(topic, bootstrap_servers=wire.address, auto_offset_reset="earliest")
     await clients.start(one)
 
     async def asks_after(milliseconds: int) -> None:
@@ -166,12 +167,12 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
 
         await eventually(asks)
 
-    await asks_after(patches.IDLE_MAX_WAIT_MS)
+    await asks_after(IDLE_MAX_WAIT_MS)
     async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         await producer.send_and_wait(topic, b"1")
     assert await one.getmany(timeout_ms=10_000)
-    await asks_after(patches.MAX_WAIT_MS)
-    await asks_after(patches.IDLE_MAX_WAIT_MS)
+    await asks_after(MAX_WAIT_MS)
+    await asks_after(IDLE_MAX_WAIT_MS)
     await clients.stop(one, seconds=5)
 
 

@@ -15,7 +15,7 @@ from aiokafka.errors import CorruptRecordException, KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.memory_records import MemoryRecords
 
-from pipeline.servers import patches
+from pipeline.servers import consumer, patches
 
 from .test_record_batches import LARGE, batch
 
@@ -115,16 +115,16 @@ async def test_a_fetch_is_sent_at_once_at_any_rate_without_the_patch(
         return True
 
     monkeypatch.setattr(fetcher.Fetcher, "_proc_fetch_request", find_records)
-    paced = patches.Fetcher.__new__(patches.Fetcher)
+    paced = consumer.Fetcher.__new__(consumer.Fetcher)
     paced._loop, paced._counted_since = loop, loop.time() - 1
     paced.count(rate)
     for _ in range(2):
         assert await paced._proc_fetch_request()
-    assert (sent[1] - sent[0] >= 0.5 * patches._GATHER_SECONDS) == rests
+    assert (sent[1] - sent[0] >= 0.5 * consumer._GATHER_SECONDS) == rests
 
 
 async def test_a_fetch_that_is_cancelled_while_it_rests_returns_as_aiokafka_expects() -> None:
-    paced = patches.Fetcher.__new__(patches.Fetcher)
+    paced = consumer.Fetcher.__new__(consumer.Fetcher)
     paced._loop = asyncio.get_running_loop()
     paced._rests_until = paced._loop.time() + 60
     fetch = asyncio.create_task(paced._proc_fetch_request())
