@@ -239,7 +239,7 @@ LOADS: Mapping[str, Load] = {
 }
 
 NO_IDEMPOTENCE = (
-    Edit("relay/publisher.py", "enable_idempotence=True", "enable_idempotence=False"),
+    Edit("relay/publisher.py", "=self._settings.relay_idempotent", "=False"),
     # Or it would try again for 40 s before it fails.
     Edit("relay/publisher.py", 'acks="all",', 'acks="all", request_timeout_ms=500,'),
 )

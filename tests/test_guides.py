@@ -600,7 +600,8 @@ def test_every_command_that_a_page_shows_exists_with_its_options(
     said = told(PARSE, [*sorted(shown), *made_up], project)
 
     assert len(shown) > 60
-    assert {"status", "dead events discard", "archive find ID"} < shown
+    assert {"status", "archive find ID"} < shown
+    assert any(one.startswith("dead events discard ") for one in shown)
     assert "retention skip-archive DAY" in shown
     assert "relay reset --keep-progress" in shown
     first, second = re.split(rf"(?m)^(?={made_up[1]})", said)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.util import find_spec
 from uuid import uuid4
 
 import asyncpg
@@ -26,10 +27,8 @@ from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hoo
 from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE
 
-pytest_plugins = ["pipeline.testing.plugin"]
-# <% if cookiecutter.http_api == "yes" %>
-pytest_plugins = ["http_api.testing"]  # the fixture `harness` has `receive`, too
-# <% endif %>
+# With the HTTP API the fixture `harness` has `receive`, too.
+pytest_plugins = ["http_api.testing" if find_spec("http_api") else "pipeline.testing.plugin"]
 
 DATABASE_URL, KAFKA = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
 SERVERS = {"apicurio", "harness_database", "kafka", "s3proxy", "server_url", "store_url"}
