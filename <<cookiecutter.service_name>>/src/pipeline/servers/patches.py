@@ -19,6 +19,8 @@ Each item is what aiokafka does without its patch, with the issue upstream where
    for such a call before it tries again. No assigned partition, no call. (`_push_error_to_user`)
 11. A consumer ends by an `AssertionError` if the first broker that answers knows no broker yet, not
     even itself, as while it starts.
+12. A token that the broker rejects counts as accepted: the reason comes in an answer without an
+    error (RFC 7628, section 3.2.2), and the next request fails by an empty one.
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
@@ -41,6 +43,7 @@ from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
     NodeNotReadyError,
+    SaslAuthenticationFailed,
     kafka_errors,
 )
 
@@ -81,6 +84,14 @@ for _error in (GroupIsFullError, InvalidRecordError):
     kafka_errors.setdefault(_error.errno, _error)
 
 
+class _BearerAuthenticator(conn.OAuthAuthenticator):  # type: ignore[misc]  # it has no types
+    async def step(self, payload: bytes | None) -> Any:
+        if payload:
+            text = bytes(payload).decode(errors="replace")
+            raise SaslAuthenticationFailed(f"the broker rejects the token: {text}")
+        return await super().step(payload)
+
+
 class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no types
     """A connection to a broker that raises `KafkaConnectionError` when it was reset."""
 
@@ -95,6 +106,9 @@ class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no ty
             raise
         found.pop(broker, None)
         return connected
+
+    def authenticator_oauth(self) -> Any:
+        return _BearerAuthenticator(sasl_oauth_token_provider=self._sasl_oauth_token_provider)
 
     def send(self, *args: Any, **options: Any) -> Any:
         try:
