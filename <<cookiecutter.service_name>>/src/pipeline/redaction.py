@@ -23,7 +23,7 @@ _LONG = 16
 """Fewest characters for which a part of a secret is a secret itself, as a token in a path."""
 _SECRET = re.compile(
     r"(?i)(?:PASSWORD|PASSWD|SECRET|TOKEN|HEADERS|(?:API|ACCESS|ACCOUNT|PRIVATE|SAS)_?KEY)"
-    r"(?!.*_(?:FILE|PATH|DIR|URL|URI|ENDPOINT|NAME)$)"
+    r"(?!.*_(?:FILE|PATH|DIR|URL|URI|ENDPOINT|NAME|PROVIDER|EXTENSIONS)$)"
 )
 """Names of variables that hold a secret, also those that libraries read."""
 _PASSWORD = re.compile(r"://[^\s:/@]*:(\S+)@")

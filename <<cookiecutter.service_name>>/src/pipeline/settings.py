@@ -24,9 +24,6 @@ def _at_most_a_century(seconds: float) -> float:
     return seconds
 
 
-_NAME, _NAME_RULE = "[a-zA-Z0-9._-]{1,249}", "of letters, digits, '.', '_', '-'"
-"""What Kafka allows as the name of a topic, and of a member."""
-
 Seconds = Annotated[float, Field(gt=0), AfterValidator(_at_most_a_century), SECONDS]
 Count = Annotated[int, Field(ge=1)]
 
@@ -72,9 +69,6 @@ class Settings(ServerSettings):
     """Concurrent consume transactions, each on its own connection."""
     kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
     """After this long without a heartbeat the group reassigns a process' partitions."""
-    kafka_group_instance_id: Annotated[str, written(_NAME, _NAME_RULE)] | None = None
-    """Static membership: a process that restarts within the session time-out, with the same id,
-    keeps its partitions without a rebalance. A different one for each process."""
     kafka_client_rack: str | None = None
     """Rack or zone of the process. Records are read from a replica there, if brokers have the
     `RackAwareReplicaSelector`."""
@@ -136,7 +130,7 @@ class Settings(ServerSettings):
     dead_letter_topic: (
         Annotated[
             str,
-            written(_NAME, f"a topic's name, {_NAME_RULE}"),
+            written(r"[a-zA-Z0-9._-]{1,249}", "a topic's name, of letters, digits, '.', '_', '-'"),
         ]
         | None
     ) = None

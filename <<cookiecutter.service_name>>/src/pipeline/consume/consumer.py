@@ -111,7 +111,6 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         return KafkaConsumer(
             **clients.connection_options(self._settings),
             group_id=self._consume.group,
-            group_instance_id=self._settings.kafka_group_instance_id,
             client_rack=self._settings.kafka_client_rack,
             client_id=self._consume.group,
             enable_auto_commit=False,

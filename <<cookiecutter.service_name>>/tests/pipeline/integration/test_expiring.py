@@ -32,18 +32,17 @@ from tests.servers.topics import following
 from tests.servers.waiting import eventually
 
 _LISTENERS = """
-listeners=PLAINTEXT://{client},CONTROLLER://{controller},TOKEN://{token}
-advertised.listeners=PLAINTEXT://{client},TOKEN://{token}
-listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,TOKEN:SASL_SSL
+listeners=PLAINTEXT://{client},CONTROLLER://{controller},OAUTH://{token}
+advertised.listeners=PLAINTEXT://{client},OAUTH://{token}
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,OAUTH:SASL_SSL
 sasl.enabled.mechanisms=OAUTHBEARER
-listener.name.token.oauthbearer.sasl.jaas.config=\
+listener.name.oauth.oauthbearer.sasl.jaas.config=\
 org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required;
-listener.name.token.oauthbearer.sasl.server.callback.handler.class=\
+listener.name.oauth.oauthbearer.sasl.server.callback.handler.class=\
 org.apache.kafka.common.security.oauthbearer.OAuthBearerValidatorCallbackHandler
 sasl.oauthbearer.jwks.endpoint.url={issuer}/keys
 sasl.oauthbearer.expected.issuer={issuer}
 sasl.oauthbearer.expected.audience={audience}
-connections.max.reauth.ms=3600000
 ssl.keystore.type=PEM
 ssl.keystore.location={own}
 """

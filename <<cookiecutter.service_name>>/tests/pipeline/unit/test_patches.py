@@ -99,7 +99,7 @@ def test_a_name_of_a_header_that_is_not_utf8_cannot_be_read_without_the_patch() 
 
 def test_an_invalid_record_and_a_full_group_are_unknown_errors_without_the_patch() -> None:
     numbers = {getattr(error, "errno", None) for error in vars(errors).values()}
-    ours = patches.InvalidRecordError, patches.GroupIsFullError, patches.FencedInstanceIdError
+    ours = patches.InvalidRecordError, patches.GroupIsFullError
     assert not numbers & {one.errno for one in ours}
 
 
