@@ -60,7 +60,6 @@ REASONS: Mapping[str, str] = {
     "transaction failed": "nothing: it is tried again by its schedule",
     "takes too long": "nothing: it is tried again by its schedule",
     "locked out": "nothing: it is tried again; look for what holds the locks of its rows",
-    "connection lost": "nothing: it is tried again; see to what ends the connection in its handler",
     "process died": "the last log line of the process that died says why; it is tried alone",
     "parked by its handler": "nothing: it is tried again when its handler said so",
     "follows another": "nothing: it goes on after what its key waits for",

@@ -33,8 +33,6 @@ class Memory:
     isolates: bool = False
     """Whether a message with a session of its own has failed: from then on each such message has a
     savepoint, so that one attempt finds all messages that fail."""
-    was_interrupted: bool = False
-    """Whether the latest attempt has lost its connection during a call."""
     cut_off: set[bytes] = field(default_factory=set)
     """Marker keys of messages whose calls were cut off once."""
 

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 
-import asyncpg
 import pydantic_core
 import sqlalchemy as sa
 
-from pipeline.errors import as_raised, describe_error
+from pipeline.errors import describe_error
 from pipeline.handlers.aggregate import Aggregate, Key
 from pipeline.handlers.policy import Reject
 from pipeline.handlers.sessions import DONE, SharedSession
@@ -124,9 +123,6 @@ async def _call_in_session(
         is_certain = is_own or isinstance(error, HandlerFault)
         if is_certain and is_guilty(error, attempt, is_alone=is_own):
             raise CallFailed(error, attempt.context) from error
-        attempt.memory.was_interrupted = attempt.driver.is_closed() or isinstance(
-            as_raised(error), asyncpg.InterfaceError
-        )
         raise
     if result is not None:
         outcome.returned[item.key] = result

@@ -19,9 +19,7 @@
     that messages share               the transaction is repeated.
     a handler of batches, a flush,    The messages are halved. A single record is tried once more.
     the COMMIT, a lock, the time      Then it has failed as by its handler, or is "undecided" for
-    limit of the transaction, a       each of its handlers if it has several.
-    connection that calls lose
-    several times in a row
+    limit of the transaction          each of its handlers if it has several.
     key after key of a consumer with  `BreakerOpen`: nothing is stored, and the source waits.
     one type of error
 

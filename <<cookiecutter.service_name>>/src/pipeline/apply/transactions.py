@@ -43,8 +43,7 @@ from .source import Source, is_single
 _EARLY = 0.01
 """Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
 _CONTENTIONS = 3
-"""Deadlocks, lock time-outs, and connections lost during a call, after which the messages are at
-fault."""
+"""Deadlocks and lock time-outs in a row after which the messages are at fault."""
 
 
 class Signals:
@@ -158,14 +157,12 @@ class ConsumeTransactions:
 
         async def transact() -> BatchOutcome | Failure:
             nonlocal contentions
-            memory.was_interrupted = False
             try:
                 return await self._transact(source, decisions, memory)
             except Exception as error:
-                contentions += is_contention(error) or memory.was_interrupted
+                contentions += is_contention(error)
                 if contentions > _CONTENTIONS and guilt.may_be_cause(source, decisions):
-                    reason = "locked out" if is_contention(error) else "connection lost"
-                    return CulpritUnknown(reason, error)
+                    return CulpritUnknown("locked out", error)
                 raise
 
         result = await retrying(transact)

@@ -91,11 +91,6 @@ def canonical(entity: type[Any], key: Key) -> Key:
 def _readers(entity: type[Any]) -> tuple[Callable[[Any], Any] | None, ...] | None:
     """Return by column what the database returns for a value; None: the same for all of them."""
     readers, mapper = [], sa.inspect(entity)
-    if mapper.version_id_col is not None and mapper.version_id_col is mapper.columns.get("version"):
-        raise TypeError(
-            f"{entity.__name__}.version counts events, and a version_id_col counts flushes: leave"
-            " that out, because the row is locked"
-        )
     for name in primary_key(entity):
         kind = mapper.columns[name].type
         column = column_of(kind)
@@ -122,6 +117,12 @@ def record_key(entity: type[Any], values: Key) -> str:
 @cache_by_class  # building it takes as long as sending it
 def locking(entity: type[Aggregate]) -> sa.Select[Any]:
     """Return the statement that locks rows: their keys are arrays, `key_0` for the first column."""
+    mapper = sa.inspect(entity)
+    if mapper.version_id_col is not None and mapper.version_id_col is mapper.columns.get("version"):
+        raise TypeError(
+            f"{entity.__name__}.version counts events, and a version_id_col counts flushes: leave"
+            " that out, because the row is locked"
+        )
     columns = [getattr(entity, name) for name in primary_key(entity)]
     # Arrays, not an IN list: the statement is the same for every number of keys.
     wanted = sa.select(

@@ -51,8 +51,15 @@ class Issuer(ThreadingHTTPServer):
     def grant(self) -> dict[str, object]:
         """Issue a token."""
         now = int(time.time())
-        claims = {"iss": self.url, "sub": CLIENT, "aud": AUDIENCE, "scope": "records",
-                  "iat": now, "exp": now + self.lifetime, "jti": str(len(self.granted))}  # fmt: skip
+        claims = {
+            "iss": self.url,
+            "sub": CLIENT,
+            "aud": AUDIENCE,
+            "scope": "records",
+            "iat": now,
+            "exp": now + self.lifetime,
+            "jti": str(len(self.granted)),
+        }
         parts = [{"alg": "RS256", "kid": "1"}, claims]
         text = ".".join(_encoded(json.dumps(one).encode()) for one in parts)
         signature = _openssl("dgst", "-sha256", "-sign", str(self._key), given=text.encode())

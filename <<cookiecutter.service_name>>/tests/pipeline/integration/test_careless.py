@@ -1,6 +1,5 @@
 """More that careless handlers do: it is done as if they were alone, or named at their message."""
 
-import asyncio
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,7 +12,6 @@ from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 
 from pipeline import Aggregate, Park, Retry, Transaction
-from pipeline.servers.database import driver_of
 
 from .test_door import (
     Changed,
@@ -21,7 +19,6 @@ from .test_door import (
     Habits,
     Note,
     Shop,
-    add_cents,
     change,
     errors_of,
     events_of,
@@ -299,35 +296,6 @@ async def test_wrong_arguments_are_named_where_they_are_given(
     habits.habits = {2: publish}
     await habits.together(1, 2)
     assert text in (await errors_of(habits.desk))[1]
-
-
-# What looks like an outage at each attempt
-
-
-async def closing_the_driver(tx: Transaction, key: str) -> None:
-    await (await driver_of(await tx.session.connection())).close()
-
-
-async def closing_what_is_below(tx: Transaction, key: str) -> None:
-    below = await (await tx.session.connection()).get_raw_connection()
-    below.close()
-    await add_cents(tx, key, 1)
-
-
-async def being_idle(tx: Transaction, key: str) -> None:
-    idle = "SET LOCAL idle_in_transaction_session_timeout = 20"
-    await tx.session.execute(sa.text(idle))
-    await asyncio.sleep(0.1)
-
-
-@pytest.mark.parametrize("habit", [closing_the_driver, closing_what_is_below, being_idle])
-async def test_a_handler_that_always_loses_the_connection_is_at_fault(
-    habits: Habits, db: asyncpg.Connection, habit: Habit
-) -> None:
-    habits.habits = {2: habit}
-    await habits.desk.apply(Deposit(2, account="ada"), Deposit(1, account="bob"))
-    assert await habits.desk.park() == {("wallet", 0): "connection lost"}
-    assert (await wallet_of(db, "bob"))["cents"] == 1
 
 
 async def test_a_temporary_table_that_always_looks_otherwise_holds_no_partition(

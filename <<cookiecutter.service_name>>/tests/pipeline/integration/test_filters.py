@@ -267,7 +267,10 @@ _TABLES = (
 
 async def save(db: asyncpg.Connection) -> Callable[[], Awaitable[None]]:
     """Take a backup of what the engine remembers; returns what restores it."""
-    generation = await db.fetchrow("SELECT * FROM pipeline.inbox_generation")
+    generation = await db.fetchrow(
+        "SELECT singleton, current, oldest, opened_at, since, opening"
+        "  FROM pipeline.inbox_generation"
+    )
     rows = {table: await db.fetch(f"SELECT * FROM {table}") for table in _TABLES}
 
     async def restore() -> None:

@@ -1,0 +1,168 @@
+"""A consumer of aiokafka that lets brokers gather records, and answers what the engine asks it.
+
+aiokafka sends a fetch as soon as the one before is answered. At some hundred records a second each
+has a record or two, at the cost of one with fifty, and of a transaction.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.consumer import consumer, fetcher
+from aiokafka.errors import KafkaError, for_code
+from aiokafka.protocol.commit import OffsetFetchRequest
+
+from .record_batches import FetchedBatches
+
+MAX_WAIT_MS, IDLE_MAX_WAIT_MS = 100, 1000
+"""How long a broker waits for records before it answers that there are none. A partition whose
+records were just taken waits for the fetch that is under way."""
+_BUSY_SECONDS = 2.0
+"""A consumer is idle after this long without records."""
+
+_GATHER_SECONDS = 0.025
+"""Longest pause between two fetches, in which the brokers gather records."""
+_UNGATHERED = 100
+"""Records a second up to which a fetch is sent at once."""
+_COUNTING_SECONDS = 0.5
+"""How long records are counted to compute their rate."""
+
+fetcher.MemoryRecords = FetchedBatches
+
+
+class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
+    """A fetcher that lets the brokers gather records while many arrive, one by one."""
+
+    _pause = 0.0
+    _rests_until = 0.0
+    _counted = 0
+    _counted_since = 0.0
+
+    def count(self, records: int) -> None:
+        """Count records that have arrived; the pause between two fetches grows with their rate."""
+        self._counted += records
+        now = self._loop.time()
+        if (seconds := now - self._counted_since) > _COUNTING_SECONDS:
+            rate = self._counted / seconds
+            self._pause = _GATHER_SECONDS * max(0.0, 1 - _UNGATHERED / rate)
+            self._counted, self._counted_since = 0, now
+
+    async def _proc_fetch_request(self, *args: Any) -> bool:
+        if (rest := self._rests_until - self._loop.time()) > 0:
+            try:
+                await asyncio.sleep(rest)
+            except asyncio.CancelledError:
+                return False  # as it does while it waits for the broker
+        has_records: bool = await super()._proc_fetch_request(*args)
+        now = self._loop.time()
+        # The brokers rest together, so that their records arrive together.
+        if has_records and now > self._rests_until:
+            self._rests_until = now + self._pause
+        return has_records
+
+
+consumer.Fetcher = Fetcher
+
+
+class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
+    """A consumer that polls less often while no records come, which is most of its cost then."""
+
+    _busy_until = 0.0
+
+    async def arrival(self, partition: TopicPartition, seconds: float) -> int:
+        """Wait up to `seconds` for records of the partition; `getmany` unpacks them, this doesn't.
+
+        Returns the offset before which all transactions of producers have ended; 0 if none came.
+        """
+        arrived = self._fetcher._records
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while partition not in arrived:
+                    await self._fetcher._create_fetch_waiter()
+        result = arrived.get(partition)
+        if not isinstance(result, fetcher.FetchResult):  # nothing, or an error
+            return 0
+        return result._assignment.state_value(partition).lso or 0
+
+    async def getmany(
+        self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
+    ) -> dict[TopicPartition, list[ConsumerRecord]]:
+        found: dict[TopicPartition, list[ConsumerRecord]] = await super().getmany(
+            *partitions, timeout_ms=timeout_ms, max_records=max_records
+        )
+        if found:
+            self._busy_until = time.monotonic() + _BUSY_SECONDS
+            self._fetcher.count(sum(map(len, found.values())))
+        is_busy = time.monotonic() < self._busy_until
+        self._fetcher._fetch_max_wait_ms = MAX_WAIT_MS if is_busy else IDLE_MAX_WAIT_MS
+        return found
+
+    async def stable_offsets(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, int]:
+        """Return the offset in each partition before which no producer's transaction is open.
+
+        `read_committed` reads up to there. If no transaction is open it is the end.
+        """
+        offsets = self._fetcher
+        level, offsets._isolation_level = offsets._isolation_level, fetcher.READ_COMMITTED
+        try:
+            found: dict[TopicPartition, int] = await self.end_offsets(partitions)
+            return found
+        finally:
+            offsets._isolation_level = level
+
+    @property
+    def hidden_topics(self) -> set[str]:
+        """Topics of the subscription that the user may not describe, whether they exist or not."""
+        hidden: set[str] = self._client.cluster.unauthorized_topics
+        return hidden
+
+    async def offset_metadata(self, topics: Collection[str]) -> set[str]:
+        """Return the texts beside the offsets that the group has committed of these topics."""
+        group = self._coordinator
+        await group.ensure_coordinator_known()
+        response = await group._send_req(OffsetFetchRequest(group.group_id, None))
+        if response.error_code:
+            group.coordinator_dead()
+            raise for_code(response.error_code)(group.group_id)
+        found = (partitions for topic, partitions in response.topics if topic in topics)
+        return {metadata for _, _, metadata, _ in chain.from_iterable(found)}
+
+    def raise_if_ended(self) -> None:
+        """Raise the error with which the task of the fetcher or the coordinator has ended."""
+        if self._fetcher.error_future.done():
+            self._fetcher.error_future.result()
+        if (coordinating := self._coordinator._coordination_task).done():
+            coordinating.result()
+
+    def rejection(self) -> KafkaError | None:
+        """Return why the group has rejected this member since the last call; it tries again."""
+        try:
+            self._coordinator.check_errors()
+        except KafkaError as error:
+            return error
+        return None
+
+    def problem(self, partitions: Iterable[TopicPartition], patience: float) -> str | None:
+        """Return why the brokers can't be used, from the state of the client; None if they can.
+
+        `patience`: seconds since the last answer after which they count as unavailable, of a client
+        that has joined its group. While it joins it does not notice that they are.
+        """
+        cluster = self._client.cluster
+        silence = time.time() - cluster._last_successful_refresh_ms / 1_000
+        if silence > patience:
+            return f"the brokers have not answered for {silence:.0f} s{self._client.reasons}"
+        if self._coordinator.coordinator_id is None:
+            return f"the group has no coordinator{self._client.reasons}"
+        leaderless = [
+            f"{one.topic}/{one.partition}"
+            for one in partitions
+            if cluster.leader_for_partition(one) in (None, -1)
+        ]
+        return f"no leader for {', '.join(sorted(leaderless))}" if leaderless else None
