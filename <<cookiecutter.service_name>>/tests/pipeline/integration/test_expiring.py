@@ -329,7 +329,7 @@ async def test_a_service_goes_on_when_its_password_changes_while_it_runs(
         service = await start("run")
         await Deposit(1).send(producer, bank.deposits)
         await following_balances(1)
-        await alter(server_url, role, "second")
+        await alter(server_url, role, "n3w-s3cret")
         await db.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = $1", role
         )
@@ -340,13 +340,13 @@ async def test_a_service_goes_on_when_its_password_changes_while_it_runs(
 
         await eventually(is_told)
         assert service.is_running
-        password("second")
+        password("n3w-s3cret")
         await following_balances(2)
         await eventually(service.is_ready)
         assert service.is_running
         service.send(signal.SIGTERM)
         assert await service.ended() == 0
-        assert "second" not in service.output
+        assert "n3w-s3cret" not in service.output
 
 
 @pytest.fixture
