@@ -158,8 +158,8 @@ async def test_values_are_those_of_the_database_also_after_a_flush_for_another_r
         Deposit(n, account=f"{key} together", id=str(i)) for i, (n, key) in enumerate(steps)
     ]
     await habits.desk.apply(*together)
-    for n, key in steps:
-        await habits.desk.apply(Deposit(n, account=f"{key} alone"))
+    for i, (n, key) in enumerate(steps):
+        await habits.desk.apply(Deposit(n, account=f"{key} alone", id=f"alone {i}"))
     assert await errors_of(habits.desk) == {}
     assert (await wallet_of(db, "y together"))["rate"] == (await wallet_of(db, "y alone"))["rate"]
     assert await events_of(db, "z together") == await events_of(db, "z alone")
