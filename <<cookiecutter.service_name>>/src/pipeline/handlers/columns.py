@@ -143,11 +143,11 @@ def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None
         column.computed is not None or column.onupdate is not None or column.server_onupdate
         for column in columns.values()
     )
+    constrained: tuple[Any, ...] = (*mapper.tables, *columns.values())
     has_check = any(
-        isinstance(one, sa.CheckConstraint)
-        for table in mapper.tables
-        if isinstance(table, sa.Table)
-        for one in table.constraints
+        isinstance(constraint, sa.CheckConstraint)
+        for one in constrained
+        for constraint in getattr(one, "constraints", ())
     )
     return dict.fromkeys(columns) if is_computed or has_check else checks
 
