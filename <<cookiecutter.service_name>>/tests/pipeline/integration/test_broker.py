@@ -225,20 +225,6 @@ async def test_a_member_that_its_group_rejects_says_why_and_joins_once_it_is_acc
         await eventually(lambda: applied(db))
 
 
-async def test_a_topic_that_may_not_be_described_is_not_said_to_be_missing(
-    running: Running, db: asyncpg.Connection, wire: Wire, producer: AIOKafkaProducer, bank: Bank
-) -> None:
-    part = f"topic {bank.deposits}"
-    wire.forbid(bank.deposits)
-    async with running(bank.service, kafka_bootstrap_servers=wire.address) as health:
-        await eventually(lambda: "needs the ACL Read" in health.reasons.get(part, ""))
-        assert "create it" not in health.reasons[part]
-        wire.go_on()
-        await Deposit(1).send(producer, bank.deposits)
-        await eventually(lambda: health.is_ready)
-        await eventually(lambda: applied(db))
-
-
 async def applied(db: asyncpg.Connection) -> bool:
     """Whether the deposit is applied."""
     return await histories(db) == {"ada": [1]}
