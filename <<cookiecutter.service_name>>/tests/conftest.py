@@ -4,9 +4,10 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.util import find_spec
+from typing import Any
 from uuid import uuid4
 
 import asyncpg
@@ -239,6 +240,21 @@ def running(settings: Callable[..., Settings]) -> Running:
         finally:
             stopping.set()
             await asyncio.wait_for(task, PATIENCE)
+
+    return run
+
+
+Refusing = Callable[..., Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def refusing(settings: Callable[..., Settings]) -> Refusing:
+    """Run a service that does not start: raises its error."""
+
+    async def run(service: Service, parts: Part, **changes: object) -> None:
+        health, stopping = Health(stall_after=3_600), asyncio.Event()
+        serving = serve(service, settings(**changes), parts, health=health, stopping=stopping)
+        await asyncio.wait_for(serving, PATIENCE)
 
     return run
 

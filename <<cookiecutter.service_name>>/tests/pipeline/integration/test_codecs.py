@@ -37,7 +37,7 @@ from pipeline.testing.databases import Migrate
 from .bank import Bank
 from .conftest import position_reaches
 from .desk import Desk, NewDesk
-from tests.conftest import Records, Running
+from tests.conftest import Records, Refusing, Running
 from tests.contract.bank import Account, Base, Deposit, Deposited
 from tests.servers import databases
 from tests.servers.databases import migrations_of_the_engine
@@ -333,7 +333,7 @@ async def test_events_travel_in_the_form_of_their_topic(
 
 
 async def test_a_service_that_could_not_read_what_it_publishes_does_not_start(
-    bank: Bank, settings: Callable[..., Settings], running: Running
+    bank: Bank, settings: Callable[..., Settings], refusing: Refusing
 ) -> None:
     bank.handlers.topic(bank.balances, codec=Plain("another", Position()))
     text = f"topic '{bank.balances}': 'balance.changed' can't be published .* read as 'another'"
@@ -341,8 +341,7 @@ async def test_a_service_that_could_not_read_what_it_publishes_does_not_start(
         async with bank.service.writer(settings()):
             pass
     with pytest.raises(Misconfigured, match=text):
-        async with running(bank.service, Part.CONSUME) as health:
-            await eventually(lambda: health.is_ready)
+        await refusing(bank.service, Part.CONSUME)
 
 
 async def test_a_redriven_record_is_read_by_the_codec_of_today(ledger: tuple[Bank, Desk]) -> None:

@@ -227,7 +227,7 @@ async def test_a_topic_of_the_brokers_own_makes_its_events_dead_and_no_others(
         await stage(db, [*numbered("__consumer_offsets", range(3)), *numbered(topic, range(3, 6))])
         await tail.until_ids(range(3, 6))
         await eventually(are_dead(db, range(3)))
-        assert one.health.is_ready
+        await eventually(lambda: one.health.is_ready)
     assert {dead.reason for dead in await died(db)} == {"topic not writable"}
 
 

@@ -21,7 +21,7 @@ from pipeline.settings import Settings
 from .bank import Bank
 from .conftest import position_reaches
 from .test_ownership import committed_offsets
-from tests.conftest import Running
+from tests.conftest import Refusing, Running
 from tests.contract.bank import Deposit, histories
 from tests.servers.databases import administer, url_of
 from tests.servers.waiting import eventually
@@ -83,6 +83,7 @@ async def delete_group(kafka: str, group: str) -> int:
 async def test_a_second_database_of_a_group_is_refused_and_the_first_one_handles_all(
     bank: Bank,
     running: Running,
+    refusing: Refusing,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,
     database_url: str,
@@ -99,8 +100,7 @@ async def test_a_second_database_of_a_group_is_refused_and_the_first_one_handles
 
         await eventually(is_committed)
         with pytest.raises(WrongDatabase, match="reads its topics for another database") as error:
-            async with running(bank.service, Part.CONSUME, database_url=staging_url) as refused:
-                await eventually(lambda: refused.is_ready)
+            await refusing(bank.service, Part.CONSUME, database_url=staging_url)
         await send(producer, bank, *range(50, 100))
         await eventually(position_reaches(db, bank.deposits, 100))
         assert health.is_ready
