@@ -22,7 +22,7 @@ from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
 from .contract.bank import Base
-from .servers.databases import administer, built, drop_databases, migrations_of_the_engine, url_of
+from .servers.databases import built, copied, drop_databases, migrations_of_the_engine, url_of
 from .servers.pooler import POOLED, pooling
 from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 from .servers.topics import create_topic, delete_topics
@@ -136,8 +136,7 @@ async def database_url(
     server_url: str, way_in: str, template: str, used_databases: list[str]
 ) -> AsyncIterator[str]:
     """URL of a database of the test's own, a copy of the template."""
-    name = f"test_{uuid4().hex[:12]}"
-    await administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    name = await copied(server_url, template)
     yield url_of(way_in, name)
     used_databases.append(name)
     if len(used_databases) > 50:

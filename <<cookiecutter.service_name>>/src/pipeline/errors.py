@@ -178,14 +178,19 @@ def _text(error: BaseException) -> str:
     return text
 
 
+def missing_acl(kind: type[BaseException]) -> str:
+    """Return what the user of the brokers lacks who gets this kind of error."""
+    return f"the user of this service needs the ACL {_ACLS[kind]} (docs/security.md)"
+
+
 def describe_error(error: BaseException) -> str:
     """Return the error's type and its text, as `summarize_error` has it."""
     error = as_raised(error)
     if type(error) is KafkaError and isinstance(error.__cause__, KafkaError):
         error = error.__cause__  # aiokafka says no more than that it was not expected
     kind, text = type(error).__name__, summarize_error(error)
-    if acl := _ACLS.get(type(error)):
-        text = f"{text}: the user of this service needs the ACL {acl} (docs/security.md)"
+    if type(error) in _ACLS:
+        text = f"{text}: {missing_acl(type(error))}"
     # aiokafka's texts begin with the type.
     return f"{kind}: {text}" if text and not text.startswith(kind) else text or kind
 

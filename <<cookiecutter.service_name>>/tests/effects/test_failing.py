@@ -1,6 +1,7 @@
 """What the functions of an effect may raise or return, however odd: it is that call's."""
 
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import asyncpg
@@ -9,7 +10,7 @@ import pytest
 from effects import Effects
 from pipeline import Event, Handlers, Policy, Reject, Retry, Transaction
 
-from .desk import NewDesk, desk_of
+from .desk import NewDesk, Outside, desk_of
 from tests.contract.bank import Deposit, Deposited
 from tests.pipeline.integration.test_exits import EXITS, Response
 
@@ -32,13 +33,10 @@ async def test_what_would_end_the_process_is_the_failure_of_the_effect_that_rais
     ] * 2
 
 
-@pytest.mark.parametrize("kind", EXITS)
-async def test_who_is_asked_may_raise_what_would_end_the_process(
-    new_calling_desk: NewDesk, kind: type[BaseException]
-) -> None:
-    async def ask(event: Event, call: Any) -> bool:
-        raise kind
-
+async def asked_after_a_lost_call(
+    new_calling_desk: NewDesk, ask: Callable[[Event, Any], Awaitable[Any]]
+) -> tuple[Outside, asyncpg.Record]:
+    """Make a call whose outcome is unknown, and ask; return the outside and the call's row."""
     outside, desk = await desk_of(
         new_calling_desk, repeatable=False, ask=ask, policy=Policy(attempts=2, schedule=(0,))
     )
@@ -48,6 +46,17 @@ async def test_who_is_asked_may_raise_what_would_end_the_process(
     await desk.make_due()
     await desk.call()
     (row,) = await desk.backlog()
+    return outside, row
+
+
+@pytest.mark.parametrize("kind", EXITS)
+async def test_who_is_asked_may_raise_what_would_end_the_process(
+    new_calling_desk: NewDesk, kind: type[BaseException]
+) -> None:
+    async def ask(event: Event, call: Any) -> bool:
+        raise kind
+
+    outside, row = await asked_after_a_lost_call(new_calling_desk, ask)
     assert (row["reason"], row["attempts"]) == ("outcome unknown", 2)
     assert outside.calls == [1]
 
@@ -120,15 +129,7 @@ async def test_an_answer_that_is_neither_true_nor_false_repeats_no_call(
     async def ask(event: Event, call: Any) -> Any:
         """It has forgotten to return what it has found."""
 
-    outside, desk = await desk_of(
-        new_calling_desk, repeatable=False, ask=ask, policy=Policy(attempts=2, schedule=(0,))
-    )
-    outside.errors = {1: OSError("lost")}
-    await desk.apply(Deposit(1))
-    await desk.call()
-    await desk.make_due()
-    await desk.call()
-    (row,) = await desk.backlog()
+    outside, row = await asked_after_a_lost_call(new_calling_desk, ask)
     assert row["reason"] == "outcome unknown"
     assert "ask has returned NoneType" in row["error"]
     assert outside.calls == [1]

@@ -51,6 +51,13 @@ async def empty_database(server_url: str, used_databases: list[str]) -> str:
     return url_of(server_url, name)
 
 
+async def copied(server_url: str, template: str) -> str:
+    """Create a database as a copy of another one, and return its name."""
+    name = f"test_{uuid4().hex[:12]}"
+    await administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    return name
+
+
 async def drop_databases(server_url: str, names: list[str]) -> None:
     """Drop them all at once, and empty the list."""
     statements = [f"DROP DATABASE {name} WITH (FORCE)" for name in names]

@@ -57,6 +57,8 @@ class Publisher:
         self._settings = settings
         self._client_id = client_id
         self._owner = owner
+        compression = settings.relay_compression
+        self._compression = None if compression == "none" else compression
         self._producer: AIOKafkaProducer | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._unfenced: set[str] = set()
@@ -73,10 +75,8 @@ class Publisher:
 
         Raises `NotSent`, and `LeaseExpired` when `may_send` returns False.
         """
-        settings = self._settings
-        sending = Sending(
-            settings.relay_transactional, settings.relay_compression != "none", may_send
-        )
+        is_transactional = self._settings.relay_transactional
+        sending = Sending(is_transactional, self._compression is not None, may_send)
         try:
             chains = await self._chains(events, sending)
             while chains:
@@ -170,17 +170,14 @@ class Publisher:
         return self._producer
 
     async def _new_producer(self, owner: str) -> AIOKafkaProducer:
-        transactional, compression = (
-            self._settings.relay_transactional,
-            self._settings.relay_compression,
-        )
+        transactional = self._settings.relay_transactional
         producer = AIOKafkaProducer(
             **clients.connection_options(self._settings),
             client_id=self._client_id,
             transactional_id=f"{self._client_id}-{owner}" if transactional else None,
             enable_idempotence=self._settings.relay_idempotent,
             acks="all",
-            compression_type=None if compression == "none" else compression,
+            compression_type=self._compression,
             max_batch_size=min(_BATCH_BYTES, self._settings.max_event_bytes),
             max_request_size=2 * self._settings.max_event_bytes,
             metadata_max_age_ms=30_000,

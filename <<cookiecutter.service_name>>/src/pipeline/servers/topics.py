@@ -10,6 +10,7 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.errors import RebalanceInProgressError, TopicAuthorizationFailedError, for_code
 from aiokafka.protocol.metadata import MetadataRequest
 
+from pipeline.errors import missing_acl
 from pipeline.settings import Settings
 
 from . import clients
@@ -20,8 +21,7 @@ _REBALANCING = ("PreparingRebalance", "CompletingRebalance")
 
 
 MAY_NOT_DESCRIBE = (
-    "may not be described, whether it exists or not: the user of this service needs the ACL Read on"
-    " a topic that it reads, Write on one that it writes (docs/security.md)"
+    f"may not be described, whether it exists or not: {missing_acl(TopicAuthorizationFailedError)}"
 )
 
 

@@ -14,8 +14,6 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.protocol.admin import CreateAclsRequest
-from servers.console import run_step
-from servers.kafka import Kafka
 from servers.network import LOOPBACK
 from servers.state import StateDirectory
 
@@ -26,6 +24,7 @@ from pipeline.servers.database import autocommitting, create_engine
 from pipeline.settings import Settings
 
 from .bank import Bank
+from .brokers import ConfiguredKafka
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
 from tests.servers.programs import running as running_server
@@ -53,31 +52,15 @@ _ALLOW = 3
 """Codes of Kafka's protocol."""
 
 
-class CheckingKafka(Kafka):
+class CheckingKafka(ConfiguredKafka):
     """A broker that lets users do what ACLs allow, and those who come in plain text everything."""
 
     port_count = 3
 
-    def prepare(self) -> None:
-        """Write its settings."""
-        super().prepare()
-        client, controller, sasl = (f"{LOOPBACK}:{port}" for port in self.record.ports)
-        properties = self.home / "server.properties"
-        # Of what is named twice, the last counts.
-        more = _SETTINGS.format(client=client, controller=controller, sasl=sasl)
-        properties.write_text(properties.read_text() + more)
-
-    def admit(self, user: str) -> None:
-        """Give the user a password."""
-        run_step(
-            self.java_command("kafka.admin.ConfigCommand",
-                "--bootstrap-server", f"{LOOPBACK}:{self.port}", "--alter",
-                "--add-config", f"SCRAM-SHA-512=[password={PASSWORD}]",
-                "--entity-type", "users", "--entity-name", user),
-            self.log,
-            "The user could not be made.",
-            **self.process_options,
-        )  # fmt: skip
+    def more_settings(self, *addresses: str) -> str:
+        """Check them."""
+        client, controller, sasl = addresses
+        return _SETTINGS.format(client=client, controller=controller, sasl=sasl)
 
 
 @dataclass(frozen=True)
@@ -137,7 +120,7 @@ def broker() -> Iterator[CheckingKafka]:
         try:
             with running_server(kafka):
                 for user in (USER, ANOTHER):
-                    kafka.admit(user)
+                    kafka.admit(user, PASSWORD, 512)
                 yield kafka
         finally:
             kafka.remove()

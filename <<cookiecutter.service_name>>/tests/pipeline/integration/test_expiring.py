@@ -10,7 +10,6 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from servers.kafka import Kafka
 from servers.network import LOOPBACK
 from servers.state import StateDirectory
 from sqlalchemy import make_url, text
@@ -21,6 +20,7 @@ from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
 from .bank import Bank
+from .brokers import ConfiguredKafka
 from .certificates import authority
 from .issuer import AUDIENCE, CLIENT, SECRET, Issuer, issuing
 from .processes import starting
@@ -51,19 +51,17 @@ LIFETIME = 4
 """Seconds after which a token expires, and brokers close connections that were opened with it."""
 
 
-class TokenKafka(Kafka):
+class TokenKafka(ConfiguredKafka):
     """A broker that also listens where one needs a token of the issuer."""
 
     port_count = 3
     own: Path
     issuer: Issuer
 
-    def prepare(self) -> None:
-        """Write its settings."""
-        super().prepare()
-        client, controller, token = (f"{LOOPBACK}:{port}" for port in self.record.ports)
-        properties = self.home / "server.properties"
-        listeners = _LISTENERS.format(
+    def more_settings(self, *addresses: str) -> str:
+        """Listen there."""
+        client, controller, token = addresses
+        return _LISTENERS.format(
             client=client,
             controller=controller,
             token=token,
@@ -71,7 +69,6 @@ class TokenKafka(Kafka):
             issuer=self.issuer.url,
             audience=AUDIENCE,
         )
-        properties.write_text(properties.read_text() + listeners)  # what comes last counts
 
     def java_command(self, main_class: str, *arguments: str) -> list[str]:
         """Allow the issuer's URL."""

@@ -23,7 +23,7 @@ from .conftest import position_reaches
 from .test_ownership import committed_offsets
 from tests.conftest import Refusing, Running
 from tests.contract.bank import Deposit, histories
-from tests.servers.databases import administer, url_of
+from tests.servers.databases import copied, url_of
 from tests.servers.waiting import eventually
 
 Examine = Callable[[str], Awaitable[list[Finding]]]
@@ -34,8 +34,7 @@ async def staging_url(
     server_url: str, way_in: str, template: str, used_databases: list[str]
 ) -> AsyncIterator[str]:
     """URL of another database, which was migrated by itself."""
-    name = f"test_{uuid4().hex[:12]}"
-    await administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    name = await copied(server_url, template)
     async with connected(url_of(server_url, name)) as staging:
         # The databases of tests are copies of one.
         await staging.execute("UPDATE pipeline.inbox_generation SET database_id = $1", uuid4())
@@ -150,8 +149,7 @@ async def test_a_copy_of_the_database_takes_its_place_without_advice(
     async with running(bank.service, Part.CONSUME):
         await eventually(position_reaches(db, bank.deposits, 1))
     await db.close()
-    name, restored = make_url(database_url).database, f"test_{uuid4().hex[:12]}"
-    await administer(server_url, f"CREATE DATABASE {restored} TEMPLATE {name}")
+    restored = await copied(server_url, str(make_url(database_url).database))
     used_databases.append(restored)
     await send(producer, bank, 2)
     async with (

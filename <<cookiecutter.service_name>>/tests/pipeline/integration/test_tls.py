@@ -12,13 +12,12 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from alembic import command
-from servers.console import run_step
-from servers.kafka import Kafka
 from servers.network import LOOPBACK
 from servers.state import StateDirectory
 from sqlalchemy import URL, make_url
 
 from .bank import Bank
+from .brokers import ConfiguredKafka
 from .certificates import Authority, Certificate, authority, give_to_pooler
 from .conftest import build
 from .guarded import guarding
@@ -62,44 +61,25 @@ client_tls_ca_file = {trusted}
 """
 
 
-class GuardedKafka(Kafka):
+class GuardedKafka(ConfiguredKafka):
     """A broker that also listens where one needs a password, and where one needs a certificate."""
 
     port_count = 4
     own: Path
     trusted: Path
 
-    def prepare(self) -> None:
-        """Write its settings."""
-        super().prepare()
-        client, controller, scram, mutual = (f"{LOOPBACK}:{port}" for port in self.record.ports)
-        properties = self.home / "server.properties"
-        # Of what is named twice, the last counts.
-        properties.write_text(
-            properties.read_text()
-            + _LISTENERS.format(
-                client=client,
-                controller=controller,
-                scram=scram,
-                mutual=mutual,
-                own=self.own,
-                trusted=self.trusted,
-                password=PASSWORD,
-            )
+    def more_settings(self, *addresses: str) -> str:
+        """Listen there."""
+        client, controller, scram, mutual = addresses
+        return _LISTENERS.format(
+            client=client,
+            controller=controller,
+            scram=scram,
+            mutual=mutual,
+            own=self.own,
+            trusted=self.trusted,
+            password=PASSWORD,
         )
-
-    def admit(self, user: str) -> None:
-        """Give the user the password."""
-        for bits in 256, 512:
-            run_step(
-                self.java_command("kafka.admin.ConfigCommand",
-                    "--bootstrap-server", f"{LOOPBACK}:{self.port}", "--alter",
-                    "--add-config", f"SCRAM-SHA-{bits}=[password={PASSWORD}]",
-                    "--entity-type", "users", "--entity-name", user),
-                self.log,
-                "The user could not be made.",
-                **self.process_options,
-            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,7 +122,7 @@ def servers(server_url: str) -> Iterator[Servers]:
             kafka.start()
             with pooling(server_url, guarded) as pooler:
                 kafka.wait_until_serving()
-                kafka.admit("teller")
+                kafka.admit("teller", PASSWORD, 256, 512)
                 plaintext, _, scram, mutual = (f"{LOOPBACK}:{port}" for port in kafka.record.ports)
                 yield Servers(
                     folder,
