@@ -12,11 +12,10 @@ from typing import Any
 from pipeline import Service
 from pipeline.events.codec import CloudEvents, Codec
 from pipeline.events.event import Event, Tombstone
-from pipeline.events.plain import Plain
 from pipeline.handlers.registry import Handler
 
 from .examples import example_of
-from .export import published, taken, written
+from .export import name_of, published, taken, written
 from .schemas import ALIASES, KEYS, LIMITS, PATHS, Mode, schema_of
 
 _TEXT = {"type": "string"}
@@ -216,8 +215,7 @@ def _envelope(event: type[Event], mode: Mode, codec: Codec) -> str:
     if event is Tombstone:
         return "A record without a value: the mark of a deletion."
     if not isinstance(codec, CloudEvents):
-        identity = f", identified by {codec.identity}" if isinstance(codec, Plain) else ""
-        return f"A record in the form of the codec {type(codec).__name__}{identity}."
+        return f"A record in the form of the codec {name_of(codec)}."
     modes = "binary or structured mode" if mode == "validation" else "binary mode"
     return f"CloudEvents 1.0 in {modes}."
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from pipeline import Service
+from pipeline.events.codec import Codec
 from pipeline.events.event import Event, declared_events
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.staging import CALLS
@@ -54,7 +55,7 @@ def exported(service: Service) -> dict[str, Any]:
     }
     return {
         "service": service.name,
-        "codecs": {one: type(service.handlers.codec(one)).__name__ for one in topics},
+        "codecs": {one: name_of(service.handlers.codec(one)) for one in topics},
         "calls": {CALLS: calls} if calls else {},
         "taken": types,
         "published": {
@@ -62,6 +63,13 @@ def exported(service: Service) -> dict[str, Any]:
             for topic, by_type in published(service).items()
         },
     }
+
+
+def name_of(codec: Codec) -> str:
+    """Return the codec's name, with what identifies events: other ids would be other events."""
+    identity = getattr(codec, "identity", None)
+    name = type(codec).__name__
+    return name if identity is None else f"{name}, identified by {identity}"
 
 
 def _both(event: type[Event]) -> dict[str, Any]:

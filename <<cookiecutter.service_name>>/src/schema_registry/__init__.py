@@ -5,7 +5,7 @@ See `docs/schema-registry.md`.
 
 from confluent_kafka.schema_registry import Schema
 
-from .codec import Confluent, Strategy
+from .codec import Confluent, Framing, Strategy
 from .settings import RegistrySettings
 
-__all__ = ["Confluent", "RegistrySettings", "Schema", "Strategy"]
+__all__ = ["Confluent", "Framing", "RegistrySettings", "Schema", "Strategy"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from typing import NoReturn
 
@@ -10,12 +11,12 @@ from confluent_kafka.schema_registry.serde import SchemaId
 
 from pipeline.apply.item import StoredRecord
 from pipeline.errors import StoreUnavailable, describe_error
-from pipeline.events.cloudevents import decode, refers
+from pipeline.events.cloudevents import decode, event_headers, refers
 from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
-from pipeline.events.event import Event, Tombstone, Unpublishable
+from pipeline.events.event import Event, Unpublishable
 from pipeline.events.message import Message, Reason, Record, Undecodable
-from pipeline.events.payload import payload_hash
-from pipeline.events.plain import Identity, Plain
+from pipeline.events.plain import Header, Identity, Plain, Position
+from pipeline.handlers.staging import StagedEvent
 
 from .avro import Avro
 from .client import Registry, Session, Unknown
@@ -23,10 +24,11 @@ from .formats import Format, Misfit
 from .framing import HEADER, Unframed, key_of, parse
 from .schemas import Schemas, parsed, unparsable
 
-_REPLACED = {"content-type", "ce_datacontenttype", HEADER}
+_NAME = "__schema_name"
+"""Header in which `Plain` finds the full name of the record's schema."""
+_REPLACED = {"content-type", "ce_datacontenttype", HEADER, _NAME}
 """Headers that describe the bytes of the record, which `Message.data` does not have."""
 _BINARY = CloudEvents()
-_UNHASHED = bytes(16)
 
 
 class Strategy(Enum):
@@ -48,6 +50,16 @@ class Strategy(Enum):
         }[self]
 
 
+class Framing(Enum):
+    """Where a published record names its schema."""
+
+    PREFIX = "prefix"
+    """In front of its payload, by the schema's id in the registry."""
+    HEADER = "header"
+    """In the header `__value_schema_id`, by its GUID, as Confluent's `HeaderSchemaIdSerializer`
+    does: the payload is then in the plain format."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Writer:
     """How events of a class are written."""
@@ -55,7 +67,8 @@ class _Writer:
     event: type[Event]
     name: str
     format: Format
-    prefix: bytes
+    frame: bytes
+    framing: Framing
 
     def write(self, payload: bytes) -> bytes:
         """Return the record's payload. Raises `Misfit`."""
@@ -68,7 +81,7 @@ class _Writer:
             raise Misfit("it can't be read again from what the schema keeps of it") from None
         if not is_same:
             raise Misfit("it is another event when it is read again from what the schema keeps")
-        return self.prefix + body
+        return body if self.framing is Framing.HEADER else self.frame + body
 
 
 class Confluent(Codec):
@@ -86,24 +99,31 @@ class Confluent(Codec):
         types: Mapping[str, type[Event]] = {},
         schemas: Mapping[type[Event], Schema] = {},
         strategy: Strategy = Strategy.TOPIC,
+        framing: Framing = Framing.PREFIX,
     ) -> None:
         """`identity` tells how records without CloudEvents headers are identified.
 
         `types` has the event classes by the full names of their records or messages, or the titles
-        of their JSON Schemas; a name that it lacks is the event's type itself. `schemas` are the
-        service's own, without references: records in Avro are read as these, and published events
-        are written by these, so they must be registered. By default an event is written by the
-        latest schema of its subject, which the `strategy` names.
+        of their JSON Schemas; a name that it lacks is the event's type itself. Ids and hashes have
+        the names, so that other `types` change none. `schemas` are the service's own, without
+        references: records in Avro are read as these, and published events are written by these, so
+        they must be registered. By default an event is written by the latest schema of its subject,
+        which the `strategy` names. `framing` is that of published events; all are read.
 
         Raises `ValueError` for an own schema that is invalid.
         """
-        self._identity = identity
         self._types = dict(types)
         self._strategy = strategy
+        self._framing = framing
         self.schemas = dict(schemas)
         self._readers: dict[str, Avro] = {}
         for event, schema in schemas.items():
             self._add_own(event, schema)
+        names = {name: event.event_type for name, event in self._types.items()}
+        self.identity = identity
+        by_name = Header(_NAME)
+        self._plain = None if identity is None else Plain(by_name, identity, types=names)
+        self._hashed = Plain(by_name, Position())
         self._registry: Registry | None = None
         self._schemas = Schemas(self._connect, self._readers)
         self._writers: dict[tuple[str, str], _Writer] = {}
@@ -179,8 +199,15 @@ class Confluent(Codec):
                 f" {name!r}. Declare Confluent(types={{{next(iter(format.names))!r}:"
                 f" {event.__name__}}})"
             )
-        id = SchemaId(format.kind, registered.schema_id, None, format.names.get(name))
-        return _Writer(event, name, format, id.id_to_bytes())
+        id, guid, is_header = registered.schema_id, registered.guid, self._framing is Framing.HEADER
+        if is_header and not guid:
+            raise Unpublishable(
+                f"{event.__name__} can't be written: the registry has no GUID for the schema of"
+                f" {subject!r}, which Framing.HEADER needs. Declare Confluent without framing="
+            )
+        written = SchemaId(format.kind, id, guid, format.names.get(name))
+        frame = written.guid_to_bytes() if is_header else written.id_to_bytes()
+        return _Writer(event, name, format, frame, self._framing)
 
     def encode(self, event: Outgoing) -> Encoded:
         """Return the payload in the format of its schema. Raises `Unpublishable`."""
@@ -193,12 +220,17 @@ class Confluent(Codec):
                 " started: register one, and see the types= of its codec"
             )
         try:
-            return Encoded(writer.write(event.payload), writer.format.content_type)
+            payload, content_type = writer.write(event.payload), writer.format.content_type
         except Misfit as error:
             raise Unpublishable(
                 f"{writer.event.__name__} does not fit the schema {writer.name!r}: {error}. Change"
                 " the event, or register a schema for it and start the service again"
             ) from None
+        if writer.framing is Framing.PREFIX:
+            return Encoded(payload, content_type)
+        row = {name: getattr(event, name, None) for name in StagedEvent._fields}
+        row |= {"content_type": content_type, "created_at": datetime.now(UTC)}
+        return Encoded(payload, content_type, [*event_headers(row), (HEADER, writer.frame)])
 
     async def prepare(self, records: Sequence[Record]) -> None:
         """Fetch the schemas that the records name. Raises `StoreUnavailable`."""
@@ -206,9 +238,8 @@ class Confluent(Codec):
 
     def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
         """Decode a record. Raises `Undecodable`, and `StoreUnavailable` without `prepare`."""
-        if record.value is None and self._identity is not None:
-            tombstones = Plain(type=Tombstone.event_type, identity=self._identity)
-            return tombstones.decode(record, hash=hash)
+        if record.value is None and self._plain is not None:
+            return self._plain.decode(record, hash=hash)
         if record.value is None or (not record.value and refers(record)):
             return _BINARY.decode(record, hash=hash)
         try:
@@ -231,35 +262,19 @@ class Confluent(Codec):
                 f"the payload does not fit the schema {key}, which the record names: {error}. Let"
                 " the producer send it again",
             ) from None
-        headers = [each for each in record.headers if each[0].lower() not in _REPLACED]
-        decoded = StoredRecord(
-            record.topic,
-            record.partition,
-            record.offset,
-            record.timestamp,
-            record.key,
-            data,
-            [*headers, ("content-type", b"application/json")],
-            stored_for=0.0,
-        )
-        if written is data:
-            return self._named(decoded, name, hash)
-        # That of the service's own schema would change with it, and redeliveries would be others.
-        message = self._named(decoded, name, _UNHASHED)
-        if message.reference is not None:
-            return message
-        kind = message.content_type
-        return message._replace(hash=payload_hash(message.type, kind, written))
+        if written is not data:
+            # That of the service's own schema would change with it, and redeliveries would be
+            # others.
+            hash = self._hashed.decode(_in_json(record, name, written)).hash
+        return self._named(_in_json(record, name, data), name, hash)
 
     def _named(self, record: Record, name: str | None, hash: bytes | None) -> Message:
         """Return the event of a record with JSON, by its headers or by the name of its schema."""
-        event = self._types.get(name or "")
-        type = name if event is None else event.event_type
-        if type is not None and self._identity is not None:
-            return Plain(type=type, identity=self._identity).decode(record, hash=hash)
+        if name and self._plain is not None:
+            return self._plain.decode(record, hash=hash)
 
         def refuse(record: Record, headers: Mapping[str, str]) -> NoReturn:
-            if type is None:
+            if not name:
                 raise Undecodable(
                     Reason.MISSING_TYPE,
                     "the record's JSON Schema has no title to name the event's type, and the record"
@@ -272,3 +287,21 @@ class Confluent(Codec):
             )
 
         return decode(record, refuse, hash=hash)
+
+
+def _in_json(record: Record, name: str | None, data: bytes) -> Record:
+    """Return the record with data in JSON, and the name of its schema in a header."""
+    headers = [each for each in record.headers if each[0].lower() not in _REPLACED]
+    headers.append(("content-type", b"application/json"))
+    if name:
+        headers.append((_NAME, name.encode()))
+    return StoredRecord(
+        record.topic,
+        record.partition,
+        record.offset,
+        record.timestamp,
+        record.key,
+        data,
+        headers,
+        stored_for=0.0,
+    )

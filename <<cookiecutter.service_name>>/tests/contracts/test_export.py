@@ -361,9 +361,11 @@ def test_members_that_are_newly_forbidden_are_a_break(
 
 
 def test_another_codec_is_a_break(service: Service, old: Callable[..., Path]) -> None:
-    code, out, _ = run(service, "check", old(to("Confluent", "codecs", "lines")))
-    assert code == 1
-    assert "lines, all types: the codec is Plain, and was Confluent" in out
+    now = "lines, all types: the codec is Plain, identified by Position(), and was "
+    for before in ("Confluent", "Plain, identified by Header(name='id')"):
+        code, out, _ = run(service, "check", old(to(before, "codecs", "lines")))
+        assert code == 1
+        assert f"{now}{before}: use another topic" in out
 
 
 def test_stored_calls_are_compared(service: Service, old: Callable[..., Path]) -> None:

@@ -79,6 +79,12 @@ async def test_calls_are_staged_and_made_by_their_stand_in(harness: Harness) -> 
     assert (await harness.run_calls()).applied == []
 
 
+async def test_a_stand_in_need_not_be_a_coroutine_function(harness: Harness) -> None:
+    await harness.handle(Deposited(account="ada", amount=5))
+    made = await harness.run_calls({"notify": lambda event, call: f"told {event.amount}"})
+    assert made.results == ["told 5"]
+
+
 async def test_a_call_that_fails_is_made_again_when_it_is_due(harness: Harness) -> None:
     await harness.handle(Deposited(account="ada", amount=5))
     ids = []

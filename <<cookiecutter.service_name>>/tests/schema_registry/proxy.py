@@ -3,6 +3,7 @@
 Apicurio has no ids that are the same in all registries: here such an id is its own id as a number.
 """
 
+import json
 import threading
 import urllib.error
 import urllib.request
@@ -95,10 +96,18 @@ class _Handler(BaseHTTPRequestHandler):
         answered = proxy.answer
         if proxy.lacks and path.startswith(proxy.lacks):
             answered = 404, b'{"error_code": 40402, "message": "Version not found."}'
-        return answered or _asked(proxy.registry + path, body)
+        return answered or _with_guid(_asked(proxy.registry + path, body), proxy.knows_guids)
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
+
+
+def _with_guid(answered: tuple[int, bytes], knows_guids: bool) -> tuple[int, bytes]:
+    status, body = answered
+    contents = json.loads(body) if status == 200 and knows_guids else None
+    if not isinstance(contents, dict) or not contents.keys() >= {"id", "schema"}:
+        return answered
+    return status, json.dumps({**contents, "guid": str(UUID(int=contents["id"]))}).encode()
 
 
 def _asked(url: str, body: bytes | None) -> tuple[int, bytes]:

@@ -32,7 +32,7 @@ from pipeline.events.message import Message, Record, Undecodable
 from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Header, PayloadFields, Position
 from pipeline.service import Misconfigured
-from schema_registry import Confluent, Strategy, schemas
+from schema_registry import Confluent, Framing, Strategy, schemas
 from schema_registry.avro import Avro
 from schema_registry.framing import HEADER
 from schema_registry.protobuf import Protobuf
@@ -142,7 +142,7 @@ async def test_records_of_confluents_serializers_become_events(
     )
     assert OrderPlaced.model_validate_json(message.data or b"") == ORDER
     assert message.content_type == "application/json"
-    assert message.hash == payload_hash(message.type, "application/json", message.data)
+    assert message.hash == payload_hash(NAME, "application/json", message.data)
     requests = len(proxy.paths)
     await decoded(one, framed, framed)
     assert len(proxy.paths) == requests, "schemas are kept"
@@ -180,6 +180,48 @@ async def test_confluents_deserializers_read_what_is_published(
     assert OrderPlaced.model_validate_json(again.data or b"") == ORDER
 
 
+@KINDS
+async def test_confluents_deserializers_read_what_names_its_schema_by_the_header(
+    kind: str, client: SchemaRegistryClient, topic: str, proxy: Proxy
+) -> None:
+    id = client.register_schema(f"{topic}-value", SCHEMAS[kind])
+    one = codec(framing=Framing.HEADER, identity=None)
+    await one.open(topic, [OrderPlaced])
+    payload, content_type, headers = one.encode(outgoing(ORDER, topic))
+    assert headers is not None
+    indexes = b"\2\2" if kind == "PROTOBUF" else b""  # the second message of the file
+    assert dict(headers)[HEADER] == b"\1" + UUID(int=id).bytes + indexes
+    context = SerializationContext(topic, MessageField.VALUE, [*headers])
+    with SchemaRegistryClient({"url": proxy.url}) as by_proxy:
+        if kind == "AVRO":
+            read: Any = AvroDeserializer(by_proxy)(payload, context)
+            assert (read["order_id"], read["price"]) == (ORDER.order_id, ORDER.price)
+        elif kind == "JSON":
+            text = SCHEMAS[kind].schema_str
+            read = JSONDeserializer(text, schema_registry_client=by_proxy)(payload, context)
+            assert read == json.loads(payload or b"") == json.loads(ORDER.model_dump_json())
+        else:
+            settings = {"use.deprecated.format": False}
+            message = ProtobufDeserializer(ORDER_CLASS, settings)(payload, context)
+            assert message is not None
+            assert message.order_id == ORDER.order_id
+    (again,) = await decoded(one, kafka_record(payload, headers))
+    assert (again.id, again.source, again.type) == ("e-1", "/shop", "order.placed.v1")
+    assert (again.subject, again.sequence) == ("o-1", f"{7:020}")
+    assert again.time is not None
+    assert content_type.encode() == dict(headers)["content-type"]
+    assert OrderPlaced.model_validate_json(again.data or b"") == ORDER
+
+
+async def test_a_registry_without_guids_has_none_for_the_header(
+    client: SchemaRegistryClient, topic: str, proxy: Proxy
+) -> None:
+    client.register_schema(f"{topic}-value", SCHEMAS["AVRO"])
+    proxy.knows_guids = False
+    with pytest.raises(Unpublishable, match=r"has no GUID .* Declare Confluent without framing="):
+        await codec(framing=Framing.HEADER).open(topic, [OrderPlaced])
+
+
 async def test_cloudevents_headers_name_the_event_where_there_are_any(
     produced: Producer, proxy: Proxy
 ) -> None:
@@ -199,8 +241,8 @@ async def test_records_without_them_are_named_by_the_rule_of_the_topic(
 ) -> None:
     record = kafka_record(produced.body("AVRO", ORDER), [("x-id", b"7")])
     for identity, id in (
-        (Header("x-id"), '["order.placed.v1","7"]'),
-        (PayloadFields("order_id"), '["order.placed.v1","o-1"]'),
+        (Header("x-id"), '["shop.OrderPlaced","7"]'),
+        (PayloadFields("order_id"), '["shop.OrderPlaced","o-1"]'),
     ):
         (message,) = await decoded(codec(identity=identity), record)
         assert message.id == id
@@ -209,6 +251,32 @@ async def test_records_without_them_are_named_by_the_rule_of_the_topic(
     reason, text = await failure(codec(identity=None), record)
     assert reason == "missing identity"
     assert "Confluent(identity=" in text
+
+
+async def test_a_record_is_the_same_event_whatever_type_the_service_gives_it(
+    produced: Producer, proxy: Proxy
+) -> None:
+    class Renamed(Event, type="order.placed.v2"):
+        order_id: str
+
+    record = kafka_record(produced.body("AVRO", ORDER))
+    found = []
+    every: list[dict[str, Any]] = [
+        {"types": {}},
+        {"types": {NAME: OrderPlaced}},
+        {"types": {NAME: Renamed}},
+        {"types": {}, "schemas": {Renamed: record_of_ids()}},
+    ]
+    for options in every:
+        (message,) = await decoded(codec(identity=PayloadFields("order_id"), **options), record)
+        found.append(message)
+    assert [one.type for one in found] == [NAME, "order.placed.v1", *["order.placed.v2"] * 2]
+    assert len({(one.id, one.hash) for one in found}) == 1
+
+
+def record_of_ids() -> Schema:
+    """Return a schema of the service that keeps only the id."""
+    return record(NAME, {"name": "order_id", "type": "string"})
 
 
 async def test_a_json_schema_without_a_title_needs_the_headers(
@@ -696,5 +764,5 @@ async def test_the_example_of_the_guide_reads_and_writes_events(
     record = kafka_record(one.encode(outgoing(placed)).payload)
     await one.prepare([record])
     message = one.decode(record)
-    assert (message.type, message.id) == ("order.placed.v1", '["order.placed.v1","o-1"]')
+    assert (message.type, message.id) == ("order.placed.v1", '["shop.OrderPlaced","o-1"]')
     assert type(placed).model_validate_json(message.data or b"") == placed

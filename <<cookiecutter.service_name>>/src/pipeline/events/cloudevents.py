@@ -53,6 +53,8 @@ class Named(NamedTuple):
     """Identity and data of a record without CloudEvents attributes; its source is its topic."""
 
     id: str
+    name: str
+    """The record's own name for the type, which no setting of the service changes: it is hashed."""
     type: str
     content_type: str | None
     data: bytes | None
@@ -82,7 +84,8 @@ def decode(
         content_type = headers.get("ce_datacontenttype")
     else:
         source = f"kafka:{record.topic}"
-        id, type, content_type, data = otherwise(record, headers)
+        id, name, type, content_type, data = otherwise(record, headers)
+        hash = hash or payload_hash(name, content_type, data)
     reference = None
     if not data and "ce_dataref" in headers and "ce_id" in headers:
         reference, data = _reference(headers), b""

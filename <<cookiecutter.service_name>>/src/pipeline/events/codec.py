@@ -26,6 +26,10 @@ class Outgoing(Protocol):
     @property
     def type(self) -> str: ...
     @property
+    def subject(self) -> str | None: ...
+    @property
+    def sequence(self) -> int | None: ...
+    @property
     def traceparent(self) -> str | None: ...
     @property
     def tracestate(self) -> str | None: ...
@@ -106,7 +110,8 @@ def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
     """Return the identity of a tombstone; raises `Undecodable` for other records."""
     if record.value is None:
         position = f"{record.partition}-{record.offset}"
-        return Named(position, Tombstone.event_type, headers.get("content-type"), None)
+        kind = Tombstone.event_type
+        return Named(position, kind, kind, headers.get("content-type"), None)
     topic = record.topic
     try:
         payload = parse(record.value)

@@ -101,7 +101,8 @@ class Message(NamedTuple):
     tracestate: str | None
     baggage: str | None
     hash: bytes
-    """`payload_hash` of type, content type and data; empty until referenced data is fetched."""
+    """`payload_hash` of the record's name for the type, content type and data; empty until
+    referenced data is fetched."""
     reference: Reference | None = None
     """Where the data is stored; None if the record contains it, or once it is fetched."""
 

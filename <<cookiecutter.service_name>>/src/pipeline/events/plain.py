@@ -139,7 +139,7 @@ class Plain(Codec):
         if isinstance(identity, Header) or (isinstance(identity, PayloadFields) and data):
             with _refusing(Reason.MISSING_IDENTITY, record, f"{identity} is to name the event"):
                 id = orjson.dumps([name, *_names(identity, payload, headers)]).decode()
-        return Named(id, type, content_type, data)
+        return Named(id, name, type, content_type, data)
 
     @property
     def _looks_into_payload(self) -> bool:

@@ -147,7 +147,7 @@ class Outbox:
         self._call_types = call_types
         self.codecs = codecs
         self._closed = {**closed}
-        self._sent_size = sent_size or (lambda event, allowed: event.size)
+        self._sent_size = sent_size
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
         """Events for handlers outside of the transaction, after its commit."""
@@ -259,11 +259,12 @@ class Outbox:
                 return row  # `write` raises an error
             row = self._encoded(row)
             is_stored = self.has_cloudevents(row)
-        allowed = self.max_event_bytes
-        size = self._sent_size(row, allowed) if is_stored else row.size
+        allowed, sent_size = self.max_event_bytes, self._sent_size
+        size = sent_size(row, allowed) if sent_size and is_stored else row.size
         if size > allowed:
+            note = " (only CloudEvents are stored in the object store)" if sent_size else ""
             raise Unpublishable(
-                f"{kind.__name__} takes {size:,} bytes and {allowed:,} are allowed: publish a"
+                f"{kind.__name__} takes {size:,} bytes and {allowed:,} are allowed{note}: publish a"
                 " smaller event, or raise PIPELINE_MAX_EVENT_BYTES and the topic's"
                 " max.message.bytes"
             )

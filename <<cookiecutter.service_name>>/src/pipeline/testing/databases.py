@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from unittest.mock import patch
 from uuid import uuid4
@@ -59,6 +59,16 @@ class ResettableDatabase:
     url: str
     reset_statements: str
     """Statements, for one transaction, that do so."""
+    checked: set[int] = field(default_factory=set)
+    """Ids of the services that `check` has accepted."""
+
+    def check(self, service: Service) -> None:
+        """Raise `Misconfigured` for a service that would not start because of its handlers."""
+        if id(service) not in self.checked:
+            # Settings of the others belong to the deployment.
+            handlers_only = replace(service, archive=None, claims=None, encryption=None)
+            handlers_only.check(self.settings())
+            self.checked.add(id(service))
 
     def settings(self) -> Settings:
         """Return the settings of the environment, for this database and without Kafka."""

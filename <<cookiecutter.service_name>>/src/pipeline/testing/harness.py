@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from pipeline.apply.positions import Slot
@@ -28,14 +30,12 @@ from .observed import observing
 from .outcome import Outcome, Published, outcome_of
 from .process import Process, Step, open_claims
 from .records import Headers, KafkaRecord, Sent, check_topic, record
+from .stand_ins import StandIn, check_complete, check_known
 from .stored import DeadLetter, Mark, Stored
 
 log = logging.getLogger(__name__)
-
 R = TypeVar("R")
 _Check = Callable[[Any], Awaitable[None]]
-StandIn = Callable[[Any, Any], Awaitable[object]]
-"""Takes the place of an effect's function: it gets the event and the `Call`."""
 
 
 class Harness:
@@ -54,7 +54,7 @@ class Harness:
         self.engine = engine
         """The pool of connections to the test's database."""
         self.object_store = folder
-        """The folder in place of the object store, for the payloads of a service with `claims`."""
+        """The folder in place of the object store of a service with `claims`."""
         self._database = database
         self._settings = database.settings()
         self._claims = open_claims(service, self._settings, folder)
@@ -67,7 +67,7 @@ class Harness:
         self,
         event: Event,
         *,
-        key: str | None = None,
+        key: str | bytes | None = None,
         topic: str | None = None,
         id: str | None = None,
         source: str = "/tests",
@@ -93,13 +93,13 @@ class Harness:
     async def handle_record(
         self,
         topic: str,
-        value: bytes | None,
+        value: str | bytes | None,
         *,
-        key: bytes | None = None,
+        key: str | bytes | None = None,
         headers: Headers | None = None,
         partition: int = 0,
     ) -> Outcome:
-        """Handle a record as it is, which need not be a valid event. None is a tombstone.
+        """Handle a record as it is, which may be no valid event. A value of None is a tombstone.
 
         Raises `HarnessMisused` for a topic that no handler reads.
         """
@@ -125,9 +125,12 @@ class Harness:
 
         The engine's stored times are moved back instead of waiting; clocks and the service's tables
         stay as they are. Inbox markers age, too, and are forgotten after `PIPELINE_INBOX_AGE`.
-        Calls become due, and wait for `run_calls`. Raises `HarnessMisused` if this has no end.
+        Calls become due, and wait for `run_calls`. Raises `HarnessMisused` if it has no end or is
+        negative.
         """
         left = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        if left < timedelta():
+            raise HarnessMisused(f"time does not pass backwards, as by {left}")
 
         async def work() -> None:
             nonlocal left
@@ -144,25 +147,16 @@ class Harness:
     async def run_calls(self, stand_ins: Mapping[str, StandIn] | None = None) -> Outcome:
         """Make the calls to the outside that are due, by stand-ins for the effects' functions.
 
-        `stand_ins` are coroutine functions by consumer; each takes the event and the `Call`, and
-        raises what the outside may raise. Results are those of the calls. Raises `HarnessMisused`
-        for a call without a stand-in, and for a consumer that is no effect.
+        `stand_ins` are functions by consumer, with or without `async`; each takes the event and the
+        `Call`, and raises what the outside may raise. Results are those of the calls. Raises
+        `HarnessMisused` for a call without a stand-in, and for a consumer that is no effect.
         """
-        functions = dict(stand_ins or {})
-        callers = self.service.handlers.callers
-        if unknown := functions.keys() - callers:
-            raise HarnessMisused(
-                f"{min(unknown)!r} is no effect; effects: {', '.join(sorted(callers)) or 'none'}"
-            )
+        functions = stand_ins or {}
+        check_known(functions, self.service.handlers)
 
         async def work() -> None:
             while due := await self._query(stored.consumers_of_due_calls):
-                if missing := set(due) - functions.keys():
-                    raise HarnessMisused(
-                        f"a call of {min(missing)!r} is due, and tests call nothing outside: write"
-                        f" run_calls({{{min(missing)!r}: function}}), with an `async def"
-                        " function(event, call)`"
-                    )
+                check_complete(functions, due)
                 await self._process.call(functions)
 
         return await self._step(work)
@@ -184,6 +178,8 @@ class Harness:
         `at_most` that number is chosen, always the same. One takes about 10 ms a message, and more
         with a crash. Raises `HarnessMisused` as `handle` does.
         """
+        if not iscoroutinefunction(invariant):
+            raise HarnessMisused("write the invariant as an `async def function(harness)`")
         records = [self._record(one) for one in messages]
         play = partial(self._play, records, invariant, crashes)
         found = await scenarios(keys_of(records), at_most, play if crashes else None)
@@ -235,7 +231,11 @@ class Harness:
         Raises SQLAlchemy's `NoResultFound` if there is none.
         """
         async with self.session() as session:
-            return await session.get_one(entity, key[0] if len(key) == 1 else key)
+            try:
+                return await session.get_one(entity, key[0] if len(key) == 1 else key)
+            except NoResultFound as error:
+                error.add_note(f"{entity.__name__} has no row {key}: see the failures of outcomes")
+                raise
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
@@ -250,6 +250,11 @@ class Harness:
         own = self._settings, handlers, self._claims, self._did
         self._process = Process(self.service, engine, *own)
         self._handlers = handlers
+
+    async def close(self) -> None:
+        """Close the connections of processes that were to die."""
+        if self._mortals:
+            await self._mortals.engine.dispose()
 
     async def _end_leases(self) -> bool:
         return self._mortal is not None and await self._query(stored.end_leases)
@@ -270,11 +275,6 @@ class Harness:
         finally:
             self._mortal = None
             self._start(self.service.handlers)
-
-    async def close(self) -> None:
-        """Close the connections of processes that were to die."""
-        if self._mortals is not None:
-            await self._mortals.engine.dispose()
 
     async def _play(
         self, records: Sequence[KafkaRecord], invariant: _Check, crashes: bool, scenario: Scenario

@@ -15,6 +15,8 @@ from pipeline.handlers.policy import Decision, Policy, dead
 
 from .observed import Increment, Observed
 
+log = logging.getLogger(__name__)
+
 
 class Published(NamedTuple):
     """An event in the outbox, with its record's topic and key."""
@@ -54,6 +56,8 @@ class Failure:
     """Seconds until the next attempt, which vary by 10 %; None: there is none."""
     id: str | None
     """The CloudEvents id of the message."""
+    traceback: str | None = field(default=None, repr=False, compare=False)
+    """That of the error; a handler's is also logged, so that pytest prints it if the test fails."""
 
 
 @dataclass
@@ -141,6 +145,8 @@ def outcome_of(
 
 def _failure(consumer: str, decision: Decision, id: str | None) -> Failure:
     is_rejected = decision.reason == "rejected"
+    if decision.traceback and decision.attempts and not is_rejected:
+        log.warning("%s has failed:\n%s", consumer, decision.traceback)
     return Failure(
         consumer,
         decision.error or "",
@@ -149,4 +155,5 @@ def _failure(consumer: str, decision: Decision, id: str | None) -> Failure:
         decision.attempts,
         decision.due_in,
         id,
+        decision.traceback,
     )

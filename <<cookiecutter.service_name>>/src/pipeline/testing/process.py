@@ -6,7 +6,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -32,6 +31,7 @@ from pipeline.settings import Settings
 
 from .errors import HarnessMisused
 from .records import KafkaRecord
+from .stand_ins import StandIn, replaced
 
 _OUTAGES = 5
 """Attempts after which a step raises the error of the database."""
@@ -146,12 +146,10 @@ class Process:
         """Handle what is due in the backlog. Raises `HarnessMisused` if that has no end."""
         await self._work_off(self._backlog)
 
-    async def call(self, functions: Mapping[str, Any]) -> None:
-        """Make the calls to the outside that are due, by functions in place of the effects' own."""
+    async def call(self, stand_ins: Mapping[str, StandIn]) -> None:
+        """Make the calls to the outside that are due, by stand-ins for the effects' functions."""
         consume = copy(self._consume)
-        consume.handlers = consume.handlers.with_functions(
-            lambda one: functions.get(one.consumer, one.function)
-        )
+        consume.handlers = replaced(consume.handlers, stand_ins)
         for kind in self._workers:
             await self._work_off(kind(consume, self._health))
 

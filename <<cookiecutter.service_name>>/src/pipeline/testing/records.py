@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from time import time
 from typing import TypeAlias
 
 from aiokafka import ConsumerRecord
 
-from pipeline.events.event import Event, payload_of
+from pipeline.events.cloudevents import event_headers
+from pipeline.events.event import Event, Tombstone, payload_of
 from pipeline.events.payload import payload_hash
 from pipeline.handlers.aggregate import record_key
 from pipeline.handlers.registry import Handler, Handlers
@@ -17,7 +18,7 @@ from pipeline.handlers.staging import StagedEvent
 from .errors import HarnessMisused
 
 KafkaRecord: TypeAlias = "ConsumerRecord[bytes, bytes]"
-Headers = Mapping[str, str | bytes]
+Headers = Mapping[str, str | bytes | None]
 """Headers by their names, text as UTF-8."""
 
 
@@ -26,9 +27,9 @@ class Sent:
     """An event as a producer sends it; its fields are the arguments of `Harness.handle`."""
 
     event: Event
-    key: str | None = None
-    """The record's key. None: the primary key of the row that the handler's `loads=` names, and no
-    key if there is no `loads=`."""
+    key: str | bytes | None = None
+    """The record's key, text as UTF-8. None: the primary key of the row that the handler's `loads=`
+    names, and no key if there is no `loads=`."""
     topic: str | None = None
     """None: the topic from which handlers take the event, if there is only one."""
     id: str | None = None
@@ -37,38 +38,43 @@ class Sent:
     source: str = "/tests"
     """The CloudEvents source, which identifies the event together with the id."""
     headers: Headers = field(default_factory=dict)
-    """More headers, such as `ce_time` or `ce_sequence`; they replace those of the kit."""
+    """More headers, such as `ce_sequence`; they replace those of the kit."""
     partition: int = 0
     age: timedelta = timedelta()
     """How long ago it was sent."""
 
     def record(self, handlers: Handlers) -> KafkaRecord:
-        """Return it as Kafka would, in the form of its topic's codec.
+        """Return it as a relay sends it, in the form of its topic's codec.
 
         Raises `HarnessMisused` if no handler takes it, and `Unpublishable` if the codec can't write
         it.
         """
+        if not isinstance(self.event, Event):
+            raise HarnessMisused(
+                f"a message is an event or Sent(event, …), and several are a list of them; this is"
+                f" {self.event!r:.200}. `handle_record` accepts any record"
+            )
         takers = _takers(handlers, self.event, self.topic)
-        payload = payload_of(self.event)
+        payload: bytes | None = payload_of(self.event)
         kind, topic = self.event.event_type, takers[0].topic
         id = self.id or payload_hash(kind, None, payload).hex()
         key = _key(self.event, takers) if self.key is None else self.key
-        names = (id, self.source, kind, None, None, "application/json", None, None, None)
-        staged = StagedEvent(topic, None if key is None else key.encode(), payload, *names)
+        if isinstance(self.event, Tombstone):
+            payload, key = None, key or self.event.key
+        subject = key if key and isinstance(key, str) else None
+        names = (id, self.source, kind, subject, None, "application/json", None, None, None)
+        staged = StagedEvent(topic, _bytes_of("key", key), payload, *names)
         encoded = handlers.codec(topic).encode(staged)
-        cloud_event = {
-            "ce_specversion": "1.0",
-            "ce_id": id,
-            "ce_source": self.source,
-            "ce_type": kind,
-            "content-type": encoded.content_type,
-        }
-        headers: Headers = cloud_event if encoded.headers is None else dict(encoded.headers)
+        headers = encoded.headers
+        if headers is None:
+            sent_at = datetime.now(UTC) - self.age
+            row = {"content_type": encoded.content_type, "created_at": sent_at}
+            headers = event_headers(staged._asdict() | row)
         made = record(
             topic,
             encoded.payload,
             key=staged.key,
-            headers={**headers, **self.headers},
+            headers={**dict(headers), **self.headers},
             partition=self.partition,
         )
         made.timestamp -= round(1_000 * self.age.total_seconds())
@@ -77,16 +83,15 @@ class Sent:
 
 def record(
     topic: str,
-    value: bytes | None,
+    value: str | bytes | None,
     *,
-    key: bytes | None,
+    key: str | bytes | None,
     headers: Headers,
     partition: int,
 ) -> KafkaRecord:
-    """Return a record of now, without an offset."""
-    encoded = {
-        name: text.encode() if isinstance(text, str) else text for name, text in headers.items()
-    }
+    """Return a record of now, without an offset. Raises `HarnessMisused` for what is no bytes."""
+    value, key = _bytes_of("value", value), _bytes_of("key", key)
+    encoded = {name: _bytes_of(f"header {name!r}", text) for name, text in headers.items()}
     return ConsumerRecord(
         topic=topic,
         partition=partition,
@@ -100,6 +105,14 @@ def record(
         serialized_value_size=len(value or b""),
         headers=tuple(encoded.items()),
     )
+
+
+def _bytes_of(what: str, given: object) -> bytes | None:
+    if given is None or isinstance(given, bytes):
+        return given
+    if isinstance(given, str):
+        return given.encode()
+    raise HarnessMisused(f"the {what} of a record is bytes, text or None, not {given!r:.200}")
 
 
 def check_topic(handlers: Handlers, topic: str) -> None:

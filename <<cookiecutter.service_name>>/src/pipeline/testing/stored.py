@@ -1,6 +1,7 @@
 """What the database holds after a transaction: published events, calls, dead letters, due times."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import asyncpg
 from pipeline.apply.encryption import Encryption, Rows
 from pipeline.apply.item import StoredRecord
 from pipeline.events.cloudevents import event_headers
-from pipeline.events.event import Event, declared_events, reader
+from pipeline.events.event import Event, declared_events, payload_of, reader
 from pipeline.events.message import headers_of
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
@@ -168,10 +169,6 @@ def _read(url: str) -> bytes:
 async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -> Event:
     """Return the event as a consumer with the same codec reads it."""
     topic, headers = row["topic"], row["headers"]
-    kinds = [one for one in declared_events() if one.event_topic == topic]
-    kinds.sort(key=lambda one: one.__module__.startswith(f"{package}."))
-    # The last class of a type is the one to use.
-    by_type = {getattr(one, "event_type", ""): one for one in kinds}
     written = event_headers(row) if headers is None else headers_of(headers)
     record = StoredRecord(topic, 0, 0, 0, row["key"], row["payload"], written, 0.0)
     codec = handlers.codec(topic)
@@ -179,7 +176,17 @@ async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -
     payload = codec.decode(record).data
     if (url := row["dataref"]) is not None:  # too large for a record: in the harness's folder
         payload = _read(url)
-    event: Event = reader(by_type[row["type"]])(payload or b"")
+    kinds = [one for one in declared_events() if one.event_topic == topic]
+    kinds = [one for one in kinds if getattr(one, "event_type", "") == row["type"]]
+    kinds.sort(key=lambda one: one.__module__.startswith(f"{package}."))
+    # The last class of a type is the one to use; a generic event has several that are in use.
+    event: Event
+    for kind in reversed(kinds if len(kinds) > 1 else []):
+        with suppress(ValueError):
+            event = reader(kind)(payload or b"")
+            if payload_of(event) == payload:
+                return event
+    event = reader(kinds[-1])(payload or b"")
     return event
 
 

@@ -6,11 +6,11 @@ import logging
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest.mock import patch
 from uuid import uuid4
 
@@ -18,13 +18,28 @@ import asyncpg
 import pytest
 import sqlalchemy as sa
 from opentelemetry import metrics
+from sqlalchemy.orm import Mapped, mapped_column
 from typer import Typer
 from typer.testing import CliRunner
 
 from operate.commands import command_line
-from pipeline import Event, Handlers, Park, Policy, Reject, Service, Transaction
+from pipeline import (
+    Aggregate,
+    Event,
+    Gaps,
+    Handlers,
+    Park,
+    Policy,
+    Reject,
+    Sequenced,
+    Service,
+    Tombstone,
+    Transaction,
+)
+from pipeline.events.message import Message
 from pipeline.servers.database import driver_of
-from pipeline.testing import Harness, HarnessMisused, Sent
+from pipeline.service import Misconfigured
+from pipeline.testing import Harness, HarnessMisused, Outcome, Sent
 from pipeline.testing.databases import Migrate, ResettableDatabase
 from pipeline.testing.explore import Scenario, scenarios
 from pipeline.testing.plugin import open_harness
@@ -65,6 +80,7 @@ class Rules:
     outages: set[int] = field(default_factory=set)
     """Amounts at which the database fails."""
     audited: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
 
 
 rules = Rules()
@@ -79,6 +95,7 @@ handlers = Handlers()
     policy=Policy(attempts=3, schedule=(60, 600)),
 )
 async def book(event: Deposited, tx: Transaction) -> int:
+    rules.messages.append(tx.message)
     account = await tx.load_or_create(Account, event.account)
     account.balance += event.amount
     account.history += f"{event.amount},"
@@ -122,8 +139,55 @@ async def audit_too(event: Audited, tx: Transaction) -> None:
     rules.audited.append(event.account)
 
 
+T = TypeVar("T")
+
+
+class Noted(Event, Generic[T], type="kit.noted", topic="notes"):
+    """Something was noted."""
+
+    value: T
+
+
+class Followed(Sequenced, Aggregate, Base):
+    """A row that follows numbered events."""
+
+    __tablename__ = "kit_followed"
+
+    id: Mapped[str] = mapped_column(sa.Text, primary_key=True)
+
+
+class Numbered(Event, type="kit.numbered"):
+    """The next event of an account."""
+
+    account: str
+
+
+@handlers.on(
+    Numbered,
+    topic="numbered",
+    consumer="follow",
+    loads=Followed.by("account"),
+    gaps=Gaps(wait=600, then="apply"),
+)
+async def follow(event: Numbered, tx: Transaction) -> int:
+    await tx.load_or_create(Followed, event.account)
+    return tx.gap
+
+
+@handlers.on(Tombstone, topic="compacted", consumer="forget")
+async def forget(event: Tombstone, tx: Transaction) -> tuple[str, bool]:
+    return event.key, tx.message.data is None
+
+
+@handlers.on(Audited, topic="audits-twice", consumer="note")
+async def note(event: Audited, tx: Transaction) -> None:
+    tx.publish(Noted[str](value=event.account), key=None)
+    tx.publish(Noted[int](value=int(event.account)), key=None)
+
+
 @pytest.fixture(autouse=True)
 def no_rules() -> None:
+    rules.messages.clear()
     rules.raises.clear()
     rules.outages.clear()
     rules.audited.clear()
@@ -190,7 +254,9 @@ async def test_one_id_with_two_payloads_is_a_mismatch(harness: Harness) -> None:
     assert [one.reason for one in await harness.dead_letters()] == ["identity mismatch"]
 
 
-async def test_a_failure_parks_its_message_and_not_its_neighbours(harness: Harness) -> None:
+async def test_a_failure_parks_its_message_and_not_its_neighbours(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
     rules.raises[2] = [ValueError("two")]
     outcome = await harness.handle_batch(
         [deposit(1), deposit(2), Sent(deposit(3), id="behind"), deposit(4, "bob")]
@@ -198,6 +264,9 @@ async def test_a_failure_parks_its_message_and_not_its_neighbours(harness: Harne
     (failure,) = outcome.failures
     assert (failure.consumer, failure.error) == ("book", "ValueError: two")
     assert (failure.decision, failure.reason, failure.attempts) == ("parked", "failed", 1)
+    assert failure.traceback is not None
+    assert "in book\n" in failure.traceback
+    assert failure.traceback in caplog.text
     assert failure.due_in == pytest.approx(60, rel=0.1)
     assert outcome.waiting == ["behind"]
     assert [str(one) for one in outcome.published] == [
@@ -240,6 +309,21 @@ async def test_a_scheduled_event_is_published_when_its_time_has_come(harness: Ha
     assert (await harness.advance(minutes=59)).published == []
     late = await harness.advance(minutes=1)
     assert late.published == [scheduled.event] == [Booked(account="ada", balance=1_000)]
+
+
+async def test_a_gap_is_waited_for_until_its_time_has_passed(harness: Harness) -> None:
+    async def handle(number: int) -> Outcome:
+        headers = {"ce_sequence": f"{number:020}"}
+        return await harness.handle(Numbered(account="ada"), id=str(number), headers=headers)
+
+    (early,) = (await handle(2)).failures
+    assert (early.reason, early.decision) == ("sequence gap", "parked")
+    assert early.due_in == pytest.approx(600, rel=0.01)
+    assert (await harness.advance(minutes=9)).applied == []
+    assert (await handle(1)).results == [0, 0]
+    await handle(5)
+    assert (await harness.advance(minutes=11)).results == [2]
+    assert (await handle(4)).superseded == 1
 
 
 async def test_a_deferred_message_is_handled_in_the_same_step(harness: Harness) -> None:
@@ -295,6 +379,58 @@ async def test_rows_are_prepared_in_a_session(harness: Harness) -> None:
         await harness.get(Account, "bob")
 
 
+async def test_a_row_that_is_missing_is_named(harness: Harness) -> None:
+    with pytest.raises(sa.exc.NoResultFound) as missing:
+        await harness.get(Account, "bob")
+    assert missing.value.__notes__ == ["Account has no row ('bob',): see the failures of outcomes"]
+
+
+async def test_a_message_has_the_headers_that_a_relay_sends(harness: Harness) -> None:
+    await harness.handle(deposit(5))
+    seen = rules.messages[-1]
+    assert (seen.subject, seen.key, seen.content_type) == ("ada", b"ada", "application/json")
+    assert seen.time is not None
+    assert abs(datetime.now(UTC) - seen.time) < timedelta(minutes=1)
+    await harness.handle(deposit(5), id="2", age=timedelta(days=1), headers={"ce_subject": "x"})
+    earlier = rules.messages[-1]
+    assert earlier.subject == "x"
+    assert earlier.time is not None
+    assert timedelta(hours=23) < seen.time - earlier.time < timedelta(hours=25)
+
+
+async def test_text_is_taken_for_bytes(harness: Harness) -> None:
+    headers = {"ce_specversion": "1.0", "ce_id": "1", "ce_source": "/a", "ce_type": "deposited"}
+    text = '{"account": "ada", "amount": 3}'
+    outcome = await harness.handle_record(TOPIC, text, key="ada", headers=headers | {"x": None})
+    assert outcome.results == [3]
+    again = await harness.handle_record(TOPIC, text.encode(), key=b"ada", headers=headers)
+    assert again.is_duplicate
+    assert (await harness.handle(deposit(4), key=b"ada")).results == [7]
+
+
+async def test_a_tombstone_is_a_record_without_a_value(harness: Harness) -> None:
+    assert (await harness.handle(Tombstone(key="ada"))).results == [["ada", True]]
+    assert (await harness.handle(Tombstone(key="ada"))).is_duplicate
+    assert (await harness.handle(Tombstone(key="bob"))).results == [["bob", True]]
+
+
+async def test_a_generic_event_is_read_as_the_class_that_was_published(harness: Harness) -> None:
+    outcome = await harness.handle(Audited(account="1"), topic="audits-twice")
+    assert outcome.published == [Noted[str](value="1"), Noted[int](value=1)]
+
+
+async def test_a_service_that_would_not_start_is_not_tested(
+    harness_database: ResettableDatabase,
+) -> None:
+    wrong = Handlers()
+    wrong.topic("unread", demands_types=True)
+    service = Service("bank", wrong, Base.metadata)
+    for _ in range(2):
+        with pytest.raises(Misconfigured, match="'unread': no handler reads this topic"):
+            async with open_harness(service, harness_database, Harness):
+                pass
+
+
 @pytest.mark.parametrize("number", range(3))
 async def test_each_test_begins_with_what_the_migrations_have_made(
     harness: Harness, number: int
@@ -314,9 +450,8 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
         await harness.handle(Booked(account="ada", balance=1))
     with pytest.raises(HarnessMisused, match=r"write handle\(…, topic='audits'\)"):
         await harness.handle(Audited(account="ada"))
-    with pytest.raises(
-        HarnessMisused, match=r"reads the topic 'x'; .* audits, audits-too, deposits, stubborn"
-    ):
+    topics = "audits, audits-too, audits-twice, compacted, deposits, numbered, stubborn"
+    with pytest.raises(HarnessMisused, match=f"reads the topic 'x'; .* {topics}"):
         await harness.handle(deposit(1), topic="x")
     with pytest.raises(HarnessMisused, match=r"'audits' takes Deposited.*taken from: deposits"):
         await harness.handle(deposit(1), topic="audits")
@@ -324,6 +459,18 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
         await harness.handle_record("x", b"")
     with pytest.raises(HarnessMisused, match="'book' is no effect; effects: none"):
         await harness.run_calls({"book": book})
+    wrong: list[Any] = [{"account": "ada"}, deposit(1), 5, print]
+    for misuse, text in (
+        (harness.handle(wrong[0]), r"a message is an event or Sent.* this is \{'account'"),
+        (harness.handle_batch(wrong[1]), r"several are a list of them; this is \('account'"),
+        (harness.handle(deposit(1), key=wrong[2]), "key of a record is bytes, text or None, not 5"),
+        (harness.handle_record(TOPIC, wrong[0]), "the value of a record is bytes"),
+        (harness.handle(deposit(1), headers={"x": wrong[2]}), "the header 'x' of a record"),
+        (harness.advance(hours=-1), "time does not pass backwards"),
+        (harness.explore([], invariant=wrong[3]), "invariant as an `async def function"),
+    ):
+        with pytest.raises(HarnessMisused, match=text):
+            await misuse
 
 
 async def test_an_outage_is_raised_and_the_harness_goes_on(harness: Harness) -> None:
@@ -370,7 +517,7 @@ async def test_explore_names_the_scenario_in_which_an_invariant_is_violated(
 
     with pytest.raises(sa.exc.NoResultFound) as wrong:
         await harness.explore([deposit(1)], invariant=bob_is_there)
-    assert wrong.value.__notes__ == ["scenario: messages in the order 0"]
+    assert wrong.value.__notes__[-1] == "scenario: messages in the order 0"
     rules.outages.add(2)
     with pytest.raises(asyncpg.TooManyConnectionsError) as outage:
         await harness.explore([deposit(2)], invariant=bob_is_last, crashes=True)

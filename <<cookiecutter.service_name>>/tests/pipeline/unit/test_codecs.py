@@ -17,14 +17,17 @@ from pipeline import (
     Plain,
     Position,
     Service,
+    Transaction,
 )
 from pipeline.errors import StoreUnavailable
 from pipeline.events import message
 from pipeline.events.codec import Encoded, Outgoing
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Reason, Undecodable, headers_of
+from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Identity
 from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.testing import plugin
 
 TYPE = "order.placed.v1"
 ID = "4d47e190-0402-4048-bc2c-89dd54343cdc"
@@ -169,7 +172,7 @@ def test_a_record_is_read_as_the_framework_writes_it(
                 ("ce_specversion", b"1.0"),
                 ("ce_id", b"1"),
                 ("ce_source", b"/"),
-                ("ce_type", TYPE.encode()),
+                ("ce_type", name.encode()),
                 ("content-type", b"application/json"),
             ],
         )
@@ -339,6 +342,7 @@ def test_an_id_stays_the_same_when_a_name_is_mapped_to_an_event_type() -> None:
     after = Plain(Header("t"), Header("id"), types={"Placed": TYPE}).decode(record)
     assert (before.type, after.type) == ("Placed", TYPE)
     assert before.id == after.id == '["Placed","7"]'
+    assert before.hash == after.hash == payload_hash("Placed", None, DATA)
 
 
 class Deep(Event, type="deep", topic="orders"):
@@ -362,6 +366,22 @@ def test_only_cloudevents_have_data_that_may_be_stored_elsewhere() -> None:
         (row,) = outbox.events
         assert row.headers is None
         assert outbox.has_cloudevents(row) is expected
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_a_large_event_of_another_codec_is_refused_with_the_reason(has_store: bool) -> None:
+    """It would not be read again from an object store."""
+    sent_size = (lambda event, allowed: 100) if has_store else None
+    large = OrderPlaced(orderId=10**2_000)
+    for codec, is_refused in [(CloudEvents(), not has_store), (InJson(), True)]:
+        outbox = Outbox("/shop", 2_500, codecs={"orders": codec}, sent_size=sent_size)
+        if not is_refused:
+            outbox.stage(large, id=ID, key="1", sequence=None)
+            continue
+        with pytest.raises(Unpublishable, match="2,500 are allowed") as refused:
+            outbox.stage(large, id=ID, key="1", sequence=None)
+        assert ("only CloudEvents are stored" in str(refused.value)) is has_store
+        assert not [*outbox.events]
 
 
 class InJson(Codec):
@@ -401,6 +421,39 @@ async def test_base_classes_of_events_need_not_be_writable() -> None:
     await Service("shop", handlers, MetaData()).open_codecs()
     assert sorted(opened) == ["strict.base", "strict.leaf"]
     assert handlers.closed == {}
+
+
+async def test_the_kit_writes_published_events_as_the_service_does() -> None:
+    """It opens codecs for events that the service only reads, and for no other class of a type."""
+    opened: list[tuple[str, str]] = []
+
+    class Opening(InJson):
+        async def open(self, topic: str, events: Sequence[type[Event]]) -> None:
+            opened.extend((topic, one.__name__) for one in events)
+
+    class Sold(Event, type="kit.sold", topic="kit-sold"):
+        pass
+
+    class Resold(Event, type="kit.sold"):
+        pass
+
+    class Bought(Event, type="kit.bought"):
+        pass
+
+    handlers = Handlers()
+    for topic in ("kit-sold", "kit-bought"):
+        handlers.topic(topic, codec=Opening())
+
+    @handlers.on(Resold, topic="kit-sold", consumer="resold")
+    async def resold(event: Resold, tx: Transaction) -> None: ...
+
+    @handlers.on(Bought, topic="kit-bought", consumer="bought")
+    async def bought(event: Bought, tx: Transaction) -> None: ...
+
+    service = Service("shop", handlers, MetaData())
+    await service.open_codecs()
+    await plugin._open_for_input(service)
+    assert opened == [("kit-sold", "Sold"), ("kit-bought", "Bought")]
 
 
 STRUCTURED = {"specversion": "1.0", "id": "1", "source": "/shop", "type": TYPE, "data": {"a": 1}}
