@@ -118,6 +118,7 @@ RUFF = $(BIN)/ruff --config pyproject.toml
 check-raw: $(INSTALLED)
 	@$(RUFF) check .
 	@$(RUFF) format --check .
+	@$(BIN)/python '$(RAW)/dev/alert_rules.py' --check
 	@rm -rf build/raw && mkdir -p build/raw
 	@ln -s '$(CURDIR)/$(RAW)/src/<<cookiecutter.package_name>>' build/raw/unbaked
 	@sed 's/<<cookiecutter.package_name>>/unbaked/g' '$(RAW)/pyproject.toml' > build/raw/pyproject.toml

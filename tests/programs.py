@@ -5,11 +5,14 @@
 """
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -66,15 +69,48 @@ def node_packages() -> Path:
     return folder / "node_modules"
 
 
+@dataclass(frozen=True)
+class GoSource:
+    """The source of a Go module, without that of the modules which it requires."""
+
+    module: str
+    version: str
+    sum: str
+    """Its hash, as go.sum has it."""
+
+    def folder(self) -> Path:
+        """Return the folder of its files, which Go downloads once for all projects of this user.
+
+        If it can't be downloaded the test is skipped, and fails where CI is set.
+        """
+        try:
+            go = service.require_go()
+        except service.ProgramError as error:
+            go_without(str(error))
+        command = [str(go), "mod", "download", "-json", f"{self.module}@{self.version}"]
+        with tempfile.TemporaryDirectory() as elsewhere:
+            done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True)
+        if done.returncode != 0:
+            go_without(f"{self.module} can't be downloaded: {done.stdout}{done.stderr}")
+        downloaded = json.loads(done.stdout)
+        assert downloaded["Sum"] == self.sum, self.module
+        return Path(downloaded["Dir"])
+
+
 def require(name: str) -> Path:
     """Return where a program is. Without it the test is skipped, and fails where CI is set."""
     program = service.program(name, PROGRAMS)
     found = program.find()
     if found is None:
-        if os.environ.get("CI"):
-            pytest.fail(program.hint, pytrace=False)
-        pytest.skip(program.hint)
+        go_without(program.hint)
     return found
+
+
+def go_without(reason: str) -> NoReturn:
+    """Skip the test, which lacks something that is installed by hand; fail it where CI is set."""
+    if os.environ.get("CI"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
 
 
 if __name__ == "__main__":

@@ -13,26 +13,24 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import asyncpg  # type: ignore[import-untyped]
-import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
+from jsonschema import ValidationError  # type: ignore[import-untyped]
 
 from tests.baked import RAW, BakedProject, Template
+from tests.custom_resources import trigger_parameters, validate
 from tests.programs import require
 
 pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 DOCKERFILE = "deploy/Dockerfile"
-KUBERNETES = "1.34"
-"""Whose schemas manifests must fit. `kubernetes-validate` does kubeconform's work: it has the
-schemas in a wheel that is pinned as all else is, where the latter fetches them when it runs."""
 BIN = Path(sys.prefix) / "bin"
 URL = "PIPELINE_DATABASE_URL"
 WRITABLE = 'mount --bind "$0" /opt && cd "$1" && exec bash -euc "$2"'
@@ -276,6 +274,10 @@ def production(default_project: BakedProject) -> list[dict[str, Any]]:
     return built(default_project, "deploy/kubernetes/production")
 
 
+REPLICAS = "  - name: consumer\n    count: 3\n"
+"""What the component keda says to take out of the overlay."""
+
+
 @pytest.fixture(scope="module")
 def with_components(
     default_project: BakedProject, tmp_path_factory: pytest.TempPathFactory
@@ -284,7 +286,7 @@ def with_components(
     copy = tmp_path_factory.mktemp("manifests") / "kubernetes"
     shutil.copytree(default_project.path / "deploy" / "kubernetes", copy)
     overlay = copy / "production" / "kustomization.yaml"
-    said = overlay.read_text("utf-8")
+    said = overlay.read_text("utf-8").replace(REPLICAS, "")
     overlay.write_text(re.sub(r"^# (components:|  - )", r"\1", said, flags=re.MULTILINE), "utf-8")
     return built(default_project, str(copy / "production"))
 
@@ -310,7 +312,7 @@ def test_the_manifests_fit_the_schemas_of_kubernetes(
 
     assert len(objects) == 8
     for each in objects:
-        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        validate(each)
 
 
 def test_processes_have_longer_to_end_than_the_setting_gives_them(
@@ -376,7 +378,7 @@ def test_the_components_fit_the_schemas_and_reach_every_workload(
     with_components: list[dict[str, Any]],
 ) -> None:
     for each in with_components:
-        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        validate(each)
         assert each["metadata"]["namespace"] == "parcel-tracker"
     [policy] = [each["spec"] for each in with_components if each["kind"] == "NetworkPolicy"]
     [settings] = [each for each in with_components if each["kind"] == "ConfigMap"]
@@ -393,22 +395,173 @@ def test_the_components_fit_the_schemas_and_reach_every_workload(
     assert len(images) == 1
 
 
-@pytest.mark.parametrize("component", ["network", "roles", "tls"])
+COMPONENTS = sorted(one.name for one in (RAW / "deploy/kubernetes/components").iterdir())
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
 def test_each_component_fits_without_the_others(
     component: str, default_project: BakedProject, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "kubernetes"
-    shutil.copytree(default_project.path / "deploy" / "kubernetes", copy)
-    overlay = copy / "production" / "kustomization.yaml"
-    with overlay.open("a", encoding="utf-8") as file:
-        file.write(f"components:\n  - ../components/{component}\n")
-    objects = built(default_project, str(copy / "production"))
+    objects = with_component(default_project, component, tmp_path)
 
     for each in objects:
-        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        validate(each)
     images = {pod["spec"]["containers"][0]["image"] for pod in workloads(objects).values()}
     assert len(images) == 1
     assert images != {"parcel-tracker"}
+
+
+def with_component(project: BakedProject, name: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the objects of the overlay with this component alone."""
+    copy = folder / "kubernetes"
+    shutil.copytree(project.path / "deploy" / "kubernetes", copy)
+    overlay = copy / "production" / "kustomization.yaml"
+    with overlay.open("a", encoding="utf-8") as file:
+        file.write(f"components:\n  - ../components/{name}\n")
+    return built(project, str(copy / "production"))
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    """Return the object of this kind and name."""
+    [found] = [e for e in objects if (e["kind"], e["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def test_a_mistake_in_an_object_of_an_operator_is_found(
+    with_components: list[dict[str, Any]],
+) -> None:
+    scaled = of_kind(with_components, "ScaledObject", "consumer")
+    with pytest.raises(ValidationError, match="minReplicas"):
+        validate(scaled | {"spec": scaled["spec"] | {"minReplicas": 2}})
+
+
+def setting(name: str) -> str:
+    """Return the default of a setting of the engine."""
+    text = (RAW / "src/pipeline/settings.py").read_text("utf-8")
+    [found] = re.findall(rf"\n    {name}: .* = \"?([\w.]+)", text)
+    return str(found)
+
+
+def test_the_autoscaler_asks_for_the_lag_of_the_group_and_never_scales_to_zero(
+    with_components: list[dict[str, Any]],
+) -> None:
+    scaled = of_kind(with_components, "ScaledObject", "consumer")["spec"]
+    deployment = of_kind(with_components, "Deployment", scaled["scaleTargetRef"]["name"])["spec"]
+    [trigger] = scaled["triggers"]
+    [settings] = [each["data"] for each in with_components if each["kind"] == "ConfigMap"]
+    told = trigger["metadata"]
+
+    assert "replicas" not in deployment, "a release would set them"
+    assert 1 < scaled["minReplicaCount"] < scaled["maxReplicaCount"]
+    assert "idleReplicaCount" not in scaled
+    # Two polls see the offsets that were committed in between.
+    assert scaled["pollingInterval"] > float(setting("offset_commit_interval"))
+    assert trigger["useCachedMetrics"]
+    assert told["bootstrapServersFromEnv"] in settings
+    assert told["consumerGroup"] == "parcel-tracker"
+    assert told["offsetResetPolicy"] == setting("consumer_start")
+
+
+def test_the_autoscaler_connects_as_the_consumers_do(
+    with_components: list[dict[str, Any]], default_project: BakedProject, tmp_path: Path
+) -> None:
+    known = trigger_parameters("kafka")
+    [trigger] = of_kind(with_components, "ScaledObject", "consumer")["spec"]["triggers"]
+    reference = trigger["authenticationRef"]["name"]
+    given = of_kind(with_components, "TriggerAuthentication", reference)["spec"]
+    pod = workloads(with_components)["consumer"]["spec"]
+    [container] = pod["containers"]
+    told = trigger["metadata"]
+
+    for name, value in told.items():
+        parameter = known[name.removesuffix("FromEnv")]
+        place = "resolvedEnv" if name.endswith("FromEnv") else "triggerMetadata"
+        assert place in parameter.places, name
+        assert not parameter.values or value in parameter.values
+    mechanism = re.search(
+        r'kafka_sasl_mechanism: .*\n +"([\w-]+)"\n',
+        (RAW / "src/pipeline/server_settings.py").read_text("utf-8"),
+    )
+    assert mechanism
+    assert told["tls"] == "enable"
+    assert told["sasl"].replace("_", "") == mechanism[1].lower().replace("-", "")
+    for one in (*given["env"], *given["secretTargetRef"]):
+        assert "authParams" in known[one["parameter"]].places
+    assert {one["name"] for one in given["env"]} <= {one["name"] for one in container["env"]}
+    [authority] = given["secretTargetRef"]
+    mounted = {one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one}
+    assert authority["name"] in mounted
+
+    alone = with_component(default_project, "keda", tmp_path)
+    [trigger] = of_kind(alone, "ScaledObject", "consumer")["spec"]["triggers"]
+    assert not {"tls", "sasl"} & trigger["metadata"].keys()
+
+
+def test_the_operator_scrapes_all_processes_as_the_job_that_the_rules_select(
+    with_components: list[dict[str, Any]],
+) -> None:
+    monitor = of_kind(with_components, "ServiceMonitor", "service")["spec"]
+    rules = of_kind(with_components, "PrometheusRule", "service")["spec"]
+    [endpoint] = monitor["endpoints"]
+    selected = [
+        each
+        for each in with_components
+        if each["kind"] == "Service" and _selector_of(monitor) <= _labels(each)
+        if endpoint["port"] in {port["name"] for port in each["spec"]["ports"]}
+    ]
+
+    [service] = selected
+    job = service["metadata"]["labels"][monitor["jobLabel"]]
+    assert set(re.findall(r'job="([^"]+)"', json.dumps(rules).replace('\\"', '"'))) == {job}
+    pods = workloads(with_components)
+    scraped = {name for name, pod in pods.items() if _matches(service, pod)}
+    assert scraped == {"consumer", "relay"}
+
+
+def _selector_of(monitor: dict[str, Any]) -> Set[tuple[str, str]]:
+    return cast(dict[str, str], monitor["selector"]["matchLabels"]).items()
+
+
+def _labels(each: dict[str, Any]) -> Set[tuple[str, str]]:
+    return cast(dict[str, str], each["metadata"]["labels"]).items()
+
+
+def test_the_rules_of_the_operator_are_those_of_prometheus_and_stay_so(
+    with_components: list[dict[str, Any]], default_project: BakedProject, tmp_path: Path
+) -> None:
+    rules = of_kind(with_components, "PrometheusRule", "service")["spec"]
+    assert rules == yaml.safe_load(default_project.read("deploy/prometheus/alerts.yaml"))
+
+    for name in ("deploy", "dev"):
+        shutil.copytree(default_project.path / name, tmp_path / name)
+    copy = BakedProject(tmp_path, default_project.answers)
+    write = (sys.executable, "-B", "dev/alert_rules.py")
+    copy.run(*write, "--check")
+    alerts = tmp_path / "deploy/prometheus/alerts.yaml"
+    alerts.write_text(alerts.read_text("utf-8").replace("> 300", "> 600"), "utf-8")
+    refused = subprocess.run([*write, "--check"], cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "run `python dev/alert_rules.py`" in refused.stderr
+    copy.run(*write)
+    copy.run(*write, "--check")
+    assert "> 600" in copy.read("deploy/kubernetes/components/prometheus-operator/rule.yaml")
+
+
+def test_processes_of_a_deployment_are_spread_and_still_start_where_they_cannot_be(
+    with_api: list[dict[str, Any]],
+) -> None:
+    pods = workloads(with_api)
+    for name in ("api", "consumer", "relay"):
+        spread = pods[name]["spec"]["topologySpreadConstraints"]
+        assert [one["topologyKey"] for one in spread] == [
+            "topology.kubernetes.io/zone",
+            "kubernetes.io/hostname",
+        ]
+        for one in spread:
+            assert one["whenUnsatisfiable"] == "ScheduleAnyway"
+            wanted = one["labelSelector"]["matchLabels"].items()
+            labels = {each: pod["metadata"]["labels"].items() for each, pod in pods.items()}
+            assert [each for each, has in labels.items() if wanted <= has] == [name]
 
 
 def test_with_components_each_process_has_the_role_that_is_its_own(
@@ -472,7 +625,7 @@ def test_a_service_with_an_http_api_deploys_it_beside_the_others(
     with_api: list[dict[str, Any]], production: list[dict[str, Any]]
 ) -> None:
     for each in with_api:
-        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        validate(each)
     pods = workloads(with_api)
     [container] = pods["api"]["spec"]["containers"]
     [consumer] = workloads(production)["consumer"]["spec"]["containers"]
