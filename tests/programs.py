@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -69,12 +70,14 @@ def node_packages() -> Path:
 def require(name: str) -> Path:
     """Return where a program is. Without it the test is skipped, and fails where CI is set."""
     program = service.program(name, PROGRAMS)
-    found = program.find()
-    if found is None:
-        if os.environ.get("CI"):
-            pytest.fail(program.hint, pytrace=False)
-        pytest.skip(program.hint)
-    return found
+    return program.find() or lacking(program.hint)
+
+
+def lacking(what: str) -> NoReturn:
+    """Skip the test; fail it where CI is set."""
+    if os.environ.get("CI"):
+        pytest.fail(what, pytrace=False)
+    pytest.skip(what)
 
 
 if __name__ == "__main__":
